@@ -27,12 +27,15 @@ BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_sche
 PYTEST := $(BIN)/python -m pytest
 ALONE := tests/chaos tests/e2e
 # Of tests/e2e, what starts processes but looks at no clock.
-NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files documentation fleet numerical_truth openai_through_smg prompt_logprobs vllm_engine)
+NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files demo documentation extreme_numbers fleet flight_log gateway_process mistakes \
+  numerical_truth openai_through_smg other_languages out_of_memory pinning poison prompt_logprobs vllm_engine)
+# One worker more than processors, since many of these tests wait for a process to start.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels core demo test chaos sanitize soak lint format stubs flags lock bench gpu-check clean
+.PHONY: help setup kernels core demo test deep chaos sanitize soak lint format stubs flags lock bench gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,7 +101,13 @@ test: lint kernels core  ## all checks and all tests
 	$(say) 'pytest: what looks at real processes and clocks, one after the other'
 	@$(PYTEST) $(ALONE) $(NO_CLOCK:%=--ignore=%) $(ARGS) || test $$? = 5
 	$(say) 'pytest: the rest, on every core'
-	@$(PYTEST) -n logical --dist worksteal $(BESIDE) $(NO_CLOCK) $(ARGS) || test $$? = 5
+	@$(PYTEST) -n $(WORKERS) --dist worksteal $(BESIDE) $(NO_CLOCK) $(ARGS) || test $$? = 5
+
+deep: kernels core  ## what `make test` tests with some settings and examples, with all, and ten times as many (an hour)
+	$(say) 'pytest: every combination'
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m deep --timeout=1800 $(ARGS)
+	$(say) 'pytest: ten times as many drawn examples'
+	@EXAMPLES=10 $(PYTEST) -n $(WORKERS) --dist worksteal --timeout=3600 tests/fuzz tests/property $(ARGS)
 
 chaos: kernels core  ## the table of promises against real processes (some 15 minutes; root for the network namespaces)
 	$(say) 'chaos: the table is written to tests/chaos/RESULTS.md'

@@ -77,7 +77,7 @@ def measure(
                     product(variant.team, inputs)
                 seconds[name] = min(seconds[name], (time.perf_counter() - started) / num_copies)
         operations = 2 * rows * weight.numel()
-        rates = {name: round(operations / taken / 1e9, 1) for name, taken in seconds.items()}
+        rates = {name: float(f"{operations / taken / 1e9:.3g}") for name, taken in seconds.items()}
         records.append({**asdict(shape), "form": form.name.lower(), "rows": rows, "giga_operations_per_s": rates})
         print(f"{form.name.lower():>8} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
     return records

@@ -62,9 +62,7 @@ def _rms_normalised(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """``heads`` ``[tokens, heads, head_dim]``, channels i and i + head_dim / 2 a pair; tables ``[tokens, 1, head_dim /
-    2]``.
-    """
+    """Channels i and i + head_dim / 2 are a pair."""
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(heads.dtype)
 
@@ -133,7 +131,7 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
 
 
 def copy_blocks(layers: Tensor, pairs: Tensor) -> None:
-    """``block_moves.copy_blocks``: every source is read before the first destination is written."""
+    """``block_moves.copy_blocks``: every read comes before the first write."""
     sources, destinations = pairs.long()
     layers[:, destinations] = layers[:, sources]
 
@@ -175,7 +173,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """The ``out`` of ``gpu.attention.paged_attention`` in float64: shape ``[query_start[-1], heads * head_dim]``."""
+    """``gpu.attention.paged_attention`` in float64: ``[query_start[-1], heads * head_dim]``."""
     _, _, block_size, head_dim = pool_layer.shape
     num_heads = query.shape[1] // head_dim
     starts = query_start.tolist()
@@ -221,10 +219,10 @@ def sample(
     bias: Mapping[int, float] | None = None,
     excluded: Sequence[int] = (),
 ) -> int:
-    """The token of one row with ``logits`` of shape ``[vocab_size]``; -1 if their largest is NaN or infinite.
+    """The token of one row with ``logits`` ``[vocab_size]``; -1 if their largest is NaN or infinite.
 
-    ``gpu.sampling`` has the rule. A ``temperature`` of 0 is greedy, a ``top_k`` of 0 is none. The penalties use
-    ``prompt`` and ``generated``; ``min_tokens`` forbids ``excluded``. Ties rank by lower id.
+    ``gpu.sampling`` has the rule. A ``temperature`` of 0 is greedy, a ``top_k`` of 0 is none. ``min_tokens`` forbids
+    ``excluded``.
     """
     adjusted = _adjusted(logits, repetition, presence, frequency, prompt, generated)
     for token_id, value in (bias or {}).items():

@@ -1,4 +1,1 @@
-"""Tools to study Headway: simulate, bench, replay, explain, timeline, top, doctor.
-
-May import all of Headway. Nothing that serves imports it.
-"""
+"""Tools to study Headway. Nothing that serves imports them."""

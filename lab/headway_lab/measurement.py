@@ -1,10 +1,7 @@
-"""The latencies and objectives of a run's requests, whatever they ran on.
+"""The latencies and objectives of a run's requests, for bench, simulate and replay.
 
-Owns: what bench, simulate and replay report alike, and how it is computed. Must not know: how times were obtained.
-
-Latencies count from the intended time of sending. **ITL** is one gap between two tokens of a request; all gaps of all
-requests count alike. A request meets its objectives if its first token and each further gap came within them, and a
-request without an objective meets it. Goodput is the rate of those that do (Zhong et al., DistServe, OSDI 2024).
+A request meets its objectives if its first token and each further gap came within them, and a request without an
+objective meets it. Goodput is the rate of those that do (Zhong et al., DistServe, OSDI 2024).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +20,7 @@ GroupT = TypeVar("GroupT")
 
 
 class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. Times in seconds, gaps in milliseconds."""
+    """One request. Times are in seconds, gaps in milliseconds."""
 
     number: int
     tenant: str
@@ -37,7 +34,7 @@ class RequestFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's or a priority's part of a run, in the units of ``Totals``."""
+    """A tenant's or a priority's part of a run."""
 
     output_tokens_per_s: float
     ttft_ms: Percentiles
@@ -45,10 +42,7 @@ class GroupTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in figures. Rates per second; latencies in milliseconds; shares from 0 to 1.
-
-    Goodput is None if no request has an objective.
-    """
+    """A run in figures. Rates are per second, latencies in milliseconds, shares from 0 to 1."""
 
     num_requests: int
     output_tokens_per_s: float
@@ -62,7 +56,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimeColumns(NamedTuple):
-    """Times in seconds, float64. Shape ``[requests]`` by request number, NaN if unknown; of gaps, ``[gaps]``."""
+    """Times in seconds, float64, shape ``[requests]``, NaN if unknown; gaps have shape ``[gaps]``."""
 
     arrival_s: NDArray[np.float64]
     first_token_s: NDArray[np.float64]
@@ -73,7 +67,7 @@ class TimeColumns(NamedTuple):
 
 
 class Measurement:
-    """The requests of a run and their times."""
+    """A run's requests and times."""
 
     def __init__(self, requests: Mapping[int, PlannedRequest], times: TimeColumns) -> None:
         self._requests = requests
@@ -82,7 +76,7 @@ class Measurement:
 
     @cached_property
     def meets_objectives(self) -> NDArray[np.bool_]:
-        """By request number; without meaning for requests that have not ended."""
+        """Return a value per ended request."""
         times = self.times
         longest_s = np.zeros(len(times.arrival_s))
         np.maximum.at(longest_s, times.gap_owners, times.gaps_s)
@@ -94,31 +88,31 @@ class Measurement:
         return meets
 
     def num_meeting(self, numbers: Sequence[int]) -> int | None:
-        """How many of these requests meet their objectives; None if none of them has one."""
+        """Return how many meet their objectives, if any has one."""
         if not any(self._requests[number].objectives.are_some for number in numbers):
             return None
         return int(np.count_nonzero(self.meets_objectives[numbers]))
 
     def goodput(self, numbers: Sequence[int], window_s: float) -> float | None:
-        """Requests per second that meet their objectives; None as above."""
+        """Return the requests per second that meet their objectives."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, window_s)
 
     def attainment(self, numbers: Sequence[int]) -> float | None:
-        """The share of these requests that meet their objectives; None as above."""
+        """Return the share of requests that meet their objectives."""
         num_meeting = self.num_meeting(numbers)
         return None if num_meeting is None else ratio(num_meeting, len(numbers))
 
     def ttft_ms(self, numbers: Sequence[int]) -> Percentiles:
-        """Percentiles of the times to the first token."""
+        """Return percentiles of TTFT."""
         return percentiles((self.times.first_token_s[numbers] - self.times.arrival_s[numbers]) * 1e3)
 
     def end_to_end_ms(self, numbers: Sequence[int]) -> Percentiles:
-        """Percentiles of the times to the end."""
+        """Return percentiles of the whole time."""
         return percentiles((self.times.end_s[numbers] - self.times.arrival_s[numbers]) * 1e3)
 
     def itl_ms(self, numbers: Sequence[int]) -> Percentiles:
-        """Percentiles of the gaps between tokens."""
+        """Return percentiles of the gaps between tokens."""
         is_own = np.zeros(len(self.times.arrival_s), dtype=np.bool_)
         is_own[numbers] = True
         return percentiles(self.times.gaps_s[is_own[self.times.gap_owners]] * 1e3)
@@ -142,14 +136,14 @@ class Measurement:
         )
 
     def by_tenant(self, numbers: Iterable[int], make: Callable[[list[int]], GroupT]) -> dict[str, GroupT]:
-        """Make a group of each tenant's requests; those without a tenant are in none."""
+        """Make a group of each tenant's requests."""
         groups: dict[str, list[int]] = {}
         for number in numbers:
             groups.setdefault(self._requests[number].tenant, []).append(number)
         return {name: make(groups[name]) for name in sorted(groups) if name}
 
     def by_priority(self, numbers: Iterable[int], make: Callable[[list[int]], GroupT]) -> dict[str, GroupT]:
-        """Make a group of each priority's requests, the most urgent first."""
+        """Make a group per priority, the most urgent first."""
         groups: dict[int, list[int]] = {}
         for number in numbers:
             groups.setdefault(self._requests[number].priority, []).append(number)

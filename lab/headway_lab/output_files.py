@@ -1,7 +1,4 @@
-"""The files that a long run writes at its end.
-
-Owns: checking them before the run, and the message if writing fails. Must not know: their contents.
-"""
+"""The output files of a long run, checked before it."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -12,10 +9,10 @@ from headway_process.installation import install_advice
 
 
 def check_output_files(paths: Mapping[str, str]) -> None:
-    """Check paths by their flags; an empty path is not written.
+    """Check paths by their flags.
 
     Raises:
-        ConfigurationError: one is a directory, or in one that does not exist.
+        ConfigurationError: a path is a directory, or in one that does not exist.
     """
     for flag, path in paths.items():
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
@@ -25,20 +22,20 @@ def check_output_files(paths: Mapping[str, str]) -> None:
 
 
 def check_pictures(flag: str, path: str) -> None:
-    """Check that matplotlib is there if a picture is asked for.
+    """Check that matplotlib is there for a picture.
 
     Raises:
-        ConfigurationError: matplotlib is not installed.
+        ConfigurationError: it is not.
     """
     if path and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(f"{flag}: this host lacks matplotlib; leave {flag} out, or {install_advice('bench')}")
 
 
 def write_output(flag: str, path: str, write: Callable[[Path], object]) -> None:
-    """Write one file; an empty path is not written.
+    """Write one file, if it has a path.
 
     Raises:
-        ConfigurationError: the file cannot be written.
+        ConfigurationError: writing failed.
     """
     if not path:
         return

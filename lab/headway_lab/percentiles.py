@@ -1,7 +1,4 @@
-"""Percentiles and rates for every report of a run.
-
-Owns: how they are computed and rounded. Must not know: what was measured.
-"""
+"""Percentiles and rates of reports."""
 
 from collections.abc import Sequence
 
@@ -19,7 +16,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
-    """Interpolate linearly between the two nearest values; values that are not finite are left out."""
+    """Interpolate linearly between the nearest finite values."""
     finite = np.asarray(values)[np.isfinite(values)]
     if not len(finite):
         return Percentiles()
@@ -28,7 +25,7 @@ def percentiles(values: NDArray[np.float64] | Sequence[float]) -> Percentiles:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Return the quotient, or 0 if the denominator is 0."""
+    """Return the quotient, 0 for a denominator of 0."""
     return rounded(numerator / denominator) if denominator else 0.0
 
 

@@ -1,7 +1,4 @@
-"""The style that pictures of runs have in common. Needs matplotlib; only modules that draw import this.
-
-Owns: colors, frames and the file format. Must not know: what is drawn.
-"""
+"""The style of all pictures."""
 
 from pathlib import Path
 
@@ -11,10 +8,10 @@ BLUE, ORANGE, GREY = "#2563a8", "#d9730d", "#8a8a8a"
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Style all axes of a figure and write it as PNG.
+    """Style a figure and write it as PNG.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: writing failed.
     """
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,10 +1,7 @@
-"""A published comparison of batching policies.
+"""A published comparison of batching policies: its figures and orderings.
 
-Owns: its figures, the orderings that it states, and a table of them beside others. Must not know: how others are made.
-
-The article is about iteration-level scheduling, for "Llama 70B, 128 concurrent users". A "chunk of C" is chunked
-prefill with a token budget of C. It does not state the lengths of prompts and answers, so another device and model can
-only be expected to show the same order.
+The article is about iteration-level scheduling, for "Llama 70B, 128 concurrent users". A "chunk of C" is a token budget
+of C. Lengths are not stated, so another device and model can only be expected to show the same order.
 """
 
 from collections.abc import Mapping
@@ -26,7 +23,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ordering(msgspec.Struct, frozen=True, kw_only=True):
-    """A statement of the article: in every pair, ``figure`` of the first case is below the second's."""
+    """``figure`` of each pair's first case is below the second's."""
 
     text: str
     figure: str
@@ -34,7 +31,7 @@ class Ordering(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an ordering holds; ``least_distance`` is the smallest upper / lower - 1 of its pairs."""
+    """``least_distance`` is the smallest upper / lower - 1 of an ordering's pairs."""
 
     text: str
     holds: bool
@@ -106,7 +103,7 @@ def _finding(ordering: Ordering, figures: Mapping[str, Figures]) -> Finding:
 
 
 def beside_published(kind: str, figures: Mapping[str, Figures]) -> list[str]:
-    """Return a table of the published figures beside others of this ``kind``, and whether each ordering holds."""
+    """Return a table of published and other figures, and whether each ordering holds."""
     rows: list[tuple[str, ...]] = [
         (f"published / {kind}", "output tok/s", "P50 ITL ms", "P99 ITL ms", "P99 TTFT ms"),
         *((label, *_cells(PUBLISHED.get(label), other)) for label, other in figures.items()),

@@ -1,7 +1,4 @@
-"""The cells and lines that reports of runs have in common.
-
-Owns: how percentiles, rates and groups look. Must not know: which report they are for.
-"""
+"""The cells and lines of reports."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -27,10 +24,7 @@ def rate_cell(value: float | None) -> str:
 
 
 def shown_groups(tenants: Mapping[str, GroupT], priorities: Mapping[str, GroupT]) -> list[tuple[str, GroupT]]:
-    """Return the groups of a table by name.
-
-    Priorities are left out if there is only one, or if each tenant has its own, because they would repeat the tenants.
-    """
+    """Return a table's groups by name, without priorities that would repeat the tenants."""
     if len(priorities) in {1, len(tenants)}:
         return list(tenants.items())
     return [*tenants.items(), *((f"priority {name}", group) for name, group in priorities.items())]

@@ -1,7 +1,7 @@
 """Backends that are wrong on purpose: each is ``torch`` with one plausible mistake.
 
-``found_by`` names the scenarios that must fail. The mistakes are those of a backend that keeps its own state: it may
-read something one step too early, or once too often.
+``found_by`` names the scenarios that must fail. A backend that keeps its own state may read something one step too
+early, or once too often.
 """
 
 import json
@@ -24,8 +24,6 @@ NOTHING = np.empty((2, 0), dtype=np.int32)
 
 
 class WrappedBackend:
-    """``torch``, eager, as it is."""
-
     executes_inline: ClassVar[bool] = False
     found_by: ClassVar[tuple[str, ...]] = ()
     timeout_s: ClassVar[float] = 60.0
@@ -47,9 +45,7 @@ class WrappedBackend:
         self.inner.close()
 
 
-class TellsOfFirstTokensOnly(WrappedBackend):
-    """Reports the log probability of one token per row, however many the row has."""
-
+class ReportsOneLogprobPerRow(WrappedBackend):
     found_by = ("proposals_change_no_token",)
 
     def execute(self, batch):
@@ -58,8 +54,8 @@ class TellsOfFirstTokensOnly(WrappedBackend):
         return replace(result, logprobs=tuple(first[row] for row in sorted(first)))
 
 
-class ForgetsWhatFollowsProposals(WrappedBackend):
-    """Keeps the first draw and leaves a proposal in the place of the last accepted token."""
+class KeepsAWrongProposal(WrappedBackend):
+    """Leaves a proposal in the place of the last accepted token."""
 
     found_by = ("proposals_change_no_token",)
 
@@ -75,8 +71,6 @@ class ForgetsWhatFollowsProposals(WrappedBackend):
 
 
 class SortsBlocks(WrappedBackend):
-    """Takes a row's blocks in ascending order."""
-
     found_by = ("blocks_in_any_order", "lengths_around_block_boundaries", "swapped_out_and_in")
 
     def execute(self, batch):
@@ -88,7 +82,7 @@ class SortsBlocks(WrappedBackend):
 
 
 class ReadsTheTableOfAnEarlierStep(WrappedBackend):
-    """Keeps a row's table from the row's first step, and appends without checking which row is new."""
+    """Appends to a row's table without checking which row is new."""
 
     found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_1")
 
@@ -119,7 +113,7 @@ class LateFuture(Future):
 
 
 class ReadsTheTableTooLate(WrappedBackend):
-    """Runs a step when the next one comes, with a table that has changed by then."""
+    """Its block table has changed by then."""
 
     found_by = ("steps_in_flight_2", "steps_in_flight_3", "steps_in_flight_4")
     executes_inline = True
@@ -144,8 +138,6 @@ class ReadsTheTableTooLate(WrappedBackend):
 
 
 class KeepsTheParametersOfARow(WrappedBackend):
-    """A row that was used before keeps its first sampling parameters."""
-
     found_by = ("a_row_changes_hands", "a_new_epoch", "steps_in_flight_2")
 
     def __init__(self):
@@ -160,8 +152,6 @@ class KeepsTheParametersOfARow(WrappedBackend):
 
 
 class StartsEveryRowAtZero(WrappedBackend):
-    """Counts computed tokens itself, and forgets that a new row may start with some."""
-
     found_by = ("a_prefix_that_is_there", "a_prefix_of_the_same_step", "swapped_out_and_in", "copied_blocks")
 
     def open(self, config):
@@ -178,8 +168,6 @@ class StartsEveryRowAtZero(WrappedBackend):
 
 
 class CountsRowsThatSitOut(WrappedBackend):
-    """Advances every live row by one if the step does not list it, also rows that sit out."""
-
     found_by = ("rows_that_sit_out",)
 
     def open(self, config):
@@ -201,8 +189,6 @@ class CountsRowsThatSitOut(WrappedBackend):
 
 
 class DropsSwapIn(WrappedBackend):
-    """Swaps out and never in."""
-
     found_by = ("swapped_out_and_in", "out_and_in_in_one_step", "host_blocks_of_a_new_epoch", "steps_in_flight_1")
 
     def move_blocks(self, *, copies, swap_out, swap_in):
@@ -210,8 +196,6 @@ class DropsSwapIn(WrappedBackend):
 
 
 class AlwaysHasHostBlocks(WrappedBackend):
-    """Reserves host blocks whatever the settings are."""
-
     found_by = ("without_host_blocks",)
 
     def open(self, config):
@@ -219,8 +203,6 @@ class AlwaysHasHostBlocks(WrappedBackend):
 
 
 class ReportsOtherTokens(WrappedBackend):
-    """Reports tokens other than the likeliest, with their right log probabilities."""
-
     found_by = ("logprobs_among_rows_without",)
 
     def execute(self, batch):
@@ -241,7 +223,7 @@ class ReportsOtherTokens(WrappedBackend):
 
 
 class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
-    """Reports for each token of a prompt the log probability of the one before it: off by one."""
+    """Reports the log probability of the token before."""
 
     found_by = ("prompts_that_are_reported", "parameters_mixed_in_a_batch")
 
@@ -255,8 +237,6 @@ class ReportsPromptsFromTheirOwnLogits(WrappedBackend):
 
 
 class ForgetsPromptsOfChunks(WrappedBackend):
-    """Reports only the first chunk of a prompt."""
-
     found_by = ("prompts_that_are_reported",)
 
     def execute(self, batch):
@@ -267,7 +247,7 @@ class ForgetsPromptsOfChunks(WrappedBackend):
 
 
 class SwapsInBeforeOut(WrappedBackend):
-    """Reads host blocks before the step has written them, and overwrites device blocks before they are saved."""
+    """Reads host blocks before the step has written them."""
 
     found_by = ("out_and_in_in_one_step", "moved_within_one_step")
 
@@ -277,7 +257,7 @@ class SwapsInBeforeOut(WrappedBackend):
 
 
 class SwapsOutAfterTheStep(WrappedBackend):
-    """Saves blocks after the step, when other rows have written to them."""
+    """Other rows have written to them by then."""
 
     found_by = ("swapped_out_and_in",)
 
@@ -297,8 +277,6 @@ class SwapsOutAfterTheStep(WrappedBackend):
 
 
 class FreesHostBlocksThatWereRead(WrappedBackend):
-    """Treats a host block as empty once it was swapped in."""
-
     found_by = ("host_blocks_keep_what_was_last_written",)
 
     def __init__(self):
@@ -313,8 +291,6 @@ class FreesHostBlocksThatWereRead(WrappedBackend):
 
 
 class IgnoresCopies(WrappedBackend):
-    """Never copies a block."""
-
     found_by = ("copied_blocks", "swapped_in_then_copied")
 
     def move_blocks(self, *, copies, swap_out, swap_in):
@@ -322,8 +298,6 @@ class IgnoresCopies(WrappedBackend):
 
 
 class CopiesFirst(WrappedBackend):
-    """Copies before it swaps in."""
-
     found_by = ("swapped_in_then_copied",)
 
     def move_blocks(self, *, copies, swap_out, swap_in):
@@ -332,8 +306,6 @@ class CopiesFirst(WrappedBackend):
 
 
 class AnswersInOrderOfArrival(WrappedBackend):
-    """Lists tokens in the order in which rows were admitted."""
-
     found_by = ("rows_in_any_order", "every_split_of_a_prompt", "parameters_mixed_in_a_batch", "family_llama")
 
     def __init__(self):
@@ -350,7 +322,7 @@ class AnswersInOrderOfArrival(WrappedBackend):
 
 
 class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
-    """Accepts a new row only if the old one was listed as finished, and ignores an epoch's first step."""
+    """Ignores an epoch's first step, and new rows whose old ones did not finish."""
 
     found_by = ("a_new_epoch", "rows_of_an_earlier_epoch_later", "an_epoch_lost_to_an_impossible_step")
 
@@ -367,8 +339,6 @@ class KeepsRowsOfAnEarlierEpoch(WrappedBackend):
 
 
 class DrawsFromOneGenerator(WrappedBackend):
-    """Takes all rows' seeds from one shared generator."""
-
     found_by = ("a_seed_decides", "parameters_mixed_in_a_batch", "preempted_and_computed_again")
 
     def __init__(self):
@@ -383,8 +353,6 @@ class DrawsFromOneGenerator(WrappedBackend):
 
 
 class CutsSeeds(WrappedBackend):
-    """Keeps 32 bits of a seed."""
-
     found_by = ("parameters_mixed_in_a_batch",)
 
     def execute(self, batch):
@@ -395,8 +363,6 @@ class CutsSeeds(WrappedBackend):
 
 
 class TakesOutputForPrompt(WrappedBackend):
-    """Takes all tokens of a new row as its prompt, also those of a preempted request."""
-
     found_by = ("preempted_and_computed_again", "swapped_out_and_in")
 
     def execute(self, batch):
@@ -405,8 +371,6 @@ class TakesOutputForPrompt(WrappedBackend):
 
 
 class SharesParameters(WrappedBackend):
-    """Penalises every row if it penalises one."""
-
     found_by = ("parameters_mixed_in_a_batch",)
 
     def execute(self, batch):
@@ -432,8 +396,6 @@ class ReportsProcessedLogprobs(WrappedBackend):
 
 
 class ReportsLogprobsForAll(WrappedBackend):
-    """Reports log probabilities for rows that did not ask."""
-
     found_by = ("logprobs_among_rows_without", "steps_in_flight_1")
 
     def execute(self, batch):
@@ -445,8 +407,6 @@ class ReportsLogprobsForAll(WrappedBackend):
 
 
 class OneErrorFailsAll(WrappedBackend):
-    """Raises if one row fails."""
-
     found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
 
     def execute(self, batch):
@@ -457,8 +417,6 @@ class OneErrorFailsAll(WrappedBackend):
 
 
 class HidesErrors(WrappedBackend):
-    """Draws token 0 for a row that cannot draw."""
-
     found_by = ("errors_stay_in_their_row", "a_failed_row_runs_once_more")
 
     def execute(self, batch):
@@ -468,7 +426,7 @@ class HidesErrors(WrappedBackend):
 
 
 class RunsRowByRow(WrappedBackend):
-    """Runs rows one after another, so a row does not find what a later one writes."""
+    """A row does not find what a later one writes."""
 
     found_by = ("a_prefix_of_the_same_step",)
 
@@ -490,8 +448,6 @@ class RunsRowByRow(WrappedBackend):
 
 
 class DrawsAfterEveryChunk(WrappedBackend):
-    """Draws a token after every chunk of a prompt."""
-
     found_by = ("chunks_of_one_token", "prompts_beside_decodes", "every_split_of_a_prompt")
 
     def execute(self, batch):
@@ -499,8 +455,6 @@ class DrawsAfterEveryChunk(WrappedBackend):
 
 
 class ChunksOfWholeBlocks(WrappedBackend):
-    """Starts every chunk at the beginning of a block."""
-
     found_by = ("every_split_of_a_prompt", "lengths_around_block_boundaries")
 
     def execute(self, batch):
@@ -511,8 +465,6 @@ class ChunksOfWholeBlocks(WrappedBackend):
 
 
 class CannotRunAnEmptyStep(WrappedBackend):
-    """Treats a step without rows as an error."""
-
     found_by = ("empty_steps", "rows_that_sit_out", "rows_of_an_earlier_epoch_later")
 
     def execute(self, batch):
@@ -522,7 +474,7 @@ class CannotRunAnEmptyStep(WrappedBackend):
 
 
 class ForgetsNewsOfAnEmptyStep(WrappedBackend):
-    """Returns early from a step without rows, and misses its changes."""
+    """Misses the changes of a step without rows."""
 
     found_by = ("a_row_admitted_to_sit_out",)
 
@@ -533,8 +485,6 @@ class ForgetsNewsOfAnEmptyStep(WrappedBackend):
 
 
 class Hangs(WrappedBackend):
-    """Never finishes a step."""
-
     found_by = ("empty_steps",)
     executes_inline = True
     timeout_s = 0.2
@@ -544,8 +494,6 @@ class Hangs(WrappedBackend):
 
 
 class AnswersAfterClose(WrappedBackend):
-    """Answers after ``close``."""
-
     found_by = ("closed_twice",)
 
     def close(self):
@@ -553,8 +501,6 @@ class AnswersAfterClose(WrappedBackend):
 
 
 class AcceptsAnything(WrappedBackend):
-    """Replaces an impossible setting by a possible one."""
-
     found_by = ("settings_that_cannot_be_honoured",)
 
     def open(self, config):
@@ -565,8 +511,6 @@ class AcceptsAnything(WrappedBackend):
 
 
 class AnnouncesTheModelsContext(WrappedBackend):
-    """Announces the model's limits instead of the settings."""
-
     found_by = ("what_is_announced",)
 
     def open(self, config):
@@ -574,8 +518,6 @@ class AnnouncesTheModelsContext(WrappedBackend):
 
 
 class IgnoresMinTokens(WrappedBackend):
-    """Never masks stop tokens."""
-
     found_by = ("parameters_mixed_in_a_batch", "a_mask_that_leaves_one_token")
 
     def execute(self, batch):
@@ -597,8 +539,6 @@ class IsAlwaysGreedy(WrappedBackend):
 
 
 class IgnoresConstraints(WrappedBackend):
-    """Announces constraints, and ignores them."""
-
     found_by = (
         "constrained_rows_among_others",
         "constrained_rows_in_flight_and_taken_over",
@@ -610,7 +550,7 @@ class IgnoresConstraints(WrappedBackend):
         return super().execute(replace(batch, new_rows=new_rows))
 
 
-class ForgetsWhatWasDrawnBefore(WrappedBackend):
+class ForgetsEarlierDraws(WrappedBackend):
     """Starts a constraint anew for a row that already has output."""
 
     found_by = ("constrained_rows_in_flight_and_taken_over",)
@@ -621,8 +561,6 @@ class ForgetsWhatWasDrawnBefore(WrappedBackend):
 
 
 class IgnoresASlidingWindow(WrappedBackend):
-    """Attends to every position although the model has a window."""
-
     found_by = ("family_mistral",)
 
     def open(self, config):

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 
 import headway_conformance.__main__ as command
 from broken_backends import BROKEN, WrappedBackend
@@ -32,6 +33,20 @@ BACKENDS = {
 }
 SLOW_TWINS = {"steps_in_flight_1", "steps_in_flight_3"}
 """Beside depths 2 and 4, these say nothing more about a backend whose steps take effect at once."""
+DEEP_IF_INTERPRETED = {
+    "steps_in_flight_4",
+    "swapped_out_and_in",
+    "moved_within_one_step",
+    "host_blocks_keep_what_was_last_written",
+    "host_blocks_of_a_new_epoch",
+    "constrained_rows_among_others",
+    "family_llama",
+    "family_mistral",
+    "family_qwen2",
+}
+"""Each takes long where kernels are interpreted, and asks a kernel little that another scenario does not ask too, or a test
+of the triton backend's own with transformers.
+"""
 NEEDS_A_MODEL = {
     "a_model_that_is_not_there",
     *(scenario.name for scenario in SCENARIOS if "family" in scenario.name),
@@ -42,14 +57,25 @@ NEEDS_A_MODEL = {
 NEEDS_SPECULATION = {"proposals_change_no_token"}
 
 
+def with_triton() -> list[ParameterSet]:
+    """The scenarios for the triton backend; without a device, some of them only in ``make deep``."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return [
+        pytest.param(
+            scenario, marks=pytest.mark.deep if is_interpreted and scenario.name in DEEP_IF_INTERPRETED else ()
+        )
+        for scenario in SCENARIOS
+        if scenario.name not in SLOW_TWINS
+    ]
+
+
 def expected_of(scenario: Scenario, lacking: Collection[str]) -> Outcome:
-    """Exactly the scenarios for what a backend lacks do not apply: a silently skipped scenario would prove nothing."""
+    """A silently skipped scenario would prove nothing."""
     return Outcome.NOT_APPLICABLE if scenario.name in lacking else Outcome.PASSED
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Written once for all backends."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
@@ -62,9 +88,8 @@ def test_built_in_backends(backend, scenario, checkpoints):
 
 
 @pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
-@pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.name not in SLOW_TWINS], ids=str)
+@pytest.mark.parametrize("scenario", with_triton(), ids=str)
 def test_the_triton_backend(scenario, checkpoints):
-    """On a device if there is one; otherwise interpreted."""
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
     outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
     assert outcome is expected_of(scenario, NEEDS_SPECULATION)
@@ -86,7 +111,6 @@ def test_low_precision_is_held_to_log_probabilities(name, dtype, checkpoints):
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_backend_is_found(broken, checkpoints):
-    """Each has the mistake of its docstring, and fails in the scenarios about it."""
     for name in broken.found_by:
         with pytest.raises(ConformanceFailure, match=name):
             check(scenario_named(name), broken, directory=checkpoints, timeout_s=broken.timeout_s)

@@ -97,10 +97,10 @@ def command(*words: str, **extra_environment: str) -> Iterator[Command]:
         running.wait()
 
 
-def finished(*words: str, **extra_environment: str) -> Command:
+def finished(*words: str, timeout_s: float = 60.0, **extra_environment: str) -> Command:
     """Run a command to its end."""
     with command(*words, **extra_environment) as running:
-        running.wait(60.0)
+        running.wait(timeout_s)
         return running
 
 

@@ -21,7 +21,7 @@ def address():
 
 
 def bench(address, *flags):
-    done = finished("bench", "--address", address, *flags)
+    done = finished("bench", "--address", address, *flags, timeout_s=240.0)
     assert done.process.returncode == 0, "".join(done.err)
     return "".join(done.out)
 
@@ -64,7 +64,9 @@ def test_refusals_are_counted_and_a_picture_is_drawn(address, tmp_path):
 def test_a_capacity_is_found(address, tmp_path):
     result = tmp_path / "result.json"
     load = ("--prompt-tokens", "8", "--output-tokens", "4", "--ttft-slo-ms", "1000", "--itl-slo-ms", "500")
-    search = ("--rate", "20", "--most-rate", "20", "--probe-requests", "20", "--probe-s", "0", "--attainment", "0.5")
+    # So many requests that one look can tell; where the machine is too slow for the rate, the next that it keeps will do.
+    probe = ("--probe-requests", "120", "--probe-s", "0", "--tolerance", "1")
+    search = ("--rate", "50", "--most-rate", "50", *probe, "--attainment", "0.5")
     printed = bench(address, "capacity", *load, *search, "--json", str(result))
     document = json.loads(result.read_text())
     assert len(document["trials"]) >= 1

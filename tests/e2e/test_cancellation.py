@@ -72,11 +72,23 @@ async def test_cancel_in_prefill_and_in_decode_frees_every_block(server: Running
     assert server.core_when_quiet().pool.num_free == 128
 
 
+async def received_before_the_deadline(client: AsyncClient, timeout_s: float) -> int:
+    num_received = 0
+    try:
+        async for delta in client.generate([9] * 20, max_tokens=900, ignore_eos=True, timeout_s=timeout_s):
+            num_received += len(delta.token_ids)
+    except DeadlineError:
+        return num_received
+    raise AssertionError("the request ended before its deadline")
+
+
 async def test_a_deadline_frees_every_block(server: RunningHeadway) -> None:
     async with AsyncClient(server.address) as client:
         await client.wait_ready(20)
-        with pytest.raises(DeadlineError):
-            await client.generate([9] * 20, max_tokens=900, ignore_eos=True, timeout_s=0.3).result()
+        timeout_s = 0.3
+        # On a busy machine a deadline may pass before the request has reached the scheduler, which would show nothing.
+        while not await received_before_the_deadline(client, timeout_s):
+            timeout_s *= 2
         await wait_for(lambda: server.engine.num_unfinished == 0)
     assert server.core_when_quiet().pool.num_free == 128
 

@@ -8,6 +8,8 @@ Requests are drawn so that at none of their tokens transformers' two likeliest a
 
 import asyncio
 import itertools
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,12 +21,12 @@ import torch
 
 from checkpoints import make_checkpoint, make_model
 from headway import AsyncClient
-from headway_executor.backend import BackendConfig
+from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_scheduler.core.state.limits import SchedulerLimits
-from threaded_headway import running
+from threaded_headway import RunningHeadway, running
 
 NUM_REQUESTS = 32
 MAX_MODEL_LEN = 128
@@ -36,9 +38,21 @@ FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
 TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))
+# Among these, any two settings have each pair of their values.
+PAIRWISE = (
+    (8, 16, False, False),
+    (8, 512, True, True),
+    (16, 16, True, True),
+    (16, 512, False, True),
+    (16, 512, True, False),
+)
 # "auto" is the CPU kernels wherever they are installed; eager operators are what runs elsewhere.
 CASES = [
-    *((family, *setting, "auto") for family in FAMILIES for setting in EVERY_SETTING),
+    *(
+        pytest.param(*(family, *setting, "auto"), marks=() if setting in PAIRWISE else pytest.mark.deep)
+        for family in FAMILIES
+        for setting in EVERY_SETTING
+    ),
     *((family, *setting, "auto") for family in VARIANTS for setting in TWO_SETTINGS),
     *((family, *setting, "eager") for family in ("mistral", "qwen3-bias") for setting in TWO_SETTINGS),
 ]
@@ -121,6 +135,26 @@ def settings_of(
     return config, SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=NUM_REQUESTS)
 
 
+class Gate:
+    """A backend that runs no step before it is opened: all requests have arrived by then, so they compete for the pool."""
+
+    def __init__(self, backend: ExecutorBackend) -> None:
+        self._backend = backend
+        self._is_open = threading.Event()
+        self.open, self.move_blocks, self.close = backend.open, backend.move_blocks, backend.close
+        self.reads_block_table = getattr(backend, "reads_block_table", True)
+
+    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
+        self._is_open.wait(60)
+        return self._backend.execute(batch)
+
+    async def open_when_all_are_there(self, headway: RunningHeadway, num_requests: int) -> None:
+        async with asyncio.timeout(60):
+            while headway.engine.num_unfinished < num_requests:  # noqa: ASYNC110 (it happens in another thread)
+                await asyncio.sleep(0.001)
+        self._is_open.set()
+
+
 @pytest.mark.parametrize(("family", "block_size", "budget", "small_pool", "shared_prefixes", "kernels"), CASES)
 async def test_greedy_tokens_equal_transformers(
     checkpoints: dict[str, Path],
@@ -135,21 +169,14 @@ async def test_greedy_tokens_equal_transformers(
     model = checkpoints[family]
     load = workload(family, shared_prefixes)
     config, limits = settings_of(model, block_size, budget, small_pool, kernels)
-    with running(tmp_path, model, TorchBackend(), config, limits) as headway:
-        async with AsyncClient(headway.address) as client:
-            await client.wait_ready(20)
-            results = await asyncio.gather(
-                *(
-                    client.generate(list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True).result()
-                    for prompt, max_tokens in load.requests
-                )
-            )
+    gate = Gate(TorchBackend())
+    with running(tmp_path, model, ThreadedBackend(gate), config, limits) as headway:
+        got = await generate_all(headway, load.requests, gate)
         core = headway.core_when_quiet()
         assert core.pool.num_free == core.pool.num_blocks
         if small_pool and budget == 512:
             assert core.counters.num_preemptions > 0
         assert (core.counters.num_prefix_hit_tokens > 0) >= shared_prefixes
-    got = tuple(tuple(result.token_ids) for result in results)
     assert got == load.tokens
 
 
@@ -174,8 +201,9 @@ async def test_the_triton_backend_equals_transformers_on_a_device(
     shared_prefixes: bool,
 ) -> None:
     config, limits = settings_of(checkpoints[family], block_size, budget, small_pool)
-    with running(tmp_path, checkpoints[family], ThreadedBackend(TritonBackend()), on_triton(config), limits) as headway:
-        got = await generate_all(headway.address, workload(family, shared_prefixes).requests)
+    gate = Gate(TritonBackend())
+    with running(tmp_path, checkpoints[family], ThreadedBackend(gate), on_triton(config), limits) as headway:
+        got = await generate_all(headway, workload(family, shared_prefixes).requests, gate)
     assert got == workload(family, shared_prefixes).tokens
 
 
@@ -186,10 +214,9 @@ async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dic
     config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
     limits = msgspec.structs.replace(limits, reserve="none")
     load = workload("llama3", True).first(6)
-    with running(
-        tmp_path, checkpoints["llama3"], ThreadedBackend(TritonBackend()), on_triton(config), limits
-    ) as headway:
-        got = await generate_all(headway.address, load.requests)
+    gate = Gate(TritonBackend())
+    with running(tmp_path, checkpoints["llama3"], ThreadedBackend(gate), on_triton(config), limits) as headway:
+        got = await generate_all(headway, load.requests, gate)
         core = headway.core_when_quiet()
         assert core.counters.num_preemptions > 0
         assert core.pool.num_free == core.pool.num_blocks
@@ -205,8 +232,9 @@ async def test_swapped_requests_go_on_as_if_nothing_had_been(
     config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
     limits = msgspec.structs.replace(limits, preemption="swap", reserve="none", enable_prefix_caching=False)
     load = workload(family, False)
-    with running(tmp_path, checkpoints[family], TorchBackend(), config, limits) as headway:
-        got = await generate_all(headway.address, load.requests)
+    gate = Gate(TorchBackend())
+    with running(tmp_path, checkpoints[family], ThreadedBackend(gate), config, limits) as headway:
+        got = await generate_all(headway, load.requests, gate)
         core = headway.core_when_quiet()
         assert core.counters.num_swapped_out_blocks > 0
         assert core.counters.num_preemptions > 0
@@ -231,8 +259,9 @@ async def test_classes_objectives_and_prefix_aware_starts_change_no_token(
         default_ttft_slo_ms=500,
         max_num_seqs=8,
     )
-    with running(tmp_path, checkpoints["llama2"], TorchBackend(), config, limits) as headway:
-        got = await generate_all(headway.address, workload("llama2", True).requests, mixed=True)
+    gate = Gate(TorchBackend())
+    with running(tmp_path, checkpoints["llama2"], ThreadedBackend(gate), config, limits) as headway:
+        got = await generate_all(headway, workload("llama2", True).requests, gate, mixed=True)
         core = headway.core_when_quiet()
         assert core.counters.num_preemptions > 0
         assert core.counters.num_prefix_hit_tokens > 0
@@ -241,24 +270,27 @@ async def test_classes_objectives_and_prefix_aware_starts_change_no_token(
 
 
 async def generate_all(
-    address: str, requests: tuple[tuple[tuple[int, ...], int], ...], *, mixed: bool = False
+    headway: RunningHeadway, requests: tuple[tuple[tuple[int, ...], int], ...], gate: Gate, *, mixed: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """The greedy tokens of all requests, sent at once; ``mixed``: of every class and with different objectives."""
     classes = ("low", "normal", "realtime", "high")
-    async with AsyncClient(address) as client:
+    async with AsyncClient(headway.address) as client:
         await client.wait_ready(20)
-        results = await asyncio.gather(
-            *(
-                client.generate(
-                    list(prompt),
-                    max_tokens=max_tokens,
-                    temperature=0.0,
-                    ignore_eos=True,
-                    priority=classes[number % 4] if mixed else "normal",
-                    itl_slo_ms=(0, 1, 200)[number % 3] if mixed else 0,
-                ).result()
-                for number, (prompt, max_tokens) in enumerate(requests)
-            )
+        results, _ = await asyncio.gather(
+            asyncio.gather(
+                *(
+                    client.generate(
+                        list(prompt),
+                        max_tokens=max_tokens,
+                        temperature=0.0,
+                        ignore_eos=True,
+                        priority=classes[number % 4] if mixed else "normal",
+                        itl_slo_ms=(0, 1, 200)[number % 3] if mixed else 0,
+                    ).result()
+                    for number, (prompt, max_tokens) in enumerate(requests)
+                )
+            ),
+            gate.open_when_all_are_there(headway, len(requests)),
         )
     return tuple(tuple(result.token_ids) for result in results)
 

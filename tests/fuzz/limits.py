@@ -1,10 +1,9 @@
 """What every decoder is held to here: its documented error or an answer, soon, and in little memory.
 
-Owns: how many examples are tried, and the check around each. ``FUZZ_EXAMPLES`` raises the number for a long run.
+Owns: the check around each example.
 """
 
 import contextlib
-import os
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -12,17 +11,18 @@ from collections.abc import Iterator
 import hypothesis
 from hypothesis import HealthCheck
 
+from drawn_examples import FACTOR
+
 MOST_S = 2.0
 MOST_BYTES = 64 << 20
 
 
-def examples(count: int = 200) -> hypothesis.settings:
+def examples(count: int = 100) -> hypothesis.settings:
     """Settings of a fuzz test: the same examples in every run, unless it is asked for more."""
-    factor = int(os.environ.get("FUZZ_EXAMPLES", "1"))
     return hypothesis.settings(
-        max_examples=count * factor,
+        max_examples=count * FACTOR,
         deadline=None,
-        derandomize=factor == 1,
+        derandomize=FACTOR == 1,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
     )

@@ -59,7 +59,7 @@ def one_line(error: BaseException, most: int = 700) -> None:
     assert len(str(error)) < most
 
 
-@examples(500)
+@examples(250)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), st.one_of(jsons, ropes, st.just(4)), max_size=5),
     architecture=st.sampled_from(ARCHITECTURES),
@@ -93,7 +93,7 @@ def test_a_model_configuration(
     assert all(0 <= token < config.vocab_size for token in config.eos_token_ids)
 
 
-@examples(300)
+@examples(150)
 @given(data=st.one_of(st.binary(max_size=60), st.text(alphabet='{}[]",:0e-9\\u "nultr', max_size=60).map(str.encode)))
 @example(data=b"[" * 200_000)
 @example(data=b'{"a":' * 100_000)
@@ -138,7 +138,7 @@ TOKENIZER = {
 }  # fmt: skip
 
 
-@examples(300)
+@examples(150)
 @given(
     part=st.sampled_from([*TOKENIZER, "model.vocab", "model.merges", "model.type", "model.dropout", "decoder.type"]),
     value=st.one_of(jsons, st.dictionaries(st.text(max_size=3), st.integers(-2, 1 << 33), max_size=4)),
@@ -184,7 +184,7 @@ headers = st.dictionaries(
 )  # fmt: skip
 
 
-@examples(400)
+@examples(200)
 @given(
     header=st.one_of(headers.map(lambda value: json.dumps(value).encode()), st.binary(max_size=40)),
     length=st.one_of(st.none(), st.integers(0, (1 << 64) - 1)),
@@ -239,7 +239,7 @@ def test_a_chat_template(parts: list[str], messages: list[tuple[str, str]]) -> N
         one_line(error)
 
 
-@examples(400)
+@examples(200)
 @given(lines=st.lists(st.one_of(st.binary(max_size=40), jsons.map(lambda v: json.dumps(v).encode()), st.dictionaries(
     st.sampled_from(["prompt", "max_tokens", "seed", "stop", "priority", "temperature"]), jsons, max_size=4
 ).map(lambda v: json.dumps(v).encode())), max_size=4))  # fmt: skip
@@ -255,7 +255,7 @@ def test_prompts_of_a_file(tmp_path_factory: pytest.TempPathFactory, lines: list
         refused_or_read(lambda: list(jobs_of(Namespace(prompt=None, file=str(path), chat=False))), ConfigurationError)
 
 
-@examples(300)
+@examples(150)
 @given(
     text=st.one_of(
         st.binary(max_size=60),
@@ -280,7 +280,7 @@ def test_configuration(tmp_path_factory: pytest.TempPathFactory, text: bytes) ->
         refused_or_read(lambda: read_file(str(path), sections), ConfigurationError)
 
 
-@examples(500)
+@examples(250)
 @given(text=st.one_of(st.text(max_size=60), st.text(alphabet="ab ,=#\nsha256:generate0", max_size=80)))
 @example(text="\ud800 generate x")
 def test_tokens(text: str) -> None:

@@ -172,7 +172,7 @@ TO_SCHEDULER_STEP, TO_EXECUTOR = step._TO_SCHEDULER, step._TO_EXECUTOR
 TO_SCHEDULER_INGRESS, TO_GATEWAY = ingress._TO_SCHEDULER, ingress._TO_GATEWAY
 
 
-@examples(150)
+@examples(75)
 @given(
     limits=st.booleans(),
     script=st.lists(
@@ -228,7 +228,7 @@ admin_calls = st.builds(
 )  # fmt: skip
 
 
-@examples(300)
+@examples(150)
 @given(script=st.lists(st.one_of(submits, outputs, admin_calls, values_of(ingress.Abort)), max_size=16))
 def test_the_scheduler_takes_plausible_messages_with_any_values(script: list[Any]) -> None:
     """In order and intact, so that every one of them is judged by what it says."""
@@ -253,7 +253,7 @@ def test_the_scheduler_takes_plausible_messages_with_any_values(script: list[Any
         assert len(engine.gateways.links()) == 1
 
 
-@examples(150)
+@examples(75)
 @given(script=st.lists(st.tuples(message_of(TO_EXECUTOR), steps), max_size=12))
 def test_the_executors_link_takes_any_message(script: list[Any]) -> None:
     link = StepLink(incarnation=1, info=INFO)
@@ -268,7 +268,7 @@ def test_the_executors_link_takes_any_message(script: list[Any]) -> None:
             link.tick(now)
 
 
-@examples(200)
+@examples(100)
 @given(script=st.lists(st.tuples(message_of(TO_GATEWAY), steps), max_size=12))
 def test_the_gateways_link_takes_any_message(script: list[Any]) -> None:
     link = IngressLink(incarnation=1, now=0.0)
@@ -314,7 +314,7 @@ diffs = st.builds(
 )  # fmt: skip
 
 
-@examples(400)
+@examples(200)
 @given(script=st.lists(st.tuples(diffs, st.booleans()), min_size=1, max_size=5))
 def test_any_diff_is_applied_or_impossible(script: list[Any]) -> None:
     state = BatchState(INFO)

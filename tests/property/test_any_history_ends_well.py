@@ -4,6 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from drawn_examples import FACTOR
 from exact_core import VOCAB_SIZE, ExactCore
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
@@ -174,7 +175,7 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistoryEndsWell = AnyHistory.TestCase
 TestAnyHistoryEndsWell.settings = settings(
-    max_examples=100,
+    max_examples=100 * FACTOR,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from drawn_examples import FACTOR
 from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
@@ -228,7 +229,7 @@ def random_prefix(rng: np.random.Generator, max_model_len: int) -> Int32Array:
     return prefix
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 # A request was compared with others by a token that it had when it was shorter, and nobody waited for its prefix.
 @example(

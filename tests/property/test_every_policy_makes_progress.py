@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core_driver import CoreDriver
+from drawn_examples import FACTOR
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
@@ -28,7 +29,7 @@ WORKLOADS: dict[str, Lengths] = {
 }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     limits=st.builds(
         SchedulerLimits,

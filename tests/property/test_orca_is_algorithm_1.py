@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_driver import CoreDriver
+from drawn_examples import FACTOR
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 
@@ -65,7 +66,7 @@ class Algorithm1:
         return batch  # 28
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 * FACTOR, deadline=None)
 @given(
     n_workers=st.integers(1, 4),
     max_bs=st.integers(1, 6),

@@ -7,6 +7,7 @@ and the one that replays never is.
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule
 
+from drawn_examples import FACTOR
 from flight_logs import RecordedCore, RecordedExactCore
 from property.test_any_history_ends_well import AnyHistory
 
@@ -33,7 +34,7 @@ class AnyRecordedHistory(AnyHistory):
 
 TestReplaysAreIdentical = AnyRecordedHistory.TestCase
 TestReplaysAreIdentical.settings = settings(
-    max_examples=60,
+    max_examples=25 * FACTOR,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

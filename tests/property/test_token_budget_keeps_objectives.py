@@ -11,7 +11,7 @@ from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.roofline import Roofline
 from headway_scheduler.core.policies.step_time import StepTimeModel
-from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS, TokenBudget
+from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS, PromptLoad, TokenBudget
 from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 
 OBJECTIVE_S = 0.050
@@ -95,13 +95,9 @@ class ClosedLoop:
         decoding = StepShape(num_decoding, num_decoding, int(self._contexts.sum()), 0)
         allotment = 0
         if self._prompts:
-            allotment = self.budget.prompt_tokens(
-                decoding=decoding,
-                objective_s=objective_s,
-                num_computed_tokens=self._prompts[0].num_computed,
-                num_left=self._num_waiting_tokens,
-                is_urgent=False,
-            )
+            num_computed, num_left = self._prompts[0].num_computed, self._num_waiting_tokens
+            load = PromptLoad(decoding, objective_s, num_computed, num_left, is_urgent=False)
+            allotment = max(self.budget.step_tokens(MOST_TOKENS, lambda: load) - num_decoding, 0)
         chunks, ready = self._chunks(allotment)
         columns = np.array(chunks, dtype=np.int32).reshape(-1, 2).T
         scheduled = np.concatenate((np.ones(num_decoding, dtype=np.int32), columns[0]))

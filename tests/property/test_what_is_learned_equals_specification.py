@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_examples import FACTOR
 from headway_scheduler.core.memory.memory_forecast import MemoryForecast, horizons
 from headway_scheduler.core.policies.output_lengths import OutputLengths
 from headway_scheduler.core.policies.step_time import StepTimeModel
@@ -29,7 +30,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 FURTHER = [1, 2, 5, 16, 64, 300]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * FACTOR, deadline=None)
 @given(SEEDS, st.sampled_from([4, 512]))
 def test_output_lengths(seed: int, half_life: int) -> None:
     rng = np.random.default_rng(seed)
@@ -50,7 +51,7 @@ def test_output_lengths(seed: int, half_life: int) -> None:
             assert chances[0].tolist() == specified.chances_to_go_on(curves[1], age, limit, FURTHER)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * FACTOR, deadline=None)
 @given(SEEDS, st.sampled_from([1, 2, 4, 16, 64]), st.integers(1, 4000))
 def test_memory_forecast(seed: int, block_size: int, max_tokens: int) -> None:
     rng = np.random.default_rng(seed)
@@ -105,7 +106,7 @@ def learned_steps(
     return rng, core, specified
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * FACTOR, deadline=None)
 @given(SEEDS)
 def test_step_times(seed: int) -> None:
     rng, core, specified = learned_steps(seed)
@@ -117,7 +118,7 @@ def test_step_times(seed: int) -> None:
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * FACTOR, deadline=None)
 @given(SEEDS, st.sampled_from([1, 3, 8]))
 def test_speculation(seed: int, most: int) -> None:
     rng, step_times, specified_times = learned_steps(seed)

@@ -14,7 +14,7 @@ from simulation.fault_world import FaultWorld, run
 from simulation.mutants import FIRST_SEED, MUTANTS, TABLE, infected
 from simulation.soak import kept_schedules, new_seeds, report_of, soak
 
-NEW_SEEDS_FOR_S = 20.0
+NEW_SEEDS_FOR_S = 10.0
 QUICK_MUTANTS = (
     "skip-free-on-abort",
     "reuse-a-block-in-flight",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_lab.bench.figures import BenchFigures, gaps_of, rate_of, tpot_of, ttft_of
+from headway_lab.bench.figures import BenchFigures, gaps_of, rate_of, tpot_of
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.pipe_messages import Begin, Done, Job, body_bytes, frame, from_client, read_to_client
 from headway_lab.bench.records import RequestRecord
@@ -48,7 +48,7 @@ def measured(records, *, lags=(0.0,), **options):
 def test_of_tokens_that_come_together_the_first_has_the_gap():
     together = record(times=(1.0, 1.5, 2.5), counts=(2, 3, 1))
     assert gaps_of(together).tolist() == [0.0, 0.5, 0.0, 0.0, 1.0]
-    assert ttft_of(together) == 1.0
+    assert measured([together]).requests()[0].ttft_s == 1.0
     assert tpot_of(together) == pytest.approx(1.5 / 5)
 
 

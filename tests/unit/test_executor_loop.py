@@ -581,7 +581,7 @@ def has_not_ended(process: psutil.Process) -> bool:
         ({"block_size": 12}, 2, "block_size: 12 is not allowed; allowed: a power of two from 1 to 1024"),
         ({"backend": "nope"}, 2, "backend: 'nope' is not allowed; allowed: simulated, torch"),
         ({"swap_space_mib": 1}, 2, "swap_space_mib: 1 is not allowed; one block takes 2097152 bytes, so allowed: 0 "),
-        ({"max_model_len": 9999}, 2, "max_model_len: 9999 is over the model's context; allowed: 1 to 4096"),
+        ({"max_model_len": 9999}, 2, "max_model_len 9999 is not allowed; allowed: 1 to the model's context, 4096"),
         ({"model": "/no/such/model"}, 3, "model: '/no/such/model': its config.json cannot be read: "),
     ],
 )

@@ -38,7 +38,7 @@ class Service:
         request = self.queue.first(0.0)
         assert request is not None
         self.queue.remove(request)
-        self.queue.note_start(request)
+        self.queue.record_start(request)
         request.scheduled_time = 0.0
         tenant = request.new.tenant
         self.served[tenant] = self.served.get(tenant, 0.0) + INPUT_WEIGHT * len(request.token_ids)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from headway_scheduler.core.admission.orders import ORDERS, OUTPUT_TOKEN_WORK
-from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, WaitingQueue
+from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, WaitingQueue
+from headway_scheduler.core.state.counters import PreemptionReason
 from headway_scheduler.core.state.request import Request
 from waiting_requests import make_request, preempted, queue_settings
 
@@ -28,9 +29,44 @@ def test_fcfs_is_by_arrival_whatever_the_class() -> None:
 
 
 def test_priority_is_by_rank_then_arrival() -> None:
-    assert ORDERS["priority"].ranks_classes
+    ranks = [queue_of("priority", []).rank_of(priority) for priority in (1, 2, 3)]
+    assert ranks == sorted(set(ranks))
     requests = [make_request(n, rank=(7, 5, 3)[n % 3]) for n in range(6)]
     assert arrivals(queue_of("priority", requests)) == [2, 5, 1, 4, 0, 3]
+
+
+def test_only_priority_lets_a_prompt_that_was_overtaken_for_too_long_go_before_all_classes() -> None:
+    prompt = make_request(0, rank=3)
+    prompt.served_time = 5.0
+    starved = {order for order in ORDERS if queue_of(order, []).is_starved(prompt, 15.0)}
+    assert starved == {"priority"}
+    assert not queue_of("priority", []).is_starved(prompt, 14.9)
+
+
+def test_whom_running_requests_make_way_for() -> None:
+    calm, urgent = make_request(0), make_request(1)
+    urgent.lane = Lane.URGENT
+    for order in ("fcfs", "shortest", "deadline"):
+        queue = queue_of(order, [])
+        assert queue.reason_to_preempt_for(calm) is None
+        assert queue.reason_to_preempt_for(urgent) is PreemptionReason.LATE_FIRST_TOKEN
+    assert queue_of("priority", []).reason_to_preempt_for(calm) is PreemptionReason.HIGHER_CLASS
+    assert queue_of("fair", []).reason_to_preempt_for(calm) is None
+
+
+def test_fair_serves_prompts_in_the_service_order_while_a_preempted_request_waits() -> None:
+    prompt, back = make_request(0, tenant="a"), make_request(1, tenant="a")
+    queue = queue_of("fair", [prompt, back])
+    for request in (prompt, back):
+        queue.remove(request)
+        queue.record_start(request)
+    place = queue.prompt_place(prompt)
+    queue.push(preempted(back))
+    assert not queue.may_overtake()
+    assert queue.prompt_place(prompt) == (prompt.order_key,)
+    queue.remove(back)
+    assert queue.may_overtake()
+    assert queue.prompt_place(prompt) == place != (prompt.order_key,)
 
 
 def test_shortest_counts_an_output_token_as_several_of_a_prompt() -> None:
@@ -59,7 +95,7 @@ def test_fair_takes_turns_between_tenants() -> None:
         request = queue.first(0.0)
         assert request is not None
         queue.remove(request)
-        queue.note_start(request)
+        queue.record_start(request)
         turns.append(request.new.tenant)
     assert sorted(turns[:2]) == sorted(turns[2:4]) == sorted(turns[4:]) == ["a", "b"]
 
@@ -77,7 +113,7 @@ def test_whoever_has_waited_too_long_is_promoted_in_all_but_fair(order: str) -> 
         request = queue.first(20.0)
         assert request is not None
         queue.remove(request)
-        queue.note_start(request)
+        queue.record_start(request)
         started.append(request)
     assert len(started) == STARTS_PER_PROMOTION + 1
 

@@ -54,7 +54,7 @@ class ClassQueue:
         self._num_arrivals += 1
         first = self.queue.first(now)
         self.queue.remove(first)
-        self.queue.note_start(first)
+        self.queue.record_start(first)
         return first
 
 
@@ -114,7 +114,7 @@ def started(queue, *requests):
     for each in requests:
         queue.push(each)
         queue.remove(each)
-        queue.note_start(each)
+        queue.record_start(each)
 
 
 def test_a_tenant_that_comes_back_lags_by_a_burst_at_most():

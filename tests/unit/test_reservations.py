@@ -1,7 +1,7 @@
 """What a reservation that looks ahead lets in, whom it makes wait, and what it tells of memory to come."""
 
 from core_driver import CoreDriver
-from headway_scheduler.core.admission.admission import STEPS_BETWEEN_FORECASTS
+from headway_scheduler.core.policies.reservations import STEPS_BETWEEN_FORECASTS
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 LENGTH = 72

@@ -379,10 +379,10 @@ def test_a_checkpoint_directory_describes_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 5000}, "max_model_len: 5000 is over the model's context; allowed: 1 to 4096"),
+        ({"max_model_len": 5000}, "max_model_len 5000 is not allowed; allowed: 1 to the model's context, 4096, or 0"),
         (
             {"num_kv_blocks": 255},
-            "num_kv_blocks: 255 cannot hold one request of 4096 tokens; allowed: 256 or more",
+            "num_kv_blocks 255 is not allowed; one request of max_model_len 4096 takes 256 blocks of 16 tokens, so allowed: 256",
         ),
         ({"options": {"speed": "1"}}, "backend_options: 'speed' is not known; allowed: vocab_size, "),
         ({"options": {"vocab_size": "many"}}, "backend_options: vocab_size='many' is not allowed; "),
@@ -395,7 +395,10 @@ def test_a_checkpoint_directory_describes_the_model(tmp_path):
         ),
         ({"options": {"verify_kv": "perhaps"}}, "backend_options: verify_kv='perhaps' is not allowed; "),
         ({"options": {"vocab_size": "9", "eos_token_id": "9"}}, "eos_token_id=9 is not allowed; allowed: 0 to 8"),
-        ({"max_model_len": -1}, "max_model_len: -1 is not allowed; allowed: 1 to 4096, or 0 for all of the context"),
+        (
+            {"max_model_len": -1},
+            "max_model_len -1 is not allowed; allowed: 1 to the model's context, 4096, or 0 for all of it",
+        ),
         ({"block_size": 0}, "block_size: 0 is not allowed; allowed: 1 or more"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0 is not allowed; allowed: 1 or more"),
     ],

@@ -14,6 +14,8 @@ from headway_scheduler.core.policies.token_budget import (
     LARGE_TILE_TOKENS,
     SMALL_TILE_TOKENS,
     TOKEN_BUDGETS,
+    JoiningRow,
+    PromptLoad,
     SloBudget,
     TailRatio,
     TokenBudget,
@@ -41,13 +43,12 @@ def granted(
     num_left: int = PLENTY,
     is_urgent: bool = False,
 ) -> int:
-    return budget.prompt_tokens(
-        decoding=decodes(num_rows),
-        objective_s=objective_s,
-        num_computed_tokens=0,
-        num_left=num_left,
-        is_urgent=is_urgent,
-    )
+    load = PromptLoad(decodes(num_rows), objective_s, 0, num_left, is_urgent)
+    return max(budget.step_tokens(PLENTY, lambda: load) - num_rows, 0)
+
+
+def admits_more(budget: TokenBudget, num_rows: int, objective_s: float | None) -> bool:
+    return budget.admits_more(lambda: JoiningRow(decodes(num_rows), objective_s, num_context_tokens=1000))
 
 
 def taught(max_num_batched_tokens: int = 8192, *, noise: float = 0.0) -> SloBudget:
@@ -71,7 +72,7 @@ def test_a_fixed_budget_is_what_decodes_leave():
     assert granted(budget, 48) == 2000
     assert granted(budget, 48, objective_s=1e-9) == 2000
     assert granted(budget, 3000) == 0
-    assert budget.admits_more(decoding=decodes(500), objective_s=1e-9, num_context_tokens=1000)
+    assert admits_more(budget, 500, 1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(TOKEN_BUDGETS))
@@ -87,7 +88,7 @@ def test_without_an_objective_it_is_a_fixed_budget():
     for budget in (SloBudget(2048, StepTimeModel()), taught(2048)):
         assert granted(budget, 48, objective_s=None) == 2000
         assert granted(budget, 48, objective_s=None, num_left=7) == 2000
-        assert budget.admits_more(decoding=decodes(500), objective_s=None, num_context_tokens=1000)
+        assert admits_more(budget, 500, None)
 
 
 def test_a_step_is_at_most_twice_as_large_as_one_that_was_seen_to_work():
@@ -170,13 +171,11 @@ def test_a_grant_is_within_the_limit_and_never_nothing_while_there_is_room(
 
 def test_rows_join_until_decodes_and_the_least_chunk_fill_the_objective():
     budget = taught()
-    assert budget.admits_more(decoding=decodes(1000), objective_s=OBJECTIVE_S, num_context_tokens=1000)
-    assert not budget.admits_more(decoding=decodes(2200), objective_s=OBJECTIVE_S, num_context_tokens=1000)
+    assert admits_more(budget, 1000, OBJECTIVE_S)
+    assert not admits_more(budget, 2200, OBJECTIVE_S)
     # Alone it may always run, and nothing is refused before anything is known.
-    assert budget.admits_more(decoding=decodes(0), objective_s=1e-6, num_context_tokens=1000)
-    assert SloBudget(8192, StepTimeModel()).admits_more(
-        decoding=decodes(2200), objective_s=1e-6, num_context_tokens=1000
-    )
+    assert admits_more(budget, 0, 1e-6)
+    assert admits_more(SloBudget(8192, StepTimeModel()), 2200, 1e-6)
 
 
 @pytest.mark.parametrize("duration_s", [0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])

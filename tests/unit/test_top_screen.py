@@ -269,7 +269,7 @@ def test_names_from_callers_cannot_steer_the_terminal():
         scheduler_state=HOSTILE,
     )
     controls = Controls()
-    controls.tell(f"cancelled {HOSTILE}")
+    controls.report(f"cancelled {HOSTILE}")
     for shown in (lines_of(history, controls), lines_of(history, silent_for="1s", trouble=HOSTILE)):
         assert len(shown) == 24
         assert "\n".join(shown).replace("\n", "").isprintable()

@@ -25,7 +25,7 @@ def start_next(queue: KeyedQueue, now: float = 0.0) -> Request:
     request = queue.first(now)
     assert request is not None
     queue.remove(request)
-    queue.note_start(request)
+    queue.record_start(request)
     return request
 
 
@@ -228,7 +228,7 @@ def test_any_history_keeps_every_request_once_and_in_order(
             first = queue.first(now)
             assert first is queue.in_order()[0]
             queue.remove(first)
-            queue.note_start(first)
+            queue.record_start(first)
             started.append(waiting.pop(first.arrival))
         assert len(queue) == len(waiting)
         assert sorted(request.arrival for request in queue.in_order()) == sorted(waiting)

@@ -1,5 +1,5 @@
-"""Kernels for processors: a decoder's whole forward pass in C, compiled when the package is installed.
+"""A decoder's whole forward pass in C, compiled when the package is installed.
 
-``decoder.c`` runs a step: ``linear.c`` multiplies, ``attention.c`` attends, ``team.c`` has the threads, ``vectors.h``
-the registers. ``library.py`` calls it from Python; ``build.py`` compiles it.
+``decoder.c`` runs a step, ``linear.c`` multiplies, ``attention.c`` attends, ``team.c`` has the threads, ``vectors.h``
+the registers.
 """

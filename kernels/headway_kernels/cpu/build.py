@@ -1,10 +1,9 @@
 """Compiles the C sources of this folder into shared libraries, one per instruction set.
 
-Owns: the instruction sets of a platform, the compiler's call, and when a library is up to date. Must not know: what the
-sources compute, or which library a process loads.
+Owns: instruction sets, the compiler's call. Must not know: what the sources compute.
 
-The compiler is the one in the ``ziglang`` wheel, which only a build needs. This module imports only the standard
-library, so it also runs by its path:
+Only a build needs the compiler, in the ``ziglang`` wheel. This module imports only the standard library, so it also
+runs by its path:
 
     python -m headway_kernels.cpu.build        # or: make kernels
 """
@@ -46,7 +45,7 @@ _INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
-# The sources, options and compiler of a library, stored inside it, so that one rename replaces both.
+# A library contains the digest of its sources, options and compiler, so that one rename replaces both.
 _STAMP = "headway-cpu-kernels:"
 _STAMP_SOURCE = '__attribute__((visibility("default"), used)) const char headway_cpu_kernels_stamp[] = "{}";\n'
 
@@ -54,7 +53,7 @@ Report = Callable[[str], None]
 
 
 class KernelBuildError(Exception):
-    """The libraries cannot be built. The message is one line."""
+    """The libraries cannot be built."""
 
 
 class CompilerMissingError(KernelBuildError):
@@ -62,7 +61,7 @@ class CompilerMissingError(KernelBuildError):
 
 
 class CompilationError(KernelBuildError):
-    """The compiler refused the sources; ``output`` is all its output."""
+    """The compiler refused the sources."""
 
     def __init__(self, library: str, output: str) -> None:
         self.output = output
@@ -73,7 +72,7 @@ class CompilationError(KernelBuildError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An instruction set of this platform's processors, and how to compile for it."""
+    """An instruction set, and how to compile for it."""
 
     name: str
     library: str
@@ -81,12 +80,12 @@ class Variant:
 
 
 def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
-    """The variants of a platform, in the words of the ``platform`` module; empty if there are no kernels."""
+    """The variants of a platform, in the words of the ``platform`` module."""
     architecture = _ARCHITECTURES.get(machine.lower(), "")
     linking: tuple[str, ...] = ()
     if system == "Linux" and libc == "glibc":
-        # An old glibc to link with, so that a library runs on every distribution that PyTorch's wheels run on.
-        # An undefined symbol must fail here, not in the process that loads the library.
+        # The old glibc lets a library run on every distribution that PyTorch's wheels run on. An undefined symbol must
+        # fail here, not in the process that loads the library.
         target, suffix, linking = f"{architecture}-linux-gnu.2.17", "so", ("-Wl,-z,defs",)
     elif system == "Darwin":
         target, suffix = f"{architecture}-macos", "dylib"
@@ -99,7 +98,7 @@ def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
 
 
 def variants_here() -> tuple[Variant, ...]:
-    """The variants of this process's platform."""
+    """The variants of this platform."""
     return variants_of(platform.system(), platform.machine(), platform.libc_ver()[0])
 
 
@@ -110,7 +109,7 @@ def read_sources(directory: Path) -> dict[str, bytes]:
 
 
 def stamp_of(sources: dict[str, bytes], variant: Variant, compiler_version: str) -> str:
-    """The stamp in a library of these sources, this variant and this compiler."""
+    """The stamp in a library of these sources, variant and compiler."""
     parts = [compiler_version.encode(), " ".join(variant.options).encode(), Path(__file__).read_bytes()]
     parts += [part for name, content in sources.items() for part in (name.encode(), content)]
     digest = hashlib.sha256()
@@ -120,7 +119,7 @@ def stamp_of(sources: dict[str, bytes], variant: Variant, compiler_version: str)
 
 
 def is_up_to_date(library: Path, stamp: str) -> bool:
-    """Whether a library exists and has this stamp."""
+    """Whether a library exists with this stamp."""
     try:
         return stamp.encode() in library.read_bytes()
     except FileNotFoundError:
@@ -128,7 +127,7 @@ def is_up_to_date(library: Path, stamp: str) -> bool:
 
 
 def compiler_version() -> str:
-    """The version of the compiler. Raises ``CompilerMissingError``: it is not installed."""
+    """The compiler's version. Raises ``CompilerMissingError``: it is not installed."""
     try:
         return importlib.metadata.version(COMPILER)
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +139,7 @@ def compile_library(
 ) -> None:
     """Compile one library and replace the old one at once.
 
-    It compiles copies, so that the stamp fits the library even if a source changes meanwhile.
+    It compiles copies, so that the stamp fits even if a source changes meanwhile.
 
     Raises:
         CompilationError: the compiler refused.
@@ -169,16 +168,15 @@ def compile_library(
 
 
 def say(line: str) -> None:
-    """Write a line of progress to stdout."""
+    """Write a line to stdout."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def build_libraries(sources: Path = SOURCES, destination: Path = SOURCES, *, report: Report = say) -> tuple[Path, ...]:
-    """Compile this platform's libraries that are missing or out of date; return the paths of all.
+    """Compile missing and outdated libraries; return the paths of all, or none for an unknown platform.
 
-    Returns nothing, and says why, if there is nothing to build. The compiler's caches are temporary, unless
-    ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR name directories.
+    ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR may name directories for the compiler's caches.
 
     Raises:
         KernelBuildError: no compiler, sources that do not compile, or a directory that cannot be read or written.
@@ -213,7 +211,7 @@ def _build(
 
 
 def main() -> int:
-    """Build the libraries of this folder. Return 1 if that is not possible, after saying why."""
+    """Build the libraries of this folder; return 1 after a failure."""
     parser = argparse.ArgumentParser(description="Compile the CPU kernels that are missing or not up to date.")
     parser.parse_args()
     try:

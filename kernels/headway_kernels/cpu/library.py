@@ -1,7 +1,6 @@
 """The compiled library, called from Python.
 
-Owns: the variant for this processor, the C structs, and "out of memory" as MemoryError. Must not know: checkpoints, or
-anything of the executor.
+Owns: the variant for this processor, the C structs. Must not know: checkpoints, the executor.
 
 The library gets addresses, so every object here keeps its arrays alive. Every call releases the interpreter's lock.
 """
@@ -36,7 +35,7 @@ _NEED_PERMISSION = frozenset({"amx"})
 
 
 class WeightForm(IntEnum):
-    """The form of weights: float32; bfloat16, for float32 weights that it holds exactly; 8 bits."""
+    """float32; bfloat16, for float32 weights that it holds exactly; 8 bits."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -98,8 +97,8 @@ class _StepStruct(ctypes.Structure):
 class DecoderShape:
     """Sizes of a model, and its tensors outside of layers.
 
-    ``head_dim`` is the checkpoint's, even. ``embedding`` ``[vocab, hidden]``, ``cosines`` and ``sines`` ``[context,
-    head_dim // 2]``, ``final_norm`` ``[hidden]``: float32, contiguous, on the CPU.
+    ``embedding`` ``[vocab, hidden]``, ``cosines`` and ``sines`` ``[context, head_dim // 2]``, ``final_norm``
+    ``[hidden]``: float32, contiguous, on the CPU.
     """
 
     hidden_size: int
@@ -119,7 +118,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer; heads padded to ``CpuLibrary.padded_head_dim`` in ``qkv`` (outputs) and ``output`` (inputs).
+    """One layer; ``qkv`` outputs and ``output`` inputs have heads of ``CpuLibrary.padded_head_dim``.
 
     Norms float32, contiguous, on the CPU: ``attention_norm`` and ``mlp_norm`` ``[hidden]``, ``qk_norm`` ``[heads +
     kv_heads, head_dim]`` or None. A token sees ``window`` positions; None: all.
@@ -147,7 +146,7 @@ class CpuLibrary:
         self.max_head_dim = int(self.functions.headway_max_head_dim())
 
     def padded_head_dim(self, head_dim: int) -> int:
-        """``head_dim`` rounded up to whole vector registers."""
+        """Round up to whole vector registers."""
         return -(-head_dim // self.lanes) * self.lanes
 
 
@@ -202,7 +201,7 @@ def runs_here(path: Path) -> bool:
 
 
 def _is_permitted(path: Path) -> bool:
-    """Ask for the whole process, present and future threads."""
+    """Permission is for the whole process, present and future threads."""
     try:
         CpuLibrary(path)
     except PermissionError:
@@ -230,8 +229,8 @@ class Team:
 class PackedLinear:
     """Weights of one product in the library's layout; ``weight`` and ``bias`` are copied.
 
-    ``weight`` floating, ``[outputs, inputs]``; ``bias`` ``[outputs]`` or None. With ``gated``, outputs are all gates,
-    then all ups, and the product gives ``silu(gate) * up``.
+    ``weight`` floating, ``[outputs, inputs]``; ``bias`` ``[outputs]`` or None. With ``gated``, outputs are gates, then
+    ups, and the product gives ``silu(gate) * up``.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class PackedLinear:
             self._library.functions.headway_linear_free(self.handle)
 
     def __call__(self, team: Team, inputs: Tensor, norm: Tensor | None = None, norm_eps: float = 0.0) -> Tensor:
-        """Multiply alone, for tests and measurements. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
+        """Multiply, for tests. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
         panel = 2 * self._library.lanes
         stride = -(-self.outputs // panel) * panel
         out = torch.zeros(len(inputs), stride)
@@ -279,7 +278,7 @@ class PackedLinear:
 
 
 class Decoder:
-    """A whole model; ``forward`` runs one step on ``team``."""
+    """A whole model."""
 
     def __init__(
         self, library: CpuLibrary, team: Team, shape: DecoderShape, layers: Sequence[LayerWeights], head: PackedLinear
@@ -310,15 +309,14 @@ class Decoder:
         sampled: NDArray[np.int64],
         pool: Tensor,
     ) -> Tensor:
-        """Store keys and values of all tokens; return the logits of the ``sampled`` ones: float32, ``[len(sampled),
-        vocab]``.
+        """Store keys and values of all tokens; return float32 logits, ``[len(sampled), vocab]``.
 
         ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
         block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
-        num_blocks, block_floats]``. All arrays contiguous.
+        num_blocks, block_floats]``. All contiguous.
 
         Raises:
-            MemoryError: there is no room for so large a step; nothing has changed.
+            MemoryError: the step is too large; nothing has changed.
         """
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)

@@ -1,6 +1,6 @@
 """The gated activation between a decoder's two MLP products (SwiGLU, Shazeer 2020, arXiv 2002.05202).
 
-Owns: silu of one half of a row times the other half. Must not know: the products around it.
+Owns: ``silu(gate) * up``. Must not know: layers.
 """
 
 import triton
@@ -16,7 +16,7 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     """``out = silu(gate) * up``.
 
     ``gate_up`` ``[T, 2 I]``, gate before up, and ``out`` ``[T, I]``, any row stride; one floating dtype. ``silu(gate)``
-    is computed in float32 and rounded to the dtype before the product. Moves ``3 T I`` elements; about ``5 T I`` FLOPs.
+    is float32, rounded before the product.
     """
     num_tokens, width = out.shape
     if num_tokens == 0:

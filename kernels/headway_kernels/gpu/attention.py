@@ -1,20 +1,18 @@
 """Attention over paged keys and values, in Triton: chunks and decodes of one batch in any mix.
 
-Owns: the rows and the scratch memory of a step, and the launches. Must not know: layers, projections, rotations,
-requests, or who wrote the pool.
+Owns: a step's rows and scratch memory, the launches. Must not know: layers, requests.
 
-Words: a *row* is the new tokens of one sequence. A row of one token is a *decode*, one of several a *chunk*, one of
-none *padding*. One turn of a kernel's inner loop reads a *key tile*. One program attends with a *query tile* of a
-chunk, or reads a *split* of a decode's positions.
+A *row* is the new tokens of one sequence: one token is a *decode*, several are a *chunk*, none is *padding*. One turn
+of a kernel's inner loop reads a *key tile*. One program attends with a *query tile* of a chunk, or reads a *split* of a
+decode's positions.
 
 Sources: tiles with a running softmax, Dao et al. 2022 (FlashAttention, arXiv 2205.14135), its running maximum Milakov &
 Gimelshein 2018 (arXiv 1805.02867); one rescaling at the end, and masks on edge tiles only, Dao 2023 (FlashAttention-2,
 arXiv 2307.08691); decodes cut along the positions, Dao, Haziza, Massa & Sizov 2023 (Flash-Decoding); blocks found
-through a table, Kwon et al., SOSP 2023 (PagedAttention, arXiv 2309.06180).
+through a table, Kwon et al. 2023 (PagedAttention, arXiv 2309.06180).
 
-A row's result depends only on its own tokens, their number and its ``kv_length``: the cuts follow from these, and sums
-run in the order of positions. The host fixes the grids and the device reads how much there is to do, so a captured
-launch serves other lengths.
+A row's own tokens and ``kv_length`` alone decide its cuts and its result; sums run in the order of positions. The
+device reads the lengths, so a captured launch serves other lengths.
 """
 
 from dataclasses import dataclass
@@ -34,16 +32,13 @@ _DOT_ROWS = 16
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of one step, on the device; all int32 and contiguous but for the row stride of ``block_tables``.
+    """The rows of one step on the device: int32, contiguous but for the row stride of ``block_tables``.
 
-    - ``rows`` ``[R]``: the row of ``block_tables`` for each batch row.
-    - ``query_start`` ``[R + 1]``: batch row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has
-      none.
-    - ``kv_length`` ``[R]``: the positions of the row's sequence after this step.
-    - ``block_tables`` ``[max_rows, max_blocks]``: block ids; those past ``kv_length`` are not read.
-    - ``split_ends``, ``tile_ends`` ``[R]``: written by ``plan_attention``; the splits and query tiles up to and with
-      each row.
-    - ``tokens_per_tile``: see the function of that name.
+    - ``rows`` ``[R]``: rows of ``block_tables``.
+    - ``query_start`` ``[R + 1]``: row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has none.
+    - ``kv_length`` ``[R]``: the positions after this step.
+    - ``block_tables`` ``[max_rows, max_blocks]``: those past ``kv_length`` are not read.
+    - ``split_ends``, ``tile_ends`` ``[R]``: running counts, from ``plan_attention``.
     """
 
     rows: Tensor
@@ -57,8 +52,9 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class AttentionWorkspace:
-    """Partial results of splits, float32, shared by all layers: ``partial`` ``[R, MAX_SPLITS, heads, head_dim]`` and
-    ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2).
+    """Partial results of splits, float32, shared by all layers.
+
+    ``partial`` ``[R, MAX_SPLITS, heads, head_dim]``, ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2).
     """
 
     partial: Tensor
@@ -66,7 +62,7 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(cls, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> "AttentionWorkspace":
-        """Takes ``64 * max_rows * num_heads * (head_dim + 1)`` bytes: 268 MB for 1024 rows of 32 heads of 128."""
+        """Takes 268 MB for 1024 rows of 32 heads of 128."""
         shape = (max_rows, MAX_SPLITS.value, num_heads)
         return cls(
             partial=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
@@ -75,9 +71,9 @@ class AttentionWorkspace:
 
 
 def plan_attention(rows: AttentionRows) -> None:
-    """Count splits and query tiles into ``rows.split_ends`` and ``rows.tile_ends``; once per step, before any layer.
+    """Count splits and query tiles once per step.
 
-    A window makes splits shorter and may leave the last ones empty.
+    A window makes splits shorter and may empty the last ones.
     """
     (num_rows,) = rows.rows.shape
     plan_kernel[(1,)](
@@ -109,18 +105,13 @@ def paged_attention(
 ) -> None:
     """Attend with all tokens of a step over one layer's pool, which already holds their keys and values.
 
-    ``query`` ``[tokens, heads * head_dim]``, any row stride, rotated. ``pool_layer`` ``[num_blocks, 2 * num_kv_heads,
-    block_size, head_dim]``, contiguous, key heads first, block_size a power of two; unused positions may hold NaN.
-    ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. One dtype: float32, bfloat16 or
-    float16; head_dim a multiple of 8. ``rows`` must be planned.
+    ``query`` and ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. ``pool_layer``
+    ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads first, block_size a power of two;
+    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8.
 
-    A token at position p sees the last ``window`` positions up to p, or all. Logits are ``scale`` (more than 0) times
-    the product, capped to ``soft_cap * tanh(logit / soft_cap)`` if that is given. Products, softmax and sums are in
-    float32; weights are rounded to the dtype before they meet the values. ``has_decodes`` and ``has_chunks``: a kernel
-    without rows is not launched.
-
-    A decode of n visible positions reads ``2 * n * num_kv_heads * head_dim`` elements of the pool for ``4 * n * heads *
-    head_dim`` FLOPs. A chunk has as many FLOPs per token, and reads the pool once per query tile.
+    A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
+    product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. Everything is float32, but weights are rounded to
+    the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)
@@ -168,7 +159,7 @@ def _attend_chunks(
     constants: dict[str, Any],
     tuning: KernelTuning,
 ) -> None:
-    # The size of the tile follows the plan's tokens, not the tuning.
+    # The plan's tokens decide the size of the tile, not the tuning.
     chunk_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,

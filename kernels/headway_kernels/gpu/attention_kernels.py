@@ -1,6 +1,6 @@
-"""The attention kernels: the plan of a step, its chunks, its decodes, and the joining of a decode's splits.
+"""The attention kernels: the plan of a step, its chunks, its decodes, and the joining of splits.
 
-Owns: how a grid goes through the rows of a batch. Must not know: how the kernels are launched or tuned.
+Owns: how a grid goes through a batch. Must not know: launches.
 """
 
 import triton
@@ -22,7 +22,7 @@ def plan_kernel(
     TOKENS_PER_TILE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
 ):
-    """Count the splits and the query tiles of all rows: one program."""
+    """One program counts the splits and query tiles of all rows."""
     row = tl.arange(0, PADDED_ROWS)
     real = row < num_rows
     start = tl.load(query_start + row, mask=real, other=0)
@@ -64,9 +64,9 @@ def chunk_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """Chunks: an item is a query tile of a row and a key-value head, with all query heads of its group.
+    """An item is a query tile of a row and a key-value head, with all its query heads.
 
-    The tile is token after token, so that its tokens and the diagonal stay close together.
+    Tokens are consecutive, so that they and the diagonal stay close together.
     """
     num_items = tl.load(tile_ends + num_rows - 1) * NUM_KV_HEADS
     vector = tl.arange(0, QUERY_TILE)
@@ -89,7 +89,7 @@ def chunk_kernel(
         pointers = query + (line * query_stride + column)[:, None] + component[None, :]
         queries = tl.load(pointers, mask=real[:, None] & in_head[None, :], other=0.0)
 
-        # Tiles [low, full_low) and [full_high, high) are seen in part: the window's edge and the diagonal.
+        # Queries see tiles [low, full_low) and [full_high, high) in part: the window's edge and the diagonal.
         lowest = past + first_token
         end = past + tl.minimum(first_token + TOKENS, num_tokens)
         # A padding vector attends as the last token does, so that it sees something; it is not stored.
@@ -199,11 +199,7 @@ def decode_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
-    """Decodes: an item is a split of a row and a key-value head, with all query heads of its group.
-
-    The group's keys and values are read once. A row with one split gets its result here; other rows leave one part per
-    split.
-    """
+    """An item is a split of a row and a key-value head, with all its query heads."""
     num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
     member = tl.arange(0, QUERY_TILE)
     component = tl.arange(0, PADDED_HEAD_DIM)
@@ -282,7 +278,7 @@ def reduce_kernel(
     PADDED_HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Join the splits of one decode and head, weighed by their sums of exponentials."""
+    """Weigh the splits by their sums of exponentials."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start + row)

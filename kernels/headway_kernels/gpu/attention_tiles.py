@@ -1,6 +1,6 @@
-"""The device functions of the attention kernels: how a row is cut, how a tile is read, and how queries attend to it.
+"""The device functions of the attention kernels: how a row is cut, how a tile is read and attended to.
 
-Owns: the cuts of a decode, and the arithmetic of one key tile. Must not know: how a grid goes through a batch.
+Owns: cuts of a decode, key tiles. Must not know: grids.
 """
 
 import math
@@ -21,9 +21,9 @@ NEVER = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def cut_decode(kv_length, window, HAS_WINDOW: tl.constexpr):
-    """Where a decode's first split starts, the positions of a split, and the number of splits.
+    """Return the first split's start, the positions of a split, and the number of splits.
 
-    The splits that the plan counted share the positions in the window; rounding may leave the last ones empty.
+    With a window, the last of the planned splits may be empty.
     """
     size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
     first = kv_length * 0
@@ -44,9 +44,9 @@ _INTERPRETED = tl.constexpr(not isinstance(_round_up, triton.JITFunction))
 
 @triton.jit
 def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
-    """The row of item ``ordinal``, the ordinal of the row's first item, and of the next row's first item.
+    """Return the row of item ``ordinal``, and the first items of this row and of the next.
 
-    It counts the rows that end before, in one read; a binary search would wait for several reads in turn.
+    A binary search would wait for several reads in turn.
     """
     row = tl.arange(0, PADDED_ROWS)
     end = tl.load(ends + row, mask=row < num_rows, other=NEVER)
@@ -59,10 +59,9 @@ def find_row(ends, ordinal, num_rows, PADDED_ROWS: tl.constexpr):
 
 @triton.jit
 def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr):
-    """The block ids of a key tile's positions: one each, or one for all if they share a block.
+    """The block ids of a key tile's positions: one each, or one for all; block 0 outside ``begin`` to ``end``.
 
-    Positions outside ``begin`` to ``end`` get block 0, which every pool has. Loops load ids one turn ahead: otherwise
-    Triton's pipeliner spends its stages on the chain from id to vector.
+    Loops load ids one turn ahead: otherwise Triton's pipeliner spends its stages on the chain from id to vector.
     """
     start = tile * KEY_TILE
     if BLOCK_SIZE % KEY_TILE == 0:
@@ -75,11 +74,7 @@ def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.
 
 @triton.jit
 def _load_vectors(pointers, wanted, in_head, SOME: tl.constexpr, PADDED: tl.constexpr):
-    """A tile of vectors, one per row of ``pointers``; zeros if not ``wanted`` (with SOME) and past the head (with
-    PADDED).
-
-    Unwanted vectors are not read: a zero weight would not hide a NaN.
-    """
+    """Unwanted vectors are not read: a zero weight would not hide a NaN."""
     if SOME:
         vectors = tl.load(pointers, mask=wanted[:, None] & in_head[None, :], other=0.0)
     elif PADDED:
@@ -91,9 +86,9 @@ def _load_vectors(pointers, wanted, in_head, SOME: tl.constexpr, PADDED: tl.cons
 
 @triton.jit
 def _dot(left, right, added):
-    """``left @ right + added`` in float32; float32 operands keep their precision."""
+    """``left @ right + added`` in float32."""
     if _INTERPRETED:
-        # The interpreter takes a bfloat16's bits for an integer here; products of 16-bit floats are exact in float32.
+        # The interpreter takes a bfloat16's bits for an integer; products of 16-bit floats are exact in float32.
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, added, input_precision="ieee")
@@ -137,12 +132,10 @@ def attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
-    """Let each query attend to key tile ``tile``: positions from ``tile * KEY_TILE``, limited to ``begin`` up to
-    ``end``.
+    """Let each query attend to the positions of a key tile from ``begin`` up to ``end``.
 
-    ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Without MASKED all
-    queries see the whole tile. Keys and values are read first, so that Triton's pipeliner keeps ``num_stages`` - 1
-    tiles on their way.
+    ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Keys and values
+    are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)

@@ -1,6 +1,6 @@
-"""How the attention kernels are cut on each device: tile sizes, warps and pipeline stages.
+"""The cuts of the attention kernels on each device: tile sizes, warps and pipeline stages.
 
-Owns: the table of tunings. Must not know: what a kernel computes, beyond what bounds its speed.
+Owns: tunings. Must not know: what a kernel computes.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """How one kernel is cut; it changes results by rounding at most.
+    """The cut of one kernel; it changes results by rounding at most.
 
-    ``query_tile``: query vectors of a program (tokens times heads of one group), a power of two from 16. ``key_tile``:
-    positions of one turn, a power of two from 16 (in the decode kernel to 128). ``num_stages``: key tiles in the
-    pipeline. ``programs_per_multiprocessor``: best as many as shared memory and registers allow.
+    ``query_tile``: query vectors of a program. ``key_tile``: positions of one turn (in the decode kernel up to 128).
+    Both are powers of two from 16. ``num_stages``: key tiles in the pipeline.
     """
 
     query_tile: int
@@ -26,16 +25,16 @@ class KernelTuning:
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """The tuning of both kernels for one device, head size and dtype."""
+    """The tuning of both kernels."""
 
     decode: KernelTuning
     chunk: KernelTuning
 
 
-# (compute capability's first number, padded head size, bytes of an element) -> tuning. Memory bounds decodes: their tiles
-# keep some 64 KiB in flight per multiprocessor. The tensor cores bound chunks: their accumulators fill the registers
-# (128 query vectors by 128 components for 8 warps). float32 has no tensor cores of full precision, so its tiles are
-# small: each thread holds its operands in registers.
+# (compute capability's first number, padded head size, bytes of an element) -> tuning. Memory bounds decodes: their
+# tiles keep some 64 KiB in flight per multiprocessor. The tensor cores bound chunks: their accumulators fill the
+# registers (128 query vectors by 128 components for 8 warps). float32 has no tensor cores of full precision; its tiles
+# are small, since each thread holds its operands in registers.
 _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (8, 64, 2): AttentionTuning(KernelTuning(16, 64, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
     (8, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 2), KernelTuning(128, 64, 8, 3, 1)),
@@ -54,7 +53,7 @@ _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1,
 
 
 def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
-    """The table's entry for this device, head size and dtype: the one place to tune."""
+    """The table's entry for this device, head size and dtype."""
     if device.type != "cuda":
         return _ON_CPU
     return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize)
@@ -77,7 +76,7 @@ def tokens_per_tile(
     device: torch.device,
     tuning: AttentionTuning | None = None,
 ) -> int:
-    """Tokens of a chunk per program: a query tile with all heads of a group."""
+    """Tokens of a query tile with all heads of a group."""
     tuning = tuning or attention_tuning(device, head_dim, dtype)
     return max(1, tuning.chunk.query_tile // (num_heads // num_kv_heads))
 

@@ -1,13 +1,11 @@
 """Moves of whole KV blocks, all layers of all pairs in one launch: inside the pool, out to main memory and back.
 
-Owns: the CUDA source, the division of a move, and the launch through CuPy. Must not know: why a block moves, or when
-its contents may be read or overwritten.
+Owns: the CUDA source, the launch. Must not know: why or when a block moves.
 
-``layers`` is the device's pool, ``[num_layers, num_blocks, *block]``; ``host`` is the pinned one in main memory,
+``layers``, the device's pool, is ``[num_layers, num_blocks, *block]``; ``host``, pinned main memory,
 ``[num_host_blocks, num_layers, *block]``. Both contiguous, one dtype. ``pairs``: (source, destination), int32, ``[2,
-n]``, contiguous, on the device, unchecked. The order of the moves is undefined: no destination may be listed twice or
-be a source of the same copy. A few dozen thread blocks saturate the link to main memory, so a step that computes
-meanwhile loses little.
+n]``, contiguous, on the device. Moves have no order: no destination may be listed twice or be a source of the same
+copy. A few dozen thread blocks saturate the link.
 """
 
 import functools
@@ -122,7 +120,7 @@ class PoolView(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch: the kernel, compiled for pieces of ``piece_bytes``, and its other arguments in pieces."""
+    """One launch, for pieces of ``piece_bytes``."""
 
     kernel: str
     piece_bytes: int
@@ -135,13 +133,13 @@ class Launch(NamedTuple):
 
 
 def copy_blocks(layers: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks of the pool to others, on ``stream`` or the current one."""
+    """Copy blocks within the pool."""
     pool = device_view(layers)
     _launch(plan("copy_blocks", pool, pool, layers, pairs.shape[1]), pairs, stream)
 
 
 def swap_out(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks of the pool to main memory, on ``stream`` or the current one.
+    """Copy blocks to main memory.
 
     Raises:
         ValueError: the device cannot reach ``host``.
@@ -151,7 +149,7 @@ def swap_out(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.
 
 
 def swap_in(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy blocks in main memory to the pool, on ``stream`` or the current one.
+    """Copy blocks from main memory.
 
     Raises:
         ValueError: the device cannot reach ``host``.
@@ -175,7 +173,7 @@ def host_view(host: Tensor, address: int) -> PoolView:
 
 
 def plan(kernel: str, source: PoolView, target: PoolView, layers: Tensor, num_pairs: int) -> Launch:
-    """Choose the pieces and the thread blocks for ``num_pairs`` blocks of the pool ``layers``."""
+    """Choose pieces and thread blocks."""
     num_layers = layers.shape[0]
     block_bytes = math.prod(layers.shape[2:]) * layers.element_size()
     piece_bytes = _piece_bytes(block_bytes, source.address, target.address)
@@ -238,7 +236,7 @@ def _module(piece_bytes: int) -> Any:
 
 
 class _StreamOfTorch:
-    """A torch stream in the form that CuPy 14 wants; newer torch classes have it themselves."""
+    """CuPy 14 wants a torch stream in this form."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

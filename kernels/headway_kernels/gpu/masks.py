@@ -1,6 +1,6 @@
-"""Exclude tokens by a bit mask: a forbidden token of a constrained row gets a logit of minus infinity.
+"""Exclude tokens by a bit mask: a forbidden token gets a logit of minus infinity.
 
-Owns: the kernel. Must not know: what a mask stands for, or how a token is drawn.
+Owns: the kernel. Must not know: constraints.
 """
 
 import triton
@@ -12,7 +12,7 @@ _NUM_WARPS = 4
 
 
 def exclude(logits: Tensor, places: Tensor, words: Tensor) -> None:
-    """Set to minus infinity the logits of rows ``places`` whose tokens are not in their masks.
+    """Exclude the tokens of rows ``places`` that their masks do not allow.
 
     ``logits`` floating, ``[n, vocab]``, contiguous along the vocabulary, changed in place; ``places`` int64, ``[c]``,
     no row twice; ``words`` int32, ``[c, ceil(vocab / 32)]``, contiguous: bit ``i % 32`` of word ``i // 32`` is token i.

@@ -1,7 +1,7 @@
-"""Root mean square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), with the addition before it.
+"""Root mean square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), with the addition before it, in one pass
+over memory.
 
-Owns: adding a sublayer's output to the residual stream and normalising the sum, in one pass over memory. Must not know:
-which sublayer, or what reads the result.
+Owns: one kernel. Must not know: sublayers.
 """
 
 import triton
@@ -17,11 +17,9 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
     """``hidden += delta`` in place, then ``out = hidden / rms(hidden) * weight``.
 
     ``hidden``, ``delta`` (or None) and ``out`` ``[T, C]``, any row stride; ``weight`` ``[C]``; one floating dtype.
-    ``out`` may be ``delta`` or, without one, ``hidden``. ``C`` up to 65536: registers hold a row (16384 without
-    spilling).
+    ``out`` may be ``delta`` or, without one, ``hidden``. ``C`` up to 65536: registers hold a row.
 
-    The sum is rounded to the dtype before it is normalised in float32, and the normalised row before the product, as in
-    three operators. Moves ``4 T C`` elements (2 without ``delta``); about ``5 T C`` FLOPs.
+    The sum and the normalised row are rounded, as in three operators; the rest is float32.
     """
     num_tokens, width = hidden.shape
     if num_tokens == 0:

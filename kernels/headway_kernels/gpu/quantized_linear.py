@@ -1,14 +1,13 @@
 """Linear layers with weights as 8-bit codes, multiplied in the dtype of their inputs.
 
-Owns: turning a weight into codes and scales, and the product with them. Must not know: what a layer is for, or which
-tokens are padding.
+Owns: codes, scales, the product. Must not know: a layer's use.
 
 Symmetric quantisation per output channel: int8 as in Jacob et al. 2018 (arXiv 1712.05877), fp8 is E4M3 of Micikevicius
-et al. 2022 (arXiv 2209.05433). Inputs are not quantised. In registers a code becomes a number of the inputs' dtype,
-exactly. Scales multiply the float32 sum.
+et al. 2022 (arXiv 2209.05433). In registers a code becomes a number of the inputs' dtype, exactly. Scales multiply the
+float32 sum.
 
-With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The cut
-depends on the weight's shape and the tiling alone; the number of tokens only selects the tiling.
+With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The
+number of tokens only selects the tiling.
 """
 
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product of up to ``max_tokens`` tokens (None: any) is cut.
+    """The cut of a product of up to ``max_tokens`` tokens (None: any).
 
-    A program computes ``tokens`` x ``outputs`` results and takes ``inputs`` of each dot product at a time.
-    ``programs``: the number to reach by splitting a narrow layer's inputs; 0 for no splits. A tiling that splits has
-    ``tokens >= max_tokens``.
+    A program computes ``tokens`` x ``outputs`` results and takes ``inputs`` of each dot product at a time. Splits of
+    the inputs aim at ``programs``; 0 for no splits. A tiling that splits has ``tokens >= max_tokens``.
     """
 
     max_tokens: int | None
@@ -69,9 +67,8 @@ FP8_SCALE = tl.constexpr(256.0)
 def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight: ``weight[n, k]`` is about ``codes[n, k] * scales[n]``.
 
-    ``weight`` ``[N, K]``, any floating dtype. Returns codes ``[N, K]``, int8 or float8_e4m3fn, and positive float32
-    scales ``[N]``, new, on the weight's device. The largest magnitude of a row is the largest code. Few rows are
-    float32 at a time.
+    ``weight`` floating, ``[N, K]``. Codes ``[N, K]``, int8 or float8_e4m3fn; positive float32 scales ``[N]``. A row's
+    largest magnitude is the largest code.
     """
     num_outputs, num_inputs = weight.shape
     codes = torch.empty(num_outputs, num_inputs, dtype=CODE_DTYPE[kind], device=weight.device)
@@ -79,7 +76,7 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
     step = max(WIDE_ELEMENTS // max(num_inputs, 1), 1)
     for first in range(0, num_outputs, step):
         wide = weight[first : first + step].float()
-        # A row of zeros, or of numbers too small to divide by: any finite scale is right.
+        # For a row of zeros, or of numbers too small to divide by, any finite scale is right.
         scale = (wide.abs().amax(dim=1) / LARGEST_CODE[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
         ratio = (wide / scale[:, None]).clamp_(-LARGEST_CODE[kind], LARGEST_CODE[kind])
         codes[first : first + step] = ratio.round_() if kind == "int8" else ratio
@@ -88,10 +85,7 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
 
 
 def workspace_elements(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-    """The float32 elements of a workspace for a weight ``[num_outputs, num_inputs]`` and inputs in ``dtype``.
-
-    For any number of tokens. Layers that run one after the other can share one.
-    """
+    """Float32 elements of a workspace for any number of tokens."""
     sizes = [0]
     for tiling in _tilings(dtype):
         splits, _ = _split(num_outputs, num_inputs, tiling)
@@ -106,12 +100,8 @@ def quantized_linear(
     """``out = x @ (codes * scales[:, None]).T + bias``.
 
     ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``codes`` and ``scales`` from
-    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous, of
-    ``workspace_elements``.
-
-    Sums, scales and bias are float32, rounded once. ``2 T N K`` FLOPs. Moves ``N K + 4 N`` bytes of codes and scales,
-    ``T (K + N)`` elements of ``x`` and ``out``, and ``8 T N`` bytes of workspace per split; repeated reads mostly come
-    from the cache.
+    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous. The result is
+    rounded once.
     """
     num_tokens, num_inputs = x.shape
     num_outputs = codes.shape[0]
@@ -166,7 +156,7 @@ def choose_tiling(num_tokens: int, dtype: torch.dtype) -> Tiling:
 def product_constants(
     num_outputs: int, num_inputs: int, tiling: Tiling, *, is_fp8: bool, has_bias: bool
 ) -> dict[str, int | bool]:
-    """The constants of the product's kernel, without dtypes."""
+    """The constants of the product's kernel."""
     splits, split_inputs = _split(num_outputs, num_inputs, tiling)
     return {
         "OUTPUTS": num_outputs,
@@ -187,7 +177,7 @@ def _tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
 
 
 def _split(num_outputs: int, num_inputs: int, tiling: Tiling) -> tuple[int, int]:
-    """The number of splits, none of them empty, and the inputs of each (the last may have fewer)."""
+    """The number of splits, none of them empty, and the inputs of each."""
     blocks = max(triton.cdiv(num_inputs, tiling.inputs), 1)
     wanted = tiling.programs // triton.cdiv(num_outputs, tiling.outputs)
     splits = max(min(wanted, blocks // BLOCKS_PER_SPLIT, MOST_SPLITS), 1)
@@ -218,17 +208,14 @@ def _product(
     BLOCK_INPUTS: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One program per tile of tokens and outputs, and split of the inputs.
-
-    The weight is the left operand, which tensor cores take from registers; the long side of a tile is then outputs.
-    """
+    """The weight is the left operand, which tensor cores take from registers; the long side of a tile is then outputs."""
     token_tile, output_tile = _tile_of(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
     )
     split = tl.program_id(1)
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    # Beyond the edge, the last token and output again: this needs no mask in the loop, and changes no result.
+    # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
     x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
     code_rows = codes + tl.minimum(outputs, OUTPUTS - 1).to(tl.int64) * INPUTS
 
@@ -271,7 +258,7 @@ def _add_splits(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and ``BLOCK`` outputs; splits are added first to last."""
+    """Splits are added first to last."""
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = outputs < OUTPUTS
@@ -285,9 +272,7 @@ def _add_splits(
 
 @triton.jit
 def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BAND: tl.constexpr):
-    """A program's tiles of tokens and outputs: bands of ``BAND`` output tiles; within a band, token tile after token
-    tile.
-    """
+    """Bands of ``BAND`` output tiles; within a band, token tile after token tile."""
     output_tiles = tl.cdiv(OUTPUTS, BLOCK_OUTPUTS)
     band = program // (BAND * token_tiles)
     within_band = program % (BAND * token_tiles)
@@ -299,8 +284,8 @@ def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.cons
 def _numbers(codes, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     """Codes as numbers of ``dtype``, exactly; those of fp8 too small by ``FP8_SCALE``.
 
-    E4M3 is decoded by hand, since processors before sm_89 cannot: its bits are moved to float16's exponent and
-    mantissa, which also fits subnormal codes. NaN is lost; ``quantize`` makes none of finite weights.
+    Processors before sm_89 cannot decode E4M3: its bits are moved to float16's exponent and mantissa, which also fits
+    subnormal codes. ``quantize`` makes no NaN of finite weights.
     """
     if IS_FP8:
         bits = codes.to(tl.uint16)

@@ -1,7 +1,6 @@
 """Queries, keys and values between their product and attention.
 
-Owns: normalising query and key heads, rotating them, and storing keys and values in the pool. Must not know: the source
-of the rotations, requests, or the pool's readers.
+Owns: normalising, rotating, storing. Must not know: requests.
 
 Sources: rotary embeddings, Su et al. 2021 (arXiv 2104.09864); RMSNorm, Zhang & Sennrich 2019 (arXiv 1910.07467), per
 head as in Qwen3; the pool of blocks, Kwon et al. 2023 (arXiv 2309.06180).
@@ -33,16 +32,13 @@ def rotate_and_store(
 ) -> None:
     """Rotate queries in place; store rotated keys, and values, in the pool. ``qkv`` keeps its keys and values.
 
-    ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any row stride, in the model's dtype: query heads, key
-    heads, value heads; channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables.
-    ``slots`` int32 ``[T]``, distinct: block times block size plus offset, or -1 to store nothing. ``cosines``,
-    ``sines`` float32 ``[context, head_dim / 2]``, contiguous. ``pool_layer`` ``[num_blocks, 2 num_kv_heads, block_size,
-    head_dim]``, contiguous, key heads first. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head with
-    ``eps``, both or neither.
+    ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any row stride: query heads, key heads, value heads;
+    channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables. ``slots`` int32
+    ``[T]``, distinct; -1 stores nothing. ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous.
+    ``pool_layer`` as of ``paged_attention``. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head, or
+    None.
 
-    Normalised heads are rounded to the dtype before and after the product with the weight, then rotated in float32.
-    Moves ``(2 num_heads + 4 num_kv_heads) head_dim`` elements and ``4 head_dim`` bytes of table per token; 3 FLOPs per
-    rotated channel, 4 more if normalised.
+    Normalised heads are rounded before and after the product with the weight, then rotated in float32.
     """
     num_tokens = qkv.shape[0]
     if num_tokens == 0:
@@ -92,7 +88,6 @@ def _rotate_and_store(
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """One program per token and ``BLOCK_HEADS`` heads of any kind."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pairs = tl.arange(0, BLOCK_PAIRS)

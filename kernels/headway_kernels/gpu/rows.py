@@ -1,11 +1,9 @@
 """Columns of rows: from a step's rows to the model's input per token, and back.
 
-Owns: lookups, gathers and scatters between a step's columns, the token store, the block tables and flat tensors. Must
-not know: what a token means, how a row was chosen, or the model.
+Owns: moves between columns, the stores and flat tensors. Must not know: the model.
 
-The *token store* is int32 ``[max_rows, width]``: the tokens of each row by position. *Block tables* are int32
-``[max_rows, max_blocks]``. Both stay on the device; a step brings only changes. A *slot* is block times block size plus
-offset. A row or index of -1 is padding.
+The *token store* is int32 ``[max_rows, width]``, by position. *Block tables* are int32 ``[max_rows, max_blocks]``. A
+*slot* is block times block size plus offset. A row or index of -1 is padding.
 """
 
 import triton
@@ -20,10 +18,9 @@ NUM_WARPS = 4
 
 
 def gather_rows(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """``out[i] = source[index[i]]``; where the index is -1, ``out[i]`` is left as it is.
+    """``out[i] = source[index[i]]``; an index of -1 leaves ``out[i]``.
 
     ``source`` ``[T, C]`` and ``out`` ``[n, C]``, one dtype, any stride between rows; ``index`` int32 ``[n]``.
-    Moves ``2 n C`` elements.
     """
     num_rows, width = out.shape
     if num_rows == 0:
@@ -54,12 +51,8 @@ def expand_rows(
 ) -> None:
     """Compute the model's input for each token of a step.
 
-    ``rows`` int32 ``[R]``: rows of the stores. ``query_start`` int32 ``[R + 1]``, ascending from 0: entry r has tokens
-    ``query_start[r]`` up to ``query_start[r + 1]``; padding has none. ``first_position`` int32 ``[R]``. ``token_store``
-    and ``block_tables``: any row stride. Writes ``token_ids``, ``positions`` and ``slots``, int32 ``[T]``; padding
-    tokens get 0, 0 and -1.
-
-    A token costs a binary search of ``log2 R`` dependent loads, then five, and 12 bytes written.
+    ``rows`` and ``query_start`` as in ``AttentionRows``; ``first_position`` int32 ``[R]``. The stores may have any row
+    stride. Writes ``token_ids``, ``positions`` and ``slots``, int32 ``[T]``; padding tokens get 0, 0 and -1.
     """
     num_tokens, num_rows = token_ids.shape[0], rows.shape[0]
     if num_tokens == 0:
@@ -98,10 +91,7 @@ def apply_edits(
     """Update the stores: ``block_tables[row, place] = block``, and the tokens of new rows from position 0.
 
     ``edit_rows``, ``edit_places``, ``edit_blocks`` int32 ``[n]``, no place twice. ``token_rows`` int32 ``[m]``;
-    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Row -1 is padding. Empty
-    columns launch nothing: do not capture this.
-
-    Moves 16 bytes per edit, and 8 per token after a binary search over ``token_starts``.
+    ``token_starts`` int32 ``[m + 1]``, ascending from 0, indices into ``tokens`` int32. Never capture this.
     """
     num_edits, num_rows, num_tokens = edit_rows.shape[0], token_rows.shape[0], tokens.shape[0]
     if num_edits:
@@ -133,8 +123,7 @@ def apply_edits(
 def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store: Tensor) -> None:
     """``token_store[rows[i], positions[i]] = max(sampled[i], 0)``, the next step's input.
 
-    ``sampled``, ``rows``, ``positions`` int32 ``[n]``; row -1 is padding. A negative sample is a failure that the host
-    will see; the model must still find it in its vocabulary. Moves 16 bytes per entry.
+    All int32 ``[n]``. A negative sample is a failure; the model must still find it in its vocabulary.
     """
     num_sampled = sampled.shape[0]
     if num_sampled == 0:
@@ -151,8 +140,8 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
     )
 
 
-# Columns are slices of packed buffers, and counts change from step to step. Neither may need its own variant of a kernel:
-# Triton would compile it while requests wait.
+# Columns are slices of packed buffers, and counts change from step to step. Neither may need its own variant of a
+# kernel: Triton would compile it while requests wait.
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
@@ -247,9 +236,9 @@ def _store_sampled(sampled, rows, positions, token_store, store_stride, num_samp
 
 @triton.jit
 def _entry_of(places, starts, count, live, search_steps):
-    """The last entry that starts at or before each place, by bisection; -1 for places that are not ``live``.
+    """Find the last entry that starts at or before each place, by bisection; -1 if it is not ``live``.
 
-    ``starts`` is ascending, ``[count + 1]``; ``search_steps`` is the bit length of ``count``.
+    ``starts`` ascend, ``[count + 1]``; ``search_steps`` is the bit length of ``count``.
     """
     low = tl.zeros_like(places)
     high = low + count

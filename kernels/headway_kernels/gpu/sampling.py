@@ -1,16 +1,16 @@
 """Draw the next token of each row, in Triton: penalties, bias, temperature, top-k, top-p and min-p, without a sort.
 
-Owns: the order of the stages and the choice among their variants. Must not know: requests, steps, or the source of
-parameters.
+Owns: the order of the stages. Must not know: requests, steps.
 
-The rule, also in ``headway_kernels.reference.sample``: ``p`` is the float32 softmax of the adjusted logits divided by
-the temperature, and ``floor(p * 2^52)`` a token's weight. Tokens rank by ``p``, equal ones by lower id. Top-k, top-p
-and min-p each keep a beginning of the ranking. The draw inverts the cumulative weights of the kept tokens, in the order
-of their ids, at the row's Philox uniform. Sums of integer weights are exact, so the rest of the batch cannot change a
-token.
+The rule: ``p`` is the float32 softmax of the adjusted logits divided by the temperature, and ``floor(p * 2^52)`` a
+token's weight. Tokens rank by ``p``, best first, equal ones by lower id. Top-k keeps the first k. Top-p keeps the
+shortest beginning whose weight reaches ``top_p`` times the weight that top-k left (``2^52`` without top-k). Min-p keeps
+tokens with ``p`` of at least ``min_p`` times the best. The draw inverts the cumulative weights of the kept tokens, in
+the order of their ids, at the row's Philox uniform. Sums of integer weights are exact, so the rest of the batch cannot
+change a token.
 
-Two numbers describe the kept tokens: a **threshold** (the bits of a float32), and how many of the tokens exactly at the
-threshold are kept, lowest ids first. The stages:
+Two numbers describe the kept tokens: a **threshold** (the bits of a float32), and how many of the tokens exactly at it
+are kept, lowest ids first. The stages:
 
 1. ``statistics``, per chunk of the vocabulary: largest logit, its first place, sum of exponentials;
 2. ``merge``, per row: the scale of the distribution; greedy rows end here;
@@ -21,8 +21,7 @@ threshold are kept, lowest ids first. The stages:
 6. ``weigh``, per chunk: the weight above the threshold and the number of tokens at it;
 7. ``draw``, per row: the chunk in which the uniform falls, then the token.
 
-The shapes fix all grids, and kernels read parameters on the device, so a captured graph serves any batch of its size.
-The host chooses only which stages run.
+Shapes fix all grids, and kernels read parameters on the device, so a captured graph serves any batch of its size.
 """
 
 from typing import Literal
@@ -55,13 +54,11 @@ def sample(
 
     ``logits`` bfloat16, float16 or float32, ``[n, vocab_size]``, contiguous along the vocabulary, not modified.
     ``rows`` int32, ``[n]``, -1 for padding. ``positions`` int32, ``[n]``, at least 1: the index of the drawn token.
-    ``token_store`` int32, ``[rows, width]``: rows with penalties read positions ``0 .. position - 1``. Writes
-    ``out_token_ids`` (int32, ``[n]``; -1 for padding and for rows without a finite largest logit) and ``out_status``
-    (int32, ``[n]``; 1 for the latter, otherwise 0).
+    ``token_store`` int32, ``[rows, width]``. Writes int32 ``[n]``: ``out_status`` is 1 for a row without a finite
+    largest logit, otherwise 0; ``out_token_ids`` is -1 for it and for padding.
 
-    ``variant`` is the most that a row of the batch needs: "greedy", "random" (also min-p), or "truncated" (top-k or
-    top-p). ``adjusted``: some row has penalties or entries. A row gets the same token under any variant that suffices
-    for it.
+    ``variant`` is the most that a row needs: "greedy", "random" (also min-p), or "truncated" (top-k or top-p).
+    ``adjusted``: some row has penalties or entries. A row gets the same token under any variant that suffices.
     """
     if adjusted:
         adjust_logits(logits, rows, positions, columns, token_store, workspace)

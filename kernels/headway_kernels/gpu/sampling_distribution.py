@@ -1,6 +1,6 @@
-"""The distribution of each row: the largest logit, the sum of exponentials, and the greedy token.
+"""The distribution of each row: the largest logit, the sum of exponentials, the greedy token.
 
-Owns: the stages ``statistics`` and ``merge``. Must not know: top-k, top-p, or how a token is drawn.
+Owns: the stages ``statistics`` and ``merge``. Must not know: draws.
 """
 
 import triton
@@ -48,7 +48,7 @@ def statistics_kernel(
     WITH_SUM: tl.constexpr,
     RAW: tl.constexpr,
 ):
-    """Largest logit, its first place, and the sum of exponentials relative to it; RAW: at temperature 1."""
+    """Sums are relative to the largest logit; RAW: at temperature 1."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -89,7 +89,7 @@ def _merge_kernel(
     CHUNKS: tl.constexpr,
     RANDOM: tl.constexpr,
 ):
-    """Merge a row's chunks: the greedy token, the scale of the distribution, and the threshold of min-p."""
+    """Merge a row's chunks."""
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -118,7 +118,7 @@ def _merge_kernel(
         tl.store(row_max_ptr + i, row_max)
         tl.store(row_scale_ptr + i, scale)
         tl.store(row_share_ptr + i, share)
-        # The best probability is the share itself: exp2(0) is 1. The least that min-p keeps, rounded up to a float32.
+        # exp2(0) is 1, so the best probability is the share itself. Min-p keeps this least, rounded up to a float32.
         least = tl.load(min_p_ptr + row * PAIRS) * share.to(tl.float64)
         rounded = least.to(tl.float32)
         bits = bits_of(rounded) + (rounded.to(tl.float64) < least).to(tl.int32)
@@ -130,7 +130,7 @@ def _merge_kernel(
 def launch_statistics(
     logits: Tensor, rows: Tensor, columns: SamplingColumns, work: SamplingWorkspace, *, with_sum: bool
 ) -> None:
-    """Compute the statistics of every chunk; ``with_sum`` where some row draws at random."""
+    """Launch ``statistics``; ``with_sum`` if some row draws at random."""
     statistics_kernel[chunk_grid(rows, work)](
         logits,
         logits.stride(0),
@@ -156,7 +156,7 @@ def launch_merge(
     *,
     random: bool,
 ) -> None:
-    """Merge the chunks of every row; ``random`` where some row draws at random."""
+    """Launch ``merge``; ``random`` if some row draws at random."""
     num_chunks = work.chunk_max.shape[1]
     _merge_kernel[(len(rows),)](
         rows,

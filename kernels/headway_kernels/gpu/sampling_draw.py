@@ -1,6 +1,6 @@
 """Draw a token: invert the cumulative weights of the kept tokens at the row's uniform number.
 
-Owns: the stages ``weigh`` and ``draw``, and the generator of uniform numbers. Must not know: why a token is kept.
+Owns: the stages ``weigh`` and ``draw``. Must not know: truncation.
 """
 
 import triton
@@ -23,7 +23,7 @@ _RNG_ROUNDS = tl.constexpr(10)
 
 @triton.jit
 def _uniform(seed, position):
-    """One uniform number in [0, 1) with 53 random bits: Philox4x32-10 under the key ``seed`` (Salmon et al., 2011)."""
+    """53 random bits in [0, 1): Philox4x32-10 under the key ``seed`` (Salmon et al., 2011)."""
     low = tl.full((), 0xFFFFFFFF, tl.uint64)
     k0 = seed & low
     k1 = seed >> 32
@@ -99,7 +99,6 @@ def _draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Find the chunk, then the token, at which the cumulative weight passes the uniform's share of the total."""
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) == DONE:
         return
@@ -142,7 +141,7 @@ def draw_tokens(
     work: SamplingWorkspace,
     out_token_ids: Tensor,
 ) -> None:
-    """Invert the kept weights of every row that is not done."""
+    """Invert the kept weights of unfinished rows."""
     grid = chunk_grid(rows, work)
     _weigh_kernel[grid](
         logits,

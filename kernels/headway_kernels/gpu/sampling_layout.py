@@ -1,6 +1,6 @@
 """The memory layout of a row's sampling parameters, shared by the host and the kernels.
 
-Owns: the 64 bytes of a row and its flags. Must not know: where parameters come from, or Triton.
+Owns: a row's 64 bytes, its flags. Must not know: Triton.
 """
 
 import numpy as np

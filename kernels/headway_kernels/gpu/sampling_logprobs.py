@@ -1,6 +1,6 @@
-"""Raw log probabilities: of the drawn tokens, and of the most likely ones.
+"""Raw log probabilities of the drawn and of the most likely tokens.
 
-Owns: the normaliser of each row. Must not know: how a token was drawn.
+Owns: normalisers. Must not know: draws.
 """
 
 import triton
@@ -24,7 +24,6 @@ def _logprob_kernel(
     num_chunks,
     CHUNKS: tl.constexpr,
 ):
-    """The raw log probability of each row's token, and the normaliser to subtract from its other logits."""
     i = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids_ptr + i)
     if token_id < 0:
@@ -53,7 +52,7 @@ def row_logprobs(
     """Log probabilities of ``token_ids`` (int32, ``[n]``) in the raw distribution of ``logits``.
 
     ``out_logprobs`` and ``out_normalisers`` float32, ``[n]``: a logit less its row's normaliser is its log probability.
-    Rows with token -1 get zeros. Uses the workspace: launch it after ``sample``.
+    Token -1 gives zeros. Uses the workspace after ``sample``.
     """
     work = workspace
     # A row without a token counts as padding.
@@ -87,7 +86,7 @@ def row_logprobs(
 def top_logprobs(logits: Tensor, k: int, normalisers: Tensor) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens of each row: ids (int64) and log probabilities (float32), both ``[n, k]``.
 
-    ``normalisers`` come from ``row_logprobs``. Plain torch: allocates, but waits for nothing.
+    Allocates, but waits for nothing.
     """
     best = logits.topk(k, dim=-1)
     return best.indices, best.values.float() - normalisers[:, None]

@@ -1,6 +1,6 @@
-"""The memory of the sampling kernels on the device: the parameters of every row, and scratch memory.
+"""The memory of the sampling kernels on the device: parameters of rows, scratch memory.
 
-Owns: the tensors and their shapes. Must not know: what a kernel computes.
+Owns: tensors and shapes. Must not know: kernels.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,10 @@ CHUNK_WARPS = 8
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """The sampling parameters of every row, on the device; columns are views of ``words``.
+    """The sampling parameters of every row; columns are views of ``words``.
 
-    ``words`` int32, ``[rows, ROW_WORDS]``, laid out as ``ROW_LAYOUT``. ``entry_token_ids`` int32 and ``entry_biases``
-    float32, ``[capacity]``; no token twice in a row. The complement of a token id (``~id``) means that the token is
-    also excluded while the row is shorter than ``min_tokens``.
+    ``words`` int32, ``[rows, ROW_WORDS]``. ``entry_token_ids`` int32 and ``entry_biases`` float32, ``[capacity]``; no
+    token twice in a row. The complement of a token id also excludes the token below ``min_tokens``.
     """
 
     words: Tensor
@@ -45,7 +44,7 @@ class SamplingColumns:
         )
 
     def column(self, name: str) -> Tensor:
-        """The named parameter of every row, ``[rows]``, strided; a seed as the int64 of the same bits."""
+        """One parameter of every row, strided; a seed as the int64 of the same bits."""
         kind, offset = ROW_LAYOUT.fields[name][:2]  # type: ignore[index]
         dtype = {"u8": torch.int64, "f8": torch.float64, "f4": torch.float32, "i4": torch.int32}[kind.str[1:]]
         return self.words.view(dtype)[:, offset // kind.itemsize]
@@ -55,7 +54,7 @@ class SamplingColumns:
         self.words.index_copy_(0, rows, words)
 
     def write_entries(self, first: int, token_ids: Tensor, biases: Tensor) -> None:
-        """Set the entries from ``first`` on; both tensors ``[k]``, on the device or in pinned memory."""
+        """Set the entries from ``first`` on; both ``[k]``, on the device or pinned."""
         end = first + len(token_ids)
         self.entry_token_ids[first:end].copy_(token_ids, non_blocking=True)
         self.entry_biases[first:end].copy_(biases, non_blocking=True)
@@ -63,10 +62,9 @@ class SamplingColumns:
 
 @dataclass(frozen=True)
 class SamplingWorkspace:
-    """Scratch memory for batches of up to ``max_batch`` rows; empty between calls.
+    """Scratch memory for up to ``max_batch`` rows; empty between calls.
 
-    ``adjusted`` and ``words`` have one number per logit; the others are small. A program reads ``chunk`` logits, a
-    power of two. All batches must use the same: sums are rounded once per chunk.
+    All batches must use the same ``chunk``, a power of two: sums are rounded once per chunk.
     """
 
     chunk: int
@@ -92,7 +90,7 @@ class SamplingWorkspace:
     def allocate(
         cls, *, max_batch: int, vocab_size: int, device: torch.device, chunk: int = 4096
     ) -> "SamplingWorkspace":
-        """Reserve ``8 * max_batch * vocab_size`` bytes and a little more."""
+        """Reserve ``8 * max_batch * vocab_size`` bytes."""
         num_chunks = triton.cdiv(vocab_size, chunk)
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The arithmetic that all sampling kernels share: logits to probabilities to integer weights.
 
-Owns: the constants and functions that must give the same bits in every kernel. Must not know: grids or launches.
+Owns: what must give the same bits in every kernel. Must not know: grids.
 """
 
 import triton
@@ -37,7 +37,7 @@ def scale_of(temperature):
 
 @triton.jit
 def finite_or_zero(value):
-    """``value``, or 0 for an infinite one."""
+    """Replace an infinite value by 0."""
     return tl.where((value > float("-inf")) & (value < float("inf")), value, 0.0)
 
 
@@ -49,25 +49,25 @@ def probability_of(logits, row_max, row_scale, row_share):
 
 @triton.jit
 def weight_of(probability):
-    """The integer weight of a probability: ``floor(p * 2^52)``."""
+    """The integer weight ``floor(p * 2^52)``."""
     return (probability * WEIGHT_OF_ONE).to(tl.int64)
 
 
 @triton.jit
 def share_beside(logits, largest, scale):
-    """Exponential relative to that of ``largest``; at most 1, even in rows that fail."""
+    """An exponential relative to ``largest``; at most 1, even in rows that fail."""
     return tl.minimum(tl.exp2((logits - largest) * scale), 1.0)
 
 
 @triton.jit
 def fixed_point(share):
-    """As an int64 with room for the sum of a million."""
+    """An int64 with room for the sum of a million."""
     return (share * FIXED_ONE).to(tl.int64)
 
 
 @triton.jit
 def total_of(chunk_max, chunk_sums, row_max, scale):
-    """The row's sum of exponentials relative to its largest logit, as float32."""
+    """A row's sum of exponentials relative to its largest logit."""
     shares = share_beside(chunk_max, row_max, scale) * (chunk_sums.to(tl.float32) * FIXED_STEP)
     return tl.sum(fixed_point(shares), 0).to(tl.float32) * FIXED_STEP
 

@@ -1,6 +1,6 @@
 """Adjust logits before a draw: penalties, logit bias, and excluded stop tokens.
 
-Owns: the counters of a row's tokens and the adjusted copy of the logits. Must not know: how a token is drawn.
+Owns: counters of tokens, the adjusted logits. Must not know: draws.
 """
 
 import triton
@@ -43,7 +43,7 @@ def _count_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Count each generated token of a row, and mark each token of its prompt."""
+    """Count each generated token, and mark each token of the prompt."""
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
@@ -143,7 +143,7 @@ def adjust_logits(
     token_store: Tensor,
     work: SamplingWorkspace,
 ) -> None:
-    """Fill ``adjusted`` with the logits under penalties, bias and the ``min_tokens`` mask."""
+    """Fill ``adjusted`` with the logits to draw from."""
     flags, num_prompt_tokens = columns.column("flags"), columns.column("num_prompt_tokens")
     grid = chunk_grid(rows, work)
     _clear_kernel[grid](rows, flags, work.words, work.vocab_size, CHUNK=work.chunk, num_warps=CHUNK_WARPS)

@@ -1,6 +1,6 @@
 """Top-k and top-p without a sort: find the threshold of each row that has one of them.
 
-Owns: the stages ``survey``, ``list`` and ``threshold``. Must not know: how a token is drawn.
+Owns: the stages ``survey``, ``list`` and ``threshold``. Must not know: draws.
 """
 
 import triton
@@ -52,7 +52,7 @@ def _survey_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    """How many tokens (with top-k), or how much probability, lie at or above each surveyed probability."""
+    """Measure a number of tokens (with top-k), or probability."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -87,7 +87,7 @@ def _list_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Choose the highest cutoff that surely keeps enough; list the bits of the probabilities from there upward."""
+    """Choose the highest cutoff that surely keeps enough."""
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -115,7 +115,7 @@ def _list_kernel(
     bits = bits_of(probability_of(logits, row_max, row_scale, row_share))
     listed = (bits >= cutoff) & (places < vocab_size)
     ones = listed.to(tl.int32)
-    # Chunks append in any order: the use of the list does not depend on it.
+    # Chunks append in any order; nothing depends on it.
     first = tl.atomic_add(list_length_ptr + i, tl.sum(ones, 0), sem="relaxed")
     tl.store(words_ptr + i * vocab_size + first + tl.cumsum(ones, 0) - 1, bits, mask=listed)
 
@@ -125,7 +125,7 @@ def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl
     """Find the highest threshold at and above which the listed tokens suffice for ``need``, a weight or a number.
 
     They must not suffice at ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
-    more are needed at it than there are. Returns the threshold, and the weight and number of tokens strictly above it.
+    more are needed at it than there are. Returns the threshold, and the weight and number of tokens above it.
     """
     steps = tl.arange(0, PIVOTS) + 1
     above_weight = tl.zeros((), tl.int64)
@@ -177,7 +177,7 @@ def _threshold_kernel(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Apply top-k, then top-p to what is left; then take the stricter of that and min-p."""
+    """Apply top-k, then top-p to the rest; then take the stricter of that and min-p."""
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return

@@ -1,9 +1,8 @@
 """A trial of each toolkit: one kernel is compiled, launched and checked.
 
-Owns: the trials. Must not know: the real kernels, or what happens after a failure.
+Owns: the trials. Must not know: real kernels.
 
-Both toolkits compile at the first launch: Triton needs a C compiler on the host, CuPy a compiler library that fits the
-driver.
+At the first launch, Triton needs a C compiler on the host, CuPy a compiler library that fits the driver.
 """
 
 import torch
@@ -26,7 +25,7 @@ def _add_one(values, count, SIZE: tl.constexpr):
 
 
 def try_triton(device: torch.device) -> None:
-    """Run a Triton kernel; raises any error that it meets."""
+    """Run a Triton kernel; raise any error that it meets."""
     values = torch.zeros(_SIZE, device=device)
     _add_one[(1,)](values, _COUNT, _SIZE)
     if values.sum().item() != _COUNT:
@@ -34,7 +33,7 @@ def try_triton(device: torch.device) -> None:
 
 
 def try_cupy(device: torch.device) -> None:
-    """Run a CuPy kernel: a block goes out to main memory and back to another place; raises any error that it meets."""
+    """Move a block to main memory and back with CuPy; raise any error."""
     from headway_kernels.gpu import block_moves
 
     layers = torch.arange(2 * 2 * _SIZE, device=device).reshape(2, 2, _SIZE)

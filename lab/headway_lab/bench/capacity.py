@@ -1,13 +1,9 @@
-"""The search for the highest rate that meets an objective.
+"""The search for the highest rate that meets an objective. Must not know: how a rate is tried.
 
-Owns: the next rate, the verdict on a rate, and the end of the search. Must not know: how a rate is tried.
+A rate *meets* the objective if the required share of requests keeps theirs and the server keeps up.
 
-Rates double until one misses (or halve until one meets), then the geometric mean of both is tried until they are near.
-A rate *meets* the objective if the required share of requests keeps theirs and requests are answered as fast as they
-arrive. If that cannot be determined, the rate misses.
-
-Few requests may mislead. So a rate is measured again with other requests until the required share is outside the 95%
-interval (Wilson's), at most four times; then the share itself decides, and the report says that it was close.
+Rates double until one misses (or halve until one meets), then the geometric mean of both is tried. A rate is measured
+again, at most four times, until the required share is outside the 95% interval (Wilson's).
 """
 
 import math
@@ -21,18 +17,18 @@ _LEAST_FRACTION = 1 / 1024
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """One run at a rate; ``num_meeting`` of its requests kept their objectives."""
+    """One run at a rate."""
 
     num_requests: int
     num_meeting: int
     keeps_up: bool | None
-    """Whether requests were answered as fast as they came; None if it was too short to tell."""
+    """Whether the server kept up; None if the run was too short to tell."""
     trustworthy: bool
     """Whether the client itself was in time."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs at one rate. ``low`` and ``high`` bound the true share with 95% confidence."""
+    """All runs at one rate. ``low`` and ``high`` are 95% bounds of the true share."""
 
     rate: float
     num_looks: int
@@ -60,7 +56,7 @@ class Search:
         """The lowest above it that did not."""
 
     def next_rate(self) -> float | None:
-        """Return the rate to try now, or None if the search is over."""
+        """Return the rate to try now, if any."""
         if self.met is None and self.missed is None:
             return self._first
         if self.missed is None:
@@ -72,7 +68,7 @@ class Search:
             return None
         return math.sqrt(self.met * self.missed)
 
-    def tell(self, rate: float, *, meets: bool) -> None:
+    def record(self, rate: float, *, meets: bool) -> None:
         """Record the verdict on a rate."""
         if meets:
             self.met = rate
@@ -87,11 +83,11 @@ TakeLook = Callable[[float], Awaitable[Look]]
 async def find_capacity(
     search: Search, attainment: float, look: TakeLook, on_trial: Callable[[Trial], None]
 ) -> list[Trial]:
-    """Search to the end; return the trials in their order. ``on_trial`` gets each as it ends."""
+    """Search to the end; return the trials."""
     trials = []
     while (rate := search.next_rate()) is not None:
         trial = await _try(rate, attainment, look)
-        search.tell(rate, meets=trial.meets)
+        search.record(rate, meets=trial.meets)
         trials.append(trial)
         on_trial(trial)
     return trials
@@ -124,7 +120,7 @@ async def _try(rate: float, attainment: float, take_look: TakeLook) -> Trial:
 
 
 def wilson_interval(num_good: int, num_all: int) -> tuple[float, float]:
-    """Return 95% bounds of a share (Wilson, 1927), which hold for small counts and shares near 1."""
+    """Return 95% bounds of a share (Wilson, 1927)."""
     share, spread = num_good / num_all, _Z95**2 / num_all
     middle = (share + spread / 2) / (1 + spread)
     half = _Z95 * math.sqrt(share * (1 - share) / num_all + spread / (4 * num_all)) / (1 + spread)

@@ -1,8 +1,5 @@
-"""``headway bench`` and ``headway bench capacity``: from flags to runs to the report.
-
-Owns: the flags, the order of work, and the exit codes (1: no server, no answer, no capacity, or the required rate was
-not reached; 2: the command line or a file is wrong; 130: Ctrl-C). Must not know: how requests are sent, measured or
-shown.
+"""``headway bench`` and ``headway bench capacity``: from flags to the report. Must not know: sending, measuring or
+layout.
 """
 
 import argparse
@@ -36,24 +33,24 @@ INTERRUPTED_EXIT_CODE = 130
 LOAD, CAPACITY = "load", "capacity"
 _WARM_UP_SHARE = 10
 _TIMES_AS_LONG = (1, 2, 4, 8)
-"""A look that was too short to tell is taken again, longer."""
+"""A run that was too short to tell is repeated, longer."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway bench``."""
+    """Add the command's flags."""
     parser.add_argument(
         "what",
         nargs="?",
         default=LOAD,
         metavar=f"{{{LOAD},{CAPACITY}}}",
-        help="load: send one, and tell how it went (default); capacity: search the highest rate at which --attainment of "
+        help="load: send one and report (default); capacity: search the highest rate at which --attainment of "
         "the requests keep --ttft-slo-ms and --itl-slo-ms",
     )
     add_setting_flags(parser, settings_of(BenchOptions).values(), title="server, load and output")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Bench and report; see ``Command``."""
+    """See ``Command``."""
     given = given_by_flags(arguments, settings_of(BenchOptions))
     session = _load_session
     if arguments.what not in {LOAD, CAPACITY}:
@@ -74,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _for_capacity(given: Layer) -> Layer:
-    """Use open arrivals, so that a slow server does not get fewer requests."""
+    """A slow server must not get fewer requests."""
     if "trace" in given or ("arrivals" in given and given["arrivals"].value == "closed"):
         origin = (given.get("trace") or given["arrivals"]).origin
         raise ConfigurationError(f"{origin}: is not allowed for capacity; allowed: --arrivals poisson or gamma")
@@ -111,7 +108,7 @@ async def _load_session(options: BenchOptions) -> int:
 async def _capacity_session(options: BenchOptions) -> int:
     search = Search(options.rate, options.most_rate, options.tolerance)
     numbers = itertools.count()
-    async with opened(options) as (_, info):  # A missing server is an error before anything else.
+    async with opened(options) as (_, info):  # Report a missing server before anything else.
         sys.stdout.write(f"{info.model} at {info.address} ({info.runs_on}); {options.arrivals} arrivals\n\n")
 
     async def look(rate: float) -> Look:
@@ -127,20 +124,20 @@ async def _capacity_session(options: BenchOptions) -> int:
             trustworthy=is_trustworthy(totals, options.max_late_ms),
         )
 
-    def tell(trial: Trial) -> None:
+    def report(trial: Trial) -> None:
         sys.stdout.write(f"{trial_text(trial)}\n")
         sys.stdout.flush()
 
-    trials = await find_capacity(search, options.attainment, look, tell)
+    trials = await find_capacity(search, options.attainment, look, report)
     sys.stdout.write(f"\n{capacity_text(search, options.attainment)}")
     _write_capacity(options, info, search, trials)
     return 0 if search.met is not None else FAILED_EXIT_CODE
 
 
 def at_rate(options: BenchOptions, rate: float, look: int, times: int = 1) -> BenchOptions:
-    """Return a load for one run of the search, ``times`` the smallest length; its first tenth is warm-up.
+    """Return a load for one run of the search.
 
-    It has new prompts, because the server's prefix cache holds those of the run before.
+    It has new prompts, because the server caches those of the run before.
     """
     num_measured = times * max(options.probe_requests, round(rate * options.probe_s))
     num_warm_up = max(options.warmup_requests, num_measured // _WARM_UP_SHARE)

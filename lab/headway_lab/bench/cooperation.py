@@ -1,7 +1,4 @@
-"""One load, sent by one client process or by several.
-
-Owns: starting the others, a common beginning, and merging their results. Must not know: the target.
-"""
+"""One load from several client processes, and their merged results."""
 
 import asyncio
 import contextlib
@@ -32,16 +29,16 @@ from headway_lab.workload.load import Load
 _HEAD_START_S = 0.2
 
 OnProgress = Callable[[int], None]
-"""Called with the number of requests that have ended so far."""
+"""A callback for the number of ended requests."""
 
 
 async def run_load(
     options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
 ) -> ShareResult:
-    """Send the load, which ``options`` and ``context_length`` describe, to an open ``target``. Records come by number.
+    """Send the load; return records by number.
 
     Raises:
-        TargetError: a client process could not do its share.
+        TargetError: a client process failed.
     """
     if options.processes > 1:
         results = await _run_processes(options, context_length, on_progress)
@@ -78,18 +75,18 @@ async def _run_processes(options: BenchOptions, context_length: int, on_progress
     clients = [await _ClientProcess.start(index) for index in range(options.processes)]
     try:
         for index, client in enumerate(clients):
-            client.tell(Job(options=options, context_length=context_length, index=index))
+            client.send(Job(options=options, context_length=context_length, index=index))
         await asyncio.gather(*(client.until_ready() for client in clients))
         at_s = asyncio.get_running_loop().time() + _HEAD_START_S
         for client in clients:
-            client.tell(Begin(at_s=at_s))
+            client.send(Begin(at_s=at_s))
         return await asyncio.gather(*(client.result(ended) for client in clients))
     finally:
         await asyncio.gather(*(client.end() for client in clients))
 
 
 class _ClientProcess:
-    """A client process, seen from the launching process."""
+    """A client process."""
 
     def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
         self._index = index
@@ -104,7 +101,7 @@ class _ClientProcess:
         )
         return cls(index, process)
 
-    def tell(self, message: Job | Begin) -> None:
+    def send(self, message: Job | Begin) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(frame(message))
 

@@ -1,7 +1,4 @@
-"""Server-sent events, as OpenAI-compatible servers use them.
-
-Owns: finding the data of each event in a stream of bytes (WHATWG HTML, section 9.2.6). Must not know: what the data is.
-"""
+"""Server-sent events (WHATWG HTML, section 9.2.6)."""
 
 import re
 
@@ -9,17 +6,17 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class EventStreamParser:
-    """Accepts bytes as they come, cut anywhere."""
+    """Accepts bytes that are cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of each event that these bytes complete; several data lines are joined by line feeds."""
+        """Return the data of each completed event."""
         *lines, self._rest = _LINE_END.split(self._rest + received)
         if self._rest == b"" and received.endswith(b"\r"):
-            # Its line feed may be still to come, and would look like a line of its own.
+            # Its line feed may come later, and would look like another line.
             self._rest = lines.pop() + b"\r"
         events = []
         for line in lines:

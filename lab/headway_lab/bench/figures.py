@@ -1,19 +1,6 @@
-"""The figures of a load that was sent.
+"""The figures of a finished load, as docs/bench.md defines them. Must not know: sending or layout.
 
-Owns: which records and tokens count, and from when. Must not know: how requests were sent, or how figures are shown.
-
-Latencies are those of requests that were answered to their end; statuses count the others. The window of throughputs
-begins with the first measured request's intended time and ends with the last end. Every output token that came in it
-counts, and the prompts of answered requests.
-
-If tokens came together, the first has the gap since those before, and the others have a gap of 0. **TPOT** is the time
-from first to last token over the tokens after the first, one value per request. A request meets its objectives only if it
-was answered to its end; attainment is the share of all requests, with the refused ones. ``headway_lab.measurement``
-defines the rest.
-
-``steady`` decides whether open arrivals were answered as fast as they came. For users who wait for their answers,
-``all_at_work_s`` is the part of the window in which each of them has a request. Before and after it the server has less
-to do, and throughputs count that time as well.
+Latencies are those of requests that were answered to their end; statuses count the others.
 """
 
 from collections import Counter
@@ -36,7 +23,7 @@ _EDGE = 0.05
 
 
 class BenchedRequest(RequestFigures, frozen=True, kw_only=True):
-    """A measured request. Times in seconds, gaps in milliseconds; None if there is no such time."""
+    """A measured request. Times are in seconds, gaps in milliseconds."""
 
     status: str
     error: str
@@ -56,7 +43,7 @@ class BenchedGroup(GroupTotals, frozen=True, kw_only=True):
 
 
 class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the client can be trusted. ``cpu_share`` is the busiest process's share of one core."""
+    """The client's own delays. ``cpu_share`` is of one core."""
 
     num_processes: int
     late_ms: Percentiles
@@ -65,24 +52,20 @@ class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchTotals(Totals, frozen=True, kw_only=True):
-    """A run in figures.
-
-    Attainment is None if no request has an objective. The asked, the arriving and the achieved rate are None for users who
-    wait for answers; the arriving rate also for too few requests, and the achieved rate for a load that was too short.
-    """
+    """A run in figures. Users who wait for answers have no asked, arriving or achieved rate."""
 
     num_ok: int
     num_shorter: int
-    """Answers that ended before the length that was asked for."""
+    """Answers that ended before the requested length."""
     statuses: dict[str, int]
     window_s: float
     arriving_requests_per_s: float | None
     achieved_requests_per_s: float | None
     keeps_up: bool | None
-    """Whether requests were answered as fast as they came; None for users who wait, or if the load was too short."""
+    """Whether the server kept up; None for users who wait, or if the load was too short."""
     steady: SteadyPart | None
     all_at_work_s: float | None
-    """For users who wait for answers: how long each of them had a request. None for open arrivals."""
+    """The time in which each user had a request; None for open arrivals. Outside it the server has less to do."""
     attainment: float | None
     tpot_ms: Percentiles
     tokens_per_chunk: float
@@ -91,14 +74,14 @@ class BenchTotals(Totals, frozen=True, kw_only=True):
     mean_prompt_tokens: float
     mean_output_tokens: float
     cached_share: float
-    """The share of prompt tokens that came from the server's prefix cache."""
+    """The share of prompt tokens from the server's prefix cache."""
     tenants: dict[str, BenchedGroup]
     priorities: dict[str, BenchedGroup]
     client: ClientFigures
 
 
 class BenchFigures:
-    """A load and the records of its requests."""
+    """A load and its records."""
 
     def __init__(self, load: Load, result: ShareResult, num_processes: int) -> None:
         self._load = load
@@ -114,7 +97,7 @@ class BenchFigures:
         return [self._figures(record) for record in self._measured.values()]
 
     def totals(self) -> BenchTotals:
-        """Return the figures of the whole run without its warm-up."""
+        """Return the figures without the warm-up."""
         records, times = self._measured, self._times
         ok = [record for record in records.values() if record.is_ok]
         answered = [record.number for record in ok]
@@ -189,7 +172,7 @@ class BenchFigures:
         )
 
     def _all_at_work_s(self, start_s: float) -> float:
-        # Until the first user of a client process finds no further request. Each process has requests of its own.
+        # It ends when the first user of a client process finds no further request. Each process has its own requests.
         ends = [
             sorted(record.end_s for record in self._result.records if record.number % self._num_processes == index)
             for index in range(self._num_processes)
@@ -234,20 +217,15 @@ def _times_of(records: Sequence[RequestRecord]) -> TimeColumns:
     )
 
 
-def ttft_of(record: RequestRecord) -> float | None:
-    """Seconds from the intended time of sending to the first token."""
-    return record.chunk_times_s[0] - record.intended_s if record.chunk_times_s else None
-
-
 def tpot_of(record: RequestRecord) -> float | None:
-    """Mean seconds per token after the first; None if there are none."""
+    """Mean seconds per token after the first."""
     if len(record.chunk_times_s) < 1 or record.num_output_tokens < 2:
         return None
     return (record.chunk_times_s[-1] - record.chunk_times_s[0]) / (record.num_output_tokens - 1)
 
 
 def gaps_of(record: RequestRecord) -> NDArray[np.float64]:
-    """Seconds between tokens, shape ``[tokens seen - 1]``; see above for tokens that come together."""
+    """Seconds between tokens, shape ``[tokens seen - 1]``; tokens that came together have a gap of 0."""
     gaps = np.zeros(max(sum(record.chunk_tokens) - 1, 0))
     if len(record.chunk_times_s) > 1:
         firsts = np.cumsum(record.chunk_tokens[:-1]) - 1
@@ -256,7 +234,7 @@ def gaps_of(record: RequestRecord) -> NDArray[np.float64]:
 
 
 def rate_of(times_s: Sequence[float]) -> float | None:
-    """Events per second between the 5th and the 95th percentile of their times; None for too few of them."""
+    """Events per second between the 5th and the 95th percentile of their times."""
     if len(times_s) < _LEAST_FOR_A_RATE:
         return None
     first, last = np.quantile(times_s, (_EDGE, 1 - _EDGE)).tolist()
@@ -267,7 +245,7 @@ def _num_tokens_after(record: RequestRecord, start_s: float) -> int:
     seen = sum(
         count for time_s, count in zip(record.chunk_times_s, record.chunk_tokens, strict=True) if time_s > start_s
     )
-    # What the server counts beyond them came in the same time as they did.
+    # Tokens that only the server counts came in the same time as the others.
     total = sum(record.chunk_tokens)
     return seen if record.num_output_tokens <= total or not total else round(seen * record.num_output_tokens / total)
 

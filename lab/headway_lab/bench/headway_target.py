@@ -1,9 +1,7 @@
 """A Headway gateway as a target, over gRPC.
 
-Owns: random prompts within its vocabulary, messages, and channels. Must not know: when requests are sent.
-
-It uses the stub, not ``AsyncClient``, because a bench must see a stream break. One channel is one TCP connection and
-one lock, so several share the load.
+It uses the stub, because a bench must see a stream break. One channel is one TCP connection and one lock, so several
+share the load.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)
@@ -23,14 +21,14 @@ from headway_proto import generation_pb2_grpc as api_grpc
 
 _GENERATE = "/headway.v1.Generation/Generate"
 _OPEN_TIMEOUT_S = 10.0
-# Without it all channels to one address are one connection.
+# Without this option all channels to one address are one connection.
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 _PRIORITIES = {number: f"PRIORITY_{name.upper()}" for number, name in PRIORITY_NAMES.items()}
 _GOOD_ENDS = frozenset({api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH})
 
 
 class HeadwayTarget:
-    """See ``Target``; tokens are counted by their ids."""
+    """See ``Target``."""
 
     def __init__(
         self, endpoint: Endpoint, *, num_connections: int, seed: int, temperature: float, ignore_eos: bool
@@ -96,7 +94,7 @@ class HeadwayTarget:
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(error.code().name, error.details() or "") from None
         finally:
-            call.cancel()  # If it has not ended.
+            call.cancel()  # if it has not ended
         if finished is None:
             raise RequestFailed(CUT_SHORT, "the stream ended before the answer")
         _take_end(finished, answer)

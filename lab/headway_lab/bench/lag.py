@@ -1,7 +1,4 @@
-"""Whether the client itself was too slow.
-
-Owns: samples of how late the event loop is. Must not know: what keeps it busy. Latencies below the lag mean nothing.
-"""
+"""The event loop's lag: latencies below it mean nothing."""
 
 import asyncio
 
@@ -9,7 +6,7 @@ LOOK_INTERVAL_S = 0.01
 
 
 class LagMeter:
-    """Samples the lag of the running event loop, in seconds, while ``watch`` runs."""
+    """Samples the event loop's lag in seconds."""
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []

@@ -1,11 +1,6 @@
 """An OpenAI-compatible HTTP server as a target.
 
-Owns: requests to ``/completions`` and ``/chat/completions``, and reading their event streams. Must not know: when
-requests are sent. Needs aiohttp; nothing else of the package imports this.
-
-The number of an answer's tokens is the server's ``usage`` (requested by ``stream_options``), or else the number of
-chunks with text. Each chunk counts as one token when it comes. Two requests before the load find from ``usage`` how
-many tokens a word of a prompt takes.
+The number of an answer's tokens is the server's ``usage``, or else the number of chunks with text.
 """
 
 # ruff: noqa: D102 (``Target`` describes the methods)
@@ -74,7 +69,7 @@ class _Models(msgspec.Struct):
 
 
 class OpenAITarget:
-    """See ``Target``. ``base_url`` is all before ``/completions``; ``fields`` go into each request."""
+    """See ``Target``. ``base_url`` is all before ``/completions``."""
 
     def __init__(
         self,
@@ -99,7 +94,7 @@ class OpenAITarget:
 
     async def open(self) -> TargetInfo:
         self._session = aiohttp.ClientSession(
-            # No limit: the load decides how many run at once.
+            # The load itself limits how many run at once.
             connector=aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True),
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"Content-Type": "application/json", **self._headers},
@@ -148,7 +143,7 @@ class OpenAITarget:
             raise RequestFailed(CUT_SHORT, "the stream ended before the answer")
 
     def _take(self, data: bytes, answer: Answer) -> bool:
-        """Process one event; return whether it is the answer's last with text."""
+        """Return whether this is the answer's last text."""
         try:
             chunk = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeError) as error:
@@ -172,7 +167,7 @@ class OpenAITarget:
         if request is not None and request.tenant:
             own["user"] = request.tenant
         if request is not None and request.priority != PRIORITY_NORMAL:
-            own["priority"] = request.priority - PRIORITY_NORMAL  # Peers: 0 is usual, and lower comes first.
+            own["priority"] = request.priority - PRIORITY_NORMAL  # For these servers 0 is usual, and lower comes first.
         return self._encoder.encode(
             {
                 "model": self._model,
@@ -198,14 +193,14 @@ class OpenAITarget:
         with contextlib.suppress(msgspec.DecodeError, UnicodeError):
             models = msgspec.json.decode(body, type=_Models).data
         if status != _HTTP_OK or not models:
-            if self._model:  # Not every server lists what it has.
+            if self._model:  # Not every server lists its models.
                 return _Model(id=self._model)
             raise TargetError(f"/models answers HTTP {status} and names no model; name one with --model")
         wanted = self._model or models[0].id
         return next((model for model in models if model.id == wanted), _Model(id=wanted))
 
     async def _calibrate(self) -> tuple[float, str]:
-        """Return how many tokens a word takes, and how answers are counted."""
+        """Return the tokens per word, and how answers are counted."""
         source = WordSource(self._seed, 1.0)
         counts = []
         for number, num_words in enumerate(_CALIBRATION_WORDS):

@@ -1,7 +1,4 @@
-"""The flags of ``headway bench``.
-
-Owns: defaults, help and allowed ranges. Must not know: how anything is done.
-"""
+"""The flags of ``headway bench``."""
 
 from typing import Annotated, Literal
 
@@ -15,55 +12,64 @@ _URL_SCHEMES = ("http://", "https://")
 
 
 class BenchOptions(LoadOptions, frozen=True, kw_only=True):
-    """Load, server and output of a bench, and the search of ``bench capacity``."""
+    """The options of ``bench`` and ``bench capacity``."""
 
     address: Annotated[str, Meta(description="a Headway gateway, HOST:PORT")] = DEFAULT_ADDRESS
     url: Annotated[
         str, Meta(description="an OpenAI-compatible server instead, as http://127.0.0.1:8000/v1; needs the extra bench")
     ] = ""
     endpoint: Annotated[
-        Literal["completions", "chat"], Meta(description="of --url: /completions, or /chat/completions")
+        Literal["completions", "chat"], Meta(description="for --url: /completions, or /chat/completions")
     ] = "completions"
-    model: Annotated[str, Meta(description="of --url: the model to ask for; empty: the first that it lists")] = ""
+    model: Annotated[str, Meta(description="for --url: the model; empty: the first that the server lists")] = ""
     body: Annotated[
-        dict[str, str], Meta(description="of --url: put a field with a JSON value into each request, as min_tokens=8")
+        dict[str, str], Meta(description="for --url: add a field with a JSON value to each request, as min_tokens=8")
     ] = msgspec.field(default_factory=dict)
     token_file: Annotated[str, Meta(description="file with the bearer token")] = ""
     root_certificates: Annotated[str, Meta(description="use TLS and trust these certificates (PEM)")] = ""
     client_certificate: Annotated[str, Meta(description="certificate to show to the server (PEM)")] = ""
     client_key: Annotated[str, Meta(description="private key of --client-certificate (PEM)")] = ""
     connections: Annotated[int, Meta(ge=1, le=1024, description="gRPC connections of each client process")] = 4
-    temperature: Annotated[float, Meta(ge=0, le=100, description="of sampling; 0: greedy")] = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=100, description="sampling temperature; 0: greedy")] = 0.0
     ignore_eos: Annotated[
-        bool, Meta(description="answers are as long as asked, whatever the model says (--url: a field that peers know)")
+        bool,
+        Meta(
+            description="answers have the requested length, without an earlier end (--url: a field that many servers know)"
+        ),
     ] = True
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6, description="give an answer up after this time")] = 600.0
+    timeout_s: Annotated[float, Meta(gt=0, le=1e6, description="end a request after this time, in seconds")] = 600.0
     processes: Annotated[int, Meta(ge=1, le=256, description="client processes that share the load")] = 1
     max_late_ms: Annotated[
-        float, Meta(gt=0, le=1e6, description="warn if the client was later than this at p99, so that figures mislead")
+        float,
+        Meta(
+            gt=0, le=1e6, description="warn if the client was later than this at p99, because then the figures mislead"
+        ),
     ] = 10.0
     require_rate: Annotated[
         float,
-        Meta(ge=0, le=1, description="exit with 1 unless this share of the asked rate was reached; 0: only say so"),
+        Meta(ge=0, le=1, description="exit with 1 unless this share of the asked rate was reached; 0: only report it"),
     ] = 0.0
     json: Annotated[str, Meta(description="write the result to this file, with every request")] = ""
     csv: Annotated[str, Meta(description="write a line per request to this file")] = ""
     png: Annotated[str, Meta(description="draw the result to this file; needs the extra bench")] = ""
     attainment: Annotated[
-        float, Meta(gt=0, lt=1, description="capacity: share of requests that are to keep their objectives")
+        float, Meta(gt=0, lt=1, description="capacity: share of requests that must keep their objectives")
     ] = 0.95
-    most_rate: Annotated[float, Meta(gt=0, le=1e6, description="capacity: look no higher, in requests per second")] = (
-        1e4
-    )
+    most_rate: Annotated[
+        float, Meta(gt=0, le=1e6, description="capacity: highest rate to try, in requests per second")
+    ] = 1e4
     tolerance: Annotated[
-        float, Meta(gt=0, le=1, description="capacity: stop when the rates found and missed are this near, relatively")
+        float,
+        Meta(
+            gt=0, le=1, description="capacity: stop when the highest good and the lowest bad rate differ by this share"
+        ),
     ] = 0.05
     probe_requests: Annotated[
-        int, Meta(ge=20, le=1 << 20, description="capacity: requests of a first look at a rate, at least")
+        int, Meta(ge=20, le=1 << 20, description="capacity: fewest requests of a first run at a rate")
     ] = 150
-    probe_s: Annotated[
-        float, Meta(ge=0, le=1e6, description="capacity: seconds of a first look at a rate, at least")
-    ] = 10.0
+    probe_s: Annotated[float, Meta(ge=0, le=1e6, description="capacity: fewest seconds of a first run at a rate")] = (
+        10.0
+    )
 
     def validate(self) -> None:
         """See ``LoadOptions.validate``."""

@@ -1,7 +1,4 @@
-"""The picture of a bench.
-
-Owns: its layout. Must not know: how a run came about. Needs matplotlib; nothing else of the package imports this.
-"""
+"""The picture of a bench."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ def draw(path: Path, title: str, requests: Sequence[BenchedRequest]) -> None:
     """Write a PNG: TTFT by time, open requests, and the distributions of TTFT and ITL.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: writing failed.
     """
     figure = Figure(figsize=(10, 7), layout="constrained")
     figure.suptitle(title, fontsize=9)
@@ -37,10 +34,10 @@ def draw(path: Path, title: str, requests: Sequence[BenchedRequest]) -> None:
 
 
 def draw_capacity(path: Path, title: str, trials: Sequence[Trial], attainment: float) -> None:
-    """Write a PNG: the share that kept its objectives over the rate, with its 95% interval.
+    """Write a PNG: the share that kept its objectives, with its interval, over the rate.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: writing failed.
     """
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     figure.suptitle(title, fontsize=9)
@@ -89,7 +86,7 @@ def _draw_ttft_by_time(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
 def _draw_open(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
     starts = [request.intended_s for request in requests]
     ends = [request.intended_s + request.end_to_end_s for request in requests]
-    # Ends first: the request that follows one is meant to be sent in the moment of its end.
+    # Ends come first: a user's next request starts at the moment of the last one's end.
     times = np.array(ends + starts).round(6)
     changes = np.repeat([-1, 1], len(requests))
     order = np.argsort(times, kind="stable")
@@ -101,7 +98,6 @@ def _draw_open(axes: Axes, requests: Sequence[BenchedRequest]) -> None:
 
 
 def _draw_distribution(axes: Axes, values: Sequence[float], name: str) -> None:
-    """Draw the share of values up to each, with p50, p90 and p99; logarithmic for a long tail."""
     ordered = np.sort(np.array(values))
     positive = ordered[ordered > 0]
     axes.set_xlabel(name)

@@ -1,7 +1,4 @@
-"""The messages between the launching process and its client processes.
-
-Owns: the messages and their frames: a length of four bytes, then msgpack. Must not know: what is done with them.
-"""
+"""Messages between client processes and their parent. A frame is a length of four bytes, then msgpack."""
 
 import struct
 from typing import BinaryIO, TypeAlias
@@ -16,7 +13,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a client process: its share of the load that the options describe."""
+    """The parent sends a share."""
 
     options: BenchOptions
     context_length: int
@@ -24,29 +21,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To a client process: send from this time on, in seconds of the machine's monotonic clock."""
+    """The parent sends the begin, in monotonic seconds of the machine."""
 
     at_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From a client process: it is connected, and its share is drawn."""
+    """The client process has its share."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: it cannot work, with the reason in one line."""
+    """The client process cannot work."""
 
     message: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: the number of its requests that ended."""
+    """The client process reports its ended requests."""
 
     num_ended: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a client process: all requests ended."""
+    """All requests ended."""
 
     result: ShareResult
 
@@ -59,21 +56,21 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(From
 
 
 def frame(message: ToClient | FromClient) -> bytes:
-    """Return the bytes of a message."""
+    """Return a message as bytes."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def body_bytes(length: bytes) -> int:
-    """Return how many bytes follow the first four."""
+    """Return the length that follows."""
     return int(_LENGTH.unpack(length)[0])
 
 
 def from_client(body: bytes) -> FromClient:
-    """Decode the body of a frame.
+    """Decode a frame's body.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: it is no message.
     """
     return _from_client.decode(body)
 

@@ -1,8 +1,4 @@
-"""The result of each request of a load.
-
-Owns: the record that client processes send on. Must not know: which server answered. Times are in seconds from the
-start of the load, by the client's clock.
-"""
+"""The result of each request of a load. Times are seconds from the load's start."""
 
 from collections.abc import Callable
 
@@ -15,11 +11,11 @@ TIMEOUT = "TIMEOUT"
 DISCONNECTED = "DISCONNECTED"
 CUT_SHORT = "CUT_SHORT"
 MALFORMED = "MALFORMED"
-"""Beside these, a status is the server's own: the name of a gRPC code, or ``HTTP 429``."""
+"""Any other status is the server's own: the name of a gRPC code, or ``HTTP 429``."""
 
 
 class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """A Headway server's own timings, in milliseconds from a request's arrival at the scheduler."""
+    """A Headway server's timings, in milliseconds since the request's arrival."""
 
     queue_ms: float
     ttft_ms: float
@@ -29,7 +25,7 @@ class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``chunk_tokens[i]`` tokens came together at ``chunk_times_s[i]``.
 
-    ``num_prompt_tokens`` and ``num_output_tokens`` are the server's counts, or else what was asked for and what came.
+    The server's counts of tokens win.
     """
 
     number: int
@@ -43,7 +39,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
-    """Of the prompt, from the server's prefix cache, if it says so."""
+    """Prompt tokens from the server's prefix cache, if it reports them."""
     server: ServerTimings | None = None
 
     @property
@@ -53,7 +49,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFailed(Exception):  # noqa: N818  # it names what happened
-    """A request that was not answered to its end; ``status`` is one of those above."""
+    """A request ended early."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +58,7 @@ class RequestFailed(Exception):  # noqa: N818  # it names what happened
 
 
 class Answer:
-    """Collects one answer as it comes. ``clock`` gives seconds since the start of the load."""
+    """Collects one answer."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,7 +1,4 @@
-"""How the result of a bench is shown: text, JSON and CSV.
-
-Owns: their layout. Must not know: how a run came about.
-"""
+"""The result of a bench as text, JSON and CSV."""
 
 import csv
 import io
@@ -22,7 +19,7 @@ JSON_SCHEMA = 2
 _OUTPUTS = frozenset({"json", "csv", "png"})
 _TOGETHER_TOLD_FROM = 1.02
 _LEAST_AT_WORK = 0.5
-"""Of the window: below it, throughputs are mostly those of the beginning and the end."""
+"""A share of the window: below it, throughputs are mostly those of the beginning and the end."""
 CSV_COLUMNS = (
     "number",
     "tenant",
@@ -42,7 +39,7 @@ CSV_COLUMNS = (
 
 
 def title(info: TargetInfo, load: Load) -> str:
-    """Return the server and the load in one line."""
+    """Return server and load in one line."""
     return (
         f"{info.model} at {info.address} ({info.runs_on}); {len(load.requests)} requests, {load.title}; "
         f"seed {load.options.seed}"
@@ -139,7 +136,7 @@ def _notes(info: TargetInfo, totals: BenchTotals) -> list[str]:
 
 
 def warnings(totals: BenchTotals, max_late_ms: float) -> list[str]:
-    """Return a line for each reason to doubt the figures."""
+    """Return the reasons to doubt the figures."""
     lines = []
     if totals.num_ok < totals.num_requests:
         failed = {status: count for status, count in totals.statuses.items() if status != "OK"}
@@ -176,18 +173,18 @@ def _asked_rate(totals: BenchTotals) -> str:
     return (
         f"{beginning}requests came for {steady.span_s:.1f} s, and the first took {steady.run_in_s:.1f} s"
         + since * bool(steady.num_arrived)
-        + f"; some {enough} requests will tell"
+        + f"; some {enough} requests will do"
     )
 
 
 def is_trustworthy(totals: BenchTotals, max_late_ms: float) -> bool:
-    """Return whether the client sent and saw tokens in time."""
+    """Return whether the client was in time."""
     client = totals.client
     return max(client.late_ms.p99 or 0.0, client.lag_ms.p99 or 0.0) <= max_late_ms
 
 
 def trial_text(trial: Trial) -> str:
-    """Return one line of a search for the capacity."""
+    """Return one line of the search."""
     verdict = "meets" if trial.meets else "misses"
     reasons = [
         "requests arrive faster than they are answered" * (trial.keeps_up is False),
@@ -205,7 +202,7 @@ def trial_text(trial: Trial) -> str:
 
 
 def capacity_text(search: Search, attainment: float) -> str:
-    """Return the result of the search as text."""
+    """Return the search's result as text."""
     wanted = f"{100 * attainment:g}% of requests keep their objectives"
     if search.met is None:
         return f"capacity: none; not even at {search.missed:.4g} requests/s is it that {wanted}\n"
@@ -214,7 +211,7 @@ def capacity_text(search: Search, attainment: float) -> str:
 
 
 def described(options: BenchOptions, info: TargetInfo) -> dict[str, Any]:
-    """Return what was benched, without the names of output files."""
+    """Return the benched options and server."""
     asked = msgspec.structs.asdict(options)
     return {
         "schema": JSON_SCHEMA,
@@ -247,7 +244,7 @@ def _encoded(document: dict[str, Any]) -> bytes:
 
 
 def as_csv(requests: Iterable[BenchedRequest]) -> str:
-    """Return a line per request, below a line of names."""
+    """Return a line per request."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)

@@ -1,9 +1,6 @@
-"""Sends a load to a target at the intended times, and records the answers.
+"""Sends a load at the intended times, and records the answers.
 
-Owns: when requests are sent, and their timeout. Must not know: which server answers.
-
-The clock is the event loop's. Nothing slow delays a send: each request is prepared before its time, and a task of its
-own follows its answer.
+Nothing slow delays a send: requests are prepared before, and tasks follow their answers.
 """
 
 import asyncio
@@ -16,7 +13,7 @@ from headway_lab.workload.arrivals import Arrival, Arrivals
 
 
 class Runner:
-    """Sends one load, once. ``on_end`` gets each record when its request ends."""
+    """Sends one load, once."""
 
     def __init__(
         self, target: Target, arrivals: Arrivals, *, timeout_s: float, on_end: Callable[[RequestRecord], None]
@@ -29,7 +26,7 @@ class Runner:
         self._start = self._loop.time()
 
     async def run(self, start: float) -> None:
-        """Run from the time ``start`` of the event loop's clock until every request has ended."""
+        """Run from ``start`` (event loop's clock)."""
         self._start = start
         async with asyncio.TaskGroup() as group:
             for arrival in self._arrivals.first():
@@ -41,11 +38,11 @@ class Runner:
         return self._loop.time() - self._start
 
     async def _until(self, time_s: float) -> None:
-        # Even if it is late already: what has been sent may go out first.
+        # It sleeps even if it is late already, so that sent requests may go out first.
         await asyncio.sleep(max(0.0, time_s - self._now()))
 
     async def _follow(self, arrival: Arrival, prepared: Any) -> None:
-        """Follow one request, and those that come after its end."""
+        """Follow one request and its successors."""
         following: Arrival | None = arrival
         while following is not None:
             record = await self._record(following, prepared)

@@ -1,8 +1,4 @@
-"""One load against one server, from options to figures, for the command and for programs.
-
-Owns: the order of connecting, drawing the load, sending it and measuring. Must not know: flags, or how figures are
-shown.
-"""
+"""One load against one server, from options to figures."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -30,11 +26,11 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInfo]]:
-    """Connect to the server of the options.
+    """Connect to the server.
 
     Raises:
         TargetError: it does not answer.
-        ConfigurationError: a file of the options cannot be used.
+        ConfigurationError: a file is unusable.
     """
     target = make_target(options)
     info = await target.open()
@@ -45,10 +41,10 @@ async def opened(options: BenchOptions) -> AsyncIterator[tuple[Target, TargetInf
 
 
 async def send_load(options: BenchOptions, target: Target, info: TargetInfo, what: str = "requests") -> BenchResult:
-    """Send the load of the options to an open server; a progress line on stderr counts ``what``.
+    """Send the load to an open server.
 
     Raises:
-        TargetError: a client process could not do its share.
+        TargetError: a client process failed.
         ConfigurationError: the load does not fit the model.
     """
     load = make_load(options, info.context_length)
@@ -68,6 +64,6 @@ async def send_load(options: BenchOptions, target: Target, info: TargetInfo, wha
 
 
 async def bench(options: BenchOptions, what: str = "requests") -> BenchResult:
-    """Connect, send and measure; see ``opened`` and ``send_load`` for errors."""
+    """Connect, send and measure."""
     async with opened(options) as (target, info):
         return await send_load(options, target, info, what)

@@ -1,7 +1,4 @@
-"""One client process's share of a load.
-
-Owns: running it and measuring the process. Must not know: whether there are other processes.
-"""
+"""One client process's share of a load."""
 
 import asyncio
 import contextlib
@@ -17,12 +14,12 @@ from headway_lab.bench.runner import Runner
 from headway_lab.bench.target import Target
 from headway_lab.workload.load import Load
 
-# Collecting garbage stops the process for as long as there are objects to look at, and answers in flight are many.
+# Collecting garbage stops the process for a time that grows with its objects, and answers in flight are many.
 _GC_THRESHOLD = 200_000
 
 
 class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a share: ``lags_s`` of the event loop, and the busiest process's time beside the wall's."""
+    """A share's records, the event loop's ``lags_s``, and the busiest process's time."""
 
     records: list[RequestRecord]
     lags_s: list[float]
@@ -33,7 +30,7 @@ class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
 async def run_share(
     target: Target, load: Load, *, start: float, timeout_s: float, on_end: Callable[[RequestRecord], None]
 ) -> ShareResult:
-    """Run it from the time ``start`` of the event loop's clock on."""
+    """Run from ``start`` (event loop's clock)."""
     records: list[RequestRecord] = []
 
     def take(record: RequestRecord) -> None:

@@ -1,19 +1,9 @@
-"""Whether requests were answered as fast as they came, and whether a load was long enough to say so.
+"""The steady part of open arrivals, as docs/bench.md defines it. Must not know: sending or layout.
 
-Owns: the rule. Must not know: how requests were sent, or how a verdict is shown.
-
-At the beginning of open arrivals no request has ended yet, and at their end no more come. An overloaded server looks
-fast in the one and slow in the other, so only the **steady part** counts. It begins after a run-in: the shortest TTFT
-of the first tenth of requests, plus the time from first token to end that nine in ten of them needed. (This leaves out
-waiting in a queue, which is what the rule looks for.) It ends with the last arrival.
-
-The **achieved rate** is the number of requests answered in the steady part over its length. The asked rate is
-**reached** if at least ``REACHED_SHARE`` of the number that came was answered. It is missed if fewer were answered even
-with the share of chance added: with random arrivals, the number in flight varies by its root at either end of the part,
-and by more with bursts.
-
-A load is **too short** if fewer than ``LEAST_ARRIVALS`` came in its steady part, if chance could hide a tenth of them,
-or if only chance separates the two verdicts.
+At the beginning no request has ended yet, and at the end no more come. An overloaded server looks fast in the one and
+slow in the other. So the steady part begins after a run-in: the shortest TTFT of the first tenth of requests, plus the
+time from first token to end that nine in ten of them needed. This leaves out waiting in a queue, which the rule is to
+find.
 """
 
 import math
@@ -35,7 +25,7 @@ _SIGMAS = 2.0
 
 
 class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrivals and answers of the steady part. Times in seconds; a part without length is empty."""
+    """The steady part's arrivals and answers. Times are in seconds."""
 
     run_in_s: float
     """How long the first requests took, without their wait in a queue."""
@@ -45,10 +35,10 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     num_arrived: int
     num_answered: int
     chance: float
-    """How many fewer may be answered than come without being a sign."""
+    """The gap between arrivals and answers that chance explains."""
 
     def reaches(self, share: float) -> bool | None:
-        """Return whether this share of the arrivals was answered; None if the load was too short."""
+        """Return whether this share was answered, if the load was long enough."""
         if self.num_arrived < LEAST_ARRIVALS:
             return None
         if self.num_answered + self.chance < share * self.num_arrived:
@@ -59,25 +49,23 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_up(self) -> bool | None:
-        """Whether requests were answered as fast as they came; None if the load was too short."""
+        """Whether the server kept up, if the load was long enough."""
         return self.reaches(REACHED_SHARE)
 
     @property
     def answered_per_s(self) -> float | None:
-        """The achieved rate; None if the load was too short."""
+        """The achieved rate, if the load was long enough."""
         return None if self.keeps_up is None else ratio(self.num_answered, self.length_s)
 
     def num_requests_to_tell(self, rate: float) -> int:
-        """Return about how many requests are enough at this rate, if they take no longer."""
+        """Return about how many requests are enough."""
         under_way = rate * self.run_in_s
         num_steady = max(2 * LEAST_ARRIVALS, _SIGMAS * math.sqrt(2 * under_way) / _MOST_CHANCE)
         return math.ceil(1.5 * (under_way + num_steady))
 
 
 def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> SteadyPart | None:
-    """Return the steady part of all records with open arrivals, from ``measured_from_s`` at the earliest; None without
-    answers.
-    """
+    """Return the steady part from ``measured_from_s`` on, if any."""
     answered = sorted((record for record in records if record.is_ok), key=lambda record: record.intended_s)
     if not answered:
         return None
@@ -103,11 +91,10 @@ def steady_part(records: Sequence[RequestRecord], measured_from_s: float) -> Ste
 
 
 def _wait_s(record: RequestRecord) -> float:
-    """Return the time to the first token, or to the end without one."""
     return (record.chunk_times_s[0] if record.chunk_times_s else record.end_s) - record.intended_s
 
 
 def _burstiness(arrivals: np.typing.NDArray[np.float64]) -> float:
-    """Return the gaps' standard deviation over their mean, at least 1 as for random arrivals."""
+    """Return the gaps' variation, at least 1 as for random arrivals."""
     gaps = np.diff(arrivals)
     return max(1.0, float(gaps.std() / gaps.mean())) if len(gaps) and gaps.any() else 1.0

@@ -1,7 +1,4 @@
-"""What the bench needs of a server.
-
-Owns: the protocol. Must not know: any server, or when requests are sent.
-"""
+"""The bench's protocol for a server."""
 
 from typing import Any, Protocol
 
@@ -14,13 +11,11 @@ UNKNOWN_CONTEXT = 1 << 24
 
 
 class TargetError(Exception):
-    """The server cannot be benched; the message is one line."""
+    """The server cannot be benched."""
 
 
 class TargetInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The server that is benched. ``counted_by`` says how tokens are counted. ``context_length`` is ``UNKNOWN_CONTEXT``
-    if the server does not say.
-    """
+    """The server and its model. ``counted_by`` says how tokens are counted."""
 
     model: str
     address: str
@@ -33,22 +28,22 @@ class Target(Protocol):
     """A server. ``open`` comes first."""
 
     async def open(self) -> TargetInfo:
-        """Connect, and ask what is served.
+        """Connect, and ask for the model.
 
         Raises:
-            TargetError: it does not answer.
+            TargetError: there is no answer.
         """
         ...
 
     def prepare(self, request: PlannedRequest) -> Any:
-        """Do everything that can be done before the time of sending; the result goes to ``send``."""
+        """Do all work that is possible before sending."""
         ...
 
     async def send(self, prepared: Any, answer: Answer) -> None:
-        """Send a request and follow its answer to the end; cancellation ends it.
+        """Send a request and follow its answer; cancellation ends it.
 
         Raises:
-            RequestFailed: there was no end, or an error.
+            RequestFailed: the answer broke off or failed.
         """
         ...
 

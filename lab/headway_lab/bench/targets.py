@@ -1,7 +1,4 @@
-"""The server of a bench.
-
-Owns: making it from the options. Must not know: how requests are sent to it.
-"""
+"""The target of a bench, made from its options."""
 
 import ssl
 
@@ -13,10 +10,10 @@ from headway_lab.bench.target import Target
 
 
 def make_target(options: BenchOptions) -> Target:
-    """Return the server of the options, not yet connected.
+    """Return the server, not yet connected.
 
     Raises:
-        ConfigurationError: a file of the options cannot be used.
+        ConfigurationError: a file is unusable.
     """
     return _openai(options) if options.url else _headway(options)
 
@@ -60,7 +57,7 @@ def _openai(options: BenchOptions) -> Target:
 
 
 def _tls(options: BenchOptions) -> ssl.SSLContext | None:
-    """Return None to use the URL's scheme and the system's authorities."""
+    """None means the URL's scheme and the system's authorities."""
     trusted = bytes_of_file(options.root_certificates, "--root-certificates")
     if trusted is None and not options.client_certificate:
         return None

@@ -1,8 +1,4 @@
-"""Prompts as text, of about a wanted number of tokens.
-
-Owns: the words, which are common and short: one token with a space before it in most vocabularies. Must not know: the
-tokenizer; the caller measures how many tokens a word takes.
-"""
+"""Prompts as text. The words are common and short: in most vocabularies each is one token with a space before it."""
 
 import msgspec
 
@@ -170,7 +166,7 @@ WORDS = [
 
 
 class WordSource:
-    """The text of each request's prompt, the same for the same seed; requests with one prefix begin alike."""
+    """Prompts that depend on the seed."""
 
     def __init__(self, seed: int, tokens_per_word: float) -> None:
         self._ids = PromptSource(seed, len(WORDS))

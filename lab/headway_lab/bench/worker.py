@@ -1,7 +1,4 @@
-"""A client process that sends a share of a load: ``python -m headway_lab.bench.worker``.
-
-Owns: its order of work, with messages on stdin and stdout. Must not know: the other processes.
-"""
+"""A client process, with messages on stdin and stdout."""
 
 import asyncio
 import sys
@@ -36,7 +33,7 @@ def main() -> int:
         asyncio.run(_work(sys.stdin.buffer, sys.stdout.buffer))
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
-    except (EOFError, BrokenPipeError):  # The launching process has ended.
+    except (EOFError, BrokenPipeError):  # the parent has ended
         return 1
     return 0
 
@@ -64,14 +61,12 @@ async def _run(target: Target, load: Load, timeout_s: float, inbox: BinaryIO, ou
     assert isinstance(begin, Begin)
     # The event loop's clock is the machine's monotonic one, the same in all processes.
     result = await run_share(
-        target, load, start=begin.at_s, timeout_s=timeout_s, on_end=_ProgressTeller(outbox).request_ended
+        target, load, start=begin.at_s, timeout_s=timeout_s, on_end=_ProgressReporter(outbox).request_ended
     )
     _tell(outbox, Done(result=result))
 
 
-class _ProgressTeller:
-    """Reports now and then how many requests have ended."""
-
+class _ProgressReporter:
     def __init__(self, outbox: BinaryIO) -> None:
         self._outbox = outbox
         self._num_ended = 0

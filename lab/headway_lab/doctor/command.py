@@ -1,8 +1,4 @@
-"""``headway doctor``: from flags to the report.
-
-Owns: the flags, the order of work, and the exit codes (0: some backend can run models here; 1: none can; 2: the command
-line is wrong; 3: the model directory is wrong; 130: Ctrl-C). Must not know: how findings are made or shown.
-"""
+"""``headway doctor``: from flags to the report."""
 
 import argparse
 import sys
@@ -22,24 +18,26 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway doctor``."""
+    """Add the command's flags."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--model",
         default=DEMO_MODEL,
         metavar="DIRECTORY",
-        help="whose decode step to expect: checkpoint directory, or demo for the model that ships with Headway "
+        help="the model whose decode step is estimated: checkpoint directory, or demo for the model that ships with Headway "
         "(default: demo)",
     )
     model.add_argument(
-        "--shape", metavar="NAME", help=f"the same for a model that is not here: {', '.join(sorted(MODEL_SHAPES))}"
+        "--shape",
+        metavar="NAME",
+        help=f"the same for a model that is not on this host: {', '.join(sorted(MODEL_SHAPES))}",
     )
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine, measure and report; see ``Command``."""
+    """See ``Command``."""
     model = _model(arguments)
     try:
         findings = examine()

@@ -1,7 +1,4 @@
-"""The examination of this host.
-
-Owns: the order of the questions; without a working torch it goes on. Must not know: how findings are shown, or flags.
-"""
+"""The examination of this host, with or without torch."""
 
 from collections.abc import Callable
 
@@ -22,7 +19,7 @@ Say = Callable[[str], None]
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The model whose steps are estimated. ``is_bfloat16``: its weights are stored so."""
+    """The model whose steps are estimated."""
 
     shape: ModelShape
     is_bfloat16: bool = True
@@ -90,7 +87,7 @@ def _without_torch(host: Host, packages: tuple[Package, ...], problem: str) -> F
 
 
 def with_measurements(findings: Findings, model: Model, say: Say) -> Findings:
-    """Measure, and estimate a model's decode step from it."""
+    """Measure, and estimate a decode step."""
     if findings.torch_problem:
         return msgspec.structs.replace(findings, measurement_problems=(f"anything: {_NO_TORCH}",))
     figures: list[Figure] = []
@@ -118,7 +115,7 @@ _Measure = Callable[[Findings, Model, Say], tuple[list[Figure], StepDevice]]
 
 
 def _cpu(findings: Findings, model: Model, say: Say) -> tuple[list[Figure], StepDevice]:
-    """Weights that are exact in bfloat16 stay so in the kernels. PyTorch's operators and all caches use float32."""
+    """The kernels keep weights that are exact in bfloat16. PyTorch's operators and all caches use float32."""
     from headway_executor.host_speed import measure_host
 
     speed = measure_host(say)

@@ -1,10 +1,7 @@
 """A lower bound for the time of a decode step, from memory and arithmetic rates.
 
-Owns: the bound. Must not know: how rates were measured, or how a backend computes.
-
 A step reads every weight once and the keys and values of every row, and multiplies each row's token by every weight.
 The longer time is the bound (S. Williams et al., "Roofline", CACM 2009). Waiting between kernels and Python add to it.
-A model that fits the processor's caches may be faster.
 """
 
 import msgspec
@@ -18,7 +15,7 @@ _BFLOAT16_BYTES = 2
 
 
 class StepDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device: rates per second, memory in bytes, bytes per weight and per number of the cache."""
+    """A device: rates per second, memory in bytes."""
 
     name: str
     bytes_per_s: float
@@ -29,7 +26,7 @@ class StepDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpectedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode step of ``batch`` rows. ``bound`` is "memory" or "arithmetic"; the time is 0 if it does not fit."""
+    """A decode step. ``bound`` is "memory" or "arithmetic"; the time is 0 if it does not fit."""
 
     device: str
     batch: int
@@ -40,7 +37,7 @@ class ExpectedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expected_step(shape: ModelShape, device: StepDevice, batch: int, context: int = CONTEXT_TOKENS) -> ExpectedStep:
-    """Return the bound for rows with ``context`` tokens each."""
+    """Return the bound for rows of ``context`` tokens."""
     parameters = shape.num_layer_parameters + shape.num_head_parameters
     cache_numbers = batch * context * shape.kv_bytes_per_token() // shape.bytes_per_value
     read_bytes = parameters * device.weight_bytes + cache_numbers * device.cache_bytes

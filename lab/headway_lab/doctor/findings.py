@@ -1,7 +1,4 @@
-"""Everything that ``headway doctor`` found.
-
-Owns: the document that ``--json`` prints. Must not know: how it was found or is shown.
-"""
+"""The findings, as ``--json`` prints them."""
 
 import msgspec
 
@@ -38,11 +35,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings. Without torch (``torch_problem``) no device is known. A ``problem`` is one line with its remedy, or
-    empty.
-
-    ``figures`` and ``expected_steps`` are empty without measurements; ``measurement_problems`` say why.
-    """
+    """All findings. A ``problem`` is one line with its remedy, or empty."""
 
     host: Host
     packages: tuple[Package, ...]
@@ -64,5 +57,5 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_serve(self) -> bool:
-        """Whether some backend can run models here."""
+        """Whether some backend can run models."""
         return any(backend.runs_models and backend.flags for backend in self.backends)

@@ -1,7 +1,4 @@
-"""The host as Python and the system describe it.
-
-Owns: versions of packages, processor, memory, and whether the core is compiled. Must not know: torch.
-"""
+"""The host: packages, processor, memory, compiled core. Must not know: torch."""
 
 import importlib.metadata
 import os
@@ -15,7 +12,7 @@ from headway_scheduler.compiled_core import runs_compiled
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-# What a package is called here, the distributions that bring it, and the extra of Headway that asks for it.
+# Our name of a package, the distributions that bring it, and Headway's extra that asks for it.
 _PACKAGES = (
     ("msgspec", ("msgspec",), ""),
     ("numpy", ("numpy",), ""),
@@ -30,7 +27,7 @@ _PACKAGES = (
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A package that Headway uses; ``version`` is empty if it is not installed."""
+    """A package that Headway uses."""
 
     name: str
     version: str
@@ -38,7 +35,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine. ``num_cores`` are those of this process; memory is in bytes, 0 if unknown."""
+    """The machine. ``num_cores`` are this process's; memory is in bytes."""
 
     system: str
     python: str
@@ -66,7 +63,7 @@ def describe_host() -> Host:
 
 
 def installed_packages() -> tuple[Package, ...]:
-    """Return the packages that Headway uses, and how to install missing ones. Imports none of them."""
+    """Return the packages that Headway uses."""
     return tuple(
         Package(
             name=name,

@@ -1,7 +1,4 @@
-"""The findings as text.
-
-Owns: the layout. Must not know: how anything was found.
-"""
+"""The findings as text."""
 
 from collections.abc import Sequence
 
@@ -125,7 +122,7 @@ def _verdict(findings: Findings) -> str:
 
 
 def best_flags(findings: Findings) -> str:
-    """Return the flags of the backend that should be fastest here; empty if none runs models."""
+    """Return the flags of the probably fastest backend, if any."""
     ways = {backend.name: backend.flags for backend in findings.backends if backend.runs_models and backend.flags}
     for name in (*_FASTEST_FIRST, *ways):
         flags = ways.get(name, ())

@@ -1,7 +1,4 @@
-"""The rows of each step, from which a timeline is drawn.
-
-Owns: the cells and how a decided step gives them. Must not know: pictures or traces.
-"""
+"""The rows of each step, for a timeline."""
 
 from enum import Enum
 
@@ -20,7 +17,7 @@ _NEVER = float("inf")
 
 
 class Kind(Enum):
-    """What a row does in a step."""
+    """A row's work in a step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -29,7 +26,7 @@ class Kind(Enum):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A row in a step, which runs ``num_tokens``."""
+    """A row in a step."""
 
     row: int
     request_id: str
@@ -38,7 +35,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class TimelineStep(msgspec.Struct):
-    """The ``number``-th step of the recording. It ran from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
+    """A step from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
 
     number: int
     epoch: int
@@ -54,7 +51,7 @@ class TimelineStep(msgspec.Struct):
 
 
 class StepRange(msgspec.Struct, frozen=True):
-    """Steps from ``first`` to before ``end``, counted from 0 over the whole recording."""
+    """Steps from ``first`` to before ``end``."""
 
     first: int
     end: int
@@ -64,7 +61,7 @@ class StepRange(msgspec.Struct, frozen=True):
         """Read ``FIRST:END``.
 
         Raises:
-            ConfigurationError: it is none.
+            ConfigurationError: the text has another form.
         """
         first, _, end = text.partition(":")
         if first.isascii() and first.isdigit() and end.isascii() and end.isdigit() and int(first) < int(end):
@@ -75,7 +72,7 @@ class StepRange(msgspec.Struct, frozen=True):
 
 
 class StepCollector:
-    """Collects the steps of a range from the events of a replay, given in order."""
+    """Collects a range of steps from a replay."""
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted
@@ -86,7 +83,7 @@ class StepCollector:
         """Of the whole recording, so far."""
         self.steps: list[TimelineStep] = []
 
-    def note(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         match event.record:
             case Turn() if event.output is not None and core is not None:

@@ -1,8 +1,4 @@
-"""``headway explain``: the life of a request, from a flight log or a running server.
-
-Owns: the flags, what it does without a request, and the exit codes (1: no such request, or a decision differs; 2: the
-log or the server cannot be used). Must not know: how a life is collected or described.
-"""
+"""``headway explain``: the life of a request, from a flight log or a running server."""
 
 import argparse
 import sys
@@ -18,19 +14,19 @@ NOT_FOUND_EXIT_CODE = 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway explain``."""
+    """Add the command's flags."""
     add_log_flags(parser)
     parser.add_argument(
         "request",
         metavar="REQUEST",
         nargs="?",
         default="",
-        help="the request's id; without it, some that are worth a look",
+        help="the request's id; without it, requests that stand out are listed",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain; see ``Command``."""
+    """See ``Command``."""
     try:
         with log_on_disk(arguments) as path:
             flight = Flight(path)
@@ -43,17 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"headway explain: the replay differs from the recording: {found}\n")
         return NOT_FOUND_EXIT_CODE
     if arguments.request and is_address(arguments.log):
-        from headway_lab.flight.live import tell_now
+        from headway_lab.flight.live import print_state
 
-        tell_now(arguments)
+        print_state(arguments)
     return exit_code
 
 
 def _explain(flight: Flight, request_id: str) -> int:
     follower = Follower(request_id)
     for event in flight.events(request_id):
-        follower.note(event, flight.replay.core)
-    flight.tell_notice()
+        follower.record(event, flight.replay.core)
+    flight.report_notice()
     if not follower.lives:
         older = ", or it arrived before the oldest segment that is left" if flight.log.header.segment else ""
         sys.stderr.write(f"headway explain: {request_id!r:.66} is no request of this recording{older}\n")
@@ -65,7 +61,7 @@ def _explain(flight: Flight, request_id: str) -> int:
 def _list(flight: Flight) -> int:
     notables = Notables()
     for event in flight.events("all requests"):
-        notables.note(event)
-    flight.tell_notice()
+        notables.record(event)
+    flight.report_notice()
     sys.stdout.write(notables.text())
     return 0

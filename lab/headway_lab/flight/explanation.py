@@ -1,7 +1,4 @@
-"""A request's life in plain words.
-
-Owns: the words, and the parts of the time to the first token. Must not know: where a life comes from.
-"""
+"""A request's life in plain words."""
 
 import statistics
 from collections import defaultdict
@@ -30,18 +27,18 @@ _Section: TypeAlias = tuple[float, list[str]]
 
 
 def explanation(life: Life, first_s: float) -> str:
-    """Describe one life in several lines; ``first_s`` is when the recording begins."""
+    """Describe one life; the recording begins at ``first_s``."""
     return "\n".join(_lines(life, first_s)) + "\n"
 
 
 def _lines(life: Life, first_s: float) -> Iterator[str]:
-    who = f"tenant {life.tenant}, " * bool(life.tenant)
+    owner = f"tenant {life.tenant}, " * bool(life.tenant)
     name = f"Request {life.request_id}" + f", sequence {life.index}" * bool(life.index)
     if not life.priority:
-        yield f"{name} ({who}{life.num_prompt_tokens} tokens) was {life.end}, {life.arrival_s - first_s:.3f} s into it."
+        yield f"{name} ({owner}{life.num_prompt_tokens} tokens) was {life.end}, {life.arrival_s - first_s:.3f} s into it."
         return
     what = f"{life.num_prompt_tokens} prompt tokens, up to {life.max_tokens} of output"
-    yield f"{name} ({who}class {PRIORITY_NAMES.get(life.priority, life.priority)}): {what}."
+    yield f"{name} ({owner}class {PRIORITY_NAMES.get(life.priority, life.priority)}): {what}."
     yield ""
     yield _at(
         life, life.arrival_s, f"It arrived, {life.arrival_s - first_s:.3f} s into the recording. {_company(life)}"
@@ -82,7 +79,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _stays(life: Life) -> Iterator[_Section]:
-    """Describe each wait, each row and each loss of a row."""
     pending = list(life.waits)
     for place, admission in enumerate(life.admissions):
         before = [wait for wait in pending if wait.start_s <= admission.at_s]
@@ -126,7 +122,6 @@ def _admitted(life: Life, place: int) -> str:
 
 
 def _chunks(life: Life, place: int) -> Iterator[str]:
-    """Return the steps of a stay that ran its prompt."""
     chunks = _chunks_of(life, place)
     if not chunks:
         return
@@ -188,7 +183,7 @@ def _setback_text(life: Life, place: int) -> str:
 
 
 def time_to_first_token(life: Life) -> dict[str, float]:
-    """Return the parts of the time from arrival to first token; they add up to all of it."""
+    """Return the parts of the TTFT."""
     first_s = life.token_times_s[0]
     parts: defaultdict[str, float] = defaultdict(float)
     for wait in life.waits:

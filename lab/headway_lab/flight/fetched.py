@@ -1,7 +1,4 @@
-"""A copy of a running server's flight log on this host.
-
-Owns: the copy, its progress, and a second attempt if the log moved on. Must not know: what the log is read for.
-"""
+"""A copy of a running server's flight log."""
 
 import argparse
 import shutil
@@ -22,10 +19,10 @@ _NO_LOG = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 def client_for(arguments: argparse.Namespace) -> Client:
-    """Connect to the server that ``arguments.log`` names.
+    """Connect to the server in ``arguments.log``.
 
     Raises:
-        ConfigurationError: a file that a flag names cannot be read.
+        ConfigurationError: a file is unreadable.
     """
     return Client(
         arguments.log,
@@ -35,11 +32,11 @@ def client_for(arguments: argparse.Namespace) -> Client:
 
 
 def fetch(arguments: argparse.Namespace, directory: Path) -> Path:
-    """Copy the server's present log into a new directory within ``directory``; return it.
+    """Copy the server's log into a new directory; return it.
 
     Raises:
         NoFlightLogError: the server records nothing.
-        ConfigurationError: the server cannot be asked, or the copy cannot be written.
+        ConfigurationError: the server does not answer, or writing failed.
     """
     with client_for(arguments) as client:
         try:
@@ -72,7 +69,6 @@ def _copy(client: Client, address: str, directory: Path) -> Path:
 
 
 def _write(directory: Path, piece: ReadFlightLogResponse) -> None:
-    """Append a piece to its file; the pieces of a file come in order."""
     paths = paths_of(directory, piece.life, piece.segment)
     with (paths.checkpoint if piece.is_checkpoint else paths.segment).open("ab") as file:
         file.write(piece.data)

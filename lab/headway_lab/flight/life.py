@@ -1,8 +1,4 @@
-"""A request's life, collected while a flight is replayed.
-
-Owns: what is read after each event, and what is kept. Must not know: how it is described. It only reads the replayed
-core. Times are seconds of the scheduler's clock.
-"""
+"""A request's life, read from a replayed core. Must not know: how it is described."""
 
 from collections.abc import Iterator
 
@@ -26,7 +22,7 @@ _NEVER = float("inf")
 
 
 class Wait(msgspec.Struct):
-    """A time without a row for one reason; ``text`` has the figures at its beginning."""
+    """A time without a row for one reason."""
 
     reason: str
     text: str
@@ -36,10 +32,9 @@ class Wait(msgspec.Struct):
 
 
 class FlightStep(msgspec.Struct):
-    """A step during a life. ``num_own_tokens`` of its tokens were the request's.
+    """A step during a life. ``num_own_tokens`` were the request's.
 
-    ``prompts`` are other requests with more than one token in it, and their number. ``device_s`` is the forward pass
-    and sampling.
+    ``prompts`` are other requests with more than one token in it. ``device_s`` is the forward pass and sampling.
     """
 
     epoch: int
@@ -53,7 +48,7 @@ class FlightStep(msgspec.Struct):
 
 
 class Admission(msgspec.Struct):
-    """The request got a row. ``num_held_tokens`` were cached or swapped in."""
+    """The request got a row."""
 
     at_s: float
     step: int
@@ -62,7 +57,7 @@ class Admission(msgspec.Struct):
 
 
 class Setback(msgspec.Struct):
-    """The request lost its row with ``num_computed_tokens`` computed, of which some went to the host."""
+    """The request lost its row."""
 
     at_s: float
     why: str
@@ -71,7 +66,7 @@ class Setback(msgspec.Struct):
 
 
 class Life(msgspec.Struct, kw_only=True):
-    """Everything about one sequence of a request."""
+    """One sequence's record."""
 
     request_id: str
     index: int
@@ -81,7 +76,7 @@ class Life(msgspec.Struct, kw_only=True):
     max_tokens: int
     arrival_s: float
     num_running: int = 0
-    """When it arrived; likewise the next two."""
+    """The time of its arrival; the next two are times as well."""
     num_waiting: int = 0
     ahead: tuple[str, ...] = ()
     waits: list[Wait] = msgspec.field(default_factory=list)
@@ -100,8 +95,6 @@ class Life(msgspec.Struct, kw_only=True):
 
 
 class _Followed:
-    """A live request: its life and its last observed state."""
-
     def __init__(self, life: Life, request: Request) -> None:
         self.life = life
         self.request = request
@@ -119,7 +112,7 @@ class _Followed:
             waits[-1].end_s = now
         waits.append(Wait(reason, text, now, num_ahead))
 
-    def note_step(self, step: FlightStep) -> None:
+    def record_step(self, step: FlightStep) -> None:
         self.life.steps.append(step)
         self.open_steps.append(step)
 
@@ -130,7 +123,7 @@ class _Followed:
 
 
 class Follower:
-    """Follows all sequences of one request id through the events of a replay, given in order."""
+    """Follows all sequences of one request id."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -140,7 +133,7 @@ class Follower:
         self.lives: list[Life] = []
         """By arrival; an id that was used again has several."""
 
-    def note(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         record = event.record
         if core is None:
@@ -186,7 +179,7 @@ class Follower:
         )
         followed = _Followed(life, request)
         for step in self._under_way.values():
-            followed.note_step(msgspec.structs.replace(step))
+            followed.record_step(msgspec.structs.replace(step))
         if not self._has_executor:
             followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
         elif view.num_in_flight >= view.limits.max_steps_in_flight:
@@ -195,7 +188,7 @@ class Follower:
         self._followed[record.origin] = followed
 
     def _lose_executor(self, now: float, why: str) -> None:
-        """End all steps in flight; running requests begin again."""
+        """Running requests begin again."""
         self._under_way.clear()
         for followed in self._followed.values():
             followed.open_steps.clear()
@@ -240,7 +233,7 @@ class Follower:
             num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
         step = self._under_way[output.step]
         prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
-        followed.note_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
+        followed.record_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
 
     def _on_waiting(self, followed: _Followed, now: float, view: SchedulerView, core: Scheduler) -> None:
         request = followed.request
@@ -272,7 +265,7 @@ class Follower:
 
 
 def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[int, str, int]]:
-    """Row, request id and tokens of every row that runs more than one token in a step that was just decided."""
+    """Yield row, request id and tokens of rows with more than one."""
     if output.num_scheduled_tokens:
         rows, counts = decode_columns(output.num_scheduled_tokens, 2).tolist()
         for row, count in zip(rows, counts, strict=True):
@@ -281,7 +274,7 @@ def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[i
 
 
 def few_names(names: tuple[str, ...] | list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names."""
     shown = ", ".join(names[:_NAMES])
     more = len(names) - _NAMES
     return f"{shown} and {more} more" if more > 0 else shown

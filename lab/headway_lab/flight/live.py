@@ -1,7 +1,4 @@
-"""The state of a request on a running server, from ``Admin.Explain``.
-
-Owns: the call, and the hint if the server records nothing. Must not know: flight logs.
-"""
+"""A request on a running server, from ``Admin.Explain``."""
 
 import argparse
 import sys
@@ -18,7 +15,7 @@ def explain_live(arguments: argparse.Namespace) -> int:
     """Print the server's explanation; return the exit code.
 
     Raises:
-        ConfigurationError: the server cannot be asked.
+        ConfigurationError: the server does not answer.
     """
     if not arguments.request:
         raise ConfigurationError(
@@ -35,7 +32,7 @@ def explain_live(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def tell_now(arguments: argparse.Namespace) -> None:
+def print_state(arguments: argparse.Namespace) -> None:
     """Print where the request is, if it is live."""
     with client_for(arguments) as client:
         try:

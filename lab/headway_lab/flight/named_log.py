@@ -1,7 +1,4 @@
-"""The log that a command line names: a path, or a server's address.
-
-Owns: the argument and the flags for it. Must not know: how a server's log is fetched, or how a log is read.
-"""
+"""The log that a command line names: a path, or a server's address."""
 
 import argparse
 import tempfile
@@ -11,11 +8,11 @@ from pathlib import Path
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a log, and the flags for asking a server for its own."""
+    """Add the log's argument and its server's flags."""
     parser.add_argument(
         "log",
         metavar="LOG|HOST:PORT",
-        help="directory of a flight log (its newest life), a segment of a life, or where a gateway serves gRPC",
+        help="directory of a flight log (its newest life), a segment of a life, or the gRPC address of a gateway",
     )
     parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token of an operator")
     parser.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
@@ -23,11 +20,11 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
-    """Give the path of the log that ``arguments`` name. A server's log is copied, and the copy is removed at the end.
+    """Return the log's path; a server's log is copied for the context.
 
     Raises:
         NoFlightLogError: the server records nothing.
-        ConfigurationError: the server cannot be asked.
+        ConfigurationError: the server does not answer.
     """
     if not is_address(arguments.log):
         yield arguments.log
@@ -39,6 +36,6 @@ def log_on_disk(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def is_address(text: str) -> bool:
-    """Return whether this is a server's address, and no file or directory."""
+    """Return whether this is an address."""
     _, colon, port = text.rpartition(":")
     return bool(colon) and port.isdigit() and not Path(text).exists()

@@ -1,7 +1,4 @@
-"""The requests of a flight that are worth a look.
-
-Owns: which stand out, and their list. Must not know: why they do.
-"""
+"""The list of requests that stand out in a flight."""
 
 from collections.abc import Callable
 
@@ -25,13 +22,13 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class Notables:
-    """Collects the events of a replay, given in order."""
+    """Collects a replay's events."""
 
     def __init__(self) -> None:
         self._names: dict[Origin, str] = {}
         self._ended: list[_Ended] = []
 
-    def note(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Process one event."""
         if isinstance(event.record, Arrived):
             self._names[event.record.origin] = event.record.request_id

@@ -1,9 +1,6 @@
 """A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing.
 
-Owns: the tracks and the format. Must not know: where steps come from.
-
-One process has a track per row, with a slice per chunk and one per unbroken run of decodes. Another has the steps, from
-sending to answer. Counters show running and waiting requests.
+One process has a track per row, with a slice per chunk and one per unbroken run of decodes. Another has the steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +15,7 @@ _US = 1e6
 
 
 def chrome_trace(steps: Sequence[TimelineStep], first_s: float, max_in_flight: int) -> bytes:
-    """Return the trace as JSON; its clock begins at ``first_s``. Steps without an answer are left out."""
+    """Return the trace; steps without an answer are left out."""
     answered = [step for step in steps if step.answered_s != float("inf")]
     events = [
         *_names(answered, max_in_flight),
@@ -39,8 +36,6 @@ def _names(steps: Sequence[TimelineStep], max_in_flight: int) -> Iterator[dict[s
 
 
 class _Run(msgspec.Struct):
-    """One slice: a chunk, or decodes that follow each other."""
-
     cell: Cell
     start_s: float
     end_s: float

@@ -1,7 +1,4 @@
-"""The picture of a flight: rows against steps, as articles on iteration-level batching draw it.
-
-Owns: its layout. Must not know: where steps come from. Needs matplotlib; nothing else of the package imports this.
-"""
+"""The picture of a flight: rows against steps."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -23,7 +20,7 @@ _MOST_NAMED_CELLS = 2400
 _MOST_COUNTED_CELLS = 700
 _INCHES_PER_STEP, _INCHES_PER_ROW, _INCHES_PER_CURVE = 0.30, 0.22, 0.8
 _NAME_POINTS = 6.0
-_INCHES_PER_CHARACTER = 0.72 * _NAME_POINTS / 72  # Of the bold digits and letters that most ids are made of.
+_INCHES_PER_CHARACTER = 0.72 * _NAME_POINTS / 72  # for the bold digits and letters of most ids
 _LEAST_NAME, _MOST_NAME = 3, 16
 
 
@@ -31,13 +28,13 @@ def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
     """Write a PNG of at least one step.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: writing failed.
     """
     figure_of(title, steps).savefig(path, format="png")
 
 
 def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
-    """Draw rows against steps, and below them the tokens and the waiting requests of each step."""
+    """Draw rows, tokens and waiting requests against steps."""
     num_rows = 1 + max((cell.row for step in steps for cell in step.cells), default=0)
     width = min(max(7.0, _INCHES_PER_STEP * len(steps)), 24.0)
     height = min(max(2.5, _INCHES_PER_ROW * num_rows), 14.0)
@@ -80,7 +77,7 @@ def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, cha
 
 
 def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: float, *, counts: bool) -> None:
-    """Write the id where a request begins in a row, and the size beside each chunk, if there is room."""
+    """Write the id where a request begins, and chunks' sizes, if there is room."""
     names = short_names({cell.request_id for step in steps for cell in step.cells})
     named: set[tuple[int, int]] = set()
     for row, stays in _stays(steps).items():
@@ -98,7 +95,6 @@ def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: 
 
 
 def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
-    """Return by row which request was in it from which step on."""
     begun: dict[int, list[tuple[int, str]]] = {}
     for step in steps:
         for cell in step.cells:
@@ -109,7 +105,7 @@ def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
 
 
 def short_names(request_ids: Collection[str]) -> dict[str, str]:
-    """Shorten long ids to the beginning that tells them apart."""
+    """Shorten long ids to a distinct beginning."""
     length = _LEAST_NAME
     while length < max(map(len, request_ids), default=0) and len({one[:length] for one in request_ids}) < len(
         request_ids
@@ -119,7 +115,7 @@ def short_names(request_ids: Collection[str]) -> dict[str, str]:
 
 
 def fitting(name: str, num_characters: int) -> str:
-    """Cut a name to its room; empty if too little is left."""
+    """Cut a name."""
     room = min(num_characters, _MOST_NAME)
     if len(name) <= room:
         return name

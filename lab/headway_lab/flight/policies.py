@@ -1,8 +1,6 @@
 """A recording's arrivals under other policies: the real core, in virtual time, with learned step times.
 
-Owns: the cases, their runs, and the text around the table. Must not know: flags, or how a recording is made. The table
-begins with the recording itself and its simulation under the recorded policies; their difference is the simulation's
-error.
+The table begins with the recording and its simulation; their difference is the simulation's error.
 """
 
 import time
@@ -32,21 +30,21 @@ RECORDED = "recorded"
 
 
 def policy_cases(limits: SchedulerLimits, policies: Sequence[str]) -> tuple[Case, ...]:
-    """Return the recorded limits, and those with each of ``policies`` (``FIELD=VALUE,...``) instead.
+    """Return the recorded limits, and those with each of ``policies``.
 
     Raises:
-        ConfigurationError: a field or a value is not allowed.
+        ConfigurationError: a field or a value is wrong.
     """
     recorded = {name: Given(value, "the log") for name, value in msgspec.structs.asdict(limits).items()}
     return (case_of(AS_RECORDED, recorded), *make_cases(recorded, {}, (), policies, origin="--policy"))
 
 
 def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[Case]) -> list[CaseResult]:
-    """Return the results of the recording and of all cases, in this order.
+    """Return the results of the recording and of all cases.
 
     Raises:
-        ConfigurationError: nothing ran that could be compared.
-        NoProgress: a case leaves requests waiting for ever.
+        ConfigurationError: no request ran.
+        NoProgress: requests wait for ever.
     """
     if not recording.steps or recording.capacity is None:
         raise ConfigurationError("--policy: no step of this log was answered; allowed: a log in which something ran")

@@ -1,7 +1,4 @@
-"""A flight as a workload: its requests, how they went, and how long steps took.
-
-Owns: collecting it during a replay, and a device with the recorded step times. Must not know: policies, or reports.
-"""
+"""A flight as a workload: its requests and its step times."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -45,12 +42,10 @@ class _Sent(NamedTuple):
 
 
 class FittedCosts:
-    """The time of a step, and the time between steps, learned from recorded steps. ``median_error`` is relative, over
-    those steps.
-    """
+    """Learned step times. ``median_error`` is relative."""
 
     def __init__(self, steps: Sequence[RunStep], swap_us_per_block: float) -> None:
-        """``steps`` in their order, at least one."""
+        """``steps`` are in order, at least one."""
         self.model_name, self.device_name = "recorded", "as recorded"
         self._swap_block_s = swap_us_per_block / 1e6
         self._model = StepTimeModel()
@@ -79,13 +74,13 @@ class FittedCosts:
         return StepTime(device_s, 0.0, 0.0, 0.0, 0.0, self._between_s)
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
-        """See ``StepCosts``; as measured when the executor opened."""
+        """See ``StepCosts``; measured when the executor opened."""
         del block_size, host_bandwidth
         return num_blocks * self._swap_block_s
 
 
 def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> StepShape:
-    """Return the shape of a step. Scheduled and computed tokens per row have shape ``[rows]``."""
+    """Return a step's shape. The arguments have shape ``[rows]``."""
     is_chunk = num_scheduled_tokens > 1
     pairs = sum(map(prefill_pairs, num_scheduled_tokens[is_chunk].tolist(), num_computed_tokens[is_chunk].tolist()))
     runs = num_scheduled_tokens > 0
@@ -95,7 +90,7 @@ def shape_of(num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) 
 
 
 class Recording:
-    """Collects the events of a replay, given in order. Times count from the first event."""
+    """Collects a replay. Times count from the first event."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
@@ -115,10 +110,10 @@ class Recording:
 
     @property
     def acceptance(self) -> float:
-        """The share of proposed tokens that were right; 0 if none were proposed."""
+        """The share of accepted proposed tokens."""
         return self._num_accepted / max(self._num_proposed, 1)
 
-    def note(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, core: Scheduler | None) -> None:
         """Process one event."""
         record = event.record
         if self._first_s is None and event.now:
@@ -166,16 +161,14 @@ class Recording:
         self._queue.append((now, view.num_running, view.num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
-        """Return every request that got a token, with the number of tokens it got, and their arrival times. The length
-        of other answers is unknown.
-        """
+        """Return every request that got a token, and the arrival times."""
         kept = [(place, record) for place, record in enumerate(self._arrivals) if self._num_output.get(place)]
         requests = [_planned(number, record, self._num_output[place]) for number, (place, record) in enumerate(kept)]
         return requests, [record.now for _, record in kept]
 
     @property
     def num_without_tokens(self) -> int:
-        """The number of requests that ``requests`` leaves out."""
+        """The number of other requests."""
         return sum(not self._num_output.get(place) for place in range(len(self._arrivals)))
 
     def prompts(self) -> "RecordedPrompts":
@@ -184,7 +177,7 @@ class Recording:
         return RecordedPrompts([decode_column(record.token_ids) for record in kept])
 
     def measurement(self) -> RunCollector:
-        """Return the recording as the simulator would have measured it."""
+        """Return the recording as a simulation."""
         measurement = RunCollector(len(self._arrivals))
         for number, record in enumerate(self._arrivals):
             measurement.arrived(_planned(number, record, self._num_output.get(number, 1)), record.now)
@@ -198,7 +191,7 @@ class Recording:
 
 
 class RecordedPrompts:
-    """The prompts of a recording, by number."""
+    """A recording's prompts, by number."""
 
     def __init__(self, prompts: Sequence[Int32Array]) -> None:
         self._prompts = prompts

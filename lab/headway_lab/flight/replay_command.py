@@ -1,8 +1,4 @@
-"""``headway replay``: run a recording again and compare every decision.
-
-Owns: the flags, the result line and the exit codes (1: a decision differs; 2: the log cannot be used). Must not know:
-how records become calls, or how policies are simulated.
-"""
+"""``headway replay``: run a recording again and compare every decision."""
 
 import argparse
 import importlib.metadata
@@ -28,7 +24,7 @@ DIVERGED_EXIT_CODE = 1
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a replay; ``difference`` is empty if every decision was the same, to the byte."""
+    """The result; ``difference`` is empty for equal decisions."""
 
     num_records: int
     num_steps: int
@@ -39,7 +35,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speed(self) -> float:
-        """Seconds of the recording per second of the replay."""
+        """Recorded seconds per second of the replay."""
         return self.recorded_s / self.replayed_in_s if self.replayed_in_s else float("inf")
 
     @property
@@ -53,21 +49,21 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway replay``."""
+    """Add the command's flags."""
     add_log_flags(parser)
     parser.add_argument(
         "--policy",
         action="append",
         default=[],
         metavar="FIELD=VALUE,...",
-        help="simulate the same arrivals with these limits of the scheduler, as order=fair,batching=orca, beside those "
-        "that were recorded; may be repeated",
+        help="simulate the same arrivals with these limits of the scheduler too, as order=fair,batching=orca; may be "
+        "repeated",
     )
     parser.add_argument("--json", metavar="FILE", default="", help="write the result to this file as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and report; see ``Command``."""
+    """See ``Command``."""
     with log_on_disk(arguments) as path:
         return _run(Flight(path), arguments)
 
@@ -76,7 +72,7 @@ def _run(flight: Flight, arguments: argparse.Namespace) -> int:
     cases = policy_cases(flight.replay.limits, arguments.policy) if arguments.policy else ()
     recording = Recording() if cases else None
     result = replayed(flight, recording)
-    flight.tell_notice()
+    flight.report_notice()
     sys.stdout.write(f"{result.line}\n")
     if result.difference:
         _tell_versions(flight)
@@ -104,12 +100,12 @@ def _write_json(path: str, flight: Flight, result: ReplayResult, results: Sequen
 
 
 def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult:
-    """Replay a flight to its end or to the first different decision; ``recording`` collects its events."""
+    """Replay a flight to its first different decision."""
     started, difference = time.perf_counter(), ""
     try:
         for event in flight.events("replay"):
             if recording is not None:
-                recording.note(event, flight.replay.core)
+                recording.record(event, flight.replay.core)
     except Divergence as found:
         difference = str(found)
     replay = flight.replay

@@ -1,8 +1,4 @@
-"""A flight log on disk, opened and replayed event by event, with progress.
-
-Owns: from a path to events, and the messages for a log that cannot be used. Must not know: how a server's log gets here,
-or what the events are used for.
-"""
+"""A flight log on disk, opened and replayed event by event."""
 
 import sys
 from collections.abc import Iterator
@@ -22,13 +18,13 @@ class NoFlightLogError(ConfigurationError):
 
 
 class Flight:
-    """One life of a scheduler, from its log. ``events`` can be read once."""
+    """One life of a scheduler. ``events`` can be read once."""
 
     def __init__(self, path: str) -> None:
         """Open the log.
 
         Raises:
-            ConfigurationError: there is none, or it begins with damage.
+            ConfigurationError: there is none, or it is damaged.
         """
         try:
             self.log = FlightLog(Path(path))
@@ -41,7 +37,7 @@ class Flight:
         """When the first event was, in seconds of the scheduler's clock."""
 
     def events(self, title: str) -> Iterator[Event]:
-        """Replay and verify every event; show progress on a terminal.
+        """Replay and verify every event.
 
         Raises:
             ConfigurationError: the log is damaged.
@@ -64,10 +60,10 @@ class Flight:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first event to the newest."""
+        """Seconds from first to newest event."""
         return self.replay.now - self.first_s
 
-    def tell_notice(self) -> None:
-        """Say on stderr if the end of the log is torn."""
+    def report_notice(self) -> None:
+        """Report a torn end on stderr."""
         if self.log.notice:
             sys.stderr.write(f"note: {self.log.notice}\n")

@@ -1,8 +1,4 @@
-"""``headway timeline``: a picture of the rows in each step, and a trace.
-
-Owns: the flags, which steps it takes, and the exit codes (1: there are none, or a decision differs; 2: a flag or the
-log cannot be used). Must not know: how cells are made or drawn.
-"""
+"""``headway timeline``: a picture of the rows in each step, and a trace."""
 
 import argparse
 import sys
@@ -24,7 +20,7 @@ _MARGIN_STEPS = 4
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway timeline``."""
+    """Add the command's flags."""
     add_log_flags(parser)
     parser.add_argument("--png", metavar="FILE", default="", help="draw rows against steps; needs the extra bench")
     parser.add_argument("--perfetto", metavar="FILE", default="", help="write a Chrome trace, for ui.perfetto.dev")
@@ -38,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw and write; see ``Command``."""
+    """See ``Command``."""
     _check(arguments)
     try:
         with log_on_disk(arguments) as path:
@@ -62,8 +58,8 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
     flight = Flight(path)
     collector = StepCollector(wanted)
     for event in flight.events("timeline"):
-        collector.note(event, flight.replay.core)
-    flight.tell_notice()
+        collector.record(event, flight.replay.core)
+    flight.report_notice()
     steps = collector.steps
     if not steps:
         sys.stderr.write(f"headway timeline: no such steps; the recording has {collector.num_steps}\n")
@@ -81,11 +77,10 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
 
 
 def _steps_of(path: str, request_id: str) -> StepRange:
-    """Return the steps in which a request ran, and a few around them."""
     flight = Flight(path)
     collector = StepCollector(_ALL_STEPS)
     for event in flight.events(request_id):
-        collector.note(event, flight.replay.core)
+        collector.record(event, flight.replay.core)
     numbers = [step.number for step in collector.steps if any(cell.request_id == request_id for cell in step.cells)]
     if not numbers:
         raise ConfigurationError(f"--request: {shown(request_id)} is not allowed; allowed: a request that ran")

@@ -1,8 +1,4 @@
-"""The scheduler's settings that are simulated: one case per row of the table.
-
-Owns: the scheduler's limits as flags, and cases made of them. Must not know: what a limit does; every field of
-``SchedulerLimits`` can be given and compared.
-"""
+"""The simulated cases: scheduler settings, one case per row of the table."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -19,14 +15,14 @@ SWEPT_LIMIT = "max_num_batched_tokens"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings to simulate, and their name in the table."""
+    """Settings, and their name in the table."""
 
     label: str
     limits: SchedulerLimits
 
 
 def limit_settings() -> dict[str, Setting]:
-    """Return the fields of ``SchedulerLimits``, described as in the scheduler's configuration."""
+    """Return the fields of ``SchedulerLimits`` as settings."""
     configured = settings_of(SchedulerConfig)
     settings = {}
     for name, setting in settings_of(SchedulerLimits).items():
@@ -45,11 +41,11 @@ def make_cases(
 ) -> tuple[Case, ...]:
     """Return the cases in the given order; without a comparison one case of ``given``.
 
-    ``compared`` has values of limits, separated by commas, and gives a case per combination. ``listed`` has one
-    ``FIELD=VALUE,...`` per case, from the flag ``origin``. ``swept`` has token budgets.
+    ``compared`` gives a case per combination of values. ``listed`` has one ``FIELD=VALUE,...`` per case. ``swept`` has
+    token budgets.
 
     Raises:
-        ConfigurationError: a limit does not exist, a value is not allowed, or two ways of comparing are mixed.
+        ConfigurationError: a limit or value is wrong, or two ways of comparing are mixed.
     """
     if sum(map(bool, (compared, swept, listed))) > 1:
         raise ConfigurationError("--compare, --case and --sweep-budget do not go together; allowed: one of them")
@@ -69,7 +65,7 @@ def case_of(label: str, given: Layer) -> Case:
     """Return the case with these limits.
 
     Raises:
-        ConfigurationError: a value is not allowed.
+        ConfigurationError: a value is wrong.
     """
     return Case(label=label, limits=build(SchedulerLimits, given, _validate))
 

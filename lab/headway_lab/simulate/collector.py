@@ -1,10 +1,6 @@
 """The events of a simulated run, and its figures.
 
-Owns: collecting arrivals, tokens and ends, and the totals of a run. Must not know: how requests are scheduled, or how
-figures are shown.
-
-Times are virtual. The window of throughputs begins with the first measured arrival and ends with the last token. Every
-output token in it counts, and the prompts of the measured requests. ``headway_lab.measurement`` defines latencies.
+The window of throughputs begins with the first measured arrival and ends with the last token.
 """
 
 from collections.abc import Sequence
@@ -33,7 +29,7 @@ class SimulatedRequest(RequestFigures, frozen=True, kw_only=True):
 
 
 class SimulatedGroup(GroupTotals, frozen=True, kw_only=True):
-    """A group's requests that ended; throughput counts those that arrived in the window."""
+    """A group's ended requests; throughput counts arrivals in the window."""
 
     num_finished: int
     num_preemptions: int
@@ -63,7 +59,7 @@ class SimulationTotals(Totals, frozen=True, kw_only=True):
 
 
 class RunCollector:
-    """The events of a run, as they come. Requests before ``first_measured`` are warm-up."""
+    """A run's events. Requests before ``first_measured`` are warm-up."""
 
     def __init__(self, num_requests: int, first_measured: int = 0) -> None:
         self.steps: list[StepRecord] = []
@@ -93,7 +89,7 @@ class RunCollector:
         self.num_ended += 1
 
     def tokens(self, numbers: Int32Array, now: float) -> None:
-        """Record the next token of each of these requests."""
+        """Record the next token of each request."""
         if not len(numbers):
             return
         gaps = now - self._last_token_s[numbers]
@@ -128,7 +124,7 @@ class RunCollector:
         return Measurement(self._requests, times)
 
     def requests(self) -> list[SimulatedRequest]:
-        """Return all requests that ended, by number."""
+        """Return all ended requests."""
         measurement = self.measurement()
         return [self._figures(measurement, number) for number in sorted(self._ends)]
 
@@ -147,7 +143,7 @@ class RunCollector:
         )
 
     def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> SimulationTotals:
-        """Return the figures of the whole run; latencies and throughput are without the warm-up."""
+        """Return the run's figures without the warm-up."""
         measured = [number for number in sorted(self._ends) if number >= self._first_measured]
         measurement = self.measurement()
         arrival_s, end_s = self._arrival_s[measured], self._end_s[measured]

@@ -1,8 +1,4 @@
-"""``headway simulate``: from flags to runs to the report.
-
-Owns: the flags, the order of work, and the exit codes (1: the scheduler stopped for ever; 2: the command line or a file
-is wrong; 130: Ctrl-C). Must not know: what a step costs, what is measured, or how it is shown.
-"""
+"""``headway simulate``: from flags to the report. Must not know: costs, measuring or layout."""
 
 import argparse
 import sys
@@ -34,7 +30,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway simulate``."""
+    """Add the command's flags."""
     settings = settings_of(SimulationOptions)
     compare = settings.pop("compare")
     add_setting_flags(parser, settings.values(), title="device, workload and output")
@@ -58,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate and report; see ``Command``."""
+    """See ``Command``."""
     compares_sources = _take_compare_sources(arguments)
     given = given_by_flags(arguments, settings_of(SimulationOptions))
     if compares_sources:
@@ -88,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _take_compare_sources(arguments: argparse.Namespace) -> bool:
-    """Return whether the published comparison is asked for; if so, remove ``--compare``."""
+    """Remove ``--compare`` without a value."""
     texts: list[str] = getattr(arguments, "compare", [])
     if COMPARE_SOURCES not in texts:
         return False
@@ -148,7 +144,6 @@ def _write_outputs(
 
 
 def _described(world: World) -> dict[str, Any]:
-    """Return what was simulated, without the names of output files."""
     asked = msgspec.structs.asdict(world.options)
     options = {name: value for name, value in asked.items() if name not in {"json", "png", "sweep_budget", "compare"}}
     return {

@@ -1,20 +1,14 @@
-"""The published comparison of batching policies, run again.
+"""The published comparison of batching policies, run again. Must not know: how a run comes about.
 
-Owns: the workload and settings for the cases of ``published_comparison``, and the text about the result. Must not know:
-how a run comes about.
+The article's table prices each token at 0.34 ms, decode or not: only arithmetic counts there. The device here is the
+same ("compute-bound"). On a real device decodes wait for the weights and a small chunk adds little, so the orderings of
+throughput do not hold.
 
-The article is about "Llama 70B, 128 concurrent users". Its table prices each token at 0.34 ms, decode or not, so 128
-decodes take its median gap of 44 ms: only arithmetic counts there. The device here is the same
-(``hardware.ACCELERATORS``, "compute-bound"). On a real device decodes wait for the weights and a small chunk adds
-little, so the orderings of throughput do not hold (``--hardware h100 --tensor-parallel 4``).
+The lengths here are short, chosen from some dozens that were tried. With answers below a hundred tokens, the gap before
+the second token reaches the 99th percentile. With few prompt tokens per answer token, most steps are decodes only, so
+the median gap is not just the size of a chunk. All statements held with twelve of thirteen seeds.
 
-The article does not state the lengths of prompts and answers, so only the order of figures can be expected. The lengths
-here are short, chosen from some dozens that were tried. With answers below a hundred tokens, the gap before the second
-token reaches the 99th percentile. With few prompt tokens per answer token, most steps are decodes only, so the median
-gap is not just the size of a chunk. All statements held with twelve of thirteen seeds.
-
-A "chunk of C" is a budget of C beside one token per user. Whole prompts get the article's 2,048 tokens. One step is in
-flight at a time.
+A "chunk of C" is a budget of C beside one token per user. Whole prompts get the article's 2,048 tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +50,7 @@ before.
 
 
 def settings_layer(given: Layer) -> Layer:
-    """Return the workload's settings as a layer below the ``given`` flags."""
+    """Return the workload's settings below the ``given`` flags."""
     settings = dict(_as_given(SETTINGS))
     if "num_requests" in given:
         del settings["warmup_requests"]  # it might be all of them
@@ -64,10 +58,10 @@ def settings_layer(given: Layer) -> Layer:
 
 
 def source_cases(given: Layer, num_users: int) -> tuple[Case, ...]:
-    """Return the cases under the names of ``PUBLISHED``; ``given`` limits hold for all.
+    """Return the cases of ``PUBLISHED``; ``given`` limits hold for all.
 
     Raises:
-        ConfigurationError: a limit is not allowed.
+        ConfigurationError: a limit is wrong.
     """
     policies: dict[str, dict[str, Any]] = {
         "static": {"batching": "static", "max_num_batched_tokens": _WHOLE_PROMPTS_BUDGET},
@@ -84,7 +78,7 @@ def _as_given(values: Mapping[str, Any]) -> Layer:
 
 
 def figures_of(totals: Totals) -> Figures:
-    """Return the compared figures of a run; a missing latency is 0."""
+    """Return a run's compared figures; a missing latency is 0."""
     return Figures(
         output_tokens_per_s=totals.output_tokens_per_s,
         itl_p50_ms=totals.itl_ms.p50 or 0.0,
@@ -94,7 +88,7 @@ def figures_of(totals: Totals) -> Figures:
 
 
 def comparison_text(results: Sequence[CaseResult]) -> str:
-    """Return the published figures beside the simulated ones, the orderings, and the reasons for differences."""
+    """Return the table, the orderings, and the reasons for differences."""
     figures = {result.case.label: figures_of(result.totals) for result in results}
     return "\n".join((*beside_published("simulated", figures), "", _NOTES))
 

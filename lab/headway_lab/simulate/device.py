@@ -1,10 +1,6 @@
-"""The executor's end of the step protocol, with a cost model in place of the model.
+"""The executor's end of the step protocol, with a cost model in place of the model. Must not know: requests, queues.
 
-Owns: the virtual device: its steps, their times, and random tokens. Must not know: requests, queues.
-
-Steps are applied to the executor's own batch state, which refuses an impossible diff and returns the digests that the
-scheduler checks. A step takes the model's time, plus that of the blocks it moves, times a *disturbance*. A request with
-a known length (by the seed of its sampling) gets the stop token there.
+The executor's own batch state refuses an impossible diff and returns the digests that the scheduler checks.
 """
 
 from collections import deque
@@ -35,9 +31,7 @@ class Slowdown(msgspec.Struct, frozen=True):
 
 
 class Disturbance:
-    """Factors on the time of a step: lognormal noise with mean 1 and standard deviation ``noise``, and the latest
-    slowdown.
-    """
+    """Factors on a step's time: lognormal noise of mean 1, and the latest slowdown."""
 
     def __init__(self, noise: float, slowdowns: Sequence[Slowdown], rng: np.random.Generator) -> None:
         self._sigma = float(np.sqrt(np.log1p(noise**2)))
@@ -45,7 +39,7 @@ class Disturbance:
         self._rng = rng
 
     def factor(self, start_s: float) -> float:
-        """Return the factor for the next step, which starts at ``start_s``."""
+        """Return the factor for a step at ``start_s``."""
         factor = 1.0
         for slowdown in self._slowdowns:
             if slowdown.at_s <= start_s:
@@ -58,7 +52,7 @@ class Disturbance:
 class StepRecord(NamedTuple):
     """One step; times in seconds. ``num_decodes`` of its rows run one token and sample.
 
-    Before it ran, ``num_swapped_blocks`` moved to or from the host, which took ``swap_s`` of its time.
+    ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host.
     """
 
     start_s: float
@@ -71,7 +65,7 @@ class StepRecord(NamedTuple):
 
 
 class StepCosts(Protocol):
-    """A model of what a step costs; see ``Roofline``."""
+    """A model of a step's cost; see ``Roofline``."""
 
     @property
     def model_name(self) -> str: ...  # noqa: D102 - as the executor announces it
@@ -82,18 +76,18 @@ class StepCosts(Protocol):
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:
-        """Return the time of a step; arguments as in ``Roofline.step_time``."""
+        """Return a step's time; see ``Roofline.step_time``."""
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
         """Return the seconds to move blocks to or from the host."""
 
 
 class VirtualDevice:
-    """Runs one step after the other, each for as long as the costs say.
+    """Runs one step after the other.
 
     ``host_bandwidth``: bytes per second between each device and the host. ``lengths``: output tokens at which requests
     stop, by the seed of their sampling. ``acceptance``: probability that a proposed token is right if those before it
-    were; proposals cost nothing, and verifying them costs as much as running them.
+    were; proposals cost nothing.
     """
 
     def __init__(
@@ -123,14 +117,14 @@ class VirtualDevice:
 
     @property
     def next_end_s(self) -> float | None:
-        """When the oldest unanswered step ends; None if there is none."""
+        """The end of the oldest unanswered step, if any."""
         return self._steps[0][0].end_s if self._steps else None
 
     def take(self, output: SchedulerOutput, now: float) -> None:
-        """Accept a step; it starts when those before it have ended.
+        """Accept a step.
 
         Raises:
-            ImpossibleDiff: the scheduler contradicts what it sent before.
+            ImpossibleDiff: the scheduler contradicts earlier steps.
         """
         batch, moves = self._state.apply(output)
         sampling = batch.samples != 0
@@ -190,7 +184,6 @@ class VirtualDevice:
         )
 
     def _accept(self, batch: StepBatch, num_proposed: Int32Array, answer: ExecutorOutput) -> ExecutorOutput:
-        """Draw how many proposals are right, and the tokens after them."""
         asked = np.flatnonzero(num_proposed)
         rows, proposed = batch.rows[asked], num_proposed[asked]
         right = self._rng.random((len(rows), int(proposed.max()))) < self._acceptance
@@ -198,7 +191,7 @@ class VirtualDevice:
         accepted = right.cumprod(axis=1).sum(axis=1).astype(np.int32)
         self._state.accept(np.stack((rows, proposed, accepted)))
         further = self._rng.integers(0, self._stop_token_id, size=int(accepted.sum()), dtype=np.int32)
-        # Where the token that ends an answer belongs among them.
+        # These are the places of the tokens that end an answer.
         owner = np.repeat(np.arange(len(rows)), accepted)
         places = np.arange(len(owner)) - (np.cumsum(accepted) - accepted)[owner]
         positions = batch.num_computed_tokens[asked][owner] + batch.num_scheduled_tokens[asked][owner] + places + 1
@@ -212,7 +205,7 @@ class VirtualDevice:
         )
 
     def _draw(self, batch: StepBatch, sampling: NDArray[np.bool_]) -> Int32Array:
-        """Draw a token for each row that samples; the stop token comes exactly at a known length."""
+        """Draw tokens; the stop token comes at a known length."""
         num_samples = int(np.count_nonzero(sampling))
         if not self._lengths:
             return self._rng.integers(0, self._vocab_size, size=num_samples, dtype=np.int32)
@@ -226,7 +219,7 @@ class VirtualDevice:
 
 
 def stop_token_of(vocab_size: int) -> int:
-    """Return the token that ends an answer: the last of the vocabulary."""
+    """Return the last token of the vocabulary."""
     return vocab_size - 1
 
 
@@ -234,7 +227,7 @@ def parse_slowdowns(texts: Sequence[str]) -> tuple[Slowdown, ...]:
     """Read slowdowns, ``AT_S:FACTOR`` each.
 
     Raises:
-        ValueError: one is no time and a positive factor.
+        ValueError: one is not a time and a positive factor.
     """
     return tuple(_slowdown(text) for text in texts)
 

@@ -1,7 +1,4 @@
-"""A device from a file, for example one fitted to measured steps.
-
-Owns: the file's content and reading it. Must not know: where its figures are from, or how they are used.
-"""
+"""A device from a file."""
 
 import msgspec
 
@@ -11,17 +8,17 @@ from headway_lab.simulate.model_shapes import ModelShape
 
 
 class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """An accelerator, and the model that was measured on it, if any."""
+    """An accelerator, and the model that was measured on it."""
 
     accelerator: Accelerator
     model: ModelShape | None = None
 
 
 def read_device(path: str) -> DescribedDevice:
-    """Read a device from a JSON file; other keys are ignored.
+    """Read a JSON file; other keys are ignored.
 
     Raises:
-        ConfigurationError: the file cannot be read, or describes no accelerator.
+        ConfigurationError: the file is unreadable, or describes no accelerator.
     """
     try:
         return msgspec.json.decode(bytes_of_file(path, "--hardware-file") or b"", type=DescribedDevice)

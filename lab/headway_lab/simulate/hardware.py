@@ -1,23 +1,19 @@
-"""The accelerators that can be simulated.
-
-Owns: the peaks of each, and the shares of them that good kernels reach. Must not know: models or steps.
+"""The accelerators that can be simulated, and the shares of their peaks that good kernels reach. Must not know: models.
 
 Peaks are NVIDIA's data sheets' (A100 80GB SXM, H100 SXM, H200 SXM): dense bf16 without sparsity, decimal gigabytes,
 links in one direction. The rest:
 
 - GEMM 0.80 and memory 0.90 of the peak: measured on an H200 (790 of 989.4 TFLOP/s; a copy, 4.3 of 4.8 TB/s).
-- A product of few tokens reads weights at 0.80, with exponent 2.5 (see ``roofline``): DeepGEMM's first published table
-  on an H800 (7168 x 16384 reads 2,668 of 3,350 GB/s; 64, 128 and 4,096 tokens give exponents from 2.8 to 1.6). They are
-  FP8; bf16 doubles both bytes and operations.
+- A product of few tokens reads weights at 0.80, with exponent 2.5: DeepGEMM's first published table on an H800 (7168 x
+  16384 reads 2,668 of 3,350 GB/s; 64, 128 and 4,096 tokens give exponents from 2.8 to 1.6).
 - Tiles of 64 tokens on Hopper (PTX ISA, ``wgmma``), and 128 on Ampere, where 257 tokens take 32% longer than 256
   (Sarathi-Serve, Agrawal et al., 2024, 4.3).
 - Attention 0.75 on Hopper (FlashAttention-3, 740 TFLOP/s on H100, Shah et al., 2024), 0.73 on Ampere (FlashAttention-2,
   230 on A100, Dao, 2023); both give each head of 128 queries to one of 132 or 108 processors.
 - Host memory 0.78 of the link: measured on an H200 (50 of PCI Express 5's 64 GB/s).
 - Assumed: the same shares for the other devices; NVLink 0.80; 10 us for a small all-reduce; 2 us from kernel to kernel
-  in a graph; 0.3 ms between two steps, without the scheduler's own time.
-- ``compute-bound`` is no accelerator, but the assumption of a published comparison of policies: 0.34 ms for each token
-  of a 70B model and 2 ms beside that (see ``comparison``).
+  in a graph; 0.3 ms between two steps.
+- ``compute-bound`` is the assumption of a published comparison: 0.34 ms for each token of a 70B model and 2 ms beside.
 """
 
 from typing import Annotated
@@ -31,11 +27,10 @@ _Duration = Annotated[float, Meta(ge=0)]
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """One device. Rates per second, sizes in bytes, times in seconds; shares of the peak from 0 to 1.
+    """One device. Rates are per second, sizes in bytes, times in seconds, shares of the peak from 0 to 1.
 
     ``overlap_exponent``: how far arithmetic hides reading; 1 not at all, large values wholly. ``gemm_tile_tokens`` and
-    ``attention_tile_queries``: what a kernel computes at once, so fewer take as long. ``num_processors`` work on
-    different tiles.
+    ``attention_tile_queries``: the units of a kernel, so fewer take as long.
     """
 
     name: str

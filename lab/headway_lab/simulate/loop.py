@@ -1,10 +1,8 @@
-"""Virtual time: arrivals and ends of steps in order, and the real core in between.
-
-Owns: the clock and the order of events. Must not know: what a step costs, or how anything is decided.
+"""Virtual time: arrivals and ends of steps in order, and the real core in between. Must not know: costs or decisions.
 
 As in the scheduler process, an answer is processed, new requests are queued, and ``schedule`` is called until it
-returns nothing. The scheduler's own time counts as 0. At the same instant, ends of steps come before arrivals, and
-arrivals come in the order of their numbers.
+returns nothing. At the same instant, ends of steps come before arrivals, and arrivals come in the order of their
+numbers.
 """
 
 import heapq
@@ -24,11 +22,11 @@ _NEVER = float("inf")
 
 
 class NoProgress(RuntimeError):  # noqa: N818 - it names a finding
-    """Requests wait, nothing runs and nothing will arrive: the scheduler stopped for ever."""
+    """Requests wait, nothing runs and nothing will arrive."""
 
 
 class Simulation:
-    """One run. ``on_progress`` gets the collector and the virtual time after each answer."""
+    """One run. ``on_progress`` gets the collector and the virtual time."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Simulation:
         """Run until every request has ended.
 
         Raises:
-            NoProgress: the scheduler leaves requests waiting for ever.
+            NoProgress: the scheduler stopped for ever.
         """
         while True:
             end_s = self._device.next_end_s

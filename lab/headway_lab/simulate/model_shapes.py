@@ -1,16 +1,13 @@
-"""The models that can be simulated, as far as they determine costs.
+"""The dimensions of simulated models, and the resulting costs. Must not know: hardware.
 
-Owns: the dimensions of each and what follows from them. Must not know: hardware.
-
-Weights, activations and KV have ``bytes_per_value`` each: two, as in bfloat16, by default. Dimensions are from each
-model's published config.json; the resulting number of parameters equals the published one.
+Dimensions are from each model's published config.json; the resulting number of parameters equals the published one.
 """
 
 import msgspec
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense decoder with grouped queries and a gated MLP (three matrices), as Llama's."""
+    """A dense decoder with grouped queries and a gated MLP."""
 
     name: str
     num_layers: int
@@ -31,7 +28,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_head_parameters(self) -> int:
-        """Parameters of the matrix from hidden states to logits; the token embedding has as many."""
+        """Parameters of the matrix to logits; the token embedding has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -51,7 +48,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers * values * self.bytes_per_value
 
     def kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """Bytes on each of ``tensor_parallel`` devices; each has at least one whole KV head."""
+        """Bytes on each device; each has at least one whole KV head."""
         num_kv_heads = -(-self.num_kv_heads // tensor_parallel)
         return 2 * self.num_layers * num_kv_heads * self.head_dim * self.bytes_per_value
 

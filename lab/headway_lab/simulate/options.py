@@ -1,7 +1,4 @@
-"""The flags of ``headway simulate`` except the scheduler's own.
-
-Owns: defaults, help and allowed ranges. Must not know: how anything is simulated.
-"""
+"""The flags of ``headway simulate`` except the scheduler's."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -41,26 +38,24 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
         int, Meta(ge=1, le=64, description="devices that share the model over NVLink, a power of two")
     ] = 1
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block, a power of two")] = 16
-    num_kv_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks; 0: what fits beside the weights")] = 0
+    num_kv_blocks: Annotated[
+        int, Meta(ge=0, le=1 << 24, description="KV blocks; 0: as many as fit beside the weights")
+    ] = 0
     max_model_len: Annotated[
-        int, Meta(ge=0, le=1 << 24, description="tokens per request at most; 0: the model's context")
+        int, Meta(ge=0, le=1 << 24, description="most tokens per request; 0: the model's context")
     ] = 0
-    host_blocks: Annotated[
-        int, Meta(ge=0, le=1 << 24, description="KV blocks on the host that others can be swapped out into")
-    ] = 0
+    host_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks on the host, for swapping out")] = 0
     host_bandwidth_gb_s: Annotated[
         float, Meta(ge=0, le=1e6, description="GB/s between each device and the host; 0: the accelerator's")
     ] = 0.0
     num_speculative_tokens: Annotated[
         int,
-        Meta(ge=0, le=64, description="tokens that the device proposes for a request in one step, at most; 0: none"),
+        Meta(ge=0, le=64, description="most tokens that the device proposes for a request in one step; 0: none"),
     ] = 0
     speculative_acceptance: Annotated[
-        float, Meta(ge=0, le=1, description="how likely each of them is right if those before it were")
+        float, Meta(ge=0, le=1, description="probability that a proposed token is right if those before it were")
     ] = 0.7
-    noise: Annotated[
-        float, Meta(ge=0, le=10, description="standard deviation of step times over their mean, drawn by --seed")
-    ] = 0.0
+    noise: Annotated[float, Meta(ge=0, le=10, description="standard deviation of step times over their mean")] = 0.0
     slowdown: Annotated[
         tuple[str, ...], Meta(description=f"steps take longer from a time on: {SLOWDOWN_NOTATION}, as 30:1.5")
     ] = ()

@@ -1,7 +1,4 @@
-"""The picture of a simulation.
-
-Owns: its layout. Must not know: how a run came about. Needs matplotlib; nothing else of the package imports this.
-"""
+"""The picture of a simulation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +12,10 @@ from headway_lab.simulate.report import CaseResult
 
 
 def draw(path: Path, title: str, results: Sequence[CaseResult], knee: CaseResult | None) -> None:
-    """Write a PNG: for one case its steps and queue over time, for several their throughput against P99 ITL.
+    """Write a PNG: one case's steps and queue over time, or several cases' throughput against P99 ITL.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: writing failed.
     """
     figure = Figure(figsize=(9, 7), layout="constrained")
     figure.suptitle(title, fontsize=10)
@@ -76,7 +73,7 @@ def _draw_capacity(axes: Axes, results: Sequence[CaseResult], knee: CaseResult |
         axes.plot([point[0] for point in points], [point[1] for point in points], "o-", color=BLUE)
         _name_points(axes, points, f"{field}=", knee)
     elif points:
-        # In the colors that each case has in the panel below, since names beside the points may cover each other.
+        # They have the colors of the panel below, since names beside the points may cover each other.
         places = {id(result): place for place, result in enumerate(results)}
         for itl_ms, throughput, result in points:
             label, color = result.case.label.removeprefix(f"{field}="), f"C{places[id(result)] % 10}"
@@ -108,7 +105,6 @@ def _name_points(
 
 
 def _only_field(results: Sequence[CaseResult]) -> str:
-    """Return the setting in which the cases differ, if it is one."""
     fields = {result.case.label.partition("=")[0] for result in results}
     is_one = len(fields) == 1 and not any("," in result.case.label for result in results)
     return fields.pop() if is_one else ""

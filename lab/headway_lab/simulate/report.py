@@ -1,7 +1,6 @@
-"""How a simulation is shown: the table, the JSON, and the knee of a sweep.
+"""The table and JSON of a simulation, and the knee of a sweep.
 
-Owns: their layout. Must not know: how a run came about. The same flags give the same bytes of JSON, so the speed of the
-simulation is only in the table.
+The same flags give the same bytes of JSON, so only the table has the simulation's speed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests are running and waiting after each step."""
+    """Running and waiting requests after each step."""
 
     time_s: list[float]
     num_running: list[int]
@@ -68,9 +67,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
-    """Return a line per case, with its tenants and priorities below it; the knee has a star. Goodput has a column if
-    there are objectives.
-    """
+    """Return a line per case; the knee has a star."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for result in results:
         rows.append(_row(result, is_knee=result is knee))
@@ -130,8 +127,7 @@ def _note(result: CaseResult) -> str:
 def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
     """Return the case farthest above the line from the lowest to the highest P99 ITL, both axes scaled to 0 to 1.
 
-    This is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011). None for fewer than three cases with
-    an ITL, or equal latencies.
+    This is the knee of Satopaa et al., "Finding a Kneedle in a Haystack" (2011), for at least three cases.
     """
     points = sorted(
         (
@@ -153,7 +149,7 @@ def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
 def as_json(
     world: Mapping[str, Any], results: Sequence[CaseResult], knee: CaseResult | None, added: Mapping[str, Any]
 ) -> bytes:
-    """Return the whole result; ``world`` is what was simulated, ``added`` any other results."""
+    """Return the whole result; ``world`` is the simulated one."""
     document = {
         "schema": JSON_SCHEMA,
         **world,

@@ -1,6 +1,4 @@
-"""The time of a step on a device, and the KV blocks that fit beside the weights.
-
-Owns: the cost model. Must not know: schedulers, requests, or where a step comes from.
+"""The time of a step on a device, and the KV blocks that fit beside the weights. Must not know: schedulers, requests.
 
 A step's time is a sum:
 
@@ -9,15 +7,15 @@ A step's time is a sum:
   ``(m^x + c^x)^(1/x)`` with the device's exponent x.
 - *Attention of decodes*: ``4 * heads * head_dim`` operations per layer and position; reading keys and values bounds it.
 - *Attention of prompts*: the same operations; a row's cache is read once per step, since tiles of queries run side by
-  side (as FlashAttention-3's published rate implies), so the chunks C of a prompt N read N^2 / 2C. A processor has one
-  head of one tile at a time (Dao, FlashAttention-2, 2023, 3.2): a small chunk leaves most idle.
+  side, so the chunks C of a prompt N read N^2 / 2C. A processor has one head of one tile at a time (Dao,
+  FlashAttention-2, 2023, 3.2): a small chunk leaves most idle.
 - *Elementwise*: norms, rotation, activation and the writing of the cache, bound by memory.
 - *All-reduce*: two per layer; each sends ``2 (n - 1) / n`` of the hidden states (Patarasuk and Yuan, 2009), plus a
   latency.
 - *Sampling*: some passes over the logits. *Fixed*: starts of kernels, and the time between steps.
 
-Not modelled: attention split along the cache, matrices too small for all processors, clocks that fall under load, and
-communication behind arithmetic.
+Not modelled: attention split along the cache, matrices too small for all processors, falling clocks, and communication
+behind arithmetic.
 """
 
 from typing import NamedTuple
@@ -34,7 +32,7 @@ KERNELS_PER_LAYER = 10
 ALL_REDUCES_PER_LAYER = 2
 """After attention's output product and after the MLP's (Shoeybi et al., Megatron-LM, 2019)."""
 USABLE_MEMORY_SHARE = 0.90
-"""Of the device's memory; the rest is for activations and the runtime. It is vLLM's default as well."""
+"""A share of the device's memory, as in vLLM; the rest is for activations and the runtime."""
 LOGIT_PASSES = 4
 """How often a row's logits, four bytes each, are read or written until a token is drawn: assumed."""
 _LOGIT_BYTES = 4
@@ -57,7 +55,7 @@ class StepTime(NamedTuple):
 
 
 class Roofline:
-    """A model on ``tensor_parallel`` equal devices. Rates are per device, for its share of the work."""
+    """A model on ``tensor_parallel`` equal devices. Rates are per device."""
 
     def __init__(self, accelerator: Accelerator, shape: ModelShape, tensor_parallel: int) -> None:
         self.accelerator = accelerator
@@ -72,7 +70,7 @@ class Roofline:
         self._sample_s = 2 * shape.num_head_parameters / gemm_flops
         pair_flops = 4 * shape.num_heads * shape.head_dim * shape.num_layers
         self._pair_s = pair_flops / (accelerator.peak_flops * accelerator.attention_share * tensor_parallel)
-        # Of a tile alone on its processor: how much longer it takes than if the whole device could work on it.
+        # How much longer a tile takes alone on its processor than if the whole device could work on it.
         num_heads_here = -(-shape.num_heads // tensor_parallel)
         self._lone_tile_factor = max(accelerator.num_processors / num_heads_here, 1.0)
         self._kv_token_s = shape.kv_bytes_per_token(tensor_parallel) / bandwidth
@@ -99,11 +97,7 @@ class Roofline:
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:
-        """Return the time of a step whose row i runs ``num_scheduled_tokens[i]`` tokens after
-        ``num_computed_tokens[i]``.
-
-        Both have shape ``[rows]``; ``num_samples`` rows draw a token.
-        """
+        """Return the time of a step; row i runs ``num_scheduled_tokens[i]`` tokens after ``num_computed_tokens[i]``."""
         num_tokens = int(num_scheduled_tokens.sum())
         return StepTime(
             linear_s=self._linear_s(num_tokens, num_samples),
@@ -117,7 +111,7 @@ class Roofline:
     def _linear_s(self, num_tokens: int, num_samples: int) -> float:
         tile, exponent = self.accelerator.gemm_tile_tokens, self.accelerator.overlap_exponent
         arithmetic_s = -(-num_tokens // tile) * tile * self._token_s + -(-num_samples // tile) * tile * self._sample_s
-        # Around the larger of the two, so that no power of a small number is lost.
+        # It is computed around the larger of the two, so that no power of a small number is lost.
         longer_s, shorter_s = max(arithmetic_s, self._weights_s), min(arithmetic_s, self._weights_s)
         return float(longer_s * (1.0 + (shorter_s / longer_s) ** exponent) ** (1.0 / exponent))
 
@@ -138,15 +132,11 @@ class Roofline:
         return float(decodes_s + max(arithmetic_s, reading_s))
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:
-        """Return the seconds to move blocks to or from the host at ``host_bandwidth`` bytes a second per device. Each
-        device moves its share of a block over its own link.
-        """
+        """Return the seconds to move blocks to or from the host at ``host_bandwidth`` bytes a second per device."""
         return num_blocks * block_size * self.shape.kv_bytes_per_token(self.tensor_parallel) / host_bandwidth
 
     def num_blocks(self, block_size: int) -> int:
-        """Return the KV blocks of ``block_size`` tokens that fit beside the weights; 0 or less if the weights do not
-        fit.
-        """
+        """Return the KV blocks that fit; 0 or less if the weights do not."""
         weights = self.shape.num_parameters * self.shape.bytes_per_value / self.tensor_parallel
         free = self.accelerator.memory_bytes * USABLE_MEMORY_SHARE - weights
         return int(free // (block_size * self.shape.kv_bytes_per_token(self.tensor_parallel)))

@@ -1,7 +1,4 @@
-"""One device and one workload, and its runs under different limits of the scheduler.
-
-Owns: what the cases share, and one run. Must not know: flags, or how a result is shown.
-"""
+"""One device and one workload, and its runs under different limits."""
 
 import time
 from collections.abc import Callable
@@ -42,7 +39,7 @@ class World(NamedTuple):
 
 
 def make_world(options: SimulationOptions) -> World:
-    """Return the device and the workload that the options describe.
+    """Return the options' device and workload.
 
     Raises:
         ConfigurationError: the model does not fit the device, or the workload not the model.
@@ -101,13 +98,13 @@ def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> flo
 
 
 def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, float], None] | None = None) -> CaseResult:
-    """Run one case; ``on_progress`` gets the collector and the virtual time after each answer.
+    """Run one case.
 
     Raises:
-        ConfigurationError: the scheduler does not take these limits.
+        ConfigurationError: the scheduler refuses these limits.
         NoProgress: it leaves requests waiting for ever.
     """
-    # The device has a row for each request that may run, as an executor that is started with the same settings.
+    # The device has a row for each request that may run, like an executor with the same settings.
     capacity = msgspec.structs.replace(world.capacity, max_num_rows=case.limits.max_num_seqs)
     try:
         scheduler = Scheduler(case.limits, capacity)

@@ -1,8 +1,4 @@
-"""``headway top``: from flags to a live view, or to one screen as text.
-
-Owns: the flags and the exit codes (0: shown; 1: the server did not answer, or refused; 2: the command line is wrong, or
-stdout is no terminal; 128 plus a signal's number). Must not know: what is shown, or what keys do.
-"""
+"""``headway top``: from flags to a live view, or to one screen as text; exit codes. Must not know: what keys do."""
 
 import argparse
 import asyncio
@@ -23,13 +19,13 @@ _SHORTEST_INTERVAL_S = 0.1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway top``."""
+    """Add the command's flags."""
     parser.add_argument(
         "--interval",
         type=float,
         default=DEFAULT_INTERVAL_S,
         metavar="S",
-        help=f"seconds between two looks at the server (default: {DEFAULT_INTERVAL_S:g})",
+        help=f"seconds between two requests to the server (default: {DEFAULT_INTERVAL_S:g})",
     )
     parser.add_argument(
         "--once",
@@ -41,27 +37,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=FEWEST_LOOKS,
         metavar="N",
-        help="looks before --once prints: rates take two, and more make sparklines longer (default: 2)",
+        help="requests to the server before --once prints: rates need two, and more make sparklines longer (default: 2)",
     )
-    parser.add_argument("--no-color", action="store_true", help="no colours; so does the variable NO_COLOR")
+    parser.add_argument("--no-color", action="store_true", help="no colours, as with the variable NO_COLOR")
     parser.add_argument(
         "--max-listed",
         type=int,
         default=DEFAULT_MAX_LISTED,
         metavar="N",
-        help="list requests only while no more than N are live, since the list costs the scheduler time for each "
+        help="list requests only while at most N are live, because the list costs the scheduler time per request "
         f"(default: {DEFAULT_MAX_LISTED})",
     )
     add_connection_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the server; see ``Command``."""
+    """See ``Command``."""
     from headway_lab.top.server import NoAnswerError
 
     _check(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # Names of requests may have characters that a terminal has not.
+        sys.stdout.reconfigure(errors="replace")  # names of requests may have characters that a terminal lacks
     try:
         return asyncio.run(_once(arguments) if arguments.once else _live(arguments))
     except NoAnswerError as error:
@@ -121,6 +117,6 @@ async def _live(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("stdout is no terminal that can be drawn on; give --once for one screen as text")
     async with client_of(arguments) as client:
         server = Server(client, max_listed=arguments.max_listed)
-        first = await server.look()  # One line for a missing server, rather than a screen.
+        first = await server.look()  # Report a missing server in one line, without a screen.
         view = LiveView(server, console, first, address=arguments.address, interval_s=arguments.interval)
         return await view.show()

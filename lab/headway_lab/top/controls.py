@@ -1,6 +1,5 @@
-"""The keyboard's state: the selected request, the sort order, an open question.
-
-Owns: what each key changes or orders. Must not know: terminals, pictures, or the server.
+"""The keyboard's state: the selected request, the sort order, an open question. Must not know: terminals, or the
+server.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ class OrderKind(Enum):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One order; ``request_id`` is empty if it concerns the whole server."""
+    """One order; without ``request_id`` it concerns the whole server."""
 
     kind: OrderKind
     request_id: str = ""
@@ -73,7 +72,7 @@ class Controls:
 
     @property
     def question(self) -> str:
-        """The question that the next key answers; empty if there is none."""
+        """The question that the next key answers."""
         if self._asked is None:
             return ""
         if self._asked.kind is OrderKind.DRAIN:
@@ -81,11 +80,11 @@ class Controls:
         return f"cancel {printable(self._asked.request_id)}? y/n"
 
     def sorted(self, requests: Sequence[Request]) -> list[Request]:
-        """Return requests in the chosen order; equal ones keep theirs."""
+        """Return requests in the chosen order."""
         return sorted(requests, key=_SORT_KEYS[self.sort_order])
 
     def press(self, key: str, requests: Sequence[Request]) -> Order | None:
-        """Process one key; return the order that it gives, if any."""
+        """Process one key; return its order, if any."""
         if self._asked is not None:
             return self._answer(key)
         self.message = ""
@@ -108,7 +107,7 @@ class Controls:
                 self._close()
         return None
 
-    def tell(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """Show the outcome of an order."""
         self.message = printable(message)
 
@@ -134,7 +133,7 @@ class Controls:
         return None
 
     def _move(self, places: int, requests: Sequence[Request]) -> None:
-        # Continuations share an id, and are one thing to select.
+        # Continuations share an id, so they are selected together.
         ids = list(dict.fromkeys(request.request_id for request in self.sorted(requests)))
         if not ids:
             return

@@ -1,7 +1,4 @@
-"""Figures as short texts: counts, durations, bars, sparklines, and printable names.
-
-Owns: how one figure is written. Must not know: which figures exist.
-"""
+"""Figures as short texts: counts, durations, bars, sparklines, printable names."""
 
 from collections.abc import Sequence
 
@@ -11,7 +8,7 @@ _REPLACEMENT = "?"
 
 
 class Glyphs(msgspec.Struct, frozen=True):
-    """The characters of bars and sparklines; ``sparks`` are in rising order."""
+    """The characters of bars and, in rising order, of sparklines."""
 
     filled: str
     empty: str
@@ -33,7 +30,7 @@ def glyphs_for(encoding: str) -> Glyphs:
 
 
 def printable(text: str) -> str:
-    """Return a client's name without control, format or line characters, which could steer a terminal."""
+    """Remove control, format and line characters, with which a client's name could steer a terminal."""
     return "".join(character if character.isprintable() else _REPLACEMENT for character in text)
 
 
@@ -49,7 +46,7 @@ def bar(share: float, width: int, glyphs: Glyphs) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
-    """Return the last ``width`` values as columns, scaled to the highest; empty for fewer than two."""
+    """Return the last ``width`` values as columns; empty for fewer than two."""
     shown = values[-width:] if width > 0 and len(values) > 1 else ()
     highest = max(shown, default=0.0)
     if highest <= 0:
@@ -59,7 +56,7 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
 
 
 def count(value: float) -> str:
-    """Return a count with separators; from ten million on it is shortened."""
+    """Return a count with separators, shortened from ten million on."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= 10 * size or (unit != "M" and value >= size):
             return f"{value / size:.1f}{unit}"
@@ -67,7 +64,7 @@ def count(value: float) -> str:
 
 
 def short_count(value: int) -> str:
-    """Return a count in about five characters, in thousands or millions."""
+    """Return a count in thousands or millions."""
     if value < 10_000:
         return f"{value:,}"
     return f"{value / 1e3:.1f}k" if value < 1_000_000 else f"{value / 1e6:.1f}M"
@@ -94,7 +91,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a measured time with three digits in a fitting unit."""
+    """Return a measured time with three digits."""
     if seconds <= 0:
         return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

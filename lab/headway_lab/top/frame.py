@@ -1,7 +1,4 @@
-"""The frame of a picture: the terminal's size and glyphs, and whether the server answers.
-
-Owns: these values, and the styles of states. Must not know: what is shown.
-"""
+"""The frame of a picture: the terminal's size and glyphs, and whether the server answers."""
 
 import msgspec
 
@@ -13,7 +10,7 @@ STATE_STYLES = {"serving": "green", "ready": "green", "running": "green", "preem
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """The terminal and the server's reachability.
 
-    ``silent_for`` and ``trouble`` are empty while the server answers. ``hints`` is the last line, if any.
+    ``silent_for`` and ``trouble`` are empty while the server answers.
     """
 
     width: int

@@ -1,7 +1,4 @@
-"""The latest answer of a server, and the rates between answers.
-
-Owns: answers and rates. Must not know: how they are shown, or how the server is asked.
-"""
+"""The latest answer of a server, and the rates between answers. Must not know: layout."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,11 +11,11 @@ from headway_proto import admin_pb2
 MAX_LOOKS = 240
 """How many rates are kept; more than the widest terminal shows."""
 RATE_WINDOW_S = 5.0
-"""Rates that stand as a number are taken over so long, so that they can be read."""
+"""The time behind a rate that is shown as a number, so that it can be read."""
 
 
 class Look(msgspec.Struct, frozen=True):
-    """One answer. ``requests`` is None if they were too many to list; ``taken_at`` is in seconds."""
+    """One answer. ``requests`` is None if they were too many; ``taken_at`` is in seconds."""
 
     taken_at: float
     status: admin_pb2.GetStatusResponse
@@ -26,7 +23,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class _Totals(msgspec.Struct, frozen=True):
-    """The counters of one look; ``by_tenant`` are output tokens."""
+    """One look's counters; ``by_tenant`` are output tokens."""
 
     taken_at: float
     num_steps: int
@@ -36,7 +33,7 @@ class _Totals(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Looks of the last seconds. A server whose counters restart begins a new history."""
+    """Looks of the last seconds. A restarted server begins a new history."""
 
     def __init__(self, first: Look) -> None:
         self.latest = first
@@ -58,18 +55,18 @@ class History:
 
     @property
     def steps_per_s(self) -> float:
-        """Rate over the last seconds; 0 without a second look."""
+        """Rate over the last seconds."""
         first, last = self._window()
         return _rate(first.num_steps, last.num_steps, last.taken_at - first.taken_at)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Rate over the last seconds; 0 without a second look."""
+        """Rate over the last seconds."""
         first, last = self._window()
         return _rate(first.num_output_tokens, last.num_output_tokens, last.taken_at - first.taken_at)
 
     def tenant_tokens_per_s(self, tenant: str) -> float:
-        """Rate of a tenant's output tokens; 0 for a new tenant."""
+        """Return a tenant's rate of output tokens."""
         first, last = self._window()
         now = last.by_tenant.get(tenant, 0)
         return _rate(first.by_tenant.get(tenant, now), now, last.taken_at - first.taken_at)
@@ -88,7 +85,7 @@ class History:
         last = self._totals[-1]
         recent = (totals for totals in self._totals if totals.taken_at >= last.taken_at - RATE_WINDOW_S)
         first = next(recent)
-        if first is last and self.has_rates:  # Looks further apart than the window.
+        if first is last and self.has_rates:  # looks are further apart than the window
             first = self._totals[-2]
         return first, last
 

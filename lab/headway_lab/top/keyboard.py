@@ -1,7 +1,4 @@
-"""Single keys from a terminal.
-
-Owns: the terminal's mode, which is always restored, and the names of keys. Must not know: what a key does.
-"""
+"""Single keys from a terminal, whose mode is always restored."""
 
 import contextlib
 import re
@@ -12,13 +9,13 @@ from collections.abc import Iterator
 from headway_lab.top.controls import DOWN, ESCAPE, UP
 
 _ARROWS = {b"A": UP, b"B": DOWN}
-# An escape sequence of any kind, so that those of unknown keys are not taken for letters; or one byte.
+# An escape sequence of any kind, so that unknown keys are not taken for letters; or one byte.
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z~])|([\x00-\xff])")
 
 
 @contextlib.contextmanager
 def single_keys(descriptor: int) -> Iterator[None]:
-    """Read keys as they are pressed, without echo; Ctrl-C still sends its signal."""
+    """Read keys without echo; Ctrl-C still sends its signal."""
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
@@ -28,7 +25,7 @@ def single_keys(descriptor: int) -> Iterator[None]:
 
 
 def keys_of(data: bytes) -> list[str]:
-    """Return the known keys in bytes that were read together."""
+    """Return the known keys in these bytes."""
     return [key for match in _KEY.finditer(data) if (key := _name(match))]
 
 

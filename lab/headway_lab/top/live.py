@@ -1,7 +1,4 @@
-"""The loop of the live view: ask, draw, take keys, until the user quits.
-
-Owns: time, tasks, signals and the screen. Must not know: what a picture shows, or what a key means.
-"""
+"""The loop of the live view: ask, draw, take keys, until the user quits. Must not know: pictures, or keys' meaning."""
 
 import asyncio
 import os
@@ -26,7 +23,7 @@ _MAX_KEY_BYTES = 1024
 
 
 class LiveView:
-    """Shows a server on ``console`` and takes keys from stdin, if that is a terminal."""
+    """Shows a server on ``console`` and takes keys from a terminal."""
 
     def __init__(self, server: Server, console: Console, first: Look, *, address: str, interval_s: float) -> None:
         self._server = server
@@ -47,9 +44,7 @@ class LiveView:
         self._orders: set[asyncio.Task[None]] = set()
 
     async def show(self) -> int:
-        """Show from the first look on; return the exit code: 0 after quitting, 128 plus the number of a signal. The
-        terminal is always restored.
-        """
+        """Return 0 after quitting, or 128 plus a signal's number."""
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             for number in _ENDING_SIGNALS:
@@ -96,7 +91,7 @@ class LiveView:
         self._look_soon.clear()
 
     async def _keep_drawing(self) -> None:
-        """Draw every second even without an answer, to show how long the server is silent."""
+        """Draw every second, to show how long the server is silent."""
         while True:
             self._draw()
             await asyncio.sleep(1.0)
@@ -123,7 +118,7 @@ class LiveView:
             self._screen.callback(loop.remove_reader, descriptor)
 
     def _suspend(self) -> None:
-        """Handle Ctrl-Z: give the terminal to the shell, and take it back later."""
+        """Give the terminal to the shell, and take it back later."""
         self._screen.close()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._open_screen()
@@ -134,7 +129,7 @@ class LiveView:
             data = os.read(descriptor, _MAX_KEY_BYTES)
         except OSError:
             data = b""
-        if not data:  # The terminal is gone.
+        if not data:  # the terminal is gone
             self._end(128 + signal.SIGHUP)
             return
         for key in keys_of(data):
@@ -154,12 +149,12 @@ class LiveView:
         try:
             outcome = await self._server.carry_out(order)
         except NoAnswerError as error:
-            self._controls.tell(f"{order.kind.value}: {error}")
+            self._controls.report(f"{order.kind.value}: {error}")
         else:
             if order.kind is OrderKind.EXPLAIN:
                 self._controls.explain(outcome)
             else:
-                self._controls.tell(outcome)
+                self._controls.report(outcome)
         self._look_soon.set()
         self._draw()
 

@@ -1,7 +1,4 @@
-"""The calls behind a look and an order.
-
-Owns: which calls, their timeouts, and their failures as one line. Must not know: keys, pictures, or when to look.
-"""
+"""The calls behind a look and an order. Must not know: keys, or pictures."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -15,7 +12,7 @@ from headway_lab.top.controls import Order, OrderKind
 from headway_lab.top.history import Look
 
 ANSWER_TIMEOUT_S = 6.0
-"""A little longer than a gateway waits for its scheduler, so that its own words arrive."""
+"""A little longer than a gateway waits for its scheduler, so that its own message arrives."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -25,9 +22,7 @@ class NoAnswerError(Exception):
 
 
 class Server:
-    """The Admin service of a server. With more than ``max_listed`` live requests they are not listed, because a list
-    costs the scheduler time per request.
-    """
+    """The Admin service. A list costs the scheduler time per request, so more than ``max_listed`` are not listed."""
 
     def __init__(self, client: AsyncClient, *, max_listed: int) -> None:
         self._client = client
@@ -45,10 +40,10 @@ class Server:
         return Look(taken_at=asyncio.get_running_loop().time(), status=status, requests=requests)
 
     async def carry_out(self, order: Order) -> str:
-        """Send an order; return its outcome, or the explanation for EXPLAIN.
+        """Send an order; return its outcome, or an explanation.
 
         Raises:
-            NoAnswerError: it was refused, or not answered.
+            NoAnswerError: the call failed.
         """
         match order.kind:
             case OrderKind.PAUSE:
@@ -70,7 +65,7 @@ class Server:
 
 async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
     try:
-        # Not wait_for, which until Python 3.12 may lose a cancellation that comes together with the answer.
+        # Until Python 3.12 wait_for may lose a cancellation that comes together with the answer.
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await call
     except HeadwayError as error:

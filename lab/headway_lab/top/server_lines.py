@@ -1,7 +1,4 @@
-"""The upper lines of a picture: one line per figure of the server.
-
-Owns: which figures have a line, and their layout. Must not know: the tables and messages below them.
-"""
+"""The upper lines of a picture: one line per figure of the server."""
 
 import textwrap
 

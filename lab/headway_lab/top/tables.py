@@ -1,7 +1,4 @@
-"""The tables of a picture: tenants and requests.
-
-Owns: columns, rows and their alignment. Must not know: the lines above them, or how requests are sorted.
-"""
+"""The tables of a picture: tenants and requests."""
 
 from collections.abc import Sequence
 
@@ -20,7 +17,7 @@ _WIDE_CELLS = 110
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column of a table after the first; ``width`` includes the space before it."""
+    """A further column; ``width`` includes the space before it."""
 
     name: str
     width: int

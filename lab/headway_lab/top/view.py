@@ -1,8 +1,4 @@
-"""The picture: lines for a terminal of a given size.
-
-Owns: the layout, and what a small terminal leaves out. Must not know: calls, time, or keys' bytes. No line is wider
-than the terminal. Names from clients pass ``printable`` first.
-"""
+"""The picture: lines for a terminal of a given size. Names from clients pass ``printable`` first."""
 
 import textwrap
 from collections.abc import Iterable

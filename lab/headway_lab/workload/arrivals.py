@@ -1,8 +1,5 @@
-"""When requests arrive.
-
-Owns: the arrival times, and which request follows the end of another. Must not know: what happens in between. *Open*
-arrivals have times that are known before the run. *Closed* arrivals come from users who send a request when their last
-has ended.
+"""When requests arrive. *Open* arrivals have known times. *Closed* arrivals come from users who send a request when
+their last has ended.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +11,11 @@ from numpy.typing import NDArray
 from headway_lab.workload.requests import PlannedRequest
 
 REJECTED_PAUSE_S = 1.0
-"""How long a user whose request was refused waits before the next."""
+"""How long a refused user waits before the next request."""
 
 
 class Arrival(NamedTuple):
-    """A request and its intended time in seconds; sorts by time, then number."""
+    """A request and its intended time in seconds; sorts by both."""
 
     time_s: float
     number: int
@@ -29,16 +26,16 @@ class Arrivals(Protocol):
     """The source of a run's requests."""
 
     def first(self) -> Iterable[Arrival]:
-        """Return those that do not depend on the end of another."""
+        """Return the arrivals that wait for no end."""
         ...
 
     def after_end(self, now: float, *, rejected: bool = False) -> Arrival | None:
-        """Return what arrives because a request ended, or was refused, at ``now``."""
+        """Return the arrival that follows an end, or a refusal, at ``now``."""
         ...
 
 
 class OpenArrivals:
-    """Requests at given times, ``times_s`` of shape ``[requests]``."""
+    """Requests at given times of shape ``[requests]``."""
 
     def __init__(self, requests: Sequence[PlannedRequest], times_s: Sequence[float]) -> None:
         self._arrivals = [
@@ -55,7 +52,7 @@ class OpenArrivals:
 
 
 class ClosedArrivals:
-    """``num_users`` users, who start within ``ramp_s`` and wait for each answer and then ``think_s`` seconds."""
+    """``num_users`` users, who start within ``ramp_s`` and wait for each answer and ``think_s`` seconds."""
 
     def __init__(self, requests: Sequence[PlannedRequest], num_users: int, think_s: float, ramp_s: float = 0.0) -> None:
         self._first = requests[:num_users]
@@ -80,7 +77,7 @@ class ClosedArrivals:
 def gamma_times(rng: np.random.Generator, count: int, rate: float, variation: float) -> NDArray[np.float64]:
     """Return arrival times with gaps from a gamma distribution of mean ``1 / rate`` seconds, shape ``[count]``.
 
-    ``variation`` is the gaps' standard deviation over their mean: 1 is a Poisson process, above 1 comes in bursts.
+    ``variation`` is the gaps' deviation over their mean: 1 is a Poisson process, above 1 comes in bursts.
     """
     shape = variation**-2
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), size=count))

@@ -1,7 +1,4 @@
-"""Lengths of prompts and answers.
-
-Owns: the distributions, their notation, and drawing from them. Must not know: requests.
-"""
+"""Distributions of prompt and answer lengths, and their notation."""
 
 from collections.abc import Callable
 
@@ -13,7 +10,7 @@ NOTATION = "N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA[,MOST] or pareto:LEAST,A
 
 
 class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole numbers of tokens, at least 1. ``kind`` is a key of ``KINDS`` and defines the parameters."""
+    """Whole numbers of tokens, at least 1. ``KINDS`` defines the parameters."""
 
     kind: str
     parameters: tuple[float, ...]
@@ -25,7 +22,7 @@ class LengthDistribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthKind(msgspec.Struct, frozen=True):
-    """A family of distributions: the number of its parameters, their allowed values, and a draw."""
+    """A family of distributions, with its parameters' allowed values."""
 
     least_parameters: int
     most_parameters: int
@@ -33,7 +30,7 @@ class LengthKind(msgspec.Struct, frozen=True):
     draw: Callable[..., NDArray[np.float64]]
 
 
-# What grows beyond any model's context is of no use, and would not fit a 64-bit integer.
+# Larger lengths exceed any model's context, and would not fit a 64-bit integer.
 _UNBOUNDED = float(1 << 40)
 
 

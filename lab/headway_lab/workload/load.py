@@ -1,7 +1,4 @@
-"""The load that options describe: its requests, and when they come.
-
-Owns: drawing it before the run, as a pure function of the options. Must not know: what serves it.
-"""
+"""The load that options describe: its requests, and when they come."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -26,7 +23,7 @@ _POISSON_VARIATION = 1.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests in the order of sending; ``times_s`` (seconds) is None if users wait for their answers."""
+    """Requests in the order of sending; ``times_s`` is None if users wait for answers."""
 
     options: LoadOptions
     requests: Sequence[PlannedRequest]
@@ -59,7 +56,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return OpenArrivals(self.requests, self.times_s)
 
     def share(self, index: int, count: int) -> Self:
-        """Return the part of client ``index`` of ``count``: every ``count``-th request, and its share of the users."""
+        """Return a client's every ``count``-th request, and its share of the users."""
         users = len(range(index, self.options.users, count))
         return msgspec.structs.replace(
             self,
@@ -73,7 +70,7 @@ def make_load(options: LoadOptions, context_length: int) -> Load:
     """Draw the load, or read its trace. Drawn requests are cut to the context.
 
     Raises:
-        ConfigurationError: the load does not fit the model, or the trace cannot be used.
+        ConfigurationError: the load does not fit the model, or the trace is unusable.
     """
     if options.trace:
         requests, times_s = read_trace(options.trace, options.objectives)

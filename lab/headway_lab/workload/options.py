@@ -1,7 +1,4 @@
-"""The flags that describe a load, for the simulator and the bench.
-
-Owns: defaults, help and allowed ranges. Must not know: what serves the load.
-"""
+"""The flags of a load. Must not know: what serves it."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +14,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     arrivals: Annotated[
         Literal["closed", "poisson", "gamma"],
-        Meta(description="closed: users who wait for their answer; poisson and gamma: at --rate, the latter in bursts"),
+        Meta(
+            description="closed: users wait for their answers; poisson and gamma: requests come at --rate, with gamma in bursts"
+        ),
     ] = "closed"
     users: Annotated[int, Meta(ge=1, le=1 << 20, description="users of closed arrivals")] = 32
     think_s: Annotated[float, Meta(ge=0, le=1e6, description="pause of a user after an answer, in seconds")] = 0.0
@@ -25,7 +24,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     rate: Annotated[float, Meta(gt=0, le=1e6, description="requests per second of poisson and gamma arrivals")] = 1.0
     variation: Annotated[
         float,
-        Meta(ge=0.01, le=100, description="of gamma arrivals: standard deviation of the gaps over their mean"),
+        Meta(ge=0.01, le=100, description="standard deviation of the gaps of gamma arrivals, over their mean"),
     ] = 3.0
     trace: Annotated[
         str, Meta(description="requests from a JSON Lines file with arrival_s, prompt_tokens and output_tokens")
@@ -39,7 +38,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Annotated[
         dict[str, str],
         Meta(
-            description="who sends which share of the requests (of open arrivals, of the rate), and perhaps with which "
+            description="the share of the requests that each tenant sends (of open arrivals, of the rate), and perhaps its "
             f"priority and objectives: {TENANT_NOTATION}, as chat=3:high:500:50"
         ),
     ] = {}
@@ -49,7 +48,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     itl_slo_ms: Annotated[
         int, Meta(ge=0, le=MOST_OBJECTIVE_MS, description="objective of each further gap, in ms; 0: none")
     ] = 0
-    seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="of everything that is drawn")] = 0
+    seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="seed of all random draws")] = 0
 
     @property
     def objectives(self) -> Objectives:

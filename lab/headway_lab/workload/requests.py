@@ -1,6 +1,5 @@
-"""The requests of a run: lengths, tenants, priorities, objectives and shared prefixes.
+"""The requests of a run, drawn from one seed. Must not know: when they arrive.
 
-Owns: drawing them from one seed, and the token ids of prompts. Must not know: when they arrive, or what serves them.
 Each kind of draw has its own stream, so other lengths do not change the tenants.
 """
 
@@ -41,7 +40,7 @@ MOST_OBJECTIVE_MS = 1 << 30
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits in milliseconds, 0 for none, of the time to the first token and of each further gap."""
+    """Limits in milliseconds, 0 for none, of the TTFT and of each further gap."""
 
     ttft_slo_ms: int = 0
     itl_slo_ms: int = 0
@@ -63,8 +62,8 @@ NO_OBJECTIVES = Objectives()
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request before it is sent. Requests of the same ``prefix`` share their first ``num_prefix_tokens``.
 
-    ``max_tokens`` is the limit that is sent, 0 if it is ``num_output_tokens``. With a higher limit a stop token ends
-    the request, at a place that the scheduler does not know.
+    ``max_tokens`` is 0 if it is ``num_output_tokens``. With a higher limit a stop token ends the request, at a place
+    that the scheduler does not know.
     """
 
     number: int
@@ -84,7 +83,7 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's ``share`` of the requests (relative to the others'), with one priority and the same objectives."""
+    """A tenant's relative ``share`` of the requests, with one priority and the same objectives."""
 
     name: str
     share: float
@@ -93,11 +92,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The distributions of requests.
-
-    ``prompt`` counts a request's own tokens; before them come ``num_prefix_tokens`` of one of ``num_prefixes`` shared
-    prefixes.
-    """
+    """The distributions of requests. ``prompt`` counts the tokens after a shared prefix."""
 
     num_requests: int
     prompt: LengthDistribution
@@ -106,11 +101,11 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_tokens: int = 0
     tenants: Sequence[Tenant] = ()
     objectives: Objectives = NO_OBJECTIVES
-    """Of the requests if there are no tenants."""
+    """The requests' objectives if there are no tenants."""
 
 
 def rng_of(seed: int, stream: int, *path: int) -> np.random.Generator:
-    """Return the generator of one stream of a run, or of one member of the stream."""
+    """Return the generator of a stream, or of a member of it."""
     return np.random.default_rng((seed, stream, *path))
 
 
@@ -151,7 +146,7 @@ class Prompts(Protocol):
 
 
 class PromptSource:
-    """Draws prompts when they are sent, because a long run could not hold them all."""
+    """Draws prompts when they are sent: a long run could not hold them all."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
@@ -173,7 +168,7 @@ class PromptSource:
 def parse_tenants(given: Mapping[str, str], objectives: Objectives = NO_OBJECTIVES) -> tuple[Tenant, ...]:
     """Read tenants by name, each ``SHARE[:PRIORITY[:TTFT_MS[:ITL_MS]]]``.
 
-    Defaults are priority normal and the given ``objectives``; an objective of 0 is none.
+    Defaults are priority normal and the given ``objectives``.
 
     Raises:
         ValueError: a share is no positive number, there is no such priority, or an objective is no whole number.

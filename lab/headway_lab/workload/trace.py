@@ -1,12 +1,4 @@
-"""Requests from a trace file.
-
-Owns: the schema of a line, and reading a file. Must not know: how the requests are served.
-
-JSON Lines, one object per request, in any order: ``{"arrival_s": 0.25, "prompt_tokens": 700, "output_tokens": 120}``.
-Optional are "tenant", "priority", "ttft_slo_ms", "itl_slo_ms", "prefix" and "prefix_tokens". An objective of 0 is none;
-without one the command's holds. The first ``prefix_tokens`` of ``prompt_tokens`` are the same for all requests of a
-``prefix``.
-"""
+"""Requests from a trace file, whose lines docs/simulation.md describes. Must not know: how requests are served."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -46,7 +38,7 @@ def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[
     """Return a trace's requests by arrival, and their arrival times in seconds; ``objectives`` are the default.
 
     Raises:
-        ConfigurationError: the file cannot be read, has a bad line, or no line at all.
+        ConfigurationError: the file is unreadable, empty or wrong.
     """
     lines = sorted(_lines(path), key=lambda line: line.arrival_s)
     if not lines:

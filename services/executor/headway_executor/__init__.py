@@ -1,1 +1,1 @@
-"""The executor: it knows rows and tensors, and runs what the scheduler decides."""
+"""The executor knows rows and tensors, and runs what the scheduler decides."""

@@ -1,11 +1,9 @@
 """The interface between the executor and a backend, which runs the model.
 
-Owns: the ``ExecutorBackend`` protocol, its input, its output, and the errors a backend may raise. Must not know:
-sockets, frames, epochs, or any particular backend.
+Owns: ``ExecutorBackend``, its types and errors. Must not know: frames, epochs, any backend.
 
-``BatchState`` checks each diff and keeps counters and block tables. A backend keeps what needs the *values* of tokens:
-token ids per row, sampling state, the KV pool. A step needs no token values, so a backend may get step k + 1 before it
-has reported step k.
+``BatchState`` keeps counters and block tables; a backend keeps token ids, sampling state and the KV pool. A step needs
+no token values, so step k + 1 may come before the backend has reported step k.
 """
 
 from collections.abc import Callable
@@ -20,28 +18,25 @@ from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 AUTOMATIC_SWAP_SPACE = -1
-"""The ``swap_space_mib`` with which a backend decides for itself."""
+"""The ``swap_space_mib`` that lets a backend decide."""
 
-NOBODY_SPECULATED: Int32Array = np.empty((3, 0), dtype=np.int32)
+NO_SPECULATION: Int32Array = np.empty((3, 0), dtype=np.int32)
 """``StepResult.accepted_tokens`` of no rows."""
 
 
-def _nobody_listens(what: str, done: int, total: int) -> None:
+def _ignore_progress(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
-def _nobody_is_warned(what: str) -> None:
+def _ignore_warning(what: str) -> None:
     del what
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a backend.
+    """The settings of a backend; it decides those that are 0 or "auto".
 
-    ``num_kv_blocks`` and ``max_model_len`` of 0 let the backend decide. ``swap_space_mib`` is main memory for
-    swapped-out blocks. ``max_num_seqs`` limits the live rows, ``max_num_batched_tokens`` the tokens of one step.
-    ``quantization``: "none", "int8" or "fp8". ``speculation``: "off", "ngram", or "draft" with the checkpoint
-    ``draft_model``. A long opening calls ``progress(what, done, total)``; ``warn`` gets one line about anything unusual
-    in a model.
+    ``speculation``: "off", "ngram", or "draft" with the checkpoint ``draft_model``. A long opening calls
+    ``progress(what, done, total)``; ``warn`` gets one line about anything unusual.
     """
 
     model: str
@@ -57,18 +52,15 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     seed: int = 0
     options: dict[str, str] = {}
-    progress: Callable[[str, int, int], None] = _nobody_listens
-    warn: Callable[[str], None] = _nobody_is_warned
+    progress: Callable[[str, int, int], None] = _ignore_progress
+    warn: Callable[[str], None] = _ignore_warning
     speculation: str = "off"
     draft_model: str = ""
     num_speculative_tokens: int = 8
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that becomes live with this step. ``token_ids`` int32, shape ``[num_tokens]``.
-
-    When the step runs, its blocks hold the first ``num_computed_tokens``: shared, swapped in or copied.
-    """
+    """A new row; its blocks already hold the first ``num_computed_tokens``. ``token_ids`` int32, ``[num_tokens]``."""
 
     row: int
     token_ids: Int32Array
@@ -81,15 +73,15 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One step, checked and complete. All arrays are int32 and read-only.
 
     A backend applies the fields in this order. It forgets ``finished_rows`` (after a new epoch: every earlier row),
-    takes ``new_rows`` and ``new_blocks`` (shape ``[2, n]``: row, block; new rows included), and runs ``rows`` (shape
-    ``[r]``, ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``.
-    ``samples[i]`` is 1 where it draws the next token, at position ``num_computed_tokens[i] + num_scheduled_tokens[i]``.
+    takes ``new_rows`` and ``new_blocks`` (``[2, n]``: row, block; new rows included), and runs ``rows`` (``[r]``,
+    ascending). Row i runs ``num_scheduled_tokens[i] >= 1`` tokens from position ``num_computed_tokens[i]``. If
+    ``samples[i]`` is 1, it draws the token behind them.
 
-    ``block_table`` (shape ``[max_num_seqs, max blocks per row]``) belongs to the executor and changes with later steps:
-    a backend that runs ahead keeps its own copy. Position p of a row is in block ``block_table[row, p // block_size]``.
+    Position p of a row is in block ``block_table[row, p // block_size]``. Later steps change the table: a backend that
+    runs ahead keeps its own copy.
 
-    ``num_speculative_tokens`` (shape ``[r]``, or None) is how many proposed tokens the backend may run behind each
-    row's one token (rule 9 of ``headway_proto.step``). Blocks cover the proposals.
+    ``num_speculative_tokens`` (``[r]``, or None) limits the proposals behind each row's one token (rule 9 of
+    ``headway_proto.step``). Blocks cover them.
     """
 
     step: int
@@ -107,12 +99,11 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step; all entries have rows ascending.
 
-    ``sampled_token_ids`` int32: one per row with ``samples == 1``, ``ERRORED_ROW`` where ``errors`` has the row.
-    ``move_time_us`` is that of the ``move_blocks`` before the step, and not in ``device_time_us``. ``prompt_logprobs``
-    are there if the backend announces ``supports_prompt_logprobs``.
+    ``sampled_token_ids`` int32: one per row with ``samples == 1``; ``ERRORED_ROW`` if ``errors`` has the row.
+    ``device_time_us`` does not contain ``move_time_us``.
 
-    ``accepted_tokens`` (int32, shape ``[3, s]``: row, proposed, accepted) has one entry per row that could speculate,
-    or is None. Such a row has 1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
+    ``accepted_tokens`` (int32, ``[3, s]``: row, proposed, accepted) lists the rows that could speculate. Such a row has
+    1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
     """
 
     sampled_token_ids: Int32Array
@@ -126,32 +117,31 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class ExecutorBackend(Protocol):
-    """Four calls. A backend is a no-argument callable in the entry point group ``headway.executor_backends``."""
+    """Four calls. Backends are in the entry point group ``headway.executor_backends``."""
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """Load the model, reserve the KV pool, warm up.
 
         Raises:
-            BackendConfigError: a setting cannot be honoured; the message has its name, value and what is allowed.
+            BackendConfigError: a setting cannot be honoured; names its value and what is allowed.
             ModelFilesError: the checkpoint is missing, damaged or unsupported.
         """
         ...
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
-        """Run one step. Steps take effect in the order of the calls.
+        """Run one step. Steps take effect in order.
 
         Raises:
-            StepOutOfMemoryError: the scheduler sends smaller steps from then on.
-            DeviceLostError: the process ends and is started again.
+            StepOutOfMemoryError: the scheduler then sends smaller steps.
+            DeviceLostError: a supervisor restarts the process.
             Exception: the whole step failed; the scheduler opens a new epoch.
         """
         ...
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Move whole blocks before the next ``execute``: swap out, swap in, then copy. Each int32, shape ``[2, n]``.
+        """Swap out, swap in, then copy blocks before the next ``execute``. Each int32, ``[2, n]``.
 
-        Earlier steps have taken effect; the next step's ``finished_rows`` and ``new_rows`` have not. The time is
-        reported with the next step's result.
+        The next step's ``finished_rows`` and ``new_rows`` take effect later.
 
         Raises:
             Exception: as of ``execute``; the next step is then not run.
@@ -159,12 +149,12 @@ class ExecutorBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything. May be called twice; ``execute`` raises afterwards."""
+        """May be called twice; ``execute`` raises afterwards."""
         ...
 
 
 class StepOutOfMemoryError(RuntimeError):
-    """The device has too little memory for a step of ``num_tokens`` tokens; a smaller one may fit."""
+    """The device has too little memory for ``num_tokens``."""
 
     def __init__(self, num_tokens: int, detail: str) -> None:
         super().__init__(f"out of memory with {num_tokens} tokens: {detail}")
@@ -172,12 +162,12 @@ class StepOutOfMemoryError(RuntimeError):
 
 
 class DeviceLostError(RuntimeError):
-    """Every call of the device fails from now on; only a new process can use it again (exit code 4)."""
+    """Only a new process can use the device again (exit code 4)."""
 
 
 class BackendConfigError(ValueError):
-    """A setting that this backend or model cannot honour (exit code 2)."""
+    """The backend cannot honour a setting (exit code 2)."""
 
 
 class ModelFilesError(ValueError):
-    """A checkpoint that cannot be served (exit code 3)."""
+    """The checkpoint cannot be served (exit code 3)."""

@@ -1,6 +1,6 @@
-"""The installed backends: which of them run on this host, and with which flags.
+"""The installed backends: which run on this host, and with which flags.
 
-Owns: the needs of each built-in backend. Must not know: how the host was examined; torch, which may be missing.
+Owns: their needs. Must not know: torch, which may be missing.
 """
 
 import msgspec
@@ -12,9 +12,7 @@ _SIMULATED = "simulated"
 
 
 class BackendReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend's flags for each way to run it here, or the ``problem`` in one line; the simulated one does not run
-    models.
-    """
+    """The flags for each way to run it here, or its ``problem``."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -23,9 +21,7 @@ class BackendReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def backend_reports(*, num_devices: int, kernels_problem: str) -> tuple[BackendReport, ...]:
-    """Try every installed backend on a host with ``num_devices`` CUDA devices; ``kernels_problem`` is empty if the GPU
-    kernels run.
-    """
+    """Try every installed backend."""
     return tuple(_report(name, num_devices, kernels_problem) for name in backend_names())
 
 

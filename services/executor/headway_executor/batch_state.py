@@ -1,7 +1,6 @@
-"""The executor's copy of the scheduler's rows: counters and block tables, advanced by one diff per step.
+"""The executor's copy of the scheduler's rows, advanced by one diff per step.
 
-Owns: applying and checking a ``SchedulerOutput`` by the rules of ``headway_proto.step``, and the state digest. Must not
-know: token values after admission, sockets, or what a backend does with a step.
+Owns: counters, block tables, the state digest. Must not know: token values, backends.
 
 Everything is checked: a wrong but plausible diff would make a backend read another request's cache.
 """
@@ -15,12 +14,12 @@ from headway_proto.columns import Int32Array, decode_column, decode_columns
 from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
 
 
-class ImpossibleDiff(ValueError):  # noqa: N818 (it names what arrived, which is what its readers look for)
-    """A diff that contradicts the state; the message is one line. The epoch is lost."""
+class ImpossibleDiff(ValueError):  # noqa: N818 (it names the finding)
+    """A diff contradicts the state: the epoch is lost."""
 
 
 class BlockMoves(NamedTuple):
-    """Blocks to move before a step runs; each int32, shape ``[2, n]``."""
+    """Each int32, shape ``[2, n]``."""
 
     copies: Int32Array
     swap_out: Int32Array
@@ -28,7 +27,7 @@ class BlockMoves(NamedTuple):
 
 
 class AppliedStep(NamedTuple):
-    """What one diff asks of a backend; ``moves`` is None in most steps."""
+    """``moves`` is None in most steps."""
 
     batch: StepBatch
     moves: BlockMoves | None
@@ -39,7 +38,7 @@ _NO_BLOCKS = np.empty((2, 0), dtype=np.int32)
 
 
 class BatchState:
-    """Rows ``0 .. info.max_num_rows - 1``, with the limits that ``info`` announces."""
+    """Rows ``0 .. info.max_num_rows - 1``."""
 
     def __init__(self, info: BackendInfo) -> None:
         self._info = info
@@ -59,7 +58,7 @@ class BatchState:
         self._lost: str | None = None
 
     def begin_epoch(self) -> None:
-        """Forget every row and every host block. The next batch lists the old rows as finished."""
+        """Forget every row and host block. The next batch lists the old rows as finished."""
         self._rows_of_earlier_epochs = np.union1d(self._rows_of_earlier_epochs, self._rows_given_out)
         self._rows_given_out = _NO_ROWS
         self._live[:] = False
@@ -70,10 +69,10 @@ class BatchState:
         self._lost = None
 
     def apply(self, output: SchedulerOutput) -> AppliedStep:
-        """Advance the state by one step, and describe the step to a backend.
+        """Advance the state by one step.
 
         Raises:
-            ImpossibleDiff: ``output`` contradicts the state. Every further call raises too, until ``begin_epoch``.
+            ImpossibleDiff: ``output`` contradicts the state. Further calls raise too, until ``begin_epoch``.
         """
         if self._lost is not None:
             raise ImpossibleDiff(f"the epoch was lost before: {self._lost}")
@@ -84,10 +83,10 @@ class BatchState:
             raise
 
     def accept(self, accepted_tokens: Int32Array) -> None:
-        """Count the proposals that the last step accepted: ``StepResult.accepted_tokens``.
+        """Count the proposals that the last step accepted.
 
         Raises:
-            ValueError: the last step cannot have produced this.
+            ValueError: it cannot have produced this.
         """
         # There are few rows: lists are faster than arrays.
         rows, proposed, accepted = accepted_tokens.tolist()
@@ -104,7 +103,7 @@ class BatchState:
             self._num_tokens[rows] += accepted_tokens[2]
 
     def digest(self) -> int:
-        """The digest of rows, counters and block tables; see ``headway_proto.step.state_digest``."""
+        """See ``headway_proto.step.state_digest``."""
         rows = self._rows
         return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table)
 
@@ -193,7 +192,7 @@ class BatchState:
         _check_range(blocks, self._info.num_blocks, "new_blocks: block")
         if not self._live[rows].all():
             raise ImpossibleDiff(f"new_blocks: row {rows[~self._live[rows]][0]} is not live")
-        # A row may get several blocks in one step: each goes behind those before it in the column.
+        # A row may get several blocks in one step; they keep the order of the column.
         order = np.argsort(rows, kind="stable")
         sorted_rows = rows[order]
         place_in_run = np.arange(len(rows)) - np.searchsorted(sorted_rows, sorted_rows)
@@ -220,7 +219,6 @@ class BatchState:
         return moves
 
     def _swap(self, moves: BlockMoves) -> None:
-        """Check the host blocks of a step and record which ones it writes; out comes before in."""
         written, read = moves.swap_out[1], moves.swap_in[0]
         num_host_blocks = len(self._host_block_written)
         if not num_host_blocks and (written.size or read.size):
@@ -235,7 +233,7 @@ class BatchState:
             raise ImpossibleDiff(f"swap_in: host block {empty} holds nothing that this epoch swapped out")
 
     def _advance(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        """Advance every running row; return (rows, scheduled, computed before this step, samples)."""
+        """Return (rows, scheduled, computed before this step, samples)."""
         rows, scheduled = self._rows, self._one_each
         if output.num_scheduled_tokens:
             rows, scheduled = self._with_exceptions(output.num_scheduled_tokens)

@@ -1,6 +1,6 @@
 """The ZeroMQ socket to the scheduler, and the bell that ends a wait.
 
-Owns: socket options, keys, non-blocking send and receive. Must not know: what a frame means.
+Owns: socket options, keys. Must not know: frames' meaning.
 """
 
 import contextlib
@@ -26,15 +26,13 @@ _KEEPALIVE_IDLE_SECONDS = 10
 
 
 class SchedulerChannel:
-    """A DEALER connected to the scheduler's ROUTER at ``address``; it reconnects in the background and drops sends
-    without a peer.
+    """A DEALER connected to the scheduler's ROUTER; it reconnects, and drops sends without a peer.
 
-    It sets no ``zmq.IDENTITY``: a ROUTER ignores a new connection under a name whose old connection it has not yet seen
-    end. ``curve_keys`` names a directory of key files; empty means a plain link.
+    It sets no ``zmq.IDENTITY``: a ROUTER ignores a new connection under a name whose old connection still seems open.
     """
 
     def __init__(self, address: str, curve_keys: str = "") -> None:
-        """Open the socket.
+        """Open the socket; without ``curve_keys``, a directory, the link is plain.
 
         Raises:
             ValueError: the key files cannot be used, or others can enter the directory of a Unix socket.
@@ -57,7 +55,7 @@ class SchedulerChannel:
         self._poller.register(self._bell, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End the ``wait`` that runs, or the next one. Safe from any thread and from a signal handler."""
+        """End the ``wait``, from any thread or signal handler."""
         with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: no poll runs
             self._bell_rope.send(b"\0")
 
@@ -81,7 +79,7 @@ class SchedulerChannel:
             self._socket.send(frame, zmq.NOBLOCK)
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close; drop what is not sent after ``linger_s`` seconds."""
+        """Drop what is not sent after ``linger_s``."""
         self._socket.close(linger=round(linger_s * 1000))
         self._context.term()
         self._bell.close()

@@ -1,6 +1,6 @@
 """The executor's configuration.
 
-Owns: the settings, their defaults, help and ranges. Must not know: flags, files, environment variables.
+Owns: settings, help, ranges. Must not know: flags, files.
 """
 
 import math
@@ -29,25 +29,25 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="ZeroMQ address of the scheduler to connect to: ipc://PATH or tcp://HOST:PORT")
     ] = "tcp://127.0.0.1:50052"
     backend: Annotated[
-        str, Meta(description="what runs the model: torch, triton (CUDA only), simulated, or an installed backend")
+        str, Meta(description="backend that runs the model: torch, triton (CUDA only), simulated, or an installed one")
     ] = "torch"
     model: Annotated[str, Meta(description="checkpoint directory")] = ""
     device: Annotated[str, Meta(description="device of the model: cpu, cuda or cuda:N")] = "cpu"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="type of weights and KV; auto: the backend's"),
+        Meta(description="dtype of weights and KV; auto: the backend decides"),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "fp8"],
-        Meta(description="int8, or fp8 with the triton backend: quantise the weights while loading"),
+        Meta(description="quantise the weights to 8 bits while loading; fp8: only with the triton backend"),
     ] = "none"
     block_size: Annotated[int, Meta(description="tokens per KV block, a power of two")] = 16
-    num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: by free memory")] = 0
+    num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: as many as fit into free memory")] = 0
     swap_space_mib: Annotated[
         int,
         Meta(
-            description="MiB of main memory for KV blocks of preempted requests; 0: none, -1: as many blocks as the pool "
-            "has, within a quarter of the free memory and, beside a GPU, 2048 MiB"
+            description="MiB of main memory for KV blocks of preempted requests; 0: none; -1: as many blocks as the pool "
+            "has, but at most a quarter of the free memory and, beside a GPU, 2048 MiB"
         ),
     ] = AUTOMATIC_SWAP_SPACE
     max_model_len: Annotated[int, Meta(description="tokens per request at most; 0: the model's context")] = 0
@@ -55,33 +55,31 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     num_threads: Annotated[
         int,
-        Meta(description="threads of a CPU backend; 0: as many as the model is large enough for, at most one per core"),
+        Meta(description="threads of a CPU backend; 0: the model's size decides, at most one per core"),
     ] = 0
-    seed: Annotated[int, Meta(description="seed of whatever a backend draws itself, such as random weights")] = 0
+    seed: Annotated[int, Meta(description="seed of a backend's own random numbers, for example of random weights")] = 0
     speculation: Annotated[
         Literal["off", "ngram", "draft"],
         Meta(
-            description="who proposes tokens that one step verifies: nobody, the text so far (prompt lookup), or draft_model; "
-            "with the torch backend"
+            description="source of proposed tokens, which one step verifies; ngram: the text so far (prompt lookup), "
+            "draft: draft_model; only with the torch backend"
         ),
     ] = "off"
     draft_model: Annotated[
-        str, Meta(description="checkpoint directory of the draft model, which has the model's own tokens")
+        str, Meta(description="checkpoint directory of the draft model, which must have the same tokens as the model")
     ] = ""
-    num_speculative_tokens: Annotated[
-        int, Meta(description="tokens that are proposed for a request in one step, at most")
-    ] = 8
+    num_speculative_tokens: Annotated[int, Meta(description="most tokens to propose for a request in one step")] = 8
     backend_options: Annotated[dict[str, str], Meta(description="the backend's own options")] = {}
     step_timeout_s: Annotated[
         float,
         Meta(
-            description="seconds that a step may take before the device is taken for lost and the process ends; 0: any"
+            description="seconds without a step's result after which the device counts as lost and the process ends; 0: never"
         ),
     ] = 300.0
     curve_keys: Annotated[
         str,
         Meta(
-            description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes"
+            description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes them"
         ),
     ] = ""
     metrics_address: MetricsAddress = ""
@@ -122,7 +120,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
                     raise _refusal("curve_keys", self.curve_keys, f"a directory with {name}")
 
     def backend_config(self) -> BackendConfig:
-        """The backend's part of the settings."""
+        """The settings for the backend."""
         return BackendConfig(
             model=self.model,
             device=self.device,

@@ -1,6 +1,6 @@
 """Device errors: too little memory, a lost device, or neither.
 
-Owns: telling these apart by what torch, Triton and CuPy raise. Must not know: steps, rows, or what happens next.
+Owns: how torch, Triton and CuPy report them. Must not know: rows.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _HARMLESS = ("out of resource", "cudaErrorInvalidValue", "CUDA_ERROR_INVALID_VAL
 
 @contextlib.contextmanager
 def translating(batch: StepBatch | None = None) -> Iterator[None]:
-    """Translate what is raised inside, while ``batch`` runs or blocks move."""
+    """Translate the errors of a step, or of moves."""
     try:
         yield
     except Exception as error:
@@ -29,10 +29,7 @@ def translating(batch: StepBatch | None = None) -> Iterator[None]:
 
 
 def translated(error: Exception, num_tokens: int = 0) -> Exception:
-    """The error to raise instead of ``error``, which a step of ``num_tokens`` tokens (0: unknown) caused.
-
-    Returns ``error`` itself if it does not concern the device.
-    """
+    """Return the error to raise instead of ``error``, or ``error`` itself."""
     if isinstance(error, StepOutOfMemoryError | DeviceLostError):
         return error
     text = " ".join(str(error).split())

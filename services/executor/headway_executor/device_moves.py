@@ -1,14 +1,14 @@
 """Moves of KV blocks beside the steps of a CUDA device.
 
-Owns: the pinned blocks in main memory, the swap stream, the events that order it against the steps, and the times of
-moves. Must not know: tokens, attention, or when a block is swapped. ``move_fences`` decides what waits for what.
+Owns: pinned blocks, the swap stream, its events. Must not know: tokens, attention. ``move_fences`` decides what waits
+for what.
 
-A backend calls for each step, on one thread:
+For each step, a backend calls on one thread:
 
-1. ``move``, if the step moves blocks: swaps go to their own stream, copies to the steps' stream;
-2. ``before_step``, before the step's first launch;
-3. ``after_step``, behind its last launch, also if the step failed: part of it may run;
-4. ``move_time_us``, once the step's result is there, from any thread.
+1. ``move``, if blocks move: swaps go to their own stream, copies to the steps' stream;
+2. ``before_step``, before its first launch;
+3. ``after_step``, behind its last launch, also if it failed: part of it may run;
+4. ``move_time_us``, once its result is there, from any thread.
 
 Only opening, measuring and closing wait for the device.
 """
@@ -39,10 +39,10 @@ _untyped_cuda: Any = torch.cuda
 
 
 class Mark(Protocol):
-    """A place in a queue: a CUDA event."""
+    """A CUDA event in a queue."""
 
     def query(self) -> bool:
-        """Whether the queue has passed it. Does not wait."""
+        """Whether the queue has passed it; never wait."""
         ...
 
     def synchronize(self) -> None:
@@ -50,12 +50,12 @@ class Mark(Protocol):
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds between two passed marks, both timed."""
+        """Milliseconds between two passed, timed marks."""
         ...
 
 
 class MoveQueues(Protocol):
-    """The step queue and the swap queue of a device. Pairs: int32, shape ``[2, n]``."""
+    """The step queue and the swap queue. Pairs: int32, ``[2, n]``."""
 
     @property
     def num_blocks(self) -> int:
@@ -68,31 +68,31 @@ class MoveQueues(Protocol):
         ...
 
     def mark_steps(self, *, timed: bool = False) -> Mark:
-        """A mark behind everything in the step queue."""
+        """Mark the end of the step queue."""
         ...
 
     def mark_swaps(self) -> Mark:
-        """A timed mark behind everything in the swap queue."""
+        """Mark the end of the swap queue, timed."""
         ...
 
     def steps_wait(self, mark: Mark) -> None:
-        """Make later work of the step queue wait for ``mark``."""
+        """Make later steps wait for ``mark``."""
         ...
 
     def swaps_wait(self, mark: Mark) -> None:
-        """Make later work of the swap queue wait for ``mark``."""
+        """Make later swaps wait for ``mark``."""
         ...
 
     def swap_out(self, pairs: Int32Array) -> None:
-        """Queue swaps of (block, host block)."""
+        """Swap (block, host block)."""
         ...
 
     def swap_in(self, pairs: Int32Array) -> None:
-        """Queue swaps of (host block, block)."""
+        """Swap (host block, block)."""
         ...
 
     def copy(self, pairs: Int32Array) -> None:
-        """Queue copies of (source, destination), behind the steps."""
+        """Copy (source, destination), behind the steps."""
         ...
 
     def synchronize(self) -> None:
@@ -101,18 +101,13 @@ class MoveQueues(Protocol):
 
 
 class _CudaQueues:
-    """The queues of the pool ``layers`` (``[num_layers, num_blocks, *block]``, contiguous); steps run on
-    ``compute_stream``.
-
-    Raises:
-        BackendConfigError: the main memory for the host blocks cannot be had.
-    """
+    """The pool ``layers`` is ``[num_layers, num_blocks, *block]``, contiguous."""
 
     def __init__(self, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> None:
         self._layers = layers
         self._host = allocate_blocks((num_host_blocks, layers.shape[0], *layers.shape[2:]), layers.dtype, layers.device)
         self._steps = compute_stream
-        # With priority over steps: a step waits for its swap-in, and swaps take little of the device.
+        # A step waits for its swap-in, and swaps take little of the device: so they have priority.
         self._swaps: torch.cuda.Stream = _untyped_cuda.Stream(layers.device, priority=_HIGH_PRIORITY)
         self._swaps.wait_stream(torch.cuda.current_stream(layers.device))  # It may still fill the pool with zeros.
 
@@ -159,7 +154,7 @@ class _CudaQueues:
         self._swaps.synchronize()
 
     def _column(self, pairs: Int32Array) -> Tensor:
-        """A copy on the device, from pinned memory: from other memory the copy might wait for the stream."""
+        """From unpinned memory, the copy might wait."""
         own = np.array(pairs, dtype=np.int32, order="C")
         return torch.from_numpy(own).pin_memory().to(self._layers.device, non_blocking=True)
 
@@ -171,7 +166,7 @@ class _TimedMove(NamedTuple):
 
 
 class DeviceMoves:
-    """The moves of one pool; the module says in which order to call."""
+    """A ``BlockMover``; the module gives the order of calls."""
 
     def __init__(self, queues: MoveQueues) -> None:
         self._queues = queues
@@ -185,17 +180,17 @@ class DeviceMoves:
 
     @classmethod
     def of_pool(cls, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> "DeviceMoves":
-        """The moves of a CUDA pool; see ``MoveQueues``."""
+        """The moves of a CUDA pool. Raises ``BackendConfigError``: no memory for host blocks."""
         return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
 
     @property
     def num_host_blocks(self) -> int:
-        """How many blocks can be swapped out."""
+        """See ``BlockMover``."""
         return self._queues.num_host_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Queue the moves of the next step: out, in, then copy. Each int32, shape ``[2, n]``."""
-        self._check_what_ended()
+        """Queue the next step's moves. Each int32, ``[2, n]``."""
+        self._check_ended()
         if swap_out.shape[1]:
             self._swaps_after(self._fences.swap_out(swap_out[0]))
             start = self._queues.mark_swaps()
@@ -215,40 +210,37 @@ class DeviceMoves:
             self._coming.append(_TimedMove(start, end, copies.shape[1]))
 
     def before_step(self, batch: StepBatch) -> None:
-        """Make the step wait for the moves that it must not overtake."""
-        # A new row holds nothing, even if the step that should have ended the old one failed.
+        """Make the step wait for its moves."""
+        # A new row holds nothing, even if the step that should have ended the old row failed.
         ended = dict.fromkeys(batch.finished_rows.tolist()) | dict.fromkeys(new.row for new in batch.new_rows)
         if ended:
             self._fences.rows_ended(self._rows.release(ended))
         if batch.new_blocks.shape[1]:
             self._rows.append(batch.new_blocks)
         if self._swaps:
-            self._check_what_ended()
+            self._check_ended()
         self._steps_after(self._fences.step(batch.new_blocks[1]))
 
     def after_step(self) -> int:
-        """Count the launched step; return its number, for ``move_time_us``."""
+        """See ``BlockMover.after_step``."""
         number = self._fences.step_given()
         self._work.append((number, self._queues.mark_steps()))
         if len(self._work) > _MOST_WATCHED:
-            self._check_what_ended()
+            self._check_ended()
         if self._coming:
             self._timed[number], self._coming = self._coming, []
-            # No caller asks about failed steps. A copy, since another thread may read the times now.
+            # Nothing asks for the times of failed steps. Copy first: another thread may read the times now.
             for forgotten in sorted(self._timed.copy())[:-_MOST_UNASKED]:
                 self._timed.pop(forgotten, None)
         return number
 
     def move_time_us(self, number: int) -> int:
-        """Microseconds that the step's moves took on the device, beside steps. Ask once, after the step.
-
-        A swap-out that still runs counts with the time that was measured at opening.
-        """
+        """See ``BlockMover``. A running swap-out counts with the time measured at opening."""
         moves = self._timed.pop(number, ())
         return round(sum(self._time_us(move) for move in moves))
 
     def measure_swap_us(self) -> float:
-        """Microseconds to swap one block one way, measured before the first step; 0.0 without host blocks."""
+        """See ``BlockMover.measure_swap_us``. Call before the first step."""
         blocks = np.arange(min(_TIMED_BLOCKS, self._queues.num_blocks, self._queues.num_host_blocks), dtype=np.int32)
         if not len(blocks):
             return 0.0
@@ -266,7 +258,7 @@ class DeviceMoves:
         return self._swap_us
 
     def close(self) -> None:
-        """Wait until the device no longer uses the host blocks: torch does not track that use."""
+        """Wait for the device: torch does not track its use of host blocks."""
         self._queues.synchronize()
 
     def _mark_swap(self, start: Mark, num_blocks: int) -> None:
@@ -282,7 +274,7 @@ class DeviceMoves:
         if swap != NOTHING:
             self._queues.steps_wait(_mark_of(self._swaps, swap) or self._queues.mark_swaps())
 
-    def _check_what_ended(self) -> None:
+    def _check_ended(self) -> None:
         self._fences.work_ended(_drop_ended(self._work))
         self._fences.swap_ended(_drop_ended(self._swaps))
 
@@ -291,7 +283,7 @@ class DeviceMoves:
 
 
 def _mark_of(marks: deque[tuple[int, Mark]], number: int) -> Mark | None:
-    """The first mark at or behind that number; None if that work failed before it was marked."""
+    """Return None if that work failed."""
     return next((mark for marked, mark in marks if marked >= number), None)
 
 

@@ -1,6 +1,6 @@
-"""Main memory for blocks: how much is free, and zeros that cost nothing before their first use.
+"""Main memory for blocks: how much is free, and zeros that cost nothing before use.
 
-Owns: the free memory within a container's limit, and large host tensors. Must not know: what uses the memory.
+Owns: a container's limit, large tensors. Must not know: their use.
 """
 
 import contextlib
@@ -17,11 +17,10 @@ _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that the system provides on first use, in huge pages if it can; torch would write them at a second per
-    gigabyte.
+    """Zeros that the system provides on first use; torch would write them at a second per gigabyte.
 
     Raises:
-        OSError: the system has not enough address space.
+        OSError: too little address space.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -31,7 +30,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def free_host_bytes() -> int:
-    """Free main memory, within the limit of this process's container."""
+    """Free main memory within the container's limit."""
     free = _meminfo_available()
     limit, used = _read_number(_CGROUP_LIMIT), _read_number(_CGROUP_USED)
     if limit is not None and used is not None:

@@ -1,7 +1,6 @@
 """Swapped-out blocks in main memory.
 
-Owns: their memory, its size, and moving blocks between it and the device's pool. Must not know: rows, when a block is
-swapped, or what it contains.
+Owns: their memory, moving them. Must not know: rows.
 """
 
 import math
@@ -23,10 +22,7 @@ _MIB = 1 << 20
 
 
 class HostPool:
-    """``num_blocks`` blocks of ``block_shape`` numbers (all layers of a device block); see ``allocate_blocks``.
-
-    A block is one piece of memory, so neighbouring blocks move in one transfer.
-    """
+    """Blocks of ``block_shape`` numbers: all layers of a device block."""
 
     def __init__(
         self, *, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -37,7 +33,7 @@ class HostPool:
         self._in_one_go = max(1, _STAGED_BYTES // max(1, self._blocks[:1].nbytes))
 
     def store(self, layers: Tensor, blocks: Int32Array, host_blocks: Int32Array) -> None:
-        """Swap out: copy ``blocks`` of ``layers`` (``KvPool.layers``) to ``host_blocks``; both int32, shape ``[n]``."""
+        """Swap out ``blocks`` of ``layers`` (``KvPool.layers``); both int32, ``[n]``."""
         if not self._is_staged:
             # One copy per block: gathering into a temporary and scattering from it took three times as long.
             for block, host_block in zip(blocks.tolist(), host_blocks.tolist(), strict=True):
@@ -50,7 +46,7 @@ class HostPool:
         _wait_for(layers.device)
 
     def load(self, layers: Tensor, host_blocks: Int32Array, blocks: Int32Array) -> None:
-        """Swap in: copy ``host_blocks`` to ``blocks`` of ``layers``; both int32, shape ``[n]``."""
+        """Swap in ``host_blocks``; both int32, ``[n]``."""
         if not self._is_staged:
             for host_block, block in zip(host_blocks.tolist(), blocks.tolist(), strict=True):
                 layers[:, block].copy_(self._blocks[host_block])
@@ -68,7 +64,7 @@ class HostPool:
 
 
 def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in main memory for blocks of ``device``: untouched beside a CPU, pinned beside a GPU.
+    """Zeros: untouched beside a CPU, pinned beside a GPU.
 
     Raises:
         BackendConfigError: the memory cannot be had.
@@ -89,11 +85,10 @@ def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device) -> int:
-    """How many blocks the configured swap space holds.
+    """How many blocks the swap space holds.
 
     ``AUTOMATIC_SWAP_SPACE``: as many as the device has, within a share of the free memory. Requests that are preempted
-    together never have more (W. Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention", SOSP 2023, section 4.5).
+    together never have more (Kwon et al., PagedAttention, SOSP 2023, section 4.5).
 
     Raises:
         BackendConfigError: the space does not hold a single block.
@@ -115,18 +110,17 @@ def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for the transfers: the next step may overwrite their sources, and their time is measured."""
+    """The next step may overwrite the sources."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def block_index(blocks: Int32Array, layers: Tensor) -> Tensor:
-    """Block numbers as an index on the device of ``layers``: int64, shape ``[n]``."""
+    """Block numbers as an index for ``layers``: int64, ``[n]``."""
     return torch.from_numpy(blocks.astype(np.int64)).to(layers.device)
 
 
 def _runs(host_blocks: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Cut ``host_blocks`` into runs of consecutive numbers: for each its places in the array and its numbers."""
     starts = np.flatnonzero(np.diff(host_blocks, prepend=host_blocks[:1] - 2) != 1)
     ends = np.append(starts[1:], len(host_blocks))
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

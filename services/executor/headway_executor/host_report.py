@@ -1,6 +1,6 @@
-"""The host's means to run a backend: compiled kernels, CUDA devices, toolkits.
+"""What this host has to run a backend: compiled kernels, CUDA devices, toolkits.
 
-Owns: finding them, and one line for each that is missing. Must not know: the use of a finding, or any speed.
+Owns: finding them. Must not know: any speed.
 """
 
 import importlib
@@ -25,7 +25,7 @@ _SHOWN_CHARS = 160
 
 
 class KernelVariants(msgspec.Struct, frozen=True, kw_only=True):
-    """The compiled CPU kernels: the ``installed`` variants, and the one for this processor or why there is none."""
+    """``problem`` says why ``used`` is empty."""
 
     installed: tuple[str, ...]
     used: str
@@ -43,9 +43,7 @@ class CudaDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Each ``problem`` is one line, or empty. ``driver`` is NVIDIA's kernel driver, ``cuda`` the version torch was
-    built for.
-    """
+    """Each ``problem`` is one line, or empty. ``cuda`` is the version of torch's build."""
 
     free_memory_bytes: int
     num_torch_threads: int
@@ -59,7 +57,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine_host() -> HostReport:
-    """Examine everything; run a kernel of each toolkit if there is a device."""
+    """Examine everything; try a kernel of each toolkit."""
     devices, cuda_problem = _cuda_devices()
     return HostReport(
         free_memory_bytes=free_host_bytes(),

@@ -1,10 +1,8 @@
 """How fast this host moves bytes and multiplies.
 
-Owns: a few measurements of torch's operators, on the CPU and on a CUDA device. Must not know: models, backends, or the
-use of a figure.
+Owns: measurements of torch's operators. Must not know: models, backends.
 
-Each figure is the best of several rounds, after one that does not count. A copy counts every byte twice: read and
-written.
+Each figure is the best of several rounds. A copy reads and writes every byte.
 """
 
 import time
@@ -28,19 +26,19 @@ _MEASURED_SECONDS = 0.5
 
 Say = Callable[[str], None]
 
-# The constructors of its events have no types.
+# Its event constructors have no types.
 _untyped_cuda: Any = torch.cuda
 
 
 class HostSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU: bytes per second of a copy, operations per second of a float32 product."""
+    """The CPU: a copy, and float32 products."""
 
     copy_bytes_per_s: float
     float32_flops: float
 
 
 class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """A CUDA device: bytes per second of a copy inside it, from and to pinned memory; bfloat16 operations per second."""
+    """A CUDA device; the host's memory is pinned."""
 
     index: int
     copy_bytes_per_s: float
@@ -50,7 +48,7 @@ class DeviceSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_host(say: Say) -> HostSpeed:
-    """Measure the CPU, with as many threads as torch takes. Raises ``RuntimeError``: there is too little memory."""
+    """Measure the CPU. Raises ``RuntimeError``: too little memory."""
     say("copying in main memory")
     size = min(_COPIED_BYTES, int(_MOST_SHARE * free_host_bytes()))
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
@@ -63,7 +61,7 @@ def measure_host(say: Say) -> HostSpeed:
 
 
 def measure_device(index: int, say: Say) -> DeviceSpeed:
-    """Measure a CUDA device. Raises ``RuntimeError``: there is too little memory, or the device fails."""
+    """Measure a CUDA device. Raises ``RuntimeError``: too little memory, or the device fails."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         return DeviceSpeed(

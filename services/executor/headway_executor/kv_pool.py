@@ -1,7 +1,6 @@
 """The paged store of keys and values.
 
-Owns: its memory, its size, moving whole blocks, and the time of a swap. Must not know: rows, attention, or what a block
-contains.
+Owns: its memory, moving blocks. Must not know: rows, attention.
 """
 
 import time
@@ -19,16 +18,16 @@ from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
 _DEVICE_SHARE = 0.85
-# Few, so that opening stays quick. Of a large model they exceed a processor's cache, which would halve the time.
+# Few, so that opening stays quick. In a large model they exceed a processor's cache, which would halve the time.
 _TIMED_BLOCKS = 16
 _TIMED_ROUNDS = 2
 
 
 class KvPool:
-    """``num_blocks`` blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
+    """Blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
-    ``layers`` has shape ``[num_layers, num_blocks, *block_shape]``. It starts as zeros and, on a CPU, is untouched
-    before its first use. ``num_host_blocks`` more in main memory take swapped-out blocks.
+    ``layers`` is ``[num_layers, num_blocks, *block_shape]``, at first zeros. ``num_host_blocks`` take swapped-out
+    blocks.
 
     Raises:
         BackendConfigError: the main memory cannot be had.
@@ -54,11 +53,11 @@ class KvPool:
 
     @property
     def num_host_blocks(self) -> int:
-        """How many blocks can be swapped out."""
+        """Blocks that can be swapped out."""
         return self._host.num_blocks
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Move whole blocks, all layers at once, and wait: swap out, swap in, then copy. Each int32, shape ``[2, n]``."""
+        """Swap out, swap in, then copy, and wait. Each int32, ``[2, n]``."""
         if swap_out.shape[1]:
             self._host.store(self.layers, *swap_out)
         if swap_in.shape[1]:
@@ -68,9 +67,7 @@ class KvPool:
             self.layers[:, destinations] = self.layers[:, sources]
 
     def measure_swap_us(self) -> float:
-        """Microseconds to swap one block one way, the best of a few rounds; 0.0 without host blocks. Blocks keep their
-        contents.
-        """
+        """Microseconds to swap one block one way; 0.0 without host blocks."""
         blocks = np.arange(min(_TIMED_BLOCKS, self.num_blocks, self.num_host_blocks), dtype=np.int32)
         if not len(blocks):
             return 0.0
@@ -96,12 +93,12 @@ def num_pool_blocks(
     device: torch.device,
     device_share: float = _DEVICE_SHARE,
 ) -> int:
-    """How many blocks of ``block_bytes`` the pool gets: as many as the user named, or as many as fit and can be used.
+    """Return the configured number of blocks, or as many as fit and can be used.
 
-    They may take half of the free memory on a CPU, and ``device_share`` of it on a device, where steps need room.
+    Steps need room on a device: blocks may take ``device_share`` of its free memory.
 
     Raises:
-        BackendConfigError: one request of ``max_model_len`` tokens does not fit into the pool.
+        BackendConfigError: one request of ``max_model_len`` tokens does not fit.
     """
     num_blocks = config.num_kv_blocks
     if not num_blocks:
@@ -119,5 +116,5 @@ def num_pool_blocks(
 
 
 def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block's keys and values in all layers, without padding."""
+    """Bytes of a block in all layers, without padding."""
     return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize

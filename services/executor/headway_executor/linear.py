@@ -1,6 +1,6 @@
 """Linear layers in plain torch.
 
-Owns: weights on a device, in a dtype, and products with them. Must not know: what a layer is for.
+Owns: their weights. Must not know: their use.
 """
 
 import torch
@@ -9,17 +9,17 @@ from torch.nn import functional
 
 
 class Linear:
-    """``weight`` shape ``[out, in]``, ``bias`` shape ``[out]`` or None; both are copied."""
+    """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None; both are copied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype, device: torch.device) -> None:
         self._weight = placed(weight, dtype, device)
         self._bias = None if bias is None else placed(bias, dtype, device)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Multiply: ``[tokens, in] -> [tokens, out]``, same dtype, a new tensor."""
+        """``[tokens, in] -> [tokens, out]``, a new tensor."""
         return functional.linear(inputs, self._weight, self._bias)
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of the tensor, so that the mapped file can be closed."""
+    """Copy, so that the mapped file can be closed."""
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)

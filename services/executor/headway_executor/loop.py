@@ -1,10 +1,8 @@
-"""The executor's cycle, from frames to steps and back, and the poll loop that drives it.
+"""The executor's cycle, from frames to steps and back, and the loop that drives it.
 
-Owns: running accepted steps in order, reporting results in order, and turning a failed step into a request for a new
-epoch, or into the end of the process if the device is lost. Must not know: how a backend runs a step, sockets, or
-signals.
+Owns: the order of steps and results. Must not know: backends, sockets, signals.
 
-``StepCycle`` is synchronous and pure: frames and the time go in, frames come out. ``serve`` is the loop around it.
+A failed step asks for a new epoch; a lost device ends the process.
 """
 
 import time
@@ -17,7 +15,7 @@ import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import (
-    NOBODY_SPECULATED,
+    NO_SPECULATION,
     DeviceLostError,
     ExecutorBackend,
     StepOutOfMemoryError,
@@ -31,18 +29,18 @@ from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
 
 
 class Channel(Protocol):
-    """The connection to the scheduler, as ``serve`` needs it."""
+    """The connection to the scheduler."""
 
     def wait(self, timeout: float) -> None:
-        """Return when a frame may have arrived, after a ``wake``, or after ``timeout`` seconds."""
+        """Return when a frame may be there, after ``wake``, or after ``timeout`` seconds."""
         ...
 
     def receive(self) -> bytes | None:
-        """The next frame, or None when there is none yet."""
+        """Return the next frame, or None."""
         ...
 
     def send(self, frame: bytes) -> None:
-        """Send, or drop if there is no peer: the protocol notices lost frames."""
+        """Send, or drop without a peer: the protocol notices lost frames."""
         ...
 
 
@@ -56,9 +54,9 @@ class _Pending(msgspec.Struct, frozen=True):
 
 
 class StepCycle:
-    """One executor, with an open ``backend``; ``link`` and ``state`` are its own. Any thread may call ``wake``.
+    """The cycle of one executor. Any thread may call ``wake``.
 
-    A step of more than ``step_timeout_s`` means that the device is lost.
+    After ``step_timeout_s`` without a result, the device counts as lost.
     """
 
     def __init__(
@@ -81,15 +79,15 @@ class StepCycle:
         self._pending: deque[_Pending] = deque()
         self.statistics = ExecutorStatistics()
         self.device_lost: DeviceLostError | None = None
-        """Why this process cannot go on; None while it can."""
+        """The error after which this process must end, or None."""
 
     @property
     def next_deadline(self) -> float:
-        """When ``tick`` has something to do."""
+        """The time when ``tick`` is due."""
         return self._link.next_deadline
 
     def receive(self, data: bytes, now: float) -> list[bytes]:
-        """Take one frame from the scheduler; return the frames to send."""
+        """Handle a frame; return the frames to send."""
         return self._act(self._link.receive(data, now), now)
 
     def tick(self, now: float) -> list[bytes]:
@@ -104,7 +102,7 @@ class StepCycle:
         return frames + self._act(self._link.tick(now), now)
 
     def collect(self, now: float) -> list[bytes]:
-        """Report the steps that have finished, in order; return the frames to send."""
+        """Report finished steps in order."""
         frames: list[bytes] = []
         while self._pending and self._pending[0].future.done() and self.device_lost is None:
             step = self._pending.popleft()
@@ -123,7 +121,7 @@ class StepCycle:
                 frames += self._execute(event.output, now)
             elif isinstance(event, EpochBegan):
                 self._state.begin_epoch()
-                # The backend still finishes these steps, before any step of the new epoch; their results are dropped.
+                # The backend still finishes these steps before any step of the new epoch; their results are dropped.
                 self._pending.clear()
                 self.statistics.record_epoch()
                 self._log.info("epoch began", epoch=event.epoch)
@@ -168,7 +166,7 @@ class StepCycle:
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
         num_wanted = step.num_samples
         if step.speculates:
-            accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
+            accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
             try:
                 self._state.accept(accepted)
             except ValueError as error:
@@ -188,7 +186,7 @@ class StepCycle:
         if isinstance(error, DeviceLostError):
             self.device_lost = error
             return self._link.leave(reason)
-        # Half of the tokens: how much memory a step takes beside the fixed part is not known.
+        # Nothing tells how much memory a step takes beside the fixed part: allow half of the tokens.
         limit = max(error.num_tokens // 2, 1) if isinstance(error, StepOutOfMemoryError) else 0
         return self._act(self._link.lose_epoch(epoch, reason, now, failed_step=step, max_num_batched_tokens=limit), now)
 
@@ -204,18 +202,18 @@ def serve(
     pulse: Pulse | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run ``cycle`` over ``channel`` until ``should_stop`` or until the device is lost."""
+    """Run until ``should_stop`` or until the device is lost."""
     while not should_stop() and cycle.device_lost is None:
         now = clock()
         if pulse is not None:
             pulse.beat(now)
         on_turn()
-        # Results come first: the scheduler may be waiting for one to decide the next step.
+        # Results come first: the scheduler may wait for one to decide the next step.
         _send_all(channel, cycle.tick(now))
         while (frame := channel.receive()) is not None:
             now = clock()
             if pulse is not None:
-                pulse.beat(now)  # a backend without a thread may find a next step here every time
+                pulse.beat(now)  # without a thread, a backend may run one step after another here
             _send_all(channel, cycle.receive(frame, now))
             if should_stop() or cycle.device_lost is not None:
                 return

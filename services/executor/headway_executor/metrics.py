@@ -1,6 +1,6 @@
 """The executor's metrics for Prometheus.
 
-Owns: the names. Must not know: how figures are counted, HTTP, or when they are read.
+Owns: their names. Must not know: counting, HTTP.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ExecutorSnapshot(NamedTuple):
-    """A copy of all figures, for another thread."""
+    """A copy for another thread."""
 
     info: BackendInfo
     histograms: dict[str, HistogramSnapshot]
@@ -40,7 +40,7 @@ _HISTOGRAMS = {
 
 
 def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> ExecutorSnapshot:
-    """Copy the current figures."""
+    """Copy the figures."""
     return ExecutorSnapshot(
         info=info,
         histograms={name: getattr(statistics, field).snapshot() for name, (field, _) in _HISTOGRAMS.items()},
@@ -62,7 +62,10 @@ def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
     families = MetricFamilies(model_name=info.model_name)
     facts: tuple[str, ...] = (info.backend, info.device, info.dtype, info.model_fingerprint)
     families.gauge(
-        "headway_executor_info", "What runs here.", {facts: 1.0}, *("backend", "device", "dtype", "fingerprint")
+        "headway_executor_info",
+        "Backend, device, dtype and model of this executor.",
+        {facts: 1.0},
+        *("backend", "device", "dtype", "fingerprint"),
     )
     families.gauge("headway_executor_kv_blocks", "Blocks of the KV pool.", info.num_blocks)
     families.gauge("headway_executor_host_blocks", "Blocks in main memory.", info.num_host_blocks)

@@ -1,6 +1,6 @@
-"""A backend's settings, checked against the model and the host; each error is a ``BackendConfigError`` of one line.
+"""A backend's settings, checked against the model and the host.
 
-Owns: these checks, and the choices for "auto" and 0. Must not know: any backend, or how a model runs.
+Owns: these checks, "auto" and 0. Must not know: any backend.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from headway_executor.setting_checks import max_model_len_of
 
 
 class ModelSettings(NamedTuple):
-    """The checked settings for one model; ``max_model_len`` in tokens."""
+    """``max_model_len`` is in tokens."""
 
     model_config: ModelConfig
     dtype: torch.dtype
@@ -26,9 +26,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
-    """Read the model's configuration, and check the settings against it.
+    """Check the settings against the model's configuration.
 
     Raises:
+        BackendConfigError: a setting does not fit the model.
         ModelFilesError: see ``read_model_config``.
     """
     model_config = read_model_config(Path(config.model))
@@ -46,7 +47,7 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
 
 
 def device_of(config: BackendConfig) -> torch.device:
-    """The device of ``config``, which this host must have."""
+    """Return the device. Raises ``BackendConfigError``: this host does not have it."""
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -60,9 +61,10 @@ def device_of(config: BackendConfig) -> torch.device:
 
 
 def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_model_len: int) -> ModelSettings:
-    """Read the draft model's configuration, and check it against the model.
+    """Read and check the draft model's configuration.
 
     Raises:
+        BackendConfigError: the two models have different tokens.
         ModelFilesError: see ``read_model_config``.
     """
     draft = read_model_config(Path(config.draft_model))
@@ -91,7 +93,7 @@ def _vocabulary(file: Path) -> object:
 
 
 def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """On a CPU, "auto" is float32: it is the fastest there and holds any checkpoint's values exactly."""
+    """On a CPU, float32 is the fastest and holds every checkpoint's values."""
     if config.dtype == "auto":
         return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
     if config.dtype not in _DTYPES:

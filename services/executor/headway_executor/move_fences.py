@@ -1,14 +1,13 @@
 """Which of a device's two queues waits for what, so that blocks move beside running steps.
 
-Owns: the last use and the last swap of every block, and the least that each queue must wait for. Must not know:
-streams, events, tensors, or why a block moves.
+Owns: each block's last use and last swap. Must not know: streams, tensors.
 
-Steps and copies are work of the *step queue*, swaps of the *swap queue*; each queue works in order. Both kinds are
-numbered from 1; 0 means nothing. To wait for a number is to wait for all work of that queue up to it.
+Steps and copies are work of the *step queue*, swaps of the *swap queue*; each works in order and counts from 1 (0:
+nothing). A wait for a number covers all earlier work of that queue.
 
 - A swap-out waits for all earlier work: the last step may have written its blocks.
 - A step or a copy waits for the newest swap-out of a block that it is the first to write: a step's new blocks, a copy's
-  destinations. A row's earlier blocks are full.
+  destinations.
 - A swap-in waits for the last work that may use its blocks: the newest if a row holds one of them, else the last before
   their last row ended.
 - A step or a copy waits for every earlier swap-in, since its rows may read those blocks.
@@ -24,12 +23,12 @@ NOTHING = 0
 
 
 class MoveFences:
-    """The fences of a pool of ``num_blocks``. Blocks are int32, shape ``[n]``."""
+    """Blocks are int32, ``[n]``."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_holders = np.zeros(num_blocks, dtype=np.int32)
         self._last_use = np.zeros(num_blocks, dtype=np.int64)
-        """The last work of the step queue that could use a block that no row holds."""
+        """The last work of the step queue that could use a block without holders."""
         self._last_read = np.zeros(num_blocks, dtype=np.int64)
         """The last swap-out of a block."""
         self._num_given = 0
@@ -37,28 +36,28 @@ class MoveFences:
         self._num_swaps = 0
         self._last_swap_in = NOTHING
         self._swaps_follow = NOTHING
-        """The work that has ended before any further swap begins: waited for, or seen to have ended."""
+        """The last work that later swaps need not wait for: it ended, or they wait already."""
         self._steps_follow = NOTHING
-        """The swap that has ended before any further work of the step queue begins."""
+        """The last swap that later work of the step queue need not wait for."""
 
     @property
     def num_swaps(self) -> int:
-        """The number of the last queued swap."""
+        """The last queued swap."""
         return self._num_swaps
 
     @property
     def num_given(self) -> int:
-        """The number of the last queued work of the step queue."""
+        """The last queued work of the step queue."""
         return self._num_given
 
     def swap_out(self, blocks: Int32Array) -> int:
-        """Count a swap that reads ``blocks``; return the work that it must wait for."""
+        """Count a swap-out; return the work to wait for."""
         self._num_swaps += 1
         self._last_read[blocks] = self._num_swaps
         return self._swap_after(self._num_given)
 
     def swap_in(self, blocks: Int32Array) -> int:
-        """Count a swap that writes ``blocks``; return the work that it must wait for."""
+        """Count a swap-in; return the work to wait for."""
         self._num_swaps += 1
         self._last_swap_in = self._num_swaps
         if self._num_holders[blocks].any():
@@ -66,7 +65,7 @@ class MoveFences:
         return self._swap_after(int(self._last_use[blocks].max(initial=NOTHING)))
 
     def copy(self, sources: Int32Array, destinations: Int32Array) -> int:
-        """Count copies; return the swap that they must wait for."""
+        """Count copies; return the swap to wait for."""
         needed = self._swap_needed(destinations)
         self._num_given += 1
         self._last_use[sources] = self._num_given
@@ -74,7 +73,7 @@ class MoveFences:
         return self._step_after(needed)
 
     def step(self, new_blocks: Int32Array) -> int:
-        """Prepare a step whose rows get ``new_blocks``; return the swap that it must wait for."""
+        """Prepare a step; return the swap to wait for."""
         np.add.at(self._num_holders, new_blocks, 1)
         return self._step_after(self._swap_needed(new_blocks))
 
@@ -85,12 +84,12 @@ class MoveFences:
         return self._num_given
 
     def rows_ended(self, blocks: Int32Array) -> None:
-        """Rows that held ``blocks`` (one entry per holder) ended with the last queued step."""
+        """The holders of ``blocks`` (one entry each) ended with the last queued step."""
         np.subtract.at(self._num_holders, blocks, 1)
         self._last_use[blocks] = np.maximum(self._last_use[blocks], self._last_step)
 
     def work_ended(self, number: int) -> None:
-        """Record that this work has ended, so that no swap waits for it."""
+        """Record that this work has ended."""
         self._swaps_follow = max(self._swaps_follow, number)
 
     def swap_ended(self, number: int) -> None:
@@ -114,13 +113,13 @@ class MoveFences:
 
 
 class RowBlocks:
-    """The blocks of each row, in no order; a block that two rows share is there twice."""
+    """The blocks of each row, unordered."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[int]] = {}
 
     def append(self, new_blocks: Int32Array) -> None:
-        """Add the columns (row, block), shape ``[2, n]``, as in ``StepBatch.new_blocks``."""
+        """Add (row, block) pairs, ``[2, n]``."""
         rows, blocks = new_blocks
         # A prompt's blocks are adjacent, so there is one piece per row, not per block.
         starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
@@ -128,7 +127,7 @@ class RowBlocks:
             self._held.setdefault(int(rows[start]), []).extend(blocks[start:end].tolist())
 
     def release(self, rows: Iterable[int]) -> Int32Array:
-        """Remove rows; return the blocks that they held, int32, shape ``[n]``."""
+        """Remove rows; return their blocks, int32, ``[n]``."""
         blocks: list[int] = []
         for row in rows:
             blocks += self._held.pop(row, ())

@@ -1,9 +1,9 @@
-"""Counter-based random numbers: Philox4x32-10, vectorised over rows with numpy.
+"""Counter-based random numbers: Philox4x32-10, vectorised over rows.
 
-Owns: the map from (seed, position) to one uniform number. Must not know: what is drawn with it.
+Owns: the map from (seed, position) to a uniform number. Must not know: its use.
 
-Algorithm and constants: J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
-2011. The key is the 64-bit seed, the counter is the position; there is no state.
+Source: J. Salmon, M. Moraes, R. Dror and D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The seed is
+the key, the position the counter.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def philox_4x32(
     key: tuple[NDArray[np.uint64], NDArray[np.uint64]],
     counter: tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]],
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Encrypt ``counter`` under ``key``; every word is an array, shape ``[n]``, of 32-bit values held as uint64."""
+    """Encrypt ``counter`` under ``key``; each word is ``[n]``, 32-bit values as uint64."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(_ROUNDS):
@@ -36,9 +36,9 @@ def philox_4x32(
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One uniform number in ``[0, 1)`` with 53 random bits per (seed, position).
+    """One number in ``[0, 1)`` with 53 random bits per (seed, position).
 
-    ``seeds`` uint64 and ``positions`` int64 (0 or more), both of shape ``[n]``; returns float64, shape ``[n]``.
+    ``seeds`` uint64, ``positions`` int64, result float64, all ``[n]``.
     """
     counters = positions.astype(np.uint64)
     zero = np.zeros_like(counters)

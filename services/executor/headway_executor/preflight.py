@@ -1,7 +1,6 @@
-"""Errors in an executor's configuration that can be found before it starts.
+"""Configuration errors that can be found before the executor starts.
 
-Owns: quick checks, without PyTorch or a device; of a third party's backend only its name. Must not know: how a backend
-runs. The backend checks everything again when it opens.
+Owns: quick checks without PyTorch or a device. Must not know: how a backend runs. The backend checks everything again.
 """
 
 import os
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.config import ExecutorConfig
-from headway_executor.models.config import CONFIG_FILE
+from headway_executor.models.config import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from headway_executor.models.families import read_model_config
 from headway_executor.registry import check_installed
 from headway_executor.setting_checks import (
@@ -25,10 +24,8 @@ from headway_executor.setting_checks import (
     max_model_len_of,
 )
 
-_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _COUNT_S = 20.0
-# A short process asks the driver's library, which would keep the devices open in this one.
+# The driver's library keeps devices open, so a short process loads it.
 _COUNT_DEVICES = """
 import ctypes
 try:
@@ -44,7 +41,7 @@ else:
 
 
 class TorchBuild(NamedTuple):
-    """The platforms that the installed PyTorch was built for; empty in a build for CPUs."""
+    """PyTorch's platforms; empty in a build for CPUs."""
 
     version: str
     cuda: str
@@ -55,8 +52,8 @@ def check(config: ExecutorConfig) -> None:
     """Check whether the executor could start; ``config`` has passed ``validate``.
 
     Raises:
-        BackendConfigError: a setting does not fit this backend, this model or this host.
-        ModelFilesError: the checkpoint directory lacks a file, or its config.json cannot be served.
+        BackendConfigError: a setting does not fit this backend, model or host.
+        ModelFilesError: the checkpoint lacks a file, or cannot be served.
     """
     check_installed(config.backend)
     if config.backend == "simulated":
@@ -83,16 +80,15 @@ def check(config: ExecutorConfig) -> None:
 
 
 def _check_files(directory: Path) -> None:
-    """Check the files that every checkpoint has. Loading checks their contents and the shards."""
     lacking = [] if (directory / CONFIG_FILE).exists() else [CONFIG_FILE]
     # Loading reports weights of another kind.
-    has_others = any(path.suffix in _OTHER_WEIGHTS for path in directory.iterdir())
-    if not has_others and not any((directory / name).exists() for name in _WEIGHT_FILES):
-        lacking.append(_WEIGHT_FILES[0])
+    has_others = any(path.suffix in PICKLE_SUFFIXES for path in directory.iterdir())
+    if not has_others and not any((directory / name).exists() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE)):
+        lacking.append(WEIGHTS_FILE)
     if lacking:
         raise ModelFilesError(
             f"{directory}: no {' and no '.join(lacking)}; allowed: a Hugging Face checkpoint directory with {CONFIG_FILE}, "
-            f"tokenizer.json and {_WEIGHT_FILES[0]} or {_WEIGHT_FILES[1]}"
+            f"tokenizer.json and {WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE}"
         )
 
 
@@ -128,7 +124,7 @@ def _check_device(config: ExecutorConfig) -> None:
 
 
 def torch_build() -> TorchBuild | None:
-    """The build that PyTorch's version file describes; None if it says nothing known."""
+    """Read PyTorch's version file; None if it is unknown."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -144,7 +140,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def num_cuda_devices() -> int | None:
-    """How many devices the driver shows to a process with this environment; None if unknown."""
+    """Count the devices that the driver shows here; None if unknown."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _COUNT_DEVICES], capture_output=True, timeout=_COUNT_S, check=True

@@ -1,6 +1,6 @@
 """The executor process: configuration, signals and logs around the cycle.
 
-Owns: start, stop and exit codes. Must not know: how steps run, or the protocol.
+Owns: start, stop, exit codes. Must not know: steps.
 """
 
 import os
@@ -49,8 +49,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(config: ExecutorConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    0 after a signal, 2 for a setting that cannot be honoured, 3 for a checkpoint that cannot be served (both with one
-    line on stderr). A lost device ends the process with 4; its supervisor starts it again.
+    0 after a signal, 2 for a bad setting, 3 for a bad checkpoint (both with one line on stderr). A lost device exits
+    with 4.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, _exit_at_once)
@@ -65,8 +65,9 @@ def run(config: ExecutorConfig) -> int:
         backend = _create_backend(config.backend)
         log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
         progress = _OpeningProgress(log)
-        heard = {"progress": progress.report, "warn": log.warning}
-        info = backend.open(msgspec.structs.replace(config.backend_config(), **heard))
+        info = backend.open(
+            msgspec.structs.replace(config.backend_config(), progress=progress.report, warn=log.warning)
+        )
         channel = SchedulerChannel(config.step_address, config.curve_keys)
     except ModelFilesError as error:
         return _refuse(error, EXIT_BAD_MODEL_FILES)
@@ -91,7 +92,7 @@ def run(config: ExecutorConfig) -> int:
 
 
 def _end_without_device(error: DeviceLostError, log: FilteringBoundLogger, sink: LogSink) -> NoReturn:
-    """End at once, without the usual clean-up, which may hang on a device that does not answer."""
+    """The usual clean-up may hang on a lost device."""
     log.critical("the device is lost; the process ends", reason=str(error))
     sink.drain(_LOG_DRAIN_S)
     os._exit(EXIT_DEVICE_LOST)
@@ -136,7 +137,7 @@ def _serve(
 
 
 def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> "MetricsEndpoint | None":
-    """The endpoint, listening from the start; before the model is loaded it answers with status 503."""
+    """Before the model is loaded, it answers with status 503."""
     if not config.metrics_address:
         return None
     from headway_process.metrics_endpoint import MetricsEndpoint
@@ -145,8 +146,6 @@ def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnaps
 
 
 class _OpeningProgress:
-    """Logs the progress of a long opening, at most once in ``_PROGRESS_INTERVAL_S`` per part."""
-
     def __init__(self, log: FilteringBoundLogger) -> None:
         self._log = log
         self._what = ""
@@ -173,7 +172,7 @@ class _StopRequest:
 
 
 def _exit_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    """End a process that is still loading: it has nothing to save, and a loader cannot be interrupted."""
+    """A loading process has nothing to save, and a loader cannot be interrupted."""
     del signum, frame
     os._exit(EXIT_OK)
 

@@ -1,10 +1,8 @@
 """Log probabilities of prompts, for backends with a ``ForwardPass``.
 
-Owns: which rows want them, which tokens give them, and how many logits there are at a time. Must not know: how a
-forward pass computes, sampling, or where a step comes from.
+Owns: which tokens give them. Must not know: a pass, sampling.
 
-The tokens that give them run **ahead of the step**, in passes of their own with the logits of every token. The rest of
-each row stays in the step. A pass takes as many tokens as have ``MOST_LOGITS_BYTES`` of logits.
+These tokens run **ahead of the step**, in passes of their own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,20 +23,20 @@ MOST_LOGITS_BYTES = 64 << 20
 
 
 class WantedPrompt(msgspec.Struct, frozen=True):
-    """A row whose prompt of ``num_prompt_tokens`` tokens is reported, with the number of alternatives per token."""
+    """A row whose prompt is reported."""
 
     num_prompt_tokens: int
     num_alternatives: int
 
 
 class PromptReports:
-    """The rows of one backend that report their prompts."""
+    """The rows that report their prompts."""
 
     def __init__(self) -> None:
         self._wanted: dict[int, WantedPrompt] = {}
 
     def begin_step(self, batch: StepBatch) -> None:
-        """Record the new and the finished rows."""
+        """Record new and finished rows."""
         if self._wanted:
             for row in batch.finished_rows.tolist():
                 self._wanted.pop(row, None)
@@ -48,7 +46,7 @@ class PromptReports:
                 self._wanted[new.row] = WantedPrompt(new.num_prompt_tokens, new.sampling.prompt_logprobs)
 
     def chunks(self, batch: StepBatch) -> tuple["PromptChunk", ...]:
-        """The chunks of a step that give log probabilities, rows ascending."""
+        """The chunks that give log probabilities, rows ascending."""
         if not self._wanted:
             return ()
         found = []
@@ -64,7 +62,7 @@ class PromptReports:
 
 
 class PromptChunk(msgspec.Struct, frozen=True):
-    """Tokens ``start`` to ``end - 1`` of ``row``, at ``place`` in the batch; they give the positions up to ``end``."""
+    """Tokens ``start`` to ``end - 1``; they give the positions up to ``end``."""
 
     row: int
     place: int
@@ -81,11 +79,7 @@ def run_ahead(
     *,
     vocab_size: int,
 ) -> tuple[StepRows, tuple[RowPromptLogprobs, ...]]:
-    """Run the tokens of ``chunks``; return the rest of the step, and the reports, rows ascending.
-
-    ``rows`` are the whole step's; the chunks contain none of its wanted tokens. ``token_ids`` as of
-    ``ForwardPass.run``.
-    """
+    """Run the tokens of ``chunks``; return the rest of the step, and the reports, rows ascending."""
     parts: dict[int, list[PromptLogprobColumns]] = {}
     for piece in _pieces(chunks, max(1, MOST_LOGITS_BYTES // (4 * vocab_size))):
         for chunk, values in zip(piece, _run(forward, rows, token_ids, piece), strict=True):
@@ -146,7 +140,6 @@ def _run(
 
 
 def _without(rows: StepRows, num_ahead: Int64Array) -> StepRows:
-    """The step without the first ``num_ahead[i]`` tokens of its row i, and without rows that are then empty."""
     stays = num_ahead < rows.num_new
     starts = np.cumsum(rows.num_new) - rows.num_new
     # A token moves forward by the number of removed tokens before it, in its row and in earlier rows.

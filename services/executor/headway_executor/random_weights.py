@@ -1,9 +1,8 @@
-"""Random weights instead of a checkpoint, to measure a model's speed with only its config.json.
+"""Random weights, to measure a model's speed with only its config.json.
 
-Owns: the distribution, and the interface of a checkpoint. Must not know: what a tensor is for, beyond its shape.
+Owns: their distribution. Must not know: models.
 """
 
-import math
 import zlib
 from collections.abc import Mapping
 from types import TracebackType
@@ -16,9 +15,9 @@ _NORM_SUFFIX = "norm.weight"
 
 
 class RandomCheckpoint:
-    """A ``weights.Checkpoint`` of tensors with ``shapes``, drawn from their names and ``seed``.
+    """Normal numbers, drawn from names and ``seed``; norms are ones.
 
-    Normal, with a variance that keeps activations of order one; norms are ones.
+    The variance keeps activations of order one.
     """
 
     def __init__(
@@ -35,18 +34,13 @@ class RandomCheckpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is held."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in all tensors."""
-        return sum(math.prod(shape) for shape in self._shapes.values())
+        """Release nothing."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``."""
+        """Draw a tensor."""
         shape = self._shapes[name]
         if name.endswith(_NORM_SUFFIX):
             return torch.ones(shape, dtype=self._dtype, device=self._device)

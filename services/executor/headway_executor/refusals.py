@@ -1,6 +1,6 @@
-"""Rows that cannot run, for example because the model lacks one of their tokens: they fail alone.
+"""Rows that cannot run, for example because the model lacks a token: they fail alone.
 
-Owns: these rows, and their errors in a step's result. Must not know: how a model runs, or how tokens are drawn.
+Owns: their errors. Must not know: the model, sampling.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from headway_proto.step import ERRORED_ROW, RowError
 
 
 class Refusals:
-    """The refused rows of one backend, whose token ids must be below ``vocab_size``."""
+    """The refused rows of one backend."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._messages: dict[int, str] = {}
 
     def admit(self, row: int, token_ids: Int32Array) -> Int32Array:
-        """The tokens that ``row`` runs with: its own, or harmless ones that the embedding has."""
+        """Return the row's tokens, or harmless ones."""
         self._messages.pop(row, None)
         outside = (token_ids < 0) | (token_ids >= self._vocab_size)
         if not outside.any():
@@ -33,13 +33,13 @@ class Refusals:
         self._messages |= messages
 
     def forget(self, rows: Int32Array) -> None:
-        """Forget ``rows``; other requests get them."""
+        """Forget ``rows``."""
         if self._messages:
             for row in rows.tolist():
                 self._messages.pop(row, None)
 
     def among(self, rows: Int32Array) -> dict[int, str]:
-        """The currently refused ones of ``rows``, and why."""
+        """The refused rows among ``rows``, with reasons."""
         if not self._messages:
             return {}
         return {row: self._messages[row] for row in rows.tolist() if row in self._messages}
@@ -48,7 +48,7 @@ class Refusals:
 def with_refusals(
     rows: Int32Array, drawn: Int32Array, errors: tuple[RowError, ...], refused: dict[int, str]
 ) -> tuple[Int32Array, tuple[RowError, ...]]:
-    """The tokens and errors of ``rows``, including those of the ``refused``; rows ascending."""
+    """Put the refusals into a step's tokens and errors."""
     if not refused:
         return drawn, errors
     messages = {error.row: error.message for error in errors} | refused

@@ -1,7 +1,6 @@
 """Backends by name, from the entry point group ``headway.executor_backends``.
 
-Owns: the look-up, and the advice when a backend or its packages are missing. Must not know: any backend; a third
-party's is loaded like a built-in one.
+Owns: the look-up. Must not know: any backend.
 """
 
 import importlib.util
@@ -17,22 +16,22 @@ _EXTRA_OF_PACKAGE = {"torch": "executor", "safetensors": "executor", "triton": "
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names of the installed backends, sorted. Imports none of them."""
+    """Return the sorted names; import nothing."""
     return tuple(sorted(entry_points(group=ENTRY_POINT_GROUP).names))
 
 
 def create_backend(name: str) -> ExecutorBackend:
-    """Import the backend called ``name`` and construct it.
+    """Import and construct a backend.
 
     Raises:
-        BackendConfigError: no backend has this name, or a Python package that it needs is not installed.
+        BackendConfigError: the name is unknown, or a Python package is missing.
     """
     backend: ExecutorBackend = _load(_find(name))()
     return backend
 
 
 def check_installed(name: str) -> None:
-    """Check that there is a backend called ``name``, with its packages if it is built in. Imports none of them.
+    """Check for a backend and its packages; import nothing.
 
     Raises:
         BackendConfigError: see ``create_backend``.

@@ -1,22 +1,13 @@
-"""Draw the next token of each row: vectorised over rows, one torch implementation for every device.
+"""Draw the next token of each row: one torch implementation for every device.
 
-Owns: the rows' sampling state, the processing of logits, the truncation and the draw. Must not know: steps, blocks, the
-model, or requests.
+Owns: sampling state, the draw. Must not know: steps, blocks, the model.
 
 **A row's token depends only on its own logits, parameters, seed and position, bit for bit.** The order of
 floating-point sums may change with the shape of the batch. So the float32 softmax ``p``, which works row by row, first
-becomes integer weights ``floor(p * 2^52)``, whose sums are exact in float64.
-
-Tokens rank by ``p``, best first, equal ones by lower id. Top-k keeps the first k. Top-p keeps the shortest beginning
-whose weight reaches ``top_p`` times the weight that top-k left (``2^52`` without top-k). Min-p keeps tokens with ``p``
-of at least ``min_p`` times the best.
-
-A draw inverts the cumulative weights of the kept tokens, **in the order of their ids**, at one Philox uniform keyed by
-(seed, position). So it needs the kept tokens but not their ranks; ``headway_kernels.gpu.sampling`` computes the same
-without sorting.
+becomes integer weights, whose sums are exact in float64. ``headway_kernels.gpu.sampling`` has the rule.
 
 Order: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's mask;
-temperature; top-k; top-p; min-p. A row pays only for the stages that it asks for.
+temperature; top-k; top-p; min-p.
 """
 
 from dataclasses import dataclass
@@ -58,9 +49,7 @@ _HostIndex = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """``token_ids`` int64, ``[n]``, in the order of the logits, as ``logprobs`` and ``errors``; ``ERRORED_ROW`` for
-    failed rows.
-    """
+    """``token_ids`` int64, ``[n]``; ``ERRORED_ROW`` for failed rows."""
 
     token_ids: Tensor
     logprobs: tuple[RowLogprobs, ...]
@@ -68,13 +57,13 @@ class SampledTokens:
 
 
 class Sampler:
-    """Sampling state of up to ``max_num_rows`` rows over logits of width ``vocab_size`` on ``device``."""
+    """Sampling state of up to ``max_num_rows`` rows."""
 
     def __init__(self, *, vocab_size: int, max_num_rows: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        # Here, entries stay with their row. The pool, which only a device uses, is large enough even if every gap in it
-        # is just too small.
+        # Only a device uses the pool of entries; here they stay with their row. The pool is large enough even if every
+        # gap in it is just too small.
         self._columns = SamplingColumns(
             vocab_size=vocab_size, max_num_rows=max_num_rows, entry_capacity=2 * max_num_rows * vocab_size
         )
@@ -95,13 +84,11 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, token_ids: Tensor, masks: StepMasks | None = None
     ) -> SampledTokens:
-        """Draw one token per row of ``logits``.
+        """Draw one token per row of ``logits`` (floating, ``[n, vocab_size]``, not modified).
 
-        ``logits`` any floating dtype, shape ``[n, vocab_size]``, not modified. ``rows`` int64, shape ``[n]``.
-        ``positions`` int64, shape ``[n]``: the index of the drawn token. ``token_ids`` integer, shape ``[max rows, max
-        length]``; positions ``0..position - 1`` of each row are read. A row may occur several times at different
-        positions. ``masks`` are those of constrained rows, at their places among ``rows``. A row with NaN or infinite
-        logits gets ``ERRORED_ROW`` and an error.
+        ``rows`` and ``positions`` (of the drawn tokens) int64, ``[n]``; a row may occur at several positions.
+        ``token_ids`` integer, ``[max rows, max length]``. A row with NaN or infinite logits gets ``ERRORED_ROW`` and an
+        error.
         """
         host_rows: _HostIndex = rows.cpu().numpy()
         flags = self._columns["flags"][host_rows]
@@ -124,7 +111,6 @@ class Sampler:
         token_ids: Tensor,
         masks: StepMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        """Split the batch: plain argmax rows, rows with a single allowed token, and rows whose logits are processed."""
         forced = _NOWHERE
         if masks is not None and len(masks):
             forced = masks.places[masks.only >= 0]
@@ -188,7 +174,6 @@ class Sampler:
             self._apply_entries(working, having, rows[having], positions[having])
 
     def _mask(self, working: Tensor, places: _HostIndex, words: Int32Array) -> None:
-        """Exclude the tokens that the masks, ``[len(places), words]``, do not allow."""
         bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         excluded = self._to_device(bits == 0)
         if len(places) == len(working):
@@ -214,8 +199,8 @@ class Sampler:
         history = token_ids[:, :longest].index_select(0, self._to_device(rows)).long()
         place = torch.arange(longest, device=working.device)
         held = place < self._to_device(positions)[:, None]
-        # Repeats of the first token pad the shorter rows. The clamp keeps a row alive, and its neighbours with it,
-        # when the store holds ERRORED_ROW: such a row may run once more before the scheduler takes it out.
+        # Repeats of the first token pad the shorter rows. The store may hold ERRORED_ROW, as such a row may run once
+        # more before the scheduler takes it out; the clamp keeps it and its neighbours alive.
         history = torch.where(held, history, history[:, :1]).clamp_(0, self._vocab_size - 1)
 
         repetition = self._column("repetition", rows)
@@ -251,9 +236,7 @@ class Sampler:
         return _invert(_integer_weights(probabilities), uniform)
 
     def _draw_ranked(self, probabilities: Tensor, uniform: Tensor, rows: _HostIndex) -> Tensor:
-        """Draw under top-k and top-p, by a few best tokens instead of a sort: a row is settled once they hold all that
-        it keeps.
-        """
+        """A row is settled once a few best tokens hold all that it keeps: this needs no sort."""
         drawn = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
         open_rows = np.arange(len(rows))
         width = max(_FIRST_WIDTH, 1 << int(self._columns["top_k"][rows].max()).bit_length())
@@ -270,9 +253,9 @@ class Sampler:
     def _pick(
         self, probabilities: Tensor, token_ids: Tensor, uniform: Tensor, rows: _HostIndex
     ) -> tuple[Tensor, Tensor]:
-        """Pick among each row's best tokens, both of shape ``[m, width]``, in any order.
+        """Pick among each row's best tokens, ``[m, width]``, in any order.
 
-        Returns ``(settled, picked)``, both of shape ``[m]``; a pick counts only if it is settled.
+        Return ``(settled, picked)``, both ``[m]``; only settled picks count.
         """
         width = token_ids.shape[1]
         top_k, top_p = self._column("top_k", rows), self._column("top_p", rows)
@@ -281,7 +264,7 @@ class Sampler:
         weights = _integer_weights(probabilities)
         weights = torch.where((top_k == 0) | (torch.arange(width, device=weights.device) < top_k), weights, 0)
         cumulative = weights.cumsum(-1)
-        # Top-p takes a share of the weight that top-k left; with a top-k, all of it is among the candidates.
+        # With a top-k, all of the weight that it left is among the candidates.
         mass = torch.where(top_k > 0, cumulative[:, -1:], 1 << _SCALE_BITS).double()
         enough = top_p * mass
         kept = (weights > 0) & ((cumulative - weights).double() < enough)
@@ -331,9 +314,9 @@ class Sampler:
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the largest logits per row, and whether it is finite. A NaN counts as largest.
+    """Return the first of the largest logits per row (NaN counts as largest), and whether it is finite.
 
-    On the host, numpy's float32 argmax is some thirty times as fast as torch's.
+    On the host, numpy's argmax is some thirty times as fast as torch's.
     """
     if logits.device.type == "cpu":
         values = logits.detach().float().numpy()
@@ -344,7 +327,7 @@ def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """``softmax(logits / temperature)``, and whether each row has a distribution (otherwise it gets a flat one)."""
+    """Return ``softmax(logits / temperature)``; an unusable row becomes flat."""
     # Shifting before dividing keeps the largest logit at exactly 0: tiny temperatures cannot overflow it.
     probabilities = logits.sub(logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
     usable = probabilities[:, 0].isfinite()
@@ -354,9 +337,8 @@ def _probabilities(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _rank(token_ids: Tensor, probabilities: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Both arguments, shape ``[m, width]``, sorted by rank."""
-    # Keys order by probability, then by lower token id, and are distinct. The bits of floats that are not negative
-    # order as the floats do; there are 31, beside which an id fits into an int64.
+    # Keys order by probability, then by lower token id, and are distinct. Floats that are not negative order as their
+    # bits do; these are 31, so an id fits beside them into an int64.
     id_bits = (vocab_size - 1).bit_length()
     highest_id = (1 << id_bits) - 1
     keys = (probabilities.view(torch.int32).long() << id_bits) | (highest_id - token_ids)
@@ -369,9 +351,9 @@ def _integer_weights(probabilities: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The index at which the cumulative weights pass ``uniform`` of their total.
+    """Return where the cumulative weights pass ``uniform`` of their total, ``[m]``.
 
-    ``weights`` int64, shape ``[m, k]``, not all zero in a row; ``uniform`` float64, shape ``[m, 1]``; returns ``[m]``.
+    ``weights`` int64, ``[m, k]``, not all zero in a row; ``uniform`` float64, ``[m, 1]``.
     """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]

@@ -1,7 +1,6 @@
 """The sampling parameters of every row, on the host.
 
-Owns: one record per row, each row's place in the pool of entries, the packing of uploads, and the choice of a variant.
-Must not know: devices, tensors, or what a kernel does with a record.
+Owns: one record per row, the pool of entries. Must not know: devices, kernels.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -27,13 +26,12 @@ _MAX_INT32 = (1 << 31) - 1
 
 
 class SamplingEntriesError(ValueError):
-    """The pool has no room for a row's logit bias and stop ids; the message says how much room there is."""
+    """The pool has no room for a row's entries."""
 
 
 class SamplingEntries(NamedTuple):
-    """Entries of the pool to upload, from ``first`` on; ``token_ids`` int32 and ``biases`` float32, both ``[k]``.
-
-    The complement of a token id means that the token is also excluded while its row is shorter than ``min_tokens``.
+    """Entries to upload; ``token_ids`` int32 and ``biases`` float32, both ``[k]``. See ``SamplingColumns`` of the
+    kernels.
     """
 
     first: int
@@ -42,9 +40,9 @@ class SamplingEntries(NamedTuple):
 
 
 class SamplingNeeds(NamedTuple):
-    """The arguments that choose among the variants of ``headway_kernels.gpu.sampling``.
+    """Arguments of ``headway_kernels.gpu.sampling``.
 
-    ``top_logprobs`` is the largest number of alternatives that a row reports, -1 if no row reports any.
+    ``top_logprobs`` is the most alternatives of a row, -1 for none.
     """
 
     variant: Literal["greedy", "random", "truncated"]
@@ -53,9 +51,9 @@ class SamplingNeeds(NamedTuple):
 
 
 class SamplingColumns:
-    """Records of ``max_num_rows`` rows over a vocabulary of ``vocab_size``, and a pool of ``entry_capacity`` entries.
+    """A record per row, and a pool of ``entry_capacity`` entries.
 
-    One more record, number ``max_num_rows``, stays greedy: rows that pad a batch use it.
+    Padding rows use one more record, which stays greedy.
     """
 
     def __init__(self, *, vocab_size: int, max_num_rows: int, entry_capacity: int) -> None:
@@ -68,14 +66,12 @@ class SamplingColumns:
         self._spans: dict[int, tuple[int, int]] = {}
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """The parameter ``name`` of ``ROW_LAYOUT``, of every row."""
         return self._records[name]
 
     def set_row(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingEntries | None:
         """Give ``row`` to a request; return the entries to upload, if any.
 
-        The parameters must be valid (``headway_proto.sampling.violations``). Upload in the order of the steps: the
-        entries may take the place of a cleared row's.
+        Upload in the order of the steps: entries may take the place of a cleared row's.
 
         Raises:
             SamplingEntriesError: the pool has no room; the row is left cleared.
@@ -100,18 +96,18 @@ class SamplingColumns:
         return SamplingEntries(first, token_ids, biases) if len(token_ids) else None
 
     def clear_row(self, row: int) -> None:
-        """Make ``row`` greedy and free the place of its entries."""
+        """Make ``row`` greedy and free its entries."""
         self._spans.pop(row, None)
         self._records[row] = self._records[-1]
         self._num_logprobs[row] = NO_LOGPROBS
 
     def pack(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
-        """The records of ``rows``, shape ``[k]``, as 32-bit words, shape ``[k, ROW_WORDS]``."""
+        """The records as 32-bit words, ``[k, ROW_WORDS]``."""
         words: NDArray[np.int32] = self._records[rows].view(np.int32)
         return words.reshape(len(rows), ROW_WORDS)
 
     def num_logprobs(self, rows: NDArray[np.integer]) -> NDArray[np.int32]:
-        """The number of alternatives per row of ``rows``; ``NO_LOGPROBS`` if it reports none."""
+        """Alternatives per row; ``NO_LOGPROBS`` if it reports none."""
         counts: NDArray[np.int32] = self._num_logprobs[rows]
         return counts
 
@@ -155,7 +151,7 @@ def _flags(sampling: SamplingParams, *, ranked: bool) -> int:
 
 
 def _entries(sampling: SamplingParams) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The row's entries, no token twice: biases of one token add up."""
+    """Biases of one token add up."""
     biases: dict[int, np.float32] = {}
     for token_id, bias in sampling.logit_bias:
         biases[token_id] = biases.get(token_id, np.float32(0)) + np.float32(bias)

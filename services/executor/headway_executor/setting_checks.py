@@ -1,9 +1,6 @@
 """The settings of the built-in backends, and the checks that need neither PyTorch nor a device.
 
-Owns: each backend's packages, quantizations and options. Must not know: how a backend runs, or what a host has.
-
-The preflight checks use these too. All raise ``BackendConfigError`` with one line: the setting, its value and what is
-allowed.
+Owns: their packages, quantizations, options. Must not know: how a backend runs. Errors are ``BackendConfigError``.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,9 +14,7 @@ MOST_SPECULATIVE_TOKENS = 64
 
 
 class Takes(NamedTuple):
-    """The settings of a built-in backend. ``options`` maps each to its values, the default first; an empty tuple allows
-    any text.
-    """
+    """``options``: names and values, the default first; an empty tuple allows any text."""
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
@@ -59,7 +54,7 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
 
 
 def check_interpreted(environment: Mapping[str, str]) -> None:
-    """Triton runs on a CPU only if it interprets its kernels."""
+    """On a CPU, Triton can only interpret its kernels."""
     if environment.get("TRITON_INTERPRET") != "1":
         raise BackendConfigError(
             "device 'cpu' is not allowed for backend 'triton'; allowed: cuda, cuda:N, or cpu where the environment has "
@@ -73,7 +68,7 @@ def option_of(config: BackendConfig, takes: Takes, name: str) -> str:
 
 
 def max_model_len_of(max_model_len: int, context: int) -> int:
-    """The most tokens of one request: ``max_model_len`` within the model's context, or all of it for 0."""
+    """The most tokens of one request; 0 stands for the context."""
     if not 0 <= max_model_len <= context:
         raise BackendConfigError(
             f"max_model_len {max_model_len} is not allowed; allowed: 1 to the model's context, {context}, or 0 for all of it"
@@ -82,9 +77,7 @@ def max_model_len_of(max_model_len: int, context: int) -> int:
 
 
 def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that cannot run one request of ``max_model_len`` tokens; ``given`` if the user named the number of
-    blocks.
-    """
+    """Refuse a pool that cannot run one request."""
     needed = -(-max_model_len // block_size)
     if num_blocks >= needed:
         return

@@ -1,6 +1,6 @@
-"""Figures of the executor's steps: their number, sizes and times, and the waits between them.
+"""Figures of the executor's steps: number, sizes, times, and waits between them.
 
-Owns: these figures. Must not know: their readers, or the clock.
+Owns: these figures. Must not know: their readers.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ _COUNTS = (1.0, *(float(1 << power) for power in range(1, 15)))
 
 
 class ExecutorStatistics:
-    """Counters and times of one executor; times in seconds, monotonic."""
+    """Times in seconds, monotonic."""
 
     def __init__(self) -> None:
         self.device_s = Histogram(_STEP_S)
-        """Of each step, as the backend measured it."""
+        """Times of steps, from the backend."""
         self.idle_s = Histogram(_STEP_S)
-        """Between the report of a step and the arrival of the next, while nothing else was pending."""
+        """Waits between a report and the next step, while no other step was pending."""
         self.tokens = Histogram(_COUNTS)
         self.rows = Histogram(_COUNTS)
         self.num_moved_blocks = {"copy": 0, "swap_out": 0, "swap_in": 0}
@@ -57,12 +57,12 @@ class ExecutorStatistics:
             self._idle_since = now
 
     def record_speculation(self, num_proposed: int, num_accepted: int) -> None:
-        """Count a step's proposed and accepted tokens."""
+        """Count proposed and accepted tokens."""
         self.num_proposed_tokens += num_proposed
         self.num_accepted_tokens += num_accepted
 
     def record_failure(self, kind: str) -> None:
-        """Count a failed step; ``kind`` is the name of its error."""
+        """Count a failed step; ``kind`` is its error's name."""
         self.failures[kind] += 1
         self.num_pending -= 1
 

@@ -1,23 +1,23 @@
 """The executor's side of the step protocol, without sockets and clocks.
 
-Owns: when the executor says hello, accepts an epoch or a step, asks for a new epoch, and shows life. Must not know:
-sockets, the wall clock (time comes in as seconds of any monotonic clock), rows, or backends.
+Owns: hello, epochs, resynchronising, signs of life. Must not know: sockets, the wall clock (times are seconds of any
+monotonic clock), rows, backends.
 
 The scheduler's side mirrors these rules:
 
 * **Sequence.** Each side numbers its frames within an epoch from 0. The scheduler's frame 0 is ``NewEpoch``; the
-  executor's is a heartbeat (next step 0), which acknowledges it. Before the first epoch the executor sends epoch 0;
-  after an epoch it keeps that epoch and its numbering.
+executor acknowledges it with a heartbeat (next step 0). Before the first epoch the executor sends epoch 0; after an
+epoch it keeps that epoch and its numbering.
 * **HELLO** (from the start). ``ExecutorHello`` every ``hello_interval`` until an epoch is opened. A hello and a
-  ``NewEpoch`` may cross; a scheduler opens another epoch only if hellos go on.
+``NewEpoch`` may cross; a scheduler opens another epoch only if hellos go on.
 * **NewEpoch** is accepted, in any state, if it has this executor's incarnation, is frame 0 of its epoch, and is new: a
-  later epoch of the known scheduler, or the first epoch of an unknown one. Epochs are 1 or more and rise within one
-  scheduler incarnation; a new one starts from a random number, so that late frames of the old one do not fit.
-* **RUNNING.** A frame with the expected sequence number is taken; one with a lower number is dropped as a duplicate. A
-  higher number, an undecodable frame, or an unexpected step loses the epoch.
+later epoch of the known scheduler, or the first epoch of an unknown one. Epochs are 1 or more and rise within one
+scheduler incarnation; a new one starts from a random number, so that late frames of the old one do not fit.
+* **RUNNING.** A frame with a lower sequence number than expected is a duplicate and dropped. A higher number, an
+undecodable frame, or an unexpected step loses the epoch.
 * **LOST.** ``ResyncRequest`` at once and every ``resync_interval``. Nothing more of this epoch is executed or reported.
-* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of another scheduler, on a frame of a later epoch, or when
-  nothing intact arrived for ``silence_timeout``. Frames of earlier epochs are ignored.
+* **Back to HELLO**, from RUNNING or LOST, on a heartbeat of another scheduler, on a frame of a later epoch, or after
+``silence_timeout`` without an intact frame. Frames of earlier epochs are ignored.
 * **Leaving.** A process that must end sends one ``ResyncRequest`` (``is_leaving``).
 * **Life.** While RUNNING, ``ExecutorHeartbeat`` every ``heartbeat_interval``; otherwise the repeated message.
 """
@@ -47,7 +47,7 @@ _MAX_REASON_CHARACTERS = 300
 
 
 class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Intervals of the link, in seconds."""
+    """Intervals in seconds."""
 
     hello_interval: float = 0.1
     resync_interval: float = 0.25
@@ -63,14 +63,14 @@ class EpochBegan(NamedTuple):
 
 
 class EpochLost(NamedTuple):
-    """The current epoch is over for this executor; ``reason`` is one line."""
+    """The epoch is over; ``reason`` is one line."""
 
     epoch: int
     reason: str
 
 
 class StepReady(NamedTuple):
-    """The next step, to be executed."""
+    """The next step to execute."""
 
     output: SchedulerOutput
 
@@ -79,7 +79,7 @@ LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady
 
 
 class LinkOutcome(NamedTuple):
-    """Frames to send, then events to handle, both in order."""
+    """Frames to send, then events to handle, in order."""
 
     frames: list[bytes]
     events: list[LinkEvent]
@@ -92,7 +92,7 @@ class _State(enum.Enum):
 
 
 class StepLink:
-    """One life of an executor: ``incarnation`` is a random integer, ``info`` comes from its backend."""
+    """One life of an executor: ``incarnation`` is random."""
 
     def __init__(self, *, incarnation: int, info: BackendInfo, timing: LinkTiming | None = None) -> None:
         self._incarnation = incarnation
@@ -120,18 +120,18 @@ class StepLink:
 
     @property
     def running(self) -> bool:
-        """Whether steps of the current epoch are accepted and reported."""
+        """Whether steps of this epoch are accepted and reported."""
         return self._state is _State.RUNNING
 
     @property
     def next_deadline(self) -> float:
-        """When ``tick`` is due, in the clock of ``now``."""
+        """The time when ``tick`` is due."""
         if self._state is _State.HELLO:
             return self._next_message_at
         return min(self._next_message_at, self._last_heard + self._timing.silence_timeout)
 
     def receive(self, data: bytes | memoryview, now: float) -> LinkOutcome:
-        """Take one message from the scheduler's address; never raises, whatever the bytes are."""
+        """Handle one message; never raise."""
         outcome = LinkOutcome([], [])
         try:
             frame = self._reader.decode(data)
@@ -150,7 +150,7 @@ class StepLink:
         return outcome
 
     def tick(self, now: float) -> LinkOutcome:
-        """Do what is due at ``now``: hellos, resync requests, heartbeats, and the end of an epoch after silence."""
+        """Send what is due, and end an epoch after silence."""
         outcome = LinkOutcome([], [])
         silent_for = now - self._last_heard
         if self._state is not _State.HELLO and silent_for >= self._timing.silence_timeout:
@@ -159,9 +159,9 @@ class StepLink:
         return outcome
 
     def result(self, *, epoch: int, step: int, result: StepResult, state_digest: int | None) -> list[bytes]:
-        """The frames that report an executed step: none if its epoch is over.
+        """Return the frames that report a step; none if its epoch is over.
 
-        ``state_digest`` is the digest right after the step was applied, for steps that report one.
+        ``state_digest`` was computed right after the step was applied.
         """
         if self._state is not _State.RUNNING or epoch != self._epoch:
             return []
@@ -182,10 +182,9 @@ class StepLink:
     def lose_epoch(
         self, epoch: int, reason: str, now: float, *, failed_step: int = -1, max_num_batched_tokens: int = 0
     ) -> LinkOutcome:
-        """Give up ``epoch`` because one of its steps was impossible or failed; does nothing if it is over already.
+        """Give up ``epoch``, unless it is over, because a step was impossible or failed.
 
-        ``failed_step`` is the step that the backend could not run, or -1. ``max_num_batched_tokens`` limits the
-        scheduler's later steps; 0 leaves the limit.
+        ``failed_step`` is -1 for an impossible one. ``max_num_batched_tokens`` limits later steps, unless it is 0.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:
@@ -193,7 +192,7 @@ class StepLink:
         return outcome
 
     def leave(self, reason: str) -> list[bytes]:
-        """The last frames of a process that is about to end."""
+        """The last frames before the process ends."""
         body = ResyncRequest(self._incarnation, _one_line(reason), is_leaving=True)
         return [self._writer.encode(body)]
 

@@ -1,7 +1,6 @@
-"""A backend on its own thread, so that the executor shows life and receives steps while the model computes.
+"""A backend on its own thread, so that the executor shows life while the model computes.
 
-Owns: the thread, the order of the calls, and a copy of what later steps would change. Must not know: sockets, the step
-protocol, or the kind of backend.
+Owns: the order of calls. Must not know: the protocol.
 """
 
 import queue
@@ -22,8 +21,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class ThreadedBackend:
-    """An ``ExecutorBackend`` that makes every call of ``backend`` on one thread, in order; ``execute`` returns a
-    future.
+    """Makes every call of ``backend`` on one thread; ``execute`` returns a future.
 
     The thread is a daemon: a model that hangs cannot keep the process from ending.
     """
@@ -65,7 +63,7 @@ class ThreadedBackend:
         return future
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """See ``ExecutorBackend.move_blocks``. The next ``execute`` does it and reports its failure and time."""
+        """See ``ExecutorBackend.move_blocks``. The next ``execute`` moves them."""
         self._moves = {"copies": copies, "swap_out": swap_out, "swap_in": swap_in}
 
     def close(self) -> None:
@@ -77,7 +75,7 @@ class ThreadedBackend:
             self._thread.join(_CLOSE_SECONDS)
 
     def _with_own_block_table(self, batch: StepBatch) -> StepBatch:
-        """Copy the part of the block table that the step reads: the next step may change it first."""
+        """The next step may change the block table first."""
         ends = batch.num_computed_tokens + batch.num_scheduled_tokens
         if batch.num_speculative_tokens is not None:
             ends += batch.num_speculative_tokens
@@ -101,7 +99,7 @@ class ThreadedBackend:
 
 
 def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]) -> None:
-    """Give a result to ``future`` as soon as the backend has it; this thread runs the next step."""
+    """This thread does not wait: it runs the next step."""
     if isinstance(result, Future):
         result.add_done_callback(lambda done: _settle(future, done.result))
     else:

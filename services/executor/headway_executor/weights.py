@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face checkpoint directory: safetensors only, read through memory mapping.
+"""The tensors of a Hugging Face checkpoint: safetensors only, read through memory mapping.
 
-Owns: finding and checking the files, reading tensors, and the fingerprint. Must not know: what a tensor is for.
+Owns: files, tensors, the fingerprint. Must not know: what a tensor is for.
 
 Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch.load``.
 """
@@ -18,12 +18,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
-from headway_executor.models.config import CONFIG_FILE, read_json_object
+from headway_executor.models.config import (
+    CONFIG_FILE,
+    PICKLE_SUFFIXES,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX_FILE,
+    read_json_object,
+)
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _DTYPES = ("F32", "BF16", "F16")
 
 _SAMPLED_PAGES = 16
@@ -31,7 +34,7 @@ _PAGE_BYTES = 4096
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
-    """The header of one tensor: its file's name, dtype (in safetensors' form) and shape."""
+    """``dtype`` is in safetensors' form."""
 
     file: str
     dtype: str
@@ -48,7 +51,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         weight_map = _weight_map(directory)
-        names = sorted(set(weight_map.values())) if weight_map else [_SINGLE_FILE]
+        names = sorted(set(weight_map.values())) if weight_map else [WEIGHTS_FILE]
         self._files = {name: _open(directory / name) for name in names}
         self.headers = dict(self._read_headers())
         if weight_map is not None:
@@ -71,8 +74,7 @@ class Checkpoint:
         return sum(math.prod(header.shape) for header in self.headers.values())
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
-        """Check that the checkpoint has the ``expected`` tensors (name to shape) in a supported dtype, and no others
-        but ``ignored``.
+        """Check for exactly the ``expected`` tensors (name to shape), beside ``ignored`` ones.
 
         Raises:
             ModelFilesError: names the first tensor that is missing, extra, or of a wrong shape or dtype.
@@ -97,14 +99,14 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``, in its own dtype. Read-only: its storage may be the mapped file."""
+        """Return a tensor. Read-only: its storage may be the mapped file."""
         tensor: Tensor = self._files[self.headers[name].file].get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
         """16 hex digits over config.json, all headers, file sizes and a few pages of each file.
 
-        The sample is cheap at any size and distinguishes fine-tunes of one model.
+        The sample is cheap at any size and distinguishes fine-tunes.
         """
         digest = hashlib.sha256((self._directory / CONFIG_FILE).read_bytes())
         for name, header in sorted(self.headers.items()):
@@ -130,32 +132,33 @@ class Checkpoint:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    if (directory / _SINGLE_FILE).exists():  # It wins over an index, as in transformers.
+    if (directory / WEIGHTS_FILE).exists():  # It wins over an index, as in transformers.
         return None
-    if (directory / _INDEX_FILE).exists():
-        fields = read_json_object(directory / _INDEX_FILE)
+    if (directory / WEIGHTS_INDEX_FILE).exists():
+        fields = read_json_object(directory / WEIGHTS_INDEX_FILE)
         weight_map = fields.values.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise fields.refuse("weight_map", "an object of tensor and file names")
         for file in weight_map.values():
             _check_file_name(file)
         return weight_map
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise ModelFilesError(
-            f"{directory}: {pickles[0]} is a pickle checkpoint, which is never loaded; convert it to {_SINGLE_FILE}"
+            f"{directory}: {pickles[0]} is a pickle checkpoint, which is never loaded; convert it to {WEIGHTS_FILE}"
         )
-    raise ModelFilesError(f"{directory}: no {_SINGLE_FILE} or {_INDEX_FILE}")
+    raise ModelFilesError(f"{directory}: no {WEIGHTS_FILE} or {WEIGHTS_INDEX_FILE}")
 
 
 def _check_file_name(file: object) -> None:
-    """A shard is a plain file of the directory; another path could point outside it."""
     if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(_SUFFIX) or "\0" in file:
-        raise ModelFilesError(f"{_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name")
+        raise ModelFilesError(
+            f"{WEIGHTS_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name"
+        )
 
 
 def _open(path: Path) -> Any:
-    """Map one file; the library checks that the header is sane and that tensors neither overlap nor overrun."""
+    """The library checks the header, and that tensors neither overlap nor overrun."""
     if path.is_dir():
         raise ModelFilesError(f"{path}: is a directory; allowed: a file")
     if not path.is_file():
@@ -173,7 +176,9 @@ def _open(path: Path) -> Any:
 def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> None:
     for name, file in weight_map.items():
         if name not in headers or headers[name].file != file:
-            raise ModelFilesError(f"{_INDEX_FILE}: tensor {name[:64]} is not in {file}")
+            raise ModelFilesError(f"{WEIGHTS_INDEX_FILE}: tensor {name[:64]} is not in {file}")
     unlisted = sorted(headers.keys() - weight_map.keys())
     if unlisted:
-        raise ModelFilesError(f"{_INDEX_FILE}: tensor {unlisted[0][:64]} of {headers[unlisted[0]].file} is not listed")
+        raise ModelFilesError(
+            f"{WEIGHTS_INDEX_FILE}: tensor {unlisted[0][:64]} of {headers[unlisted[0]].file} is not listed"
+        )

@@ -1,4 +1,1 @@
-"""The gateway process.
-
-Owns: text and the public gRPC API. Must not know: blocks, tensors, scheduling.
-"""
+"""The gateway: text and the public gRPC API. Must not know: blocks, tensors, scheduling."""

@@ -1,7 +1,6 @@
-"""The Admin service: carries operators' calls to the scheduler and the answers back.
+"""The Admin service."""
 
-Owns: the translation between admin.proto and ``operations``. Must not know: how the scheduler answers.
-"""
+# ruff: noqa: D102 (admin.proto describes the methods)
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +41,6 @@ class AdminServicer(api_grpc.AdminServicer):
         self._flight_log_turn = asyncio.Lock()
 
     async def GetStatus(self, request: api.GetStatusRequest, context: Context) -> api.GetStatusResponse:  # noqa: ARG002, N802
-        """The scheduler's figures."""
         reply = await self._call("status", context)
         status = reply.status
         if status is None:
@@ -50,38 +48,31 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.GetStatusResponse(**_fields(status), tenants=map(_tenant_use, reply.tenants))
 
     async def ListRequests(self, request: api.ListRequestsRequest, context: Context) -> api.ListRequestsResponse:  # noqa: ARG002, N802
-        """Every live sequence; those of one request share its id."""
         reply = await self._call("list", context)
         return api.ListRequestsResponse(requests=map(_request_state, reply.sequences))
 
     async def Explain(self, request: api.ExplainRequest, context: Context) -> api.ExplainResponse:  # noqa: N802
-        """Why a live request is where it is."""
         reply = await self._call_about(request.request_id, "explain", context)
         state = _request_state(reply.sequences[0]) if reply.sequences else None
         return api.ExplainResponse(request=state, explanation=reply.explanation)
 
     async def Cancel(self, request: api.CancelRequest, context: Context) -> api.CancelResponse:  # noqa: N802
-        """End a request; one that has ended is no error."""
         await self._call_about(request.request_id, "cancel", context)
         return api.CancelResponse()
 
     async def Pause(self, request: api.PauseRequest, context: Context) -> api.PauseResponse:  # noqa: ARG002, N802
-        """Stop admitting."""
         await self._call("pause", context)
         return api.PauseResponse()
 
     async def Resume(self, request: api.ResumeRequest, context: Context) -> api.ResumeResponse:  # noqa: ARG002, N802
-        """Admit again."""
         await self._call("resume", context)
         return api.ResumeResponse()
 
     async def Drain(self, request: api.DrainRequest, context: Context) -> api.DrainResponse:  # noqa: ARG002, N802
-        """Refuse new requests from now on."""
         await self._call("drain", context)
         return api.DrainResponse()
 
     async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
-        """Keep the beginning of prompts cached."""
         check_pin(request)
         try:
             model = await self._client.wait_until_serving(time_left_s(context))
@@ -95,7 +86,6 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.PinPrefixResponse(pinned=_pinned_prefix(reply.pinned_prefixes[0]))
 
     async def UnpinPrefix(self, request: api.UnpinPrefixRequest, context: Context) -> api.UnpinPrefixResponse:  # noqa: N802
-        """Remove a pin."""
         not_found = f"name: nothing is pinned as {shown(request.name)}"
         await self._call("unpin", context, prefix=PrefixToPin(name=request.name), not_found=not_found)
         return api.UnpinPrefixResponse()
@@ -105,7 +95,6 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ListPinnedPrefixesRequest,  # noqa: ARG002
         context: Context,
     ) -> api.ListPinnedPrefixesResponse:
-        """Every pin, oldest first."""
         reply = await self._call("pins", context)
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
 
@@ -114,10 +103,8 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ReadFlightLogRequest,  # noqa: ARG002
         context: Context,
     ) -> AsyncIterator[api.ReadFlightLogResponse]:
-        """The flight log up to now."""
-
         async def ask(place: FlightLogPlace) -> FlightLogPart:
-            async with self._flight_log_turn:  # Only one read at a time.
+            async with self._flight_log_turn:  # Run one read at a time.
                 part = (await self._call("flight_log", context, place=place)).flight_log
             if part is None:
                 raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent nothing from its flight log")
@@ -143,7 +130,6 @@ class AdminServicer(api_grpc.AdminServicer):
         place: FlightLogPlace | None = None,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
-        """Ask the scheduler; ``not_found`` is the text for an unknown name."""
         reply = await ask(self._client, context, method, request_id, prefix=prefix, place=place)
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)

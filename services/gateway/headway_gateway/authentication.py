@@ -1,8 +1,6 @@
-"""Which calls need a token, and what a token allows.
+"""The check of bearer tokens, their roles and tenants. Must not know: where tokens come from."""
 
-Owns: the check of bearer tokens, the role for each method, and the tenant of a token.
-Must not know: what the calls do, or where tokens come from.
-"""
+# ruff: noqa: D102 (gRPC describes the methods)
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +25,7 @@ ROLE_OF_METHODS = {
     **{f"{VLLM_ENGINE_PREFIX}{method}": ADMIN for method in _ADMINS_METHODS},
     VLLM_ENGINE_PREFIX: GENERATE,
 }
-"""The first prefix that matches counts. Other methods need any valid token."""
+"""The first matching prefix counts. Other methods need any valid token."""
 TENANT_METADATA_KEY = "headway-tenant"
 """Names the tenant, if the request has no field for it."""
 _BEARER = "Bearer "
@@ -37,7 +35,7 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Requires ``authorization: Bearer TOKEN``, and the method's role. ``open_prefixes`` need no token."""
+    """Requires ``authorization: Bearer TOKEN`` and the method's role."""
 
     def __init__(self, tokens: Callable[[], TokenTable], open_prefixes: tuple[str, ...] = ()) -> None:
         self._tokens = tokens
@@ -49,7 +47,6 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
     ) -> "Handler | None":
-        """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.startswith(self._open_prefixes):
@@ -119,7 +116,6 @@ class _TenantsContext:
         self._tenant = tenant
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """See ``grpc.aio.ServicerContext``."""
         others = (pair for pair in self._context.invocation_metadata() or () if pair[0] != TENANT_METADATA_KEY)
         return (*others, (TENANT_METADATA_KEY, self._tenant))
 

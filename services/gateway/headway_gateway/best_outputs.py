@@ -1,7 +1,4 @@
-"""The best of several outputs: held until all have ended, then ranked.
-
-Owns: the held outputs and their order. Must not know: where they go.
-"""
+"""The best of several outputs: held until all have ended, then ranked."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +8,7 @@ from headway_proto import generation_pb2 as api
 
 
 class HeldOutput:
-    """One output, not sent yet."""
+    """One unsent output."""
 
     def __init__(self, continuation: Continuation, seed: int, *, shows_logprobs: bool) -> None:
         """Without ``shows_logprobs``, log probabilities only serve the ranking."""
@@ -35,13 +32,13 @@ class HeldOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """Minus infinity if it has no tokens or failed."""
+        """Minus infinity for a failure or no tokens."""
         mean = self.continuation.mean_logprob
         is_usable = self._finished.reason in {api.FINISH_REASON_STOP, api.FINISH_REASON_LENGTH}
         return mean if is_usable and not math.isnan(mean) else -math.inf
 
     def responses(self, index: int) -> list[api.GenerateResponse]:
-        """Its events, as output ``index``."""
+        """Return the events, as output ``index``."""
         finished = self._finished
         finished.index = self._delta.index = index
         finished.seed = self._seed
@@ -52,5 +49,5 @@ class HeldOutput:
 
 
 def ranked(outputs: Iterable[HeldOutput]) -> list[HeldOutput]:
-    """The highest mean log probability first."""
+    """Return the best first."""
     return sorted(outputs, key=lambda output: (-output.mean_logprob, output.continuation.index))

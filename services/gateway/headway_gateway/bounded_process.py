@@ -1,8 +1,5 @@
-"""A child process that answers questions one by one, each within a time limit.
+"""A child process for untrusted programs, which answers questions, each within a time limit.
 
-Owns: its life, the frames on its pipes, the time limits. Must not know: the questions.
-
-Untrusted programs run in one. Its own module limits its memory and processor time (``limit_this_process``, ``serve``).
 A frame is a length (4 bytes, little-endian) and a body; the first body opens the process.
 """
 
@@ -26,7 +23,7 @@ _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LANG", "L
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 _MOST_CPU_S = 10.0
 _SOMEBODY_ELSES = (-signal.SIGKILL, -signal.SIGTERM)
-"""Of the ways in which a process ends."""
+"""The errors of a process that ends."""
 
 
 class NoAnswerError(Exception):
@@ -38,11 +35,11 @@ class NoAnswerError(Exception):
 
 
 class OutOfTimeError(NoAnswerError):
-    """Time ran out. The same question may succeed another time."""
+    """Time ran out. The same question may succeed later."""
 
 
 class BoundedProcess:
-    """Runs one module as a child. For one thread at a time."""
+    """Runs one module as a child."""
 
     def __init__(self, module: str, opening: bytes) -> None:
         self._module = module
@@ -52,10 +49,10 @@ class BoundedProcess:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
     def start(self) -> bytes:
-        """Start it, and return its answer to the opening.
+        """Start the child, and return its first answer.
 
         Raises:
-            NoAnswerError: it gave none, or cannot be started.
+            NoAnswerError: there is none.
         """
         try:
             self.process = subprocess.Popen(
@@ -65,7 +62,7 @@ class BoundedProcess:
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD,
                 bufsize=0,
-                start_new_session=True,  # A Ctrl-C is the gateway's to handle.
+                start_new_session=True,  # The gateway handles Ctrl-C.
             )
         except OSError as error:
             raise NoAnswerError(f"its process cannot be started: {error.strerror}") from None
@@ -73,10 +70,10 @@ class BoundedProcess:
         return self.ask(self._opening, _MOST_START_S)
 
     def ask(self, question: bytes, most_s: float) -> bytes:
-        """Return its answer to ``question``, within ``most_s`` seconds.
+        """Return the answer, within ``most_s`` seconds.
 
         Raises:
-            NoAnswerError: there is none; the process is ended.
+            NoAnswerError: the process is ended.
         """
         assert self.process is not None
         deadline = time.monotonic() + most_s
@@ -101,28 +98,25 @@ class BoundedProcess:
         return NoAnswerError("its process has ended", is_its_own_fault=process.returncode not in _SOMEBODY_ELSES)
 
     def stop(self) -> None:
-        """End it, whatever it does."""
+        """End the child at once."""
         if self._end is not None:
             self._end()
         self.process = None
 
 
 def limit_this_process(most_memory_bytes: int) -> None:
-    """In the child: limit memory; no files, no core dumps."""
+    """In the child: limit memory; allow no files."""
     for what, most in (
         (resource.RLIMIT_AS, most_memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        with contextlib.suppress(ValueError, OSError):  # The limit is already lower.
+        with contextlib.suppress(ValueError, OSError):  # the limit is already lower
             resource.setrlimit(what, (most, most))
 
 
 def serve(answer: Callable[[bytes], bytes], most_cpu_s: float = _MOST_CPU_S) -> None:
-    """In the child: answer the frames on standard input until it is closed.
-
-    An answer that takes more than ``most_cpu_s`` of processor time, which unlike the clock ignores the load, ends it.
-    """
+    """In the child: answer frames, each within ``most_cpu_s``. Unlike the clock, processor time ignores the load."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     allowed_s = _MOST_START_S
     while (body := read_frame(requests)) is not None:
@@ -139,7 +133,7 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read one frame; None at the end."""
+    """Return None at the end."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -180,7 +174,7 @@ def _read(process: "subprocess.Popen[bytes]", num_bytes: int, deadline: float) -
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll = select.poll()  # Not select: descriptors may be above 1023.
+    poll = select.poll()  # select would refuse descriptors above 1023
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise OutOfTimeError("no answer came in time")

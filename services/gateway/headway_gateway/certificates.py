@@ -1,9 +1,4 @@
-"""The gateway's TLS files: read at the start, and again when they change.
-
-Owns: reading and checking them. Must not know: addresses, tokens, clients.
-
-gRPC asks before each handshake. Files that are half written, or do not match, change nothing.
-"""
+"""The gateway's TLS files, read again when they change. Half-written or unmatched files change nothing."""
 
 import ssl
 from pathlib import Path
@@ -19,13 +14,13 @@ _Signature = tuple[tuple[int, int, int], ...]
 
 
 class CertificateFiles:
-    """The TLS files that ``config`` names."""
+    """The TLS files of ``config``."""
 
     def __init__(self, config: GatewayConfig) -> None:
         """Read the files.
 
         Raises:
-            ValueError: they cannot be used; the message names the setting.
+            ValueError: the message names the setting.
         """
         self._config = config
         self._paths = tuple(
@@ -36,7 +31,7 @@ class CertificateFiles:
         self._initial = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Credentials that ask this object before each handshake."""
+        """Return credentials that ask this object before each handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._initial,
             self.newer,  # type: ignore[arg-type]  # the stubs lack the None that gRPC documents
@@ -44,7 +39,7 @@ class CertificateFiles:
         )
 
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Changed and valid contents, else None. From any thread."""
+        """Return changed and valid contents, else None. Any thread may call this."""
         signature: _Signature | None = None
         try:
             signature = self._signature()
@@ -52,8 +47,8 @@ class CertificateFiles:
                 return None
             newer = self._read()
             if signature != self._signature():
-                return None  # The files may have changed after the check; the next handshake looks again.
-        except (OSError, ValueError) as error:  # One is missing for a moment, while it is replaced, or half written.
+                return None  # the files may have changed after the check; the next handshake looks again
+        except (OSError, ValueError) as error:  # a file is half written, or missing while it is replaced
             self._seen = signature or self._seen
             self._log_problem(str(error))
             return None
@@ -73,7 +68,7 @@ class CertificateFiles:
     def _read(self) -> grpc.ServerCertificateConfiguration:
         config = self._config
         try:
-            # gRPC itself would only say that it cannot listen.
+            # gRPC itself would only report that it cannot listen.
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             # For an encrypted key OpenSSL would ask the terminal for its password, and wait.
             context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")
@@ -98,7 +93,7 @@ def _client_authorities(path: str) -> bytes:
 
 
 def _whole_pem(field: str, path: str) -> bytes:
-    """The file, unless it ends inside a certificate's first line, which OpenSSL would ignore."""
+    """OpenSSL would ignore a file that ends inside a certificate's first line."""
     content = Path(path).read_bytes()
     last_line = content.rstrip().rpartition(b"\n")[2]
     if last_line.startswith(b"-") and not last_line.startswith(b"-----END "):

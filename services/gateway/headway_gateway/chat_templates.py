@@ -1,9 +1,6 @@
-"""The child process that renders chats with one template.
+"""The child process that renders chats, in the dialect of transformers' ``apply_chat_template``.
 
-Owns: the template dialect, its sandbox, its memory limit. Must not know: tokenizers, gRPC.
-
-A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. The dialect is that of
-transformers' ``apply_chat_template``. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
+A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
 ``Rendering``.
 """
 
@@ -41,7 +38,7 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A text, the template's ``refusal``, or the kind of its error as ``failure``."""
+    """A text, the template's ``refusal``, or its error's kind."""
 
     text: str = ""
     refusal: str = ""
@@ -49,7 +46,7 @@ class Rendering(msgspec.Struct, frozen=True):
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The dialect of chat templates."""
+    """Return the dialect of chat templates."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols], autoescape=False
     )
@@ -61,9 +58,9 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}``: only training uses the mark. As in transformers, its variables do not outlive it."""
+    """Only training uses ``{% generation %}``. As in transformers, its variables do not outlive it."""
 
-    tags = {"generation"}  # noqa: RUF012  # So does jinja2 declare it.
+    tags = {"generation"}  # noqa: RUF012  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -75,7 +72,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's, without names that begin with an underscore: they reach into Python."""
+    """Names that begin with an underscore reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` is a name that a template may set.
         own = dict(*args[1:], **kwargs)
@@ -96,15 +93,14 @@ def _check_attribute(name: object) -> None:
 
 
 class Renderer:
-    """One template, compiled."""
+    """One compiled template."""
 
     def __init__(self, template: TemplateSource) -> None:
-        """Compile the template; jinja2's errors pass through."""
         self._template = environment().from_string(template.source)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
-        """The text of a chat, ready for the assistant's answer."""
+        """Return the text, up to the assistant's answer."""
         parts = []
         num_characters = 0
         variables = self._special | {
@@ -122,7 +118,7 @@ class Renderer:
 
 
 def main() -> None:
-    """Serve until the pipe is closed."""
+    """Serve until the pipe closes."""
     limit_this_process(MAX_MEMORY_BYTES)
     renderer: Renderer | None = None
 

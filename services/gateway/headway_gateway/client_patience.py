@@ -1,8 +1,5 @@
-"""How long a client may leave its stream unread.
-
-Owns: ending a stream whose write has waited too long. Must not know: what is written.
-
-It counts looks, not seconds: while this process was stopped, no client could read.
+"""The end of streams that the client leaves unread. While this process was stopped, no client could read; so it counts
+looks.
 """
 
 import asyncio
@@ -13,7 +10,7 @@ _LOOKS = 8
 
 
 class ClientPatience:
-    """Ends its stream with TimeoutError when one write has waited ``slow_client_s``."""
+    """Ends a stream when one write has waited ``slow_client_s``."""
 
     def __init__(self, slow_client_s: float) -> None:
         self._look_interval_s = slow_client_s / _LOOKS
@@ -24,16 +21,16 @@ class ClientPatience:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was this that ended the stream."""
+        """Whether this object ended the stream."""
         return self._timeout.expired()
 
     def begin_write(self) -> None:
-        """A write begins to wait for the client."""
+        """Start counting."""
         self._is_waiting = True
         self._num_looks = 0
 
     def rest(self) -> None:
-        """Nothing waits for the client."""
+        """Stop counting."""
         self._is_waiting = False
 
     async def __aenter__(self) -> Self:
@@ -53,7 +50,7 @@ class ClientPatience:
 
     def _look(self) -> None:
         self._num_looks += self._is_waiting
-        if self._num_looks > _LOOKS:  # The first look may have come right after the write began.
+        if self._num_looks > _LOOKS:  # the first look may have come right after the write began
             self._timeout.reschedule(asyncio.get_running_loop().time())
         else:
             self._look_later()

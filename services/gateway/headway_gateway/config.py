@@ -1,7 +1,4 @@
-"""The gateway's configuration.
-
-Owns: every setting, its default, description and range. Must not know: where values come from.
-"""
+"""The gateway's settings. Must not know: where values come from."""
 
 import importlib.util
 import re
@@ -25,7 +22,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of one gateway process. Durations in seconds."""
+    """One gateway's settings. Durations are in seconds."""
 
     model: Annotated[str, Meta(description="directory with the checkpoint's tokenizer.json and tokenizer_config.json")]
     ingress_address: Annotated[
@@ -40,31 +37,32 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     workers: Annotated[int, Meta(description="gateway processes that share the port")] = 1
     max_concurrent_streams: Annotated[
-        int, Meta(description="Generate calls open at one time, per worker; more are RESOURCE_EXHAUSTED")
+        int, Meta(description="most Generate calls open at one time, per worker; more end with RESOURCE_EXHAUSTED")
     ] = 4096
     max_message_bytes: Annotated[int, Meta(description="largest gRPC message accepted, in bytes")] = 16 * 1024 * 1024
     tokenizer_threads: Annotated[int, Meta(description="threads that tokenise prompts of ordinary length")] = 2
     unavailable_grace_s: Annotated[
-        float, Meta(description="seconds a new request waits for a scheduler and a model before it is UNAVAILABLE")
+        float,
+        Meta(description="seconds that a new request waits for a scheduler and a model; then it ends with UNAVAILABLE"),
     ] = 2.0
     stall_s: Annotated[
-        float, Meta(description="seconds without a step while work is pending until health says NOT_SERVING")
+        float, Meta(description="seconds without a step, while work is pending, after which health reports NOT_SERVING")
     ] = 10.0
     slow_client_s: Annotated[
         float,
         Meta(
-            description="seconds that a client may leave its stream unread, once what fits on the way is full, until the "
-            "stream is ended (RESOURCE_EXHAUSTED)"
+            description="seconds that a client may leave its stream unread after the buffers are full; then the gateway ends "
+            "the stream (RESOURCE_EXHAUSTED)"
         ),
     ] = 30.0
     grace_s: Annotated[float, Meta(description="seconds that open calls get to finish after SIGTERM")] = 30.0
     silence_timeout_s: Annotated[
-        float, Meta(description="seconds without a word from the scheduler until the link is opened anew")
+        float, Meta(description="seconds of silence from the scheduler after which the gateway opens a new link")
     ] = 0.9
-    tls_cert_file: Annotated[str, Meta(description="PEM certificate chain; serve TLS (with tls_key_file)")] = ""
+    tls_cert_file: Annotated[str, Meta(description="PEM certificate chain for TLS (with tls_key_file)")] = ""
     tls_key_file: Annotated[str, Meta(description="PEM private key of tls_cert_file")] = ""
     tls_client_ca_file: Annotated[
-        str, Meta(description="PEM certificates; only clients with a certificate that one of these has signed connect")
+        str, Meta(description="PEM certificates; a client needs a certificate that one of these has signed")
     ] = ""
     auth_token_file: Annotated[
         str,
@@ -78,14 +76,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tenant_requests_per_s: Annotated[
         float,
         Meta(
-            description="generations that one tenant may begin per second and worker; 0: any; more are RESOURCE_EXHAUSTED"
+            description="generations that one tenant may begin per second and worker; more end with RESOURCE_EXHAUSTED; 0: no limit"
         ),
     ] = 0.0
     allow_insecure_bind: Annotated[
         bool,
         Meta(
-            description="listen beyond loopback without TLS and tokens or client certificates; only behind something that "
-            "guards it"
+            description="listen beyond loopback without TLS and tokens or client certificates; only behind a proxy that "
+            "protects it"
         ),
     ] = False
     vllm_engine: Annotated[
@@ -98,8 +96,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: Annotated[
         bool,
         Meta(
-            description="tell callers of VllmEngine with the role admin (everybody, without tokens) what is cached: the token "
-            "ids of prompts"
+            description="send cache events, with the token ids of prompts, to callers of VllmEngine with the role admin (to all "
+            "callers, without tokens)"
         ),
     ] = False
     launcher_token_digest: Annotated[
@@ -107,12 +105,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     launcher_health_name: Annotated[
         str,
-        Meta(description="one more name to answer health checks under, by which headway serve knows its own gateway"),
+        Meta(description="one more name for health checks, by which headway serve recognizes its own gateway"),
     ] = ""
     load_reports: Annotated[
         bool,
         Meta(
-            description="tell callers how busy this gateway and its scheduler are, so that gRPC clients balance by load: "
+            description="report the load of this gateway and its scheduler, so that gRPC clients balance by load: "
             "ORCA trailers of each generation, and the out-of-band service"
         ),
     ] = False
@@ -121,12 +119,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="OTLP receiver (gRPC) to send traces to: http://HOST:PORT or https://HOST:PORT; empty: none"),
     ] = ""
     otel_sample_ratio: Annotated[
-        float, Meta(description="share of requests that are traced, where traceparent does not say; 0 to 1")
+        float, Meta(description="share of requests that are traced if traceparent does not decide; 0 to 1")
     ] = 1.0
     metrics_address: Annotated[
         str,
         Meta(
-            description="HOST:PORT to serve metrics for Prometheus on, port 0 picks a free one; with several workers the ports from this one on; empty: none"
+            description="HOST:PORT for Prometheus metrics; port 0 picks a free one; several workers use this port and the next ones; empty: none"
         ),
     ] = ""
     metrics_token_file: MetricsTokenFile = ""
@@ -134,7 +132,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat = "console"
     exit_with_parent: ExitWithParent = False
     reuse_port: Annotated[
-        bool, Meta(description="share grpc_address with other processes that do the same (set for workers)")
+        bool, Meta(description="share grpc_address with other processes that set this too (for workers)")
     ] = False
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
@@ -155,7 +153,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check what types alone cannot.
 
         Raises:
-            ValueError: one line with the field, its value and what is allowed.
+            ValueError: one line with the field, its value and the allowed ones.
         """
         host, _ = split_address(self.grpc_address)
         _check_numbers(self)
@@ -180,7 +178,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` (IPv6 hosts in brackets).
 
     Raises:
-        ValueError: another form, or a port outside 0 to 65535.
+        ValueError: it has another form.
     """
     host, separator, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -203,15 +201,15 @@ def _check_vllm_engine(config: GatewayConfig) -> None:
 
 
 def serves_vllm_engine(config: GatewayConfig) -> bool:
-    """Whether to serve VllmEngine: it is wanted, and its stubs are installed."""
+    """Return whether VllmEngine is wanted and installed."""
     return config.vllm_engine != "off" and importlib.util.find_spec("smg_grpc_proto") is not None
 
 
 def token_file(config: GatewayConfig) -> TokenFile | None:
-    """The valid tokens; None if calls need none.
+    """Return the valid tokens, if calls need one.
 
     Raises:
-        ValueError: the file cannot be used.
+        ValueError: the file is unusable.
     """
     if not config.auth_token_file:
         return None

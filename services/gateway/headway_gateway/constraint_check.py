@@ -1,10 +1,7 @@
-"""Checks whether a constraint can be compiled, and when a costly one may start.
+"""The check that a constraint compiles, and the turns of costly ones.
 
-Owns: the compiling processes and their turns, the verdicts, the costly constraints in progress.
-Must not know: what a constraint means, tokens.
-
-A verdict depends on the constraint alone; a timeout gives none. The executor compiles it again, and all rows wait for
-that step; so each caller has one costly constraint in progress, until its first token.
+The executor compiles it again, and all rows wait for that step; so each caller has one costly constraint in progress,
+until its first token.
 """
 
 import asyncio
@@ -40,7 +37,7 @@ CHEAP_S = 0.005
 _NUM_PROCESSES = 2
 _MOST_BEGINNING = 2
 _MOST_BEGUN = 128
-"""Fewer than an executor keeps."""
+"""An executor keeps more."""
 
 _PROGRAM = "headway_gateway.grammar_compiler"
 _TOKENIZER_FILE = "tokenizer.json"
@@ -57,11 +54,11 @@ class Beginning:
         self._key = key
 
     def has_begun(self) -> None:
-        """The first token has come."""
+        """Record the first token."""
         self._end(has_begun=True)
 
     def is_over(self) -> None:
-        """The call has ended."""
+        """Record the end of the call."""
         self._end(has_begun=False)
 
     def _end(self, *, has_begun: bool) -> None:
@@ -71,7 +68,7 @@ class Beginning:
 
 
 class ConstraintChecker:
-    """Checks constraints for one model directory's tokenizer."""
+    """Checks constraints for one tokenizer."""
 
     def __init__(self, directory: Path, *, most_compile_s: float = MOST_COMPILE_S) -> None:
         self._directory = directory
@@ -96,10 +93,10 @@ class ConstraintChecker:
         """Constraints that were not known yet."""
 
     async def begin(self, constraint: Constraint, model: ModelInfo, caller: str) -> Beginning:
-        """Return when an output under ``constraint`` may be submitted. Callers take turns.
+        """Return when an output may be submitted.
 
         Raises:
-            CallRefusedError: see ``check``.
+            CallRefusedError: as ``check``.
         """
         verdict = await self.check(constraint, model, caller)
         if verdict.cpu_s <= CHEAP_S:
@@ -120,7 +117,7 @@ class ConstraintChecker:
         return Beginning()
 
     def end(self, caller: str, key: bytes, *, has_begun: bool) -> None:
-        """A ``Beginning`` of ``caller`` has ended."""
+        """Record the end of a ``Beginning``."""
         if has_begun:
             self._begun[key] = None
             if len(self._begun) > _MOST_BEGUN:
@@ -132,8 +129,8 @@ class ConstraintChecker:
         """Return the verdict on a valid constraint.
 
         Raises:
-            CallRefusedError: INVALID_ARGUMENT with the reason, UNIMPLEMENTED if the executor supports none,
-                RESOURCE_EXHAUSTED if too many wait, UNAVAILABLE if there is no verdict now.
+            CallRefusedError: INVALID_ARGUMENT, UNIMPLEMENTED, RESOURCE_EXHAUSTED if too many wait, UNAVAILABLE without
+                a verdict.
         """
         field = f"sampling.{constraint.kind}"
         if not model.supports_constraints:
@@ -151,7 +148,7 @@ class ConstraintChecker:
             except BaseException:
                 self._turns.give_back(caller)
                 raise
-            # If the caller leaves, the check and its turn go on: the process stays busy.
+            # If the caller leaves, the check and its turn go on, because the process stays busy.
             judging.add_done_callback(partial(self._end_turn, caller))
             try:
                 verdict = await asyncio.shield(judging)
@@ -163,7 +160,7 @@ class ConstraintChecker:
         return verdict
 
     def close(self) -> None:
-        """Take no more, and end the processes."""
+        """Refuse more, and end the processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
@@ -171,21 +168,21 @@ class ConstraintChecker:
             processes = [compiler.process for compiler in self._all]
         for process in processes:
             if process is not None:
-                process.kill()  # The thread that waits for its answer cleans up.
+                process.kill()  # the thread that waits for its answer cleans up
 
     def _prepare(self, vocabulary: _Vocabulary) -> None:
-        """Start a second process early, so that nobody waits for it."""
+        """Start a second process before a call waits for it."""
         if not self._is_prepared:
             self._is_prepared = True
             self._threads.submit(self._start_another, vocabulary)
 
     def _start_another(self, vocabulary: _Vocabulary) -> None:
-        with suppress(NoAnswerError):  # The next constraint tries again.
+        with suppress(NoAnswerError):  # the next constraint tries again
             self._rest(vocabulary, self._started(vocabulary))
 
     def _end_turn(self, caller: str, judging: "asyncio.Future[Verdict]") -> None:
         if not judging.cancelled():
-            judging.exception()  # Mark the error as seen, even if nobody waits.
+            judging.exception()  # mark the error as seen, even if no call waits
         self._turns.give_back(caller)
 
     async def _take(self, turns: FairTurns, caller: str, constraint: Constraint) -> None:
@@ -203,21 +200,16 @@ class ConstraintChecker:
             return verdict
 
     def _judge(self, key: bytes, constraint: Constraint, vocabulary: _Vocabulary) -> Verdict:
-        """The verdict, in a thread.
-
-        Raises:
-            NoAnswerError: there is none.
-        """
         verdict = self._known(key)
         if verdict is not None:
-            return verdict  # Another call checked the same constraint meanwhile.
+            return verdict  # another call checked the same constraint meanwhile
         question = msgspec.json.encode(constraint)
         try:
             verdict = self._ask(question, vocabulary)
         except OutOfTimeError:
             raise
         except NoAnswerError:
-            # The process may have been broken before. A constraint that breaks a second one is at fault.
+            # The process may have been broken before. If the constraint breaks a second one, it is at fault.
             try:
                 verdict = self._ask(question, vocabulary)
             except NoAnswerError as error:
@@ -268,7 +260,7 @@ class ConstraintChecker:
         try:
             problem = msgspec.json.decode(compiler.start(), type=Verdict).problem
         except NoAnswerError as error:
-            raise NoAnswerError(f"the compiler does not start: {error}") from error  # The constraint is not the cause.
+            raise NoAnswerError(f"the compiler does not start: {error}") from error  # the constraint is not the cause
         if problem:
             compiler.stop()
             raise NoAnswerError(problem)

@@ -1,10 +1,4 @@
-"""One continuation on its way to the client: tokens in, deltas out.
-
-Owns: what the client has, the text of tokens, the end at a stop string, the final figures. Must not know: sockets, gRPC
-calls, the link.
-
-Everything since the last delta goes into the next, so a slow client gets larger deltas, never a queue.
-"""
+"""One continuation on its way to the client: tokens in, deltas out. Must not know: sockets, gRPC calls, the link."""
 
 import math
 import time
@@ -34,7 +28,7 @@ _REASONS = {
 
 
 class OutputText:
-    """The text of one output, up to a stop string. Stop strings count after ``min_tokens`` tokens."""
+    """One output's text. Stop strings count after ``min_tokens``."""
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int) -> None:
         self._detokenizer = detokenizer
@@ -44,17 +38,17 @@ class OutputText:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the output."""
+        """The completed stop string."""
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: list[int]) -> str:
-        """Take in tokens up to a stop string's end; return the certain text."""
+        """Return the certain text, up to a stop string's end."""
         matcher = self._matcher
         if matcher is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)
         texts = []
-        for token_id in token_ids:  # One by one, to know which token completed a stop string.
+        for token_id in token_ids:  # one by one, to know which token completed a stop string
             self.num_tokens += 1
             text = self._detokenizer.push((token_id,))
             texts.append(text if self.num_tokens <= self._min_tokens else matcher.push(text))
@@ -63,7 +57,7 @@ class OutputText:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the held text; it too may complete a stop string."""
+        """Return the held text, which may complete a stop string."""
         text = self._detokenizer.finish()
         matcher = self._matcher
         if matcher is None or matcher.matched is not None:
@@ -72,10 +66,10 @@ class OutputText:
 
 
 class Continuation:
-    """One output of a request: ``sequence`` as the client sees it."""
+    """One output of a request."""
 
     def __init__(self, sequence: LiveSequence, text: OutputText) -> None:
-        """``text`` knows the tokens that the client already has."""
+        """``text`` contains the client's tokens."""
         self.index = sequence.submission.index
         self.sequence = sequence
         self.is_over = False
@@ -93,7 +87,7 @@ class Continuation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the scheduler has accepted it, or it ended without refusal."""
+        """Whether it was accepted or ended without refusal."""
         return self.sequence.has_run or isinstance(self.sequence.end, Finished)
 
     @property
@@ -104,12 +98,12 @@ class Continuation:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log probability of the tokens sent; NaN without tokens."""
+        """NaN without tokens."""
         values = [entry.logprob for entry in self.sequence.logprobs[: self.num_sent - self.sequence.num_held]]
         return sum(values) / len(values) if values else math.nan
 
     def record_arrival(self) -> None:
-        """Record that news has just come."""
+        """Record the time of news."""
         now = time.monotonic()
         if self._admitted_at is None:
             self._admitted_at = now
@@ -119,7 +113,7 @@ class Continuation:
             self._last_token_at = now
 
     def take(self) -> list[api.GenerateResponse]:
-        """The new events: at most one delta, and the end."""
+        """Return at most one delta, and the end."""
         responses: list[api.GenerateResponse] = []
         if self.is_over:
             return responses
@@ -148,7 +142,7 @@ class Continuation:
         return responses
 
     def record_written(self, now: float) -> float | None:
-        """Record a delta; return the seconds since the previous one."""
+        """Return the seconds since the previous delta."""
         before, self._written_at = self._written_at, now
         if before is None:
             self.first_written_at = now
@@ -157,12 +151,12 @@ class Continuation:
 
     @property
     def ended_at(self) -> float:
-        """Monotonic seconds; now, if it has not ended."""
+        """Monotonic seconds; now, if it runs."""
         return time.monotonic() if self._ended_at is None else self._ended_at
 
     @property
     def total_ms(self) -> float:
-        """Its time at the scheduler; 0 if never accepted."""
+        """Time at the scheduler; 0 if never accepted."""
         end = self.sequence.end
         if isinstance(end, Finished):
             return end.total_ms
@@ -206,7 +200,7 @@ class Continuation:
         return finished
 
     def timings(self) -> api.Timings:
-        """The scheduler's figures, or the gateway's own after a stop string."""
+        """After a stop string, the figures are the gateway's own."""
         num_gaps = self.num_sent - self.sequence.num_held - 1
         first = self._first_token_at if self._first_token_at is not None else self.submitted_at
         mean_itl_ms = (self._last_token_at - first) * 1000 / num_gaps if num_gaps > 0 else 0.0

@@ -1,16 +1,7 @@
-"""Who may call: the tokens in a file, and their roles.
+"""The tokens in a file, and their roles; docs/security.md shows the format.
 
-Owns: the file's format, reading it again, the search for a token. Must not know: gRPC.
-
-One token per line; ``#`` begins a comment:
-
-    # name   roles           token, or its SHA-256 in hex          tenant, if the token belongs to one
-    alice    generate        sha256:9f86d081884c7d659a2feaa0c5...  tenant=alice
-    ops      generate,admin  an-open-token
-
-A single word is one token with all roles. A search takes the same time for any token. A half-written file must grant
-no more than the whole: each line ends with a newline (``token_files``), and a file that once had roles is not read as
-a single word.
+A search takes the same time for any token. A half-written file must grant no more than the whole: each line ends with a
+newline (``token_files``), and a file that once had roles is not read as a single word.
 """
 
 import hashlib
@@ -39,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The owner of a token. ``tenant`` is None if the caller may name any."""
+    """A token's owner. ``tenant`` None allows any."""
 
     name: str
     roles: frozenset[str]
@@ -54,11 +45,11 @@ class TokenTable:
     """The callers by token."""
 
     def __init__(self, callers: dict[bytes, Caller]) -> None:
-        """``callers`` by the SHA-256 digest of their token."""
+        """``callers`` by their tokens' SHA-256 digest."""
         self._callers = tuple(callers.items())
 
     def find(self, token: str) -> Caller | None:
-        """The caller with this token, or None, in constant time."""
+        """Search in constant time."""
         digest = digest_of(token)
         found = None
         for known, caller in self._callers:
@@ -71,15 +62,15 @@ class TokenTable:
 
 
 def digest_of(token: str) -> bytes:
-    """The SHA-256 digest of a token."""
+    """Return a token's SHA-256 digest."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
 def parse_tokens(text: str) -> dict[bytes, Caller]:
-    """Read the contents of a token file.
+    """Read a token file's contents.
 
     Raises:
-        ValueError: names the line and the fault, never a token.
+        ValueError: it names the line, never a token.
     """
     lines = [(number, line.split("#", 1)[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
     lines = [(number, words) for number, words in lines if words]
@@ -131,13 +122,13 @@ def _tenant(words: list[str], roles: frozenset[str], number: int) -> str | None:
 
 
 class TokenFile:
-    """The tokens of a file. If a change makes it unusable, the former tokens stay valid."""
+    """A file's tokens. After an unusable change, the former ones stay valid."""
 
     def __init__(self, path: str, extra: dict[bytes, Caller] | None = None) -> None:
-        """Read the file; ``extra`` are callers from elsewhere.
+        """``extra`` are further callers.
 
         Raises:
-            ValueError: the file cannot be used; one line without a token.
+            ValueError: the file is unusable; one line without a token.
         """
         self._path = Path(path)
         self._extra = dict(extra or {})
@@ -149,7 +140,7 @@ class TokenFile:
         """Why the present file is not used."""
 
     def table(self) -> TokenTable:
-        """The valid tokens; checks the file now and then."""
+        """Return the valid tokens, now and then read anew."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_INTERVAL_S:
             self._looked_at = now
@@ -158,7 +149,7 @@ class TokenFile:
         return self._table
 
     def reload(self) -> bool:
-        """Read the file now; return whether it is valid."""
+        """Read the file; return whether it is valid."""
         self._seen = self._signature()
         try:
             self._table = self._read()

@@ -1,10 +1,7 @@
 """Token ids to text, piece by piece; the joined pieces equal the decoding of the whole.
 
-Owns: which text is certain. Must not know: streams, stop strings, gRPC.
-
-``ByteLevelDetokenizer`` serves byte-level BPE (GPT-2, Llama 3, Qwen) exactly, by a table; ``WindowDetokenizer`` all
-other decoders. ``tokenizers.DecodeStream`` cannot flush an unfinished character, takes a genuine U+FFFD for one, and
-contradicts earlier text when a byte-fallback run is invalid.
+``tokenizers.DecodeStream`` cannot flush an unfinished character, takes a genuine U+FFFD for one, and contradicts
+earlier text when a byte-fallback run is invalid.
 """
 
 import codecs
@@ -18,14 +15,14 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """State of one output. The grouping of tokens does not change its text."""
+    """One output's state. Grouping tokens does not change the text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; return the text that is now certain."""
+        """Add tokens; return the certain text."""
         ...
 
     def finish(self) -> str:
-        """Return the text held; an unfinished character becomes U+FFFD."""
+        """Return the held text; an unfinished character becomes U+FFFD."""
         ...
 
 
@@ -39,7 +36,7 @@ class ByteLevelDetokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See ``Detokenizer``. Unknown ids have no text."""
+        """Unknown ids have no text."""
         table = self._table
         try:
             return self._decode(b"".join([table[token_id] for token_id in token_ids]))
@@ -53,10 +50,9 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes new tokens together with the *anchor*, the last one sent.
+    """Decodes new tokens together with the *anchor*, the last one sent: alone they would lose a leading space.
 
-    Alone they would lose, for instance, a leading space. Byte-fallback tokens wait for the end of their run, others while
-    the text ends in U+FFFD.
+    Byte-fallback tokens wait for the end of their run, others while the text ends in U+FFFD.
     """
 
     __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_visible_ids", "_waiting")
@@ -82,7 +78,7 @@ class WindowDetokenizer:
         return self._release() if self._waiting else ""
 
     def _push_one(self, token_id: int) -> str:
-        # One at a time: where a window begins decides its text for some decoders, and must not depend on chunking.
+        # One at a time: for some decoders the text depends on where a window begins. It must not depend on chunking.
         self._waiting.append(token_id)
         if token_id in self._byte_ids:
             return ""
@@ -100,15 +96,15 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory(Protocol):
-    """Makes a detokeniser for one output sequence."""
+    """Makes a detokeniser for one output."""
 
     def __call__(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
-        """Special tokens have no text, unless they are kept."""
+        """Special tokens have no text, unless kept."""
         ...
 
 
 def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
-    """The right kind of detokeniser for ``tokenizer``."""
+    """Return the right kind for ``tokenizer``."""
     definition: dict[str, Any] = json.loads(tokenizer.to_str())
     special_ids = frozenset(
         token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -167,11 +163,13 @@ def _bytes_of(token: str, byte_of_character: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of_character[character] for character in token])
     except KeyError:
-        return token.encode()  # An added token is kept as it is written.
+        return token.encode()  # an added token is kept as written
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, others for U+0100 on."""
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, others for U+0100
+    on.
+    """
     printable: Iterable[int] = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in alphabet]

@@ -1,7 +1,6 @@
-"""Runs tokenisation in threads, long prompts apart from the others.
+"""Tokenisation in threads, long prompts apart."""
 
-Owns: the threads. Must not know: gRPC, the scheduler.
-"""
+# ruff: noqa: D102 (``TextModel`` describes the methods)
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,27 +23,22 @@ class EncodingLanes:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
 
     async def encode(self, text: str) -> list[int]:
-        """See ``TextModel.encode``."""
         return await self._run(len(text), lambda: self._text_model.encode(text))
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """See ``TextModel.encode_chat``."""
         num_characters = sum(len(content) for _, content in messages)
         return await self._run(num_characters, lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens))
 
     async def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """See ``TextModel.encode_chat_prefix``."""
         num_characters = 2 * sum(len(content) for _, content in messages)
         return await self._run(
             num_characters, lambda: self._text_model.encode_chat_prefix(messages, max_tokens=max_tokens)
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """See ``TextModel.decode``."""
         return await self._run(len(token_ids), lambda: self._text_model.decode(token_ids))
 
     def close(self) -> None:
-        """Accept no more work."""
         self._ordinary.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 

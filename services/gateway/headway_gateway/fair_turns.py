@@ -1,37 +1,34 @@
-"""Shares few turns among many callers, round and round; a caller has one at a time.
-
-Owns: who has a turn, who waits, how many may wait. Must not know: what a turn is for.
-"""
+"""Few turns for many callers, in rotation, one at a time."""
 
 import asyncio
 from collections import deque
 
 
 class TooManyWaitError(Exception):
-    """The queue is full; the message says how many wait."""
+    """Too many calls wait; the message has their number."""
 
 
 class FairTurns:
-    """``most_at_once`` turns. For one event loop."""
+    """``most_at_once`` turns, in one event loop."""
 
     def __init__(self, most_at_once: int, *, most_waiting_of_one: int, most_waiting: int) -> None:
         self._most_at_once = most_at_once
         self._most_waiting_of_one = most_waiting_of_one
         self._most_waiting = most_waiting
         self._holders: set[str] = set()
-        # The caller whose turn is next comes first.
+        # The next caller comes first.
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Waiting requests."""
         return sum(map(len, self._queues.values()))
 
     async def take(self, caller: str) -> None:
-        """Return when it is ``caller``'s turn; ``give_back`` ends it.
+        """Wait for a turn; ``give_back`` ends it.
 
         Raises:
-            TooManyWaitError: of this caller, or of all.
+            TooManyWaitError: the queue is full.
         """
         num_own = len(self._queues.get(caller, ()))
         if num_own >= self._most_waiting_of_one:
@@ -51,7 +48,7 @@ class FairTurns:
             raise
 
     def give_back(self, caller: str) -> None:
-        """``caller``'s turn is over."""
+        """End ``caller``'s turn."""
         self._holders.remove(caller)
         if caller in self._queues:
             self._queues[caller] = self._queues.pop(caller)  # behind the others

@@ -1,7 +1,4 @@
-"""Reads the scheduler's flight log piece by piece.
-
-Owns: the order of the questions. Must not know: how they reach the scheduler, or what is in the log.
-"""
+"""Reads the scheduler's flight log piece by piece."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +17,7 @@ Ask: TypeAlias = Callable[[FlightLogPlace], Awaitable[FlightLogPart]]
 
 
 async def flight_log_pieces(ask: Ask) -> AsyncIterator[api.ReadFlightLogResponse]:
-    """Every file of the log up to now, in pieces.
+    """Yield every file up to now.
 
     Raises:
         CallRefusedError: ABORTED, a file or the scheduler has gone; UNAVAILABLE, the disk is too slow.
@@ -53,7 +50,6 @@ async def _contents(ask: Ask) -> FlightLogPart:
 
 
 async def _pieces_of(file: FlightLogFile, life: int, ask: Ask) -> AsyncIterator[tuple[int, bytes]]:
-    """(offset, data), up to the file's first known size."""
     offset = 0
     while offset < file.num_bytes:
         place = FlightLogPlace(life=life, segment=file.segment, is_checkpoint=file.is_checkpoint, offset=offset)

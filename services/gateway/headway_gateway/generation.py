@@ -1,8 +1,4 @@
-"""One generation: the continuations of one prompt, from submission to the end of the stream.
-
-Owns: submitting, writing events, and the abort when the call ends early.
-Must not know: ZeroMQ, how requests are checked, how prompts become tokens.
-"""
+"""One generation: the continuations of one prompt. Must not know: ZeroMQ, tokenising."""
 
 import asyncio
 import time
@@ -58,7 +54,7 @@ _REFUSAL_CODES = {
 
 
 class GenerationParts(NamedTuple):
-    """The parts of a gateway process that generations share."""
+    """The shared parts of a gateway process."""
 
     client: SchedulerClient
     text_model: TextModel
@@ -68,7 +64,7 @@ class GenerationParts(NamedTuple):
 
 
 class OpenCall(NamedTuple):
-    """One Generate call. ``write`` sends one event."""
+    """One Generate call. ``write`` sends an event."""
 
     context: Context
     write: Callable[[api.GenerateResponse], Awaitable[None]]
@@ -78,14 +74,14 @@ class OpenCall(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A tokenised prompt. ``text`` is empty unless the client wants it back."""
+    """A tokenised prompt. ``text`` is for a client that wants it."""
 
     token_ids: list[int]
     text: str
 
 
 class Generation:
-    """The continuations of one request and their events."""
+    """One request's continuations and their events."""
 
     def __init__(
         self,
@@ -98,7 +94,7 @@ class Generation:
         end_ids: frozenset[int],
         beginning: Beginning,
     ) -> None:
-        """``end_ids`` are the tokens that end an output."""
+        """``end_ids`` end an output."""
         self._client = parts.client
         self._text_model = parts.text_model
         self._pace = parts.pace
@@ -122,15 +118,15 @@ class Generation:
             self._prompt = PromptEvents(prompt.token_ids, prompt.text, sequence)
 
     async def run(self) -> None:
-        """Stream until every continuation has ended.
+        """Stream until all have ended.
 
         Raises:
-            CallRefusedError: the scheduler refused a continuation before any had begun.
+            CallRefusedError: the scheduler refused before any had begun.
         """
         sequences = [continuation.sequence for continuation in self._continuations]
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
-            # After submitting, so that the scheduler already works.
+            # This comes after submitting, so that the scheduler already works.
             await self._call.context.send_initial_metadata(
                 ((REQUEST_ID_METADATA_KEY, _ascii(self._request.request_id)),)
             )
@@ -142,7 +138,7 @@ class Generation:
             await self._stream()
         finally:
             # However the call ended (client, deadline, error), the scheduler must stop the sequences
-            # before they are forgotten here. Ended ones are ignored.
+            # before they are dropped here. It ignores ended ones.
             self._client.abort(sequences)
             self._call.trace.record_outputs(self._continuations, self._num_cached_tokens)
 
@@ -161,11 +157,7 @@ class Generation:
             await self._wakeup.wait()
 
     async def _stream(self) -> None:
-        """Write events.
-
-        Raises:
-            CallRefusedError: the client did not read for too long. It holds blocks and a row meanwhile.
-        """
+        """A client that does not read holds blocks and a row."""
         try:
             async with ClientPatience(self._slow_client_s) as patience:
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
@@ -184,7 +176,7 @@ class Generation:
             for continuation in open_continuations:
                 responses = self._news_of(continuation)
                 if continuation.is_over and continuation.sequence.end is None:
-                    self._client.abort((continuation.sequence,))  # A stop string, which the scheduler does not know.
+                    self._client.abort((continuation.sequence,))  # the scheduler does not know stop strings
                 await self._write(continuation, responses, patience)
             patience.rest()
             open_continuations = [one for one in open_continuations if not one.is_over]
@@ -277,11 +269,7 @@ class Generation:
         return continuation
 
     def _end_of_held(self, held: tuple[int, ...], text: OutputText) -> Finished | None:
-        """The end of the output, if the client's own tokens already contain it.
-
-        Raises:
-            CallRefusedError: OUT_OF_RANGE, there are tokens beyond the end.
-        """
+        """The client's own tokens may contain the end."""
         end_place = next((place for place, token_id in enumerate(held) if token_id in self._end_ids), len(held))
         num_until_end = min(text.num_tokens, end_place + 1)
         if num_until_end < len(held):

@@ -1,9 +1,7 @@
 """The child process that compiles constraints to check them.
 
-Owns: the frames on its pipes, its limits. Must not know: what a constraint means, gRPC.
-
-The library does not count all it spends, so ``constraint_check`` runs this as a process. Frames hold JSON: a
-``Vocabulary``, then ``Constraint``s; each gets a ``Verdict``.
+The library does not count all it spends. Frames hold JSON: a ``Vocabulary``, then ``Constraint``s; each gets a
+``Verdict``.
 """
 
 import time
@@ -20,7 +18,7 @@ MAX_CPU_S = 0.5
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """tokenizer.json, the width of the logits, the tokens that end an output."""
+    """tokenizer.json, the logits' width, the end tokens."""
 
     tokenizer: str
     vocab_size: int
@@ -28,14 +26,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The fault in one line or nothing, and the processor time spent."""
+    """A fault in one line, and the processor time."""
 
     problem: str = ""
     cpu_s: float = 0.0
 
 
 def main() -> None:
-    """Serve until the pipe is closed."""
+    """Serve until the pipe closes."""
     limit_this_process(MAX_MEMORY_BYTES)
     compiler: GrammarCompiler | None = None
 

@@ -1,7 +1,4 @@
-"""Whether this gateway should get requests, for ``grpc.health.v1``.
-
-Owns: the rule (a model is ready and steps are made). Must not know: generation calls, sockets.
-"""
+"""This gateway's health: a model is ready and steps are made. Must not know: generation calls."""
 
 import asyncio
 import time
@@ -20,7 +17,7 @@ _log = structlog.get_logger("headway.gateway.health")
 
 
 class ProgressWatch:
-    """A stall is unfinished sequences and no new step for ``stall_s`` seconds."""
+    """A stall is unfinished sequences without a new step for ``stall_s``."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
@@ -28,7 +25,7 @@ class ProgressWatch:
         self._moved_at = float("-inf")
 
     def is_stalled(self, *, num_steps: int, num_unfinished: int, now: float) -> bool:
-        """Take in the latest figures and judge."""
+        """Record the latest figures and judge."""
         if num_unfinished == 0 or num_steps != self._num_steps:
             self._num_steps = num_steps
             self._moved_at = now
@@ -36,7 +33,7 @@ class ProgressWatch:
 
 
 class HealthReporter:
-    """Keeps ``service`` up to date for all ``service_names``."""
+    """Keeps ``service`` up to date."""
 
     def __init__(
         self,
@@ -67,11 +64,11 @@ class HealthReporter:
 
     @property
     def problem(self) -> str | None:
-        """Why not to send requests here, as last reported, or None."""
+        """The reported reason to send no requests."""
         return self._reported
 
     async def shut_down(self) -> None:
-        """NOT_SERVING from now on."""
+        """Report NOT_SERVING from now on."""
         self._is_shutting_down = True
         await self._report()
 

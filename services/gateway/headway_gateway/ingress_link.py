@@ -1,9 +1,7 @@
 """The gateway's side of the ingress protocol as a plain object: frames and time in, frames and news out.
 
-Owns: phases, frame order, acknowledgements, live sequences and their resubmission on a new link. Must not know:
-sockets, clocks, tasks, text.
-
-A known token is dropped. A gap, a damaged frame or silence opens a new link.
+Must not know: sockets, clocks, tasks, text. A known token is dropped. A gap, a damaged frame or silence opens a new
+link, which gets the live sequences again.
 """
 
 import enum
@@ -42,7 +40,7 @@ _MOST_RETRY_S = 1.0
 
 
 class LinkPhase(enum.Enum):
-    """Where the link stands."""
+    """The link's state."""
 
     HAILING = "hailing"
     OPEN = "open"
@@ -62,11 +60,10 @@ class LinkCounters(msgspec.Struct):
 
 
 class IngressLink:
-    """Speaks ingress for one gateway life. Times are seconds of one monotonic clock.
+    """Speaks ingress for one gateway life. Times are monotonic seconds.
 
-    After each call the owner empties ``take_frames``, ``take_news`` and ``take_admin_replies``. ``status_version`` grows
-    with changes of phase, model or state, ``frames_version`` when unsent frames are useless, ``silence_version`` when the
-    connection should be replaced.
+    After each call the owner empties ``take_frames``, ``take_news`` and ``take_admin_replies``. ``frames_version``
+    grows when unsent frames are useless, ``silence_version`` when the connection should be replaced.
     """
 
     def __init__(
@@ -113,21 +110,21 @@ class IngressLink:
 
     @property
     def live_sequences(self) -> Iterable[LiveSequence]:
-        """Every sequence without an end, oldest first."""
+        """Every sequence without an end."""
         return self._live.values()
 
     def next_handle(self) -> int:
-        """A handle for a new sequence."""
+        """Return a new sequence's handle."""
         return next(self._handles)
 
     def submit(self, sequence: LiveSequence) -> None:
-        """Generate ``sequence``, as soon as a link is open."""
+        """Generate it, as soon as a link is open."""
         self._live[sequence.handle] = sequence
         if self.phase is LinkPhase.OPEN:
             self._send(sequence.to_submit())
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
-        """Give up sequences; what still arrives for them is ignored."""
+        """Give up sequences."""
         for sequence in sequences:
             if self._live.pop(sequence.handle, None) is None:
                 continue
@@ -143,7 +140,7 @@ class IngressLink:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
     ) -> int:
-        """Send an operator's call until it is answered, also on new links; return its id."""
+        """Send an operator's call until it is answered."""
         self._last_call_id += 1
         call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
         self._admin_calls[call.call_id] = call
@@ -156,7 +153,7 @@ class IngressLink:
         self._admin_calls.pop(call_id, None)
 
     def receive(self, data: bytes, now: float) -> None:
-        """Take in one message from the wire."""
+        """Process one message."""
         try:
             frame = self._reader.decode(data)
         except FramingError:
@@ -179,7 +176,7 @@ class IngressLink:
             self._take_in(frame.body, now)
 
     def tick(self, now: float) -> None:
-        """Let time pass; a few times per heartbeat interval, after receiving all that has arrived."""
+        """Let time pass, after receiving."""
         if self.phase is LinkPhase.HAILING:
             if now >= self._hello_at:
                 self._say_hello(now)
@@ -194,7 +191,7 @@ class IngressLink:
         self._resubmit_due(now)
 
     def take_frames(self) -> list[bytes]:
-        """The messages to send, in order."""
+        """Return the messages to send."""
         if self._aborted_handles:
             handles, self._aborted_handles = self._aborted_handles, []
             self._send(Abort(handles=encode_column(handles)))
@@ -202,14 +199,14 @@ class IngressLink:
         return frames
 
     def take_news(self) -> list[LiveSequence]:
-        """Each sequence that has changed since the last call, once."""
+        """Return each sequence with news once."""
         news, self._news = self._news, []
         for sequence in news:
             sequence.has_news = False
         return news
 
     def take_admin_replies(self) -> list[AdminReply]:
-        """New answers to operators' calls."""
+        """Return new answers to operators' calls."""
         replies, self._admin_replies = self._admin_replies, []
         return replies
 
@@ -243,7 +240,6 @@ class IngressLink:
         self._say_hello(now)
 
     def _opens_link(self, frame: Frame, hello: SchedulerHello) -> bool:
-        """Whether this hello answers ours. A second answer brings a newer epoch."""
         return (
             hello.gateway_incarnation == self._incarnation
             and hello.link == self._link_number
@@ -300,7 +296,6 @@ class IngressLink:
             self._acknowledge(now)
 
     def _take_in_tokens(self, body: Tokens) -> bool:
-        """False if there is a gap before a token or an end."""
         for admitted in body.admitted:
             sequence = self._live.get(admitted.handle)
             if sequence is not None and sequence.num_cached_tokens is None:
@@ -336,7 +331,7 @@ class IngressLink:
         return True
 
     def _append_tokens(self, columns: bytes) -> bool:
-        # The hot loop, once per token: only a lookup, a comparison and an append.
+        # This loop is hot, once per token: only a lookup, a comparison and an append.
         try:
             handles, indices, token_ids = decode_columns(columns, 3)
         except ValueError:

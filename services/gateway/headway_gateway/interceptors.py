@@ -1,8 +1,6 @@
-"""Around every call: the limit of open calls, the counts by status, the errors that reach the client.
+"""Interceptors of every call: the limit of open calls, the counts by status, the errors that reach the client."""
 
-Owns: these interceptors, and the rule that a client never gets the text of an unexpected error. Must not know: what
-the calls do.
-"""
+# ruff: noqa: D102 (gRPC describes the methods)
 
 import asyncio
 import secrets
@@ -24,10 +22,7 @@ _log = structlog.get_logger("headway.gateway.calls")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls whose method raises, with the status of ``CallRefusedError``, else INTERNAL and a logged id.
-
-    Only the interceptor that counts calls comes before it.
-    """
+    """Gives a failed call the status of ``CallRefusedError``, or INTERNAL and a logged id."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
         self._statistics = statistics
@@ -35,7 +30,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
     ) -> "Handler | None":
-        """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -46,7 +40,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             try:
                 _require_readable(request)
                 yield context
-            except Exception as error:  # noqa: BLE001  # A client never gets the text of an unexpected error.
+            except Exception as error:  # noqa: BLE001  # noqa: BLE001  # a client never gets the text of an unexpected error
                 if isinstance(error, CallRefusedError):
                     self._statistics.refusals[error.reason,] += 1
                 await _end_call(error, context, method)
@@ -55,7 +49,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class CallCountingInterceptor(grpc.aio.ServerInterceptor):
-    """Counts calls by method and status. Comes first."""
+    """Counts calls by method and status."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
         self._statistics = statistics
@@ -63,7 +57,6 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
     ) -> "Handler | None":
-        """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -85,7 +78,7 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
 
 
 class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while ``most`` are open, unlike gRPC with a message. Comes after the errors' interceptor."""
+    """Refuses calls while ``most`` are open, with a message."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -96,7 +89,6 @@ class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
     ) -> "Handler | None":
-        """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         return None if handler is None else within(handler, self._counted)
 
@@ -131,7 +123,7 @@ class _Unreadable:
 
 
 def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
-    """A parser that never raises: the error's text would reach the client."""
+    """Never raise: the error's text would reach the client."""
     deserialize = handler.request_deserializer
     if deserialize is None or handler.request_streaming:
         return None
@@ -139,7 +131,7 @@ def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except Exception:  # noqa: BLE001  # protobuf's implementations raise different errors.
+        except Exception:  # noqa: BLE001  # noqa: BLE001  # protobuf's implementations raise different errors
             return _Unreadable()
 
     return read

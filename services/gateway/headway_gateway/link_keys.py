@@ -1,7 +1,4 @@
-"""The CURVE keys of the link to the scheduler.
-
-Owns: the key files. Must not know: the protocol.
-"""
+"""The CURVE keys of the link to the scheduler."""
 
 from pathlib import Path
 
@@ -14,7 +11,7 @@ GATEWAY_SECRET_KEY = "gateway.key_secret"  # noqa: S105  # a file's name
 
 
 class LinkKeys(msgspec.Struct, frozen=True):
-    """The scheduler's public key and the gateway's pair, Z85-encoded."""
+    """The scheduler's public key and the gateway's pair, in Z85."""
 
     scheduler_public: bytes
     public: bytes
@@ -22,10 +19,10 @@ class LinkKeys(msgspec.Struct, frozen=True):
 
 
 def load_link_keys(directory: Path) -> LinkKeys:
-    """Read ``scheduler.key`` and ``gateway.key_secret``.
+    """Read both key files.
 
     Raises:
-        ValueError: a file is missing or holds no such key.
+        ValueError: a file is missing or wrong.
     """
     scheduler_public = load_public_key(directory, SCHEDULER_PUBLIC_KEY)
     public, secret = load_own_keys(directory, GATEWAY_SECRET_KEY)

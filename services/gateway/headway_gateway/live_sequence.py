@@ -1,7 +1,4 @@
-"""One continuation as the link knows it: the submission, and everything received for it.
-
-Owns: its tokens and log probabilities, and the submission on a new link. Must not know: frames, text.
-"""
+"""One continuation on the link, and everything received for it."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,10 +10,10 @@ from headway_proto.prompt_logprobs import PromptLogprobColumns
 
 
 class LiveSequence:
-    """One continuation that the gateway wants.
+    """One wanted continuation.
 
-    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others, ``prompt_logprobs`` the prompt
-    from its second token. ``num_cached_tokens`` is None until it runs.
+    ``tokens`` begins with ``num_held`` tokens from before; ``logprobs`` covers the others. ``num_cached_tokens`` is
+    None until it runs.
     """
 
     __slots__ = (
@@ -49,11 +46,11 @@ class LiveSequence:
 
     @property
     def has_run(self) -> bool:
-        """Whether the scheduler has accepted it; then it must get an end, not a refusal."""
+        """Whether it was accepted; then it gets no refusal."""
         return self.num_cached_tokens is not None or len(self.tokens) > self.num_held
 
     def to_submit(self) -> Submit:
-        """The submission that continues after these tokens."""
+        """Return the submission after these tokens."""
         if not self.tokens and not self.has_run:
             return self.submission
         token_ids = self.submission.token_ids + encode_column(self.tokens)
@@ -65,7 +62,7 @@ class LiveSequence:
         )
 
     def take_prompt_logprobs(self, values: PromptLogprobColumns) -> bool:
-        """Take in what is new; False if there is a gap."""
+        """Return False if there is a gap."""
         first = self.num_prompt_logprobs + 1
         is_within = values.end <= self.submission.num_prompt_tokens
         if values.problem() is not None or not is_within or not 1 <= values.first_position <= first:

@@ -1,6 +1,4 @@
-"""How busy gateway and scheduler are, for gRPC clients that balance by load (ORCA, gRFC A51).
-
-Owns: the figures, the out-of-band service, the trailer. Must not know: generation, clients.
+"""The load of gateway and scheduler, for clients that balance by it (ORCA, gRFC A51).
 
 ``application_utilization``: the larger share of rows or KV blocks in use, plus waiting requests per row.
 ``cpu_utilization``: share of one core. ``rps_fractional``, ``eps``: generations and failures per second.
@@ -37,7 +35,7 @@ class _Sample(NamedTuple):
 
 
 class LoadMonitor:
-    """Measures the load of this process; ``link`` has the scheduler's."""
+    """Measures this process's load."""
 
     def __init__(self, link: IngressLink, statistics: GatewayStatistics) -> None:
         self._link = link
@@ -47,7 +45,7 @@ class LoadMonitor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Measure regularly, within the running event loop."""
+        """Measure regularly."""
         self._task = asyncio.create_task(self._keep_sampling(), name="load")
 
     async def close(self) -> None:
@@ -57,7 +55,7 @@ class LoadMonitor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def report(self) -> api.OrcaLoadReport:
-        """The load of this moment."""
+        """Return the load of this moment."""
         before, newest = self._before, self._newest
         elapsed_s = max(newest.time - before.time, 1e-9)
         load = self._link.load
@@ -90,13 +88,13 @@ class LoadMonitor:
 
 
 def trailer_of(report: api.OrcaLoadReport, **request_cost: float) -> tuple[str, bytes]:
-    """The trailing metadata with this cost of the call."""
+    """Return the cost as trailing metadata."""
     report.request_cost.update(request_cost)
     return TRAILER_KEY, report.SerializeToString()
 
 
 def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadReport]) -> None:
-    """Serve reports out of band, at the interval that the client asks for."""
+    """Serve reports at the client's interval."""
 
     async def stream_core_metrics(
         request: api.OrcaLoadReportRequest,

@@ -1,7 +1,4 @@
-"""The gateway's metrics for Prometheus.
-
-Owns: the names. Must not know: how the figures come about, HTTP.
-"""
+"""The gateway's metrics for Prometheus."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GatewaySnapshot(NamedTuple):
-    """A copy of all figures, for another thread."""
+    """All figures, for another thread."""
 
     model_name: str
     num_streams: int
@@ -46,7 +43,7 @@ _HISTOGRAMS = {
 def take_snapshot(
     client: SchedulerClient, generation: GenerationServicer, statistics: GatewayStatistics
 ) -> GatewaySnapshot:
-    """Copy the figures of this moment."""
+    """Copy the current figures."""
     return GatewaySnapshot(
         model_name="" if client.model is None else client.model.name,
         num_streams=generation.num_open_streams,
@@ -65,7 +62,7 @@ def take_snapshot(
 
 
 def families_of(snapshot: GatewaySnapshot) -> "Iterable[Metric]":
-    """The metrics of ``snapshot``."""
+    """Return the metrics of ``snapshot``."""
     from headway_process.metric_families import MetricFamilies
 
     families = MetricFamilies(model_name=snapshot.model_name)

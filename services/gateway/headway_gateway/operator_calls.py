@@ -1,7 +1,4 @@
-"""Asks the scheduler on behalf of a gRPC call.
-
-Owns: how long an answer may take, and the refusal without one. Must not know: what is asked.
-"""
+"""Questions to the scheduler for a gRPC call."""
 
 import grpc
 
@@ -14,7 +11,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 def time_left_s(context: Context) -> float:
-    """Seconds for an answer, before the call's deadline."""
+    """Return the seconds before the call's deadline."""
     remaining_s = context.time_remaining()
     return ANSWER_TIMEOUT_S if remaining_s is None else min(ANSWER_TIMEOUT_S, max(0.0, remaining_s))
 
@@ -31,7 +28,7 @@ async def ask(
     """Return the scheduler's answer.
 
     Raises:
-        CallRefusedError: UNAVAILABLE, there is none.
+        CallRefusedError: UNAVAILABLE.
     """
     try:
         return await client.call_admin(method, request_id, prefix, place=place, timeout_s=time_left_s(context))

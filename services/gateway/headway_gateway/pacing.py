@@ -1,9 +1,7 @@
-"""How often a stream writes: at once while the event loop keeps up, less often when it falls behind.
+"""The rate of a stream's writes: lower when the event loop falls behind.
 
-Owns: the loop's lateness and the pause that follows from it. Must not know: what is written.
-
-A write costs some 100 us for one token or fifty, so a pause makes larger deltas instead of a longer queue. The pause
-is proportional to the lateness, which falls as streams pause, so the two settle.
+A write costs some 100 us for one token or fifty, so a pause makes larger deltas instead of a longer queue. The pause is
+proportional to the lateness, which falls as streams pause, so the two settle.
 """
 
 import asyncio
@@ -20,7 +18,7 @@ _LONGEST_PAUSE_S = 0.04
 
 
 class WritePace:
-    """Shared by the streams of one event loop. Measures only while there are streams."""
+    """The pace of one event loop's streams."""
 
     def __init__(self) -> None:
         self._num_writers = 0
@@ -29,12 +27,12 @@ class WritePace:
 
     @property
     def lateness_s(self) -> float:
-        """How late the loop runs its timers, smoothed; 0 without streams."""
+        """The smoothed delay of the loop's timers."""
         return self._lateness_s if self._num_writers else 0.0
 
     @property
     def pause_s(self) -> float:
-        """How long to wait after a write."""
+        """The wait after a write."""
         pause_s = self._lateness_s * _PAUSE_PER_LATENESS
         return 0.0 if pause_s < _SHORTEST_PAUSE_S else min(pause_s, _LONGEST_PAUSE_S)
 

@@ -1,7 +1,4 @@
-"""Quick checks of a gateway's configuration before it starts.
-
-Owns: checks of packages, files, addresses. Must not know: the callers.
-"""
+"""Quick checks of a gateway's packages, files and addresses before it starts."""
 
 import errno
 import socket
@@ -19,16 +16,16 @@ class MissingFileError(ValueError):
 
 
 def packages_of(config: GatewayConfig) -> tuple[str, ...]:
-    """The packages that only a gateway imports."""
+    """Return the packages that only a gateway imports."""
     return (*_PACKAGES, "opentelemetry") if config.otel_endpoint else _PACKAGES
 
 
 def check(config: GatewayConfig) -> None:
-    """Check that the gateway could start; ``config`` has passed ``validate``.
+    """Check that the gateway could start.
 
     Raises:
         MissingFileError: the model has no tokenizer.
-        ValueError: certificate and key cannot be used.
+        ValueError: certificate and key are unusable.
     """
     if not Path(config.model, _TOKENIZER_FILE).exists():
         raise MissingFileError(
@@ -39,7 +36,7 @@ def check(config: GatewayConfig) -> None:
 
 
 def problem_of_listening(address: str) -> str:
-    """Why HOST:PORT cannot be listened on; empty if it can."""
+    """Return why a server cannot listen on HOST:PORT; empty if it can."""
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -49,12 +46,12 @@ def problem_of_listening(address: str) -> str:
     for family, kind, protocol, _, bound in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                # As servers do: connections of an ended server are no obstacle.
+                # As in servers: connections of an ended server are no obstacle.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(bound)
         except OSError as error:
             problems.append(error)
-    # A missing address of a name is harmless; a taken one would lead clients to another server.
+    # A name's missing address is harmless; a taken one would lead clients to another server.
     taken = [error for error in problems if error.errno == errno.EADDRINUSE]
     if not taken and len(problems) < len(found):
         return ""

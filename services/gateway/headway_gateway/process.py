@@ -1,10 +1,4 @@
-"""A gateway as a process: logging, signals, exit codes.
-
-Owns: everything around the event loop. Must not know: how requests are served.
-
-Exit codes: 0 after SIGTERM or SIGINT; 2 for a configuration that cannot work, or an address in use; 3 for unusable
-tokenizer files. Each failure is one line on standard error.
-"""
+"""A gateway as a process: logging, signals, exit codes. Must not know: how requests are served."""
 
 import asyncio
 import os
@@ -35,7 +29,7 @@ _log = structlog.get_logger("headway.gateway")
 
 
 def run(config: GatewayConfig) -> int:
-    """Run a gateway until a signal; return the exit code."""
+    """Run until a signal; return the exit code."""
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     configure("gateway", level=config.log_level, log_format=config.log_format, sink=sink)
     try:
@@ -49,7 +43,7 @@ def run(config: GatewayConfig) -> int:
         sink.drain(_LOG_DRAIN_S)
         return code
     except (ValueError, AddressInUseError) as error:
-        sink.drain(_LOG_DRAIN_S)  # The error must be the last line.
+        sink.drain(_LOG_DRAIN_S)  # the error must be the last line
         _print_error(error)
         return EXIT_CONFIGURATION
     except TokenizerFilesError as error:
@@ -73,7 +67,7 @@ async def _run(config: GatewayConfig) -> int:
 
 async def _run_server(config: GatewayConfig) -> int:
     text_model = load_text_model(Path(config.model))
-    if not config.reuse_port:  # For a worker, the group has logged it.
+    if not config.reuse_port:  # for a worker, the group has logged it
         _log_template_fault(text_model)
     stop, stop_now = _events_of_signals(config)
     server = GatewayServer(config, text_model)
@@ -94,7 +88,7 @@ async def _run_server(config: GatewayConfig) -> int:
 
 
 async def _run_workers(config: GatewayConfig) -> int:
-    _log_template_fault(load_text_model(Path(config.model)))  # Fails here, once, rather than in every worker.
+    _log_template_fault(load_text_model(Path(config.model)))  # fails here, once, rather than in every worker
     stop, stop_now = _events_of_signals(config)
     group = WorkerGroup(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, group.reload_tokens)
@@ -107,9 +101,9 @@ def _log_template_fault(text_model: TextModel) -> None:
 
 
 def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Event]:
-    """Events for the first and the second SIGTERM or SIGINT.
+    """Return events for the first and the second SIGTERM or SIGINT.
 
-    Without a parent the first sets both: nobody would restart a dead scheduler, so open calls might never end.
+    Without a parent the first sets both: a dead scheduler would not restart, so open calls might never end.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     parent = os.getppid()

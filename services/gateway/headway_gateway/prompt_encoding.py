@@ -1,7 +1,4 @@
-"""From a request's prompt to token ids.
-
-Owns: how each kind is encoded, the early refusal of long ones. Must not know: the scheduler.
-"""
+"""From a request's prompt to token ids."""
 
 from typing import Any
 
@@ -15,19 +12,19 @@ from headway_proto.ingress import ModelInfo
 
 
 class PromptEncoder:
-    """Encodes prompts in other threads than the event loop's."""
+    """Encodes prompts outside the event loop."""
 
     def __init__(self, text_model: TextModel, lanes: EncodingLanes) -> None:
         self._text_model = text_model
         self._lanes = lanes
 
     async def encode(self, prompt: Any, kind: str, model: ModelInfo, *, is_prefix: bool = False) -> list[int]:
-        """The tokens of the prompt; ``kind`` names its field: text, chat or token_ids.
+        """Return the tokens; ``kind`` names the field.
 
         With ``is_prefix``, a chat gives the tokens common to all chats that begin with it.
 
         Raises:
-            CallRefusedError: INVALID_ARGUMENT for a wrong prompt, UNAVAILABLE if it cannot be encoded now.
+            CallRefusedError: INVALID_ARGUMENT, or UNAVAILABLE if it cannot be encoded now.
         """
         if kind == "token_ids":
             return list(prompt.token_ids.ids)

@@ -1,7 +1,4 @@
-"""The prompt's own events: tokens, text, log probabilities.
-
-Owns: what has been sent, in bounded messages. Must not know: gRPC calls, outputs.
-"""
+"""The prompt's own events, in bounded messages."""
 
 from collections.abc import Iterator
 
@@ -14,7 +11,7 @@ _MOST_ENTRIES = 1 << 14
 
 
 class PromptEvents:
-    """The prompt of one request. ``sequence`` brings its log probabilities; None without them."""
+    """One request's prompt. ``sequence`` brings its log probabilities."""
 
     def __init__(self, token_ids: list[int], text: str, sequence: LiveSequence | None) -> None:
         self._token_ids = token_ids
@@ -24,7 +21,7 @@ class PromptEvents:
         self._num_parts = 0
 
     def take(self) -> list[api.GenerateResponse]:
-        """The new events."""
+        """Return the new events."""
         return [api.GenerateResponse(prompt=prompt) for prompt in self._new()]
 
     def _new(self) -> Iterator[api.Prompt]:

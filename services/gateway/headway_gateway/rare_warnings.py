@@ -1,7 +1,4 @@
-"""Warnings that a crowd of clients could repeat without end.
-
-Owns: how often such a line is logged. Must not know: what it says.
-"""
+"""Warnings that many clients could repeat without end."""
 
 import time
 from typing import Any
@@ -12,7 +9,7 @@ _INTERVAL_S = 5.0
 
 
 class RareWarning:
-    """One warning of ``log``, at most every few seconds."""
+    """One warning, at most every few seconds."""
 
     def __init__(self, log: structlog.stdlib.BoundLogger, event: str) -> None:
         self._log = log
@@ -20,7 +17,7 @@ class RareWarning:
         self._logged_at = float("-inf")
 
     def warn(self, **details: Any) -> None:
-        """Log the warning, unless it was logged a moment ago."""
+        """Log it, unless it was logged recently."""
         now = time.monotonic()
         if now - self._logged_at >= _INTERVAL_S:
             self._logged_at = now

@@ -1,7 +1,4 @@
-"""gRPC server reflection, v1 and v1alpha.
-
-Owns: the v1 service, a renamed copy of the companion package's v1alpha. Must not know: the reflected services.
-"""
+"""gRPC server reflection, v1alpha and v1."""
 
 from collections.abc import Sequence
 
@@ -16,7 +13,7 @@ _SERVICE = f"{_PACKAGE}.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Let ``server`` describe ``service_names`` and reflection itself."""
+    """Let ``server`` describe these services."""
     pool = descriptor_pool.Default()
     _add_v1_descriptors(pool)
     servicer = reflection.aio.ReflectionServicer((*service_names, reflection.SERVICE_NAME, _SERVICE), pool=pool)

@@ -1,8 +1,4 @@
-"""Methods of a gRPC server, wrapped: the same method with something around it.
-
-Owns: the four kinds of handlers, and how one is rebuilt.
-Must not know: why a method is wrapped.
-"""
+"""Methods of a gRPC server with something around them."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,10 +17,7 @@ def within(
     surroundings: Callable[[Any, Context], AbstractAsyncContextManager[Context]],
     deserialize: Callable[[bytes], Any] | None = None,
 ) -> Handler:
-    """The same method inside ``surroundings(request, context)``, which gives the context that the method sees.
-
-    ``deserialize``, if given, parses the requests.
-    """
+    """Return the method inside ``surroundings(request, context)``, which gives its context."""
     behaviour: Callable[[Any, Any], Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -48,7 +41,7 @@ def within(
 def rebuilt(
     handler: Handler, behaviour: Callable[[Any, Any], Any], deserialize: Callable[[bytes], Any] | None = None
 ) -> Handler:
-    """The same method, served by ``behaviour``."""
+    """Return the method, served by ``behaviour``."""
     make: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

@@ -1,9 +1,7 @@
-"""Carries an ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
+"""An ``IngressLink`` over a ZeroMQ DEALER socket inside an asyncio event loop.
 
-Owns: the socket, the timer behind ``tick``, waking tasks that wait. Must not know: the protocol's rules, text, gRPC.
-
-The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered,
-so its event flags are read after every use.
+The file descriptor is watched directly: ``zmq.asyncio`` makes a future and a task per message. It is edge-triggered, so
+its event flags are read after every use.
 """
 
 import asyncio
@@ -36,11 +34,11 @@ _log = structlog.get_logger("headway.gateway.ingress")
 
 
 class SchedulerUnavailableError(Exception):
-    """The scheduler did not answer in time."""
+    """The scheduler did not answer."""
 
 
 class SchedulerClient:
-    """The connection to the scheduler, in one event loop; not for threads."""
+    """The connection to the scheduler, in one event loop."""
 
     def __init__(
         self, address: str, *, incarnation: int, silence_timeout_s: float = 1.0, keys: LinkKeys | None = None
@@ -76,20 +74,20 @@ class SchedulerClient:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The served model; None without an open link."""
+        """The served model, with an open link."""
         return self._link.model if self._link.phase is LinkPhase.OPEN else None
 
     @property
     def can_serve(self) -> bool:
-        """Whether scheduler, model and executor are there."""
+        """Whether model and executor are there."""
         return self.model is not None and self._link.scheduler_state != STATE_WAITING_FOR_EXECUTOR
 
     def add_status_listener(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after every change of status."""
+        """Call it after every change of status."""
         self._status_listeners.append(listener)
 
     def start(self) -> None:
-        """Connect, within the running event loop. The scheduler may come later."""
+        """Connect; the scheduler may come later."""
         self._loop = asyncio.get_running_loop()
         self._connect()
         self._on_timer()
@@ -106,17 +104,17 @@ class SchedulerClient:
         await asyncio.to_thread(self._context.term)
 
     def next_handle(self) -> int:
-        """A handle for a new sequence."""
+        """Return a new sequence's handle."""
         return self._link.next_handle()
 
     def submit(self, sequences: Iterable[LiveSequence]) -> None:
-        """Submit sequences; they get news through ``on_news``."""
+        """Submit sequences, which have ``on_news``."""
         for sequence in sequences:
             self._link.submit(sequence)
         self._flush()
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
-        """Abort sequences now; ended ones are ignored."""
+        """Abort sequences now."""
         self._link.abort(sequences)
         self._flush()
 
@@ -130,10 +128,10 @@ class SchedulerClient:
         place: FlightLogPlace | None = None,
         timeout_s: float,
     ) -> AdminReply:
-        """Send an operator's call to the scheduler.
+        """Send an operator's call.
 
         Raises:
-            SchedulerUnavailableError: no answer within ``timeout_s``.
+            SchedulerUnavailableError: no answer came within ``timeout_s``.
         """
         call_id = self._link.call_admin(method, request_id, prefix, position, place)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
@@ -149,10 +147,10 @@ class SchedulerClient:
             self._admin_waiters.pop(call_id, None)
 
     async def wait_until_serving(self, timeout_s: float) -> ModelInfo:
-        """Wait for a scheduler with a model and an executor; return the model.
+        """Wait for a model and an executor; return the model.
 
         Raises:
-            SchedulerUnavailableError: none within ``timeout_s``.
+            SchedulerUnavailableError: none came within ``timeout_s``.
         """
         if not self.can_serve:
             try:
@@ -185,7 +183,7 @@ class SchedulerClient:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.IMMEDIATE, 1),  # Queue only for a connected scheduler: frames of an old link are useless.
+            (zmq.IMMEDIATE, 1),  # queue only for a connected scheduler: frames of an old link are useless
             (zmq.SNDHWM, _SOCKET_HIGH_WATER_MARK),
             (zmq.RCVHWM, _SOCKET_HIGH_WATER_MARK),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
@@ -218,13 +216,13 @@ class SchedulerClient:
             return
         assert self._loop is not None
         self._pump()
-        if not self._pump_scheduled:  # Everything that has arrived was received, so this is real silence.
+        if not self._pump_scheduled:  # everything that has arrived was received, so this is real silence
             self._link.tick(time.monotonic())
             self._after_link()
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
 
     def _pump(self) -> None:
-        """Receive a bounded amount per turn of the loop."""
+        """Receive a bounded amount per turn."""
         self._pump_scheduled = False
         if self._closed or self._socket is None:
             return
@@ -268,7 +266,6 @@ class SchedulerClient:
             listener()
 
     def _flush(self) -> None:
-        """Send frames; the rest goes out when the socket is writable."""
         if self._socket is None:
             return
         assert self._loop is not None

@@ -1,7 +1,4 @@
-"""One gateway process's gRPC server.
-
-Owns: services, channel options, TLS, the order of starting and stopping. Must not know: signals, exit codes, logging.
-"""
+"""One gateway process's gRPC server. Must not know: signals, exit codes, logging."""
 
 import asyncio
 import contextlib
@@ -58,17 +55,17 @@ _log = structlog.get_logger("headway.gateway.server")
 
 
 class AddressInUseError(Exception):
-    """The gRPC address cannot be listened on."""
+    """The gRPC address is unusable."""
 
 
 class GatewayServer:
     """A gateway inside one event loop."""
 
     def __init__(self, config: GatewayConfig, text_model: TextModel) -> None:
-        """``config`` has passed ``validate``.
+        """Make the parts.
 
         Raises:
-            ValueError: the link's keys cannot be used, or others can enter its socket's directory.
+            ValueError: the link's keys or its socket's directory are unusable.
         """
         self._config = config
         self._client = SchedulerClient(
@@ -109,11 +106,11 @@ class GatewayServer:
         return self._client
 
     async def start(self) -> int:
-        """Listen and serve; return the port. Health follows scheduler and model.
+        """Listen and serve; return the port.
 
         Raises:
             AddressInUseError: the address is taken or not this machine's.
-            ValueError: certificate and key cannot be used, or metrics cannot be served.
+            ValueError: certificate and key are unusable, or metrics cannot be served.
         """
         port = self._listen()
         self._metrics = self._metrics_endpoint()
@@ -130,12 +127,12 @@ class GatewayServer:
         return port
 
     def reload_tokens(self) -> None:
-        """Read the token file again; if it is invalid, the old tokens stay."""
+        """Read the token file again."""
         if self._tokens is not None:
             self._tokens.reload()
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new generations and let open ones finish; return whether all did within ``grace_s``."""
+        """Refuse new generations; return whether open ones finished."""
         await self._health.shut_down()
         self._generation.begin_drain()
         try:
@@ -223,7 +220,7 @@ class GatewayServer:
                 snapshots.give(take_snapshot(self._client, self._generation, self._statistics))
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # The loop has just ended.
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
                 loop.call_soon_threadsafe(answer_reader)
 
         snapshots.wake = wake
@@ -233,7 +230,7 @@ class GatewayServer:
 
     def _listen(self) -> int:
         address = self._config.grpc_address
-        # Checked first: gRPC's own message would take several lines.
+        # gRPC's own message would take several lines.
         problem = "" if self._config.reuse_port else problem_of_listening(address)
         if problem:
             raise AddressInUseError(
@@ -254,15 +251,15 @@ def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # Per connection, including ended streams that gRPC still remembers. Beyond, gRPC resets streams, so this lies
-        # far above the server's own limit, which refuses with a message.
+        # The limit is per connection, and counts ended streams that gRPC still remembers. Beyond it gRPC resets streams.
+        # So it lies far above the server's own limit, which refuses with a message.
         ("grpc.max_concurrent_streams", config.max_concurrent_streams + _MOST_UNSEEN_CALLS),
         # By default gRPC cancels waiting calls beyond 1,000, or after 30 s. We refuse them with a time to try again,
         # which takes a millisecond.
         ("grpc.server.max_pending_requests", _MOST_UNSEEN_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MOST_UNSEEN_CALLS),
         ("grpc.server_max_unrequested_time_in_server", _MOST_UNSEEN_S),
-        # Nothing else notices that a client's machine has stopped.
+        # Nothing else detects that a client's machine has stopped.
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 2_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -1,7 +1,6 @@
-"""The Generation service: checks a request, encodes its prompt, and runs its generation.
+"""The Generation service: checks a request, encodes its prompt, and runs its generation."""
 
-Owns: which calls are refused at the door, and the ids of live requests. Must not know: ZeroMQ, how tokens become text.
-"""
+# ruff: noqa: D102 (generation.proto describes the calls)
 
 import asyncio
 import time
@@ -55,7 +54,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         load_report: Callable[[], OrcaLoadReport] | None = None,
         constraints: ConstraintChecker,
     ) -> None:
-        """``load_report`` makes the report at the end of each generation."""
+        """``load_report`` follows each generation."""
         self._tracing = tracing
         self._load_report = load_report
         self._client = client
@@ -83,7 +82,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
             await self._became_idle.wait()
 
     async def Generate(self, request: api.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Stream the continuations of one prompt. See generation.proto."""
         await self.generate(request, context, context.write)
 
     async def generate(
@@ -94,7 +92,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         *,
         keeps_special_tokens: bool = False,
     ) -> None:
-        """Run one generation and ``write`` its events; other APIs translate to and from its messages.
+        """Run one generation and ``write`` its events.
 
         With ``keeps_special_tokens``, special tokens are part of the text, and stop strings may match them.
 
@@ -116,7 +114,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.TokenizeRequest,
         context: Context,  # noqa: ARG002
     ) -> api.TokenizeResponse:
-        """Tokenise as Generate does, with the same limits."""
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid_argument("input", "there is none; allowed: one of text, chat")
@@ -132,7 +129,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.DetokenizeRequest,
         context: Context,  # noqa: ARG002
     ) -> api.DetokenizeResponse:
-        """The text of these output tokens."""
         model = await self.serving_model()
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
         return api.DetokenizeResponse(text=await self._lanes.decode(request.token_ids))
@@ -142,7 +138,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.GetModelRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> api.GetModelResponse:
-        """What is served."""
         model = await self.serving_model()
         return api.GetModelResponse(
             name=model.name,
@@ -229,10 +224,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="tenant_rate", after_s=wait_s)
 
     async def serving_model(self, *, for_new_work: bool = False) -> ModelInfo:
-        """The served model; waits a short while if there is none yet.
+        """Return the served model, or wait a short while.
 
         Raises:
-            CallRefusedError: UNAVAILABLE, there is none.
+            CallRefusedError: UNAVAILABLE.
         """
         try:
             model = await self._client.wait_until_serving(self._config.unavailable_grace_s)

@@ -1,7 +1,4 @@
-"""What clients get from this gateway, and how it keeps up.
-
-Owns: the figures. Must not know: gRPC, the clock.
-"""
+"""The gateway's figures."""
 
 from collections import Counter
 
@@ -19,7 +16,7 @@ _ENCODING_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
 
 
 class GatewayStatistics:
-    """Counts and durations in seconds."""
+    """Counts, and durations in seconds."""
 
     def __init__(self) -> None:
         self.first_token_s = Histogram(_FIRST_TOKEN_S)
@@ -42,7 +39,7 @@ class GatewayStatistics:
         """Tokens behind another in one delta."""
 
     def count_delta(self, num_tokens: int, gap_s: float | None, since_arrival_s: float) -> None:
-        """Count a delta, ``gap_s`` after its output's previous one."""
+        """Count a delta, ``gap_s`` after the previous one."""
         self.num_deltas += 1
         if not num_tokens:
             return

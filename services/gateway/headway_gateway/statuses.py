@@ -1,7 +1,4 @@
-"""How a refusal reaches a gRPC client: a status code, one clear line, machine-readable details.
-
-Owns: the exception that ends a call, and its encoding. Must not know: why a call is refused.
-"""
+"""A refusal's way to a gRPC client: status code, line, machine-readable details."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,10 +16,10 @@ RETRY_S = 1.0
 
 
 class CallRefusedError(Exception):
-    """Ends a call with ``code`` and ``message``.
+    """Ends a call.
 
-    ``violations`` (field, description) become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an
-    ``ErrorInfo`` and a label of the metrics.
+    ``violations`` become a ``BadRequest``, ``retry_after_s`` a ``RetryInfo``, ``reason`` an ``ErrorInfo`` and a label
+    of the metrics.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class CallRefusedError(Exception):
         self.reason = reason or code.name.lower()
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The status details as trailing metadata."""
+        """Return the details as trailing metadata."""
         details = []
         if self.violations:
             details.append(_pack(_bad_request(self.violations)))
@@ -57,23 +54,23 @@ class CallRefusedError(Exception):
 
 
 def invalid_argument(field: str, description: str) -> CallRefusedError:
-    """An INVALID_ARGUMENT about one field."""
+    """Make an INVALID_ARGUMENT about one field."""
     return invalid_arguments({field: description})
 
 
 def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
-    """An INVALID_ARGUMENT about several fields, in one line."""
+    """Make an INVALID_ARGUMENT about several fields."""
     message = "; ".join(f"{field}: {description}" for field, description in violations.items())
     return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message, violations=violations.items())
 
 
 def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
-    """A refusal with ``RetryInfo``: try again after ``after_s`` seconds."""
+    """Make a refusal with ``RetryInfo``."""
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
 def shown(value: object) -> str:
-    """A caller's value in a message: quoted, escaped, cut."""
+    """Quote, escape and cut a caller's value."""
     return f"{value!r:.{SHOWN_VALUE_CHARS}}"
 
 

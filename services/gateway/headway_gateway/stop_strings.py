@@ -1,7 +1,5 @@
 """Finds stop strings in text that comes in pieces; never releases part of one.
 
-Owns: how much text is certain. Must not know: tokens, streams, gRPC.
-
 One automaton per stop string (Knuth, Morris and Pratt 1977); its state is how many characters to hold. The first
 complete stop string wins, then the longest.
 """
@@ -10,7 +8,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one text for ``stops``, none empty."""
+    """Watches one text."""
 
     __slots__ = ("_failures", "_first_characters", "_held", "_states", "_stops", "matched")
 
@@ -24,7 +22,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """Take in text; return the certain part, nothing after a match."""
+        """Add text; return the certain part."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):
@@ -40,12 +38,11 @@ class StopMatcher:
         return text_with_held[: len(text_with_held) - held]
 
     def finish(self) -> str:
-        """Return the text held for a stop string that did not come."""
+        """Return the held text."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Feed one character; return the stop string it completes."""
         complete: str | None = None
         states = self._states
         for which, stop in enumerate(self._stops):
@@ -62,7 +59,7 @@ class StopMatcher:
 
 
 def _failure_function(stop: str) -> list[int]:
-    """For each matched length, the longest shorter one that is also a prefix."""
+    """For each matched length, the longest shorter one that is a prefix."""
     failure = [0, 0]
     state = 0
     for place in range(1, len(stop)):

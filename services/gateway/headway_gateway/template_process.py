@@ -1,7 +1,4 @@
-"""A chat template in a process with bounded time and memory.
-
-Owns: the process and the time of a rendering. Must not know: jinja2, tokenizers.
-"""
+"""A chat template in a bounded process."""
 
 import contextlib
 import threading
@@ -16,34 +13,34 @@ _PROGRAM = "headway_gateway.chat_templates"
 
 
 class TemplateError(Exception):
-    """No text; the message begins with a verb: it refuses, it fails."""
+    """The template gave no text; the message begins with a verb."""
 
 
 class TemplateUnavailableError(TemplateError):
-    """No text this time, through no fault of template or messages."""
+    """There is no text this time; the template is not at fault."""
 
 
 class ChatTemplate:
-    """Renders chats with one template, one at a time. Thread-safe."""
+    """Renders one chat at a time. Thread-safe."""
 
     def __init__(self, source: str, special: dict[str, str], *, most_render_s: float = MOST_RENDER_S) -> None:
-        """Start the process and compile the template.
+        """Compile the template.
 
         Raises:
-            TemplateError: it cannot be compiled.
+            TemplateError: it does not compile.
         """
         self._most_render_s = most_render_s
         self._lock = threading.Lock()
         self._renderer = BoundedProcess(_PROGRAM, _encoded(TemplateSource(source, dict(special))))
-        with self._lock, contextlib.suppress(TemplateUnavailableError):  # The first chat tries again.
+        with self._lock, contextlib.suppress(TemplateUnavailableError):  # the first chat tries again
             self._start()
 
     def render(self, messages: tuple[tuple[str, str], ...]) -> str:
-        """The text of a chat.
+        """Return the text of a chat.
 
         Raises:
             TemplateError: the template refuses these messages, or fails.
-            TemplateUnavailableError: it took too long, or something ended its process.
+            TemplateUnavailableError: it took too long, or its process ended.
         """
         question = _encoded(Messages(messages))
         with self._lock:
@@ -60,7 +57,7 @@ class ChatTemplate:
             return self._renderer.ask(question, self._most_render_s)
         except OutOfTimeError:
             raise
-        except NoAnswerError:  # It may have been broken before.
+        except NoAnswerError:  # it may have been broken before
             self._start()
             return self._renderer.ask(question, self._most_render_s)
 

@@ -1,7 +1,4 @@
-"""How many requests a second each tenant may begin.
-
-Owns: a token bucket per tenant, and their number. Must not know: requests, a clock.
-"""
+"""The rate of requests per tenant, by token buckets."""
 
 from collections import OrderedDict
 
@@ -9,7 +6,7 @@ MAX_TENANTS = 10_000
 
 
 class TenantRates:
-    """``rate`` requests per second and tenant, a second's worth at once; 0 is no limit."""
+    """``rate`` requests per second and tenant; 0 is no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -18,7 +15,7 @@ class TenantRates:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, tenant: str, now: float) -> float:
-        """Begin a request at ``now``; return 0, or the seconds to wait."""
+        """Return 0, or the seconds to wait."""
         if not self._rate:
             return 0.0
         left, since = self._buckets.pop(tenant, (self._depth, now))

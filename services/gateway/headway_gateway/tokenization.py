@@ -1,9 +1,7 @@
 """From text to token ids and back with the checkpoint's own files.
 
-Owns: loading those files, encoding, rendering chats, decoding. Must not know: gRPC, the scheduler, threads.
-
-Neither checkpoint nor prompt is trusted: the template runs in its own process, and a text that cannot fit is refused
-by its length.
+It trusts neither checkpoint nor prompt: the template runs in its own process, and a text that cannot fit is refused by
+its length.
 """
 
 import json
@@ -29,19 +27,19 @@ _UNLIKE_CONTENTS = ("0", "A")
 
 
 class TokenizerFilesError(Exception):
-    """The tokenizer files cannot be used; one line."""
+    """The tokenizer files are unusable."""
 
 
 class PromptError(ValueError):
-    """The prompt is wrong; one line for the caller."""
+    """The prompt is wrong."""
 
 
 class PromptUnavailableError(Exception):
-    """The prompt could not be encoded this time; one line."""
+    """The prompt could not be encoded this time."""
 
 
 class TextModel:
-    """A loaded tokenizer with its chat template. Thread-safe."""
+    """A tokenizer with its chat template. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, template_fault: str = "") -> None:
         tokenizer.no_truncation()
@@ -62,33 +60,33 @@ class TextModel:
         return self._chat_template is not None
 
     def new_detokenizer(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
-        """A detokeniser for one output."""
+        """Return one output's detokeniser."""
         return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
 
     def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
-        """Refuse a text too long even for ``max_tokens`` of the longest tokens.
+        """Refuse a text that cannot fit.
 
         Raises:
-            PromptError: it cannot fit.
+            PromptError: it exceeds ``max_tokens`` of the longest tokens.
         """
-        # A margin for normalisers that shorten a text, such as NFC on decomposed accents.
+        # The margin is for normalisers that shorten a text, such as NFC on decomposed accents.
         most = 4 * self._longest_token * max_tokens
         if num_characters > most:
             raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise a text, and add the tokenizer's special tokens.
+        """Tokenise a text; add special tokens.
 
         Raises:
-            PromptError: the text is not valid Unicode.
+            PromptError: it is not valid Unicode.
         """
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """Render (role, content) messages and tokenise the result.
+        """Render and tokenise (role, content) messages.
 
         Raises:
-            PromptError: no usable template, a refusal by the template, or more than ``max_tokens``.
+            PromptError: see ``render_chat``; or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
         text = self.render_chat(messages)
@@ -96,9 +94,9 @@ class TextModel:
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """The tokens common to all chats that begin with these messages and continue with a user's.
+        """Return the tokens common to all chats that begin with these messages and continue with a user's.
 
-        Only template and tokenizer know where the next message begins, so two continuations are compared.
+        Two continuations are compared, because only template and tokenizer know where the next message begins.
 
         Raises:
             PromptError: as ``encode_chat``.
@@ -111,11 +109,11 @@ class TextModel:
         return chats[0][:end]
 
     def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The text of a chat, ready for the assistant's answer.
+        """Return the text, up to the assistant's answer.
 
         Raises:
             PromptError: no usable template, or it refuses these messages.
-            PromptUnavailableError: the template took too long this time.
+            PromptUnavailableError: the template took too long.
         """
         if self.template_fault:
             raise PromptError(
@@ -131,26 +129,26 @@ class TextModel:
             raise PromptError(f"the chat template {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``, special tokens left out."""
+        """Return the text, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            # The batch call leaves out character offsets, which nobody here needs.
+            # The batch call leaves out character offsets, which are not needed here.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:  # The library's versions raise different errors.
+        except (UnicodeEncodeError, TypeError) as error:  # the library's versions raise different errors
             raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
         ids: list[int] = encoding.ids
         return ids
 
 
 def load_text_model(directory: Path) -> TextModel:
-    """Load the tokenizer and chat template of a Hugging Face model directory.
+    """Load the files of a Hugging Face model directory.
 
     An unusable template becomes a ``template_fault``, because plain texts need none.
 
     Raises:
-        TokenizerFilesError: a file is missing or cannot be used.
+        TokenizerFilesError: a file is missing or unusable.
     """
     path = directory / _TOKENIZER_FILE
     try:
@@ -165,7 +163,7 @@ def load_text_model(directory: Path) -> TextModel:
         ) from error
     try:
         tokenizer = Tokenizer.from_str(content)
-    except Exception as error:  # The library raises bare Exception for every defect of the file.
+    except Exception as error:  # the library raises bare Exception for every defect of the file
         raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
     _require_width(directory, tokenizer)
     config = _read_config(directory / _CONFIG_FILE)
@@ -201,11 +199,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 class _TemplateFaultError(Exception):
-    """The chat template cannot be used."""
+    """The chat template is unusable."""
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """File name and text. As in transformers, files win over the configuration, and the default template counts."""
+    """As in transformers, files win over the configuration."""
     named = directory / _TEMPLATE_DIRECTORY
     for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
         if path.exists():
@@ -241,10 +239,9 @@ def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
 
 
 def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The names that templates may use.
+    """As in transformers: every name that ends in ``_token``, and named extra ones.
 
-    As in transformers: every name that ends in ``_token``, and named extra ones. The file of older checkpoints wins, unless
-    the configuration lists its added tokens.
+    The file of older checkpoints wins, unless the configuration lists its added tokens.
     """
     entries = dict(config)
     if "added_tokens_decoder" not in config:

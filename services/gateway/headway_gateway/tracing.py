@@ -1,16 +1,7 @@
-"""OpenTelemetry traces of requests, from the caller's ``traceparent`` to the executor.
+"""OpenTelemetry traces of requests, with GenAI semantic conventions. Must not know: how requests are served.
 
-Owns: the spans, their attributes (GenAI semantic conventions), the export. Must not know: how requests are served.
-
-The gateway makes all spans; the scheduler reports durations, placed to end when the gateway got them. A thread
-exports; spans beyond its queue are dropped. The spans::
-
-    chat MODEL                       gateway    the whole call
-      tokenize                       gateway    until the prompt was tokens
-      schedule                       scheduler  one per continuation: from its arrival to its end
-        queue                        scheduler  until it first ran
-        prefill                      executor   from its first step to its first token
-        decode                       executor   from its first token to its end
+docs/observability.md lists the spans. The scheduler reports durations, placed to end when the gateway got them. A
+thread exports, and drops spans beyond its queue.
 """
 
 import logging
@@ -48,20 +39,20 @@ _log = structlog.get_logger("headway.gateway.traces")
 
 
 class RequestTrace(Protocol):
-    """The trace of one call; the context's end ends it."""
+    """One call's trace."""
 
     @property
     def traceparent(self) -> str:
-        """For the scheduler; empty without a trace."""
+        """For the scheduler."""
 
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
-        """What is asked for."""
+        """Record the request's parameters."""
 
     def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
-        """The prompt is tokens, in monotonic seconds."""
+        """Record the encoding, in monotonic seconds."""
 
     def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
-        """How the continuations went, ended or not."""
+        """Record the continuations, ended or not."""
 
     def __enter__(self) -> Self: ...
 
@@ -71,7 +62,7 @@ class RequestTrace(Protocol):
 
 
 class Untraced:
-    """No trace."""
+    """No trace: every method does nothing."""
 
     traceparent = ""
 
@@ -136,7 +127,7 @@ class Tracing:
             self._providers[service] = provider
 
     def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """The trace of a call that came at ``arrived_at``."""
+        """Return the trace of a call."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
@@ -144,7 +135,7 @@ class Tracing:
         return _Traced(tracers, parent, arrived_at, {"server.address": host, "server.port": int(port)})
 
     def close(self) -> None:
-        """Send the rest. Blocks."""
+        """Send the rest. This blocks."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -277,13 +268,12 @@ class _ToStructlog(logging.Handler):
 
 
 class _WallClock:
-    """Wall-clock time for monotonic moments; one per trace, so that a change of the clock breaks none."""
+    """Wall-clock time; a change of the clock breaks no trace."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def ns(self, monotonic_s: float) -> int:
-        """Nanoseconds since 1970."""
         return self._offset_ns + round(monotonic_s * 1e9)
 
 

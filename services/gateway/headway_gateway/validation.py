@@ -1,8 +1,5 @@
-"""Checks a generation request before and after its prompt is tokenised.
-
-Owns: the limits of the public API, the translation to ``Submit``. Must not know: sockets, tasks, tokenising.
-
-The scheduler repeats the range checks of ``headway_proto.sampling``.
+"""Checks of a generation request before and after its prompt is tokenised. Must not know: sockets, tasks,
+tokenising.
 """
 
 import json
@@ -34,37 +31,37 @@ SEED_SPACE = 1 << 64
 
 
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request with valid fields. ``sampling.seed`` is the first continuation's."""
+    """A valid request. ``sampling.seed`` is the first continuation's."""
 
     request: api.GenerateRequest
     request_id: str
     sampling: SamplingParams
     num_returned: int
     num_continuations: int
-    """How many are generated, of which the best ``num_returned`` go back."""
+    """How many are generated; the best ``num_returned`` go back."""
     held_tokens: tuple[int, ...]
     """Output tokens that the client already has."""
 
     @property
     def max_tokens(self) -> int | None:
-        """The client's limit of output tokens; None leaves it to the context."""
+        """The client's limit; None leaves it to the context."""
         given = self.request.sampling
         return given.max_tokens if given.HasField("max_tokens") else None
 
     @property
     def is_choice(self) -> bool:
-        """Whether more continuations are generated than returned."""
+        """Whether more are generated than returned."""
         return self.num_returned < self.num_continuations
 
     def end_ids(self, model: ModelInfo) -> frozenset[int]:
-        """The tokens that end an output."""
+        """Return an output's end tokens."""
         own = () if self.request.sampling.ignore_eos else model.eos_token_ids
         return frozenset((*own, *self.sampling.stop_token_ids))
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """The parameters of one continuation; the seed counts up.
+        """Return one continuation's parameters; the seed counts up.
 
-        Only the first reports the prompt; to choose the best, all report log probabilities.
+        To choose the best, all report log probabilities.
         """
         sampling = self.sampling
         if self.is_choice:
@@ -75,7 +72,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=NO_LOGPROBS)
 
     def submission(self, index: int, *, handle: int, prompt: bytes, max_tokens: int, traceparent: str) -> Submit:
-        """The submission of continuation ``index``. ``prompt`` is an int32 column."""
+        """Return a continuation's submission. ``prompt`` is an int32 column."""
         request = self.request
         return Submit(
             handle=handle,
@@ -95,7 +92,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequest:
-    """Check everything that needs no tokenised prompt.
+    """Check what needs no tokenised prompt.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT with every wrong field, or NOT_FOUND for another model.
@@ -127,7 +124,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
 
 
 def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
-    """Check everything that needs no tokenised prefix.
+    """Check what needs no tokenised prefix.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT with every wrong field.
@@ -143,7 +140,7 @@ def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
 
 
 def most_prompt_tokens(model: ModelInfo) -> int:
-    """The longest prompt that leaves room for one token."""
+    """Return the length that leaves room for one token."""
     return min(model.max_model_len, model.max_request_tokens) - 1
 
 
@@ -175,11 +172,10 @@ def require_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> 
 
 
 def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
-    """The limit of output tokens, including those that the client already has.
+    """Return the limit of output tokens, with those that the client already has.
 
     Raises:
-        CallRefusedError: INVALID_ARGUMENT if ``max_tokens`` or ``min_tokens`` do not fit behind the prompt,
-            OUT_OF_RANGE if the client already has more.
+        CallRefusedError: INVALID_ARGUMENT if it does not fit, OUT_OF_RANGE if the client already has more.
     """
     room = most_prompt_tokens(model) + 1 - num_prompt_tokens
     wanted = checked.max_tokens
@@ -205,7 +201,7 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
 
 
 def sampling_params(request: api.GenerateRequest) -> SamplingParams:
-    """The request's sampling with the API's defaults; ranges are not checked."""
+    """Fill in the API's defaults."""
     given = request.sampling
     top_k = given.top_k if given.HasField("top_k") else 0
     return SamplingParams(
@@ -277,7 +273,7 @@ def _prompt_violations(
 
 
 def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
-    """What is wrong with a chat, as (field, description)."""
+    """Yield faults as (field, description)."""
     if not chat.messages:
         yield "chat.messages", "the prompt is empty; allowed: at least one message"
     for place, message in enumerate(chat.messages):

@@ -1,13 +1,10 @@
-"""Wakes one task, once for any number of rings; lighter than ``asyncio.Event``.
-
-Owns: the future behind it. Must not know: what has happened.
-"""
+"""Wakes one task; lighter than ``asyncio.Event``."""
 
 import asyncio
 
 
 class Wakeup:
-    """``ring`` from callbacks, ``wait`` in one task of the same loop."""
+    """``ring`` from callbacks, ``wait`` in one task."""
 
     __slots__ = ("_rung", "_waiter")
 
@@ -16,7 +13,7 @@ class Wakeup:
         self._waiter: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
-        """Let the current or the next ``wait`` return."""
+        """Let the next ``wait`` return."""
         self._rung = True
         waiter = self._waiter
         if waiter is not None and not waiter.done():

@@ -1,7 +1,4 @@
-"""The entry point of one worker: reads its configuration as JSON from standard input.
-
-Owns: that. Must not know: its siblings.
-"""
+"""One worker's entry point; standard input has its configuration."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""Several gateway processes on one port.
-
-Owns: starting, restarting and ending them, the port (SO_REUSEPORT). Must not know: what a worker does.
+"""Several gateway processes on one port (SO_REUSEPORT).
 
 Workers are new interpreters: gRPC's and ZeroMQ's threads do not survive a fork.
 """
@@ -35,7 +33,7 @@ class WorkerGroup:
         self._is_stopping = False
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> int:
-        """Keep the workers running until ``stop``; return an exit code.
+        """Run until ``stop``; return an exit code.
 
         Raises:
             AddressInUseError: the port is taken.
@@ -72,7 +70,7 @@ class WorkerGroup:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Without SO_REUSEPORT: another group of workers on this port must not be joined by accident.
+                # SO_REUSEPORT stays off: another group of workers on this port must not be joined by accident.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
             self._reservation = socket.socket(family, socket.SOCK_STREAM)
@@ -86,7 +84,6 @@ class WorkerGroup:
         return host, self._reservation.getsockname()[1]
 
     async def _keep_one(self, config: GatewayConfig) -> int:
-        """Run one worker, again when it dies; return its exit code when stopping, or if it always dies."""
         quick_deaths = 0
         while not self._is_stopping:
             started_at = time.monotonic()
@@ -124,7 +121,7 @@ class WorkerGroup:
             await everyone
 
     def reload_tokens(self) -> None:
-        """Have every worker read the token file again."""
+        """Have every worker read the tokens again."""
         self._signal_all(signal.SIGHUP)
 
     def _signal_all(self, number: signal.Signals) -> None:

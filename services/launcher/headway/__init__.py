@@ -1,8 +1,4 @@
-"""The ``headway`` command and the Python client.
-
-Owns: the short names ``headway.Client`` and ``headway.AsyncClient``. Importing the package itself stays cheap: gRPC is
-loaded with the first use of a client.
-"""
+"""The ``headway`` command and the Python client, which imports gRPC at its first use only."""
 
 from typing import TYPE_CHECKING, Any
 

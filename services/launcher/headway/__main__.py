@@ -1,7 +1,6 @@
-"""The ``headway`` command.
+"""The ``headway`` command: a table of commands.
 
-Owns: the list of commands and their modules. Must not know: how any of them works. A module is imported only for its
-command, so ``headway scheduler`` starts on a host without torch or gRPC.
+It imports a command's module only to run it, so ``headway scheduler`` needs neither torch nor gRPC.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from headway_process.last_words import write_last_line
 
 USAGE_EXIT_CODE = 2
 
-# Which extra brings a module that a command needs and this host may lack.
+# The extra that brings a module which this host may lack.
 _EXTRAS = {
     "grpc": "gateway",
     "grpc_health": "gateway",
@@ -38,18 +37,14 @@ _EXTRAS = {
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command: its line in the overview, and its module.
-
-    The module has ``add_flags(parser, *words)`` and ``run(arguments, *words)``, which returns the exit code or raises
-    ConfigurationError for a flag, a variable or a file that cannot be used.
-    """
+    """A command's line in the overview, and its module."""
 
     summary: str
     module: str
     words: tuple[str, ...] = ()
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags of the command."""
+        """Add the command's flags."""
         importlib.import_module(self.module).add_flags(parser, *self.words)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -59,7 +54,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code (2: the command line or the configuration is wrong)."""
+    """Run one command; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help", "help"}:
         sys.stdout.write(overview())
@@ -80,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """Return the help text of the command itself."""
+    """Return ``headway``'s own help text."""
     width = max(map(len, COMMANDS))
     lines = [f"  headway {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help tells the flags.", "")
+        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help lists the flags.", "")
     )
 
 
 def parser_of(name: str) -> OneLineParser:
-    """Return the parser of a command, with all its flags."""
+    """Return a command's parser, with all flags."""
     summary = COMMANDS[name].summary
     description = f"{summary[0].upper()}{summary[1:]}."
     parser = OneLineParser(prog=f"headway {name}", description=description, allow_abbrev=False)
@@ -120,7 +115,7 @@ COMMANDS = {
         "headway_lab.simulate.command",
     ),
     "bench": Command(
-        "send a load to a running server, Headway's or an OpenAI-compatible one, and tell latencies and throughput",
+        "send a load to a running server, Headway's or an OpenAI-compatible one, and report latencies and throughput",
         "headway_lab.bench.command",
     ),
     "replay": Command(
@@ -128,7 +123,7 @@ COMMANDS = {
         "headway_lab.flight.replay_command",
     ),
     "explain": Command(
-        "tell the life of a request in plain words, from a flight log or from a running server",
+        "describe the life of a request in plain words, from a flight log or from a running server",
         "headway_lab.flight.explain_command",
     ),
     "timeline": Command(
@@ -136,7 +131,7 @@ COMMANDS = {
         "headway_lab.flight.timeline_command",
     ),
     "doctor": Command(
-        "tell what this host can run, with which flags, and how fast; exit 0 if it can run models",
+        "report what this host can run, with which flags, and how fast; exit 0 if it can run models",
         "headway_lab.doctor.command",
     ),
     "health": Command("ask a running server whether it serves; exit 0 if it does", "headway.health_command"),

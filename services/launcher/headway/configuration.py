@@ -1,9 +1,6 @@
 """The sources of configuration: flags, then environment, then a TOML file, then defaults.
 
-Owns: reading each source, their precedence, and suggestions for misspelt names. Must not know: what a setting means.
-
-A value keeps its origin until the struct is built, so an error of ``validate``, which knows only field names, becomes a
-message about the flag, the variable or the line of the file.
+Each value keeps its origin, so that an error can name it.
 """
 
 import argparse
@@ -30,26 +27,26 @@ from headway.settings import (
 
 ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
-# Kubernetes gives every container such variables for every service of its namespace; one may be called headway.
+# Kubernetes sets such variables for every service of a namespace; one may be called headway.
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 _MAX_FILE_BYTES = 1 << 20
-# hatch_build.py reads them when the project is built, perhaps in the same shell.
+# hatch_build.py reads these when it builds the project, perhaps in the same shell.
 _BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"})
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value from a source. ``origin`` is the name that its author used."""
+    """A value, and the user's name for it."""
 
     value: Any
     origin: str
 
 
 Layer = Mapping[str, Given]
-"""What one source gives, by field name."""
+"""One source's values by field name."""
 
 
 _POSITIONAL = ("--prompt", "--model")
-"""What other programs take without a flag, where a command has one of these."""
+"""Other programs allow these words without a flag, if the command has one of the flags."""
 _ADDRESSES = (
     ("--grpc-address", "host and port are one flag: --grpc-address HOST:PORT, such as --grpc-address 127.0.0.1:50051"),
     ("--address", "host and port of the server are one flag: --address HOST:PORT, such as --address 127.0.0.1:50051"),
@@ -59,18 +56,18 @@ _TOKENS = (
     ("--token-file", "the token is read from a file, since others see command lines: --token-file FILE"),
 )
 _ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, "--token": _TOKENS}
-"""What other programs call it, and what it is here, by a flag that the command has."""
+"""Other programs' names for a flag, by our flag."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser with errors in one line, exit code 2, and the nearest flag for an unknown one."""
+    """An argument parser with one-line errors and suggestions."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with one line instead of the usage text."""
+        """Exit with one line."""
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse; refuse the first unknown argument by name."""
+        """Refuse the first unknown argument by name."""
         required = [group for group in self._mutually_exclusive_groups if group.required]
         for group in required:  # An unknown flag may be a misspelt required one.
             group.required = False
@@ -97,13 +94,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?``, or where to look if no name is near."""
+    """Return ``; did you mean X?``, or where to look."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else "; see --help for those that exist"
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
-    """Add one flag per setting. A flag that is not given leaves no attribute."""
+    """Add one flag per setting; an unused flag leaves no attribute."""
     group = parser.add_argument_group(title)
     for setting in settings:
         text = _help_text(setting)
@@ -131,13 +128,13 @@ def _help_text(setting: Setting) -> str:
     default = "required" if setting.required else f"default: {'none' if value in ('', None, {}, ()) else value}"
     if isinstance(value, bool):
         default = f"default: {'on' if value else 'off'}"
-    # A list of values stands before the text already, as the flag's placeholder.
+    # The flag's placeholder already lists the values.
     within = f"{setting.within}; " if setting.within and metavar(setting) == "N" else ""
     return f"{setting.description} ({within}{default})".replace("%", "%%")
 
 
 def given_by_flags(parsed: argparse.Namespace, settings: Mapping[str, Setting]) -> Layer:
-    """Return what the command line gave for these settings."""
+    """Return the values on the command line."""
     layer = {}
     for name, setting in settings.items():
         if not hasattr(parsed, name):
@@ -148,7 +145,7 @@ def given_by_flags(parsed: argparse.Namespace, settings: Mapping[str, Setting]) 
 
 
 def given_by_environment(environment: Mapping[str, str], section: str, settings: Mapping[str, Setting]) -> Layer:
-    """Return what ``HEADWAY_<SECTION>_*`` variables give. Mappings and sequences are separated by commas."""
+    """Return the values of ``HEADWAY_<SECTION>_*``."""
     layer = {}
     for name, setting in settings.items():
         variable = variable_of(section, name)
@@ -160,12 +157,10 @@ def given_by_environment(environment: Mapping[str, str], section: str, settings:
 
 
 def check_environment(environment: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> None:
-    """Refuse a ``HEADWAY_`` variable that no setting reads, because it would do nothing, silently.
-
-    ``sections`` has the field names of every section.
+    """Refuse a variable that no setting reads: it would silently do nothing.
 
     Raises:
-        ConfigurationError: names the variable and the nearest one that exists.
+        ConfigurationError: it names the nearest variable.
     """
     known = {variable_of(section, name) for section, names in sections.items() for name in names}
     for variable in sorted(environment.keys() - _BUILD_VARIABLES):
@@ -177,10 +172,10 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
 
 
 def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[str, Layer]:
-    """Read a TOML file: one table per section, one key per setting. Missing sections are empty.
+    """Read a TOML file: one table per section.
 
     Raises:
-        ConfigurationError: unreadable, no TOML, an unknown section or key, or a value of the wrong type.
+        ConfigurationError: the file, a name or a value is wrong.
     """
     document = _toml(path)
     layers: dict[str, Layer] = {section: {} for section in sections}
@@ -203,7 +198,7 @@ def _toml(path: str) -> dict[str, Any]:
         raise ConfigurationError(f"--config: cannot read {shown(path)}: {error.strerror}") from None
     except ConfigurationError:
         raise
-    except (ValueError, RecursionError) as error:  # Of TOML, of UTF-8, of a number with thousands of digits.
+    except (ValueError, RecursionError) as error:  # from TOML, from UTF-8, or from a number with thousands of digits
         raise ConfigurationError(f"--config: {shown(path)} is not valid TOML: {error}") from None
 
 
@@ -218,7 +213,7 @@ def _given_by_table(table: Mapping[str, Any], section: str, settings: Mapping[st
 
 
 def merged(layers: Iterable[Layer]) -> dict[str, Given]:
-    """Merge sources; the first that gives a value wins."""
+    """Merge sources; the first value wins."""
     result: dict[str, Given] = {}
     for layer in layers:
         for name, given in layer.items():
@@ -227,7 +222,7 @@ def merged(layers: Iterable[Layer]) -> dict[str, Given]:
 
 
 def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], None]) -> ConfigT:
-    """Make the frozen struct and validate it.
+    """Make the frozen struct.
 
     ``validate`` raises ValueError with a message that begins with the field's name.
 
@@ -247,7 +242,7 @@ def build(struct: type[ConfigT], given: Layer, validate: Callable[[ConfigT], Non
 
 
 def in_the_authors_words(message: str, settings: Mapping[str, Setting], given: Layer) -> str:
-    """Replace a leading field name by the flag, variable or line that gave the value."""
+    """Replace the leading field name by its origin."""
     field = re.match(r"\w*", message).group()  # type: ignore[union-attr]  # matches the empty string at least
     if field in given:
         return given[field].origin + message.removeprefix(field)
@@ -257,5 +252,5 @@ def in_the_authors_words(message: str, settings: Mapping[str, Setting], given: L
 
 
 def effective(config: msgspec.Struct) -> dict[str, Any]:
-    """Return every setting and its value, in the order of the fields."""
+    """Return every setting's value."""
     return msgspec.structs.asdict(config)

@@ -1,7 +1,4 @@
-"""The flags of all commands that connect to a server.
-
-Owns: the flags and the client made from them. Must not know: what is asked of the server.
-"""
+"""The connection flags of commands."""
 
 import argparse
 
@@ -11,7 +8,7 @@ from headway.settings import bytes_of_file, token_of_file
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the server's address and credentials, as a group."""
+    """Add the address's and credentials' flags."""
     server = parser.add_argument_group("server")
     server.add_argument(
         "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"the gateway (default: {DEFAULT_ADDRESS})"
@@ -23,10 +20,10 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -> AsyncClient:
-    """Make the client, for the running event loop.
+    """Make the client.
 
     Raises:
-        ConfigurationError: a file cannot be used.
+        ConfigurationError: a file is unusable.
     """
     shown_to_server = client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate")
     return AsyncClient(

@@ -1,7 +1,4 @@
-"""``headway demo``: serve, stream several prompts at once, show the timings, stop.
-
-Owns: the prompts and this order. Must not know: how serving, streaming or showing is done.
-"""
+"""``headway demo``: serve, stream several prompts at once, show the timings, stop."""
 
 import argparse
 import asyncio
@@ -20,7 +17,7 @@ from headway.services import add_serve_flags
 from headway.socket_directory import socket_directory
 from headway.streaming import Answer, Job, answer_all
 
-# What the small model continues readably; the card in demo_model/ shows what it makes of each.
+# Beginnings that the small model continues readably; the card in demo_model/ shows its answers.
 OPENINGS = (
     "Return a list of",
     "The subprocess.run function",
@@ -41,7 +38,7 @@ DEFAULT_MAX_TOKENS = 64
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway demo``."""
+    """Add the command's flags."""
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -52,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demonstration; return 0 if every prompt was answered."""
+    """Return 0 if every prompt was answered."""
     parser = OneLineParser(prog="headway demo")
     add_serve_flags(parser)
     serving = parser.parse(["--model", "demo", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"])
@@ -88,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def demo_jobs(max_tokens: int) -> list[Job]:
-    """Return the prompts of the demonstration; sampling is greedy, so every run gives the same text."""
+    """Return prompts with greedy sampling, for the same text every time."""
     options = cast("GenerateOptions", {"max_tokens": max_tokens, "temperature": 0.0})
     openings = [Job(title=opening, prompt=opening, options=options) for opening in OPENINGS]
     questions = [

@@ -1,8 +1,4 @@
-"""``headway generate``: prompts in, answers on the terminal, timings below.
-
-Owns: the flags, reading prompts, and the exit codes (1: a request failed; 2: the command line or the file is wrong;
-130: Ctrl-C). Must not know: how a stream is measured or an answer laid out.
-"""
+"""``headway generate``: prompts in, answers on the terminal, timings below."""
 
 import argparse
 import asyncio
@@ -32,7 +28,7 @@ DEFAULT_CONCURRENCY = 64
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options that flags and lines of a JSONL file may give; the server checks ranges."""
+    """The options of flags and JSONL lines."""
 
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     min_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -63,13 +59,13 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of a JSONL file: a prompt, and its differences from the flags."""
+    """A line of a JSONL file."""
 
     prompt: str
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway generate``."""
+    """Add the command's flags."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is streamed")
     source.add_argument(
@@ -98,17 +94,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in _FLAG_TYPES.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the end of the text")
+    sampling.add_argument("--ignore-eos", action="store_const", const=True, help="continue after the end of the text")
     sampling.add_argument("--echo", action="store_const", const=True, help="show the prompt before its answer")
     sampling.add_argument(
         "--prompt-logprobs",
         type=int,
         metavar="K",
-        help="tell how likely each token of the prompt was, and the K likeliest in its place",
+        help="show the probability of each token of the prompt, and the K likeliest tokens in its place",
     )
-    sampling.add_argument(
-        "--best-of", type=int, metavar="N", help="generate N answers and show the one of the likeliest tokens"
-    )
+    sampling.add_argument("--best-of", type=int, metavar="N", help="generate N answers and show the most likely one")
     sampling.add_argument("--priority", choices=("realtime", "high", "normal", "low"))
     _add_constraint_flags(parser)
 
@@ -139,7 +133,7 @@ _FLAG_TYPES: dict[str, type[int | float]] = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stream the answers; see ``Command``."""
+    """See ``Command``."""
     jobs = list(jobs_of(arguments))
     if arguments.concurrency < 1:
         raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
@@ -156,10 +150,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
-    """Yield the prompts of the command line or of its file.
+    """Yield the prompts of the command line or file.
 
     Raises:
-        ConfigurationError: the file cannot be read, has a bad line, or no prompt at all.
+        ConfigurationError: the file is unreadable, empty or wrong.
     """
     given = SamplingOptions(
         **{
@@ -194,7 +188,7 @@ def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _joined(given: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """Merge options; a line wins over flags, and its constraint replaces theirs."""
+    """A line's constraint replaces the flags'."""
     if any(name in line for name in CONSTRAINT_OPTIONS):
         given = {name: value for name, value in given.items() if name not in CONSTRAINT_OPTIONS}
     return {**given, **line}
@@ -220,7 +214,7 @@ def _parsed(line: str, number: int, file: str) -> JobLine:
 
 async def _generate(arguments: argparse.Namespace, jobs: Sequence[Job]) -> int:
     async with client_of(arguments, arguments.retry_s) as client:
-        await client.model()  # One line for a missing server, rather than one per prompt.
+        await client.model()  # Report a missing server once, not once per prompt.
         return await (
             _stream_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs, arguments.concurrency)
         )

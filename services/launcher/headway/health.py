@@ -1,8 +1,4 @@
-"""The health of a server and its model, over gRPC.
-
-Owns: the standard health check (``grpc.health.v1``), and reaching a server whose certificate or token is on this host.
-Must not know: who asks.
-"""
+"""The health of a server and its model (``grpc.health.v1``)."""
 
 import contextlib
 import socket
@@ -23,7 +19,7 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104  # where to 
 
 
 class ClientCertificate(msgspec.Struct, frozen=True):
-    """A certificate and its private key: PEM, and their files."""
+    """A certificate and its private key: PEM, and files."""
 
     certificate: bytes
     key: bytes
@@ -32,10 +28,9 @@ class ClientCertificate(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server. ``certificates`` (PEM) are trusted for TLS; without them the channel is plain text.
+    """A server. TLS trusts ``certificates`` (PEM); without them the channel is plain text.
 
-    ``health_name`` is the name whose health is checked; empty for the whole server. A server that does not know the
-    name counts as unreachable.
+    ``health_name`` is empty for the whole server.
     """
 
     address: str
@@ -46,7 +41,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reachable_address(self) -> str:
-        """Return the address to connect to; a server that listens on every interface is reached over loopback."""
+        """The address; loopback for a server on every interface."""
         host, _, port = self.address.rpartition(":")
         return f"{_ANY_HOST.get(host, host)}:{port}"
 
@@ -57,10 +52,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_certificate(certificate_file: str | None, key_file: str | None, origin: str) -> ClientCertificate | None:
-    """Read a client certificate; None if no file is named. ``origin`` is the flag.
+    """Read a client certificate, if named.
 
     Raises:
-        ConfigurationError: a file cannot be read, or they are no pair.
+        ConfigurationError: a file is unreadable, or they are no pair.
     """
     if not certificate_file or not key_file:
         return None
@@ -75,7 +70,7 @@ def client_certificate(certificate_file: str | None, key_file: str | None, origi
 
 
 def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
-    """Return the server's status: SERVING, NOT_SERVING, ..., or UNREACHABLE."""
+    """Return SERVING, NOT_SERVING, ..., or UNREACHABLE."""
     try:
         with _channel(target, timeout_s) as channel:
             response = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # absent from its stubs
@@ -87,10 +82,10 @@ def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
 
 
 def model_of(target: Target, *, timeout_s: float = 5.0) -> generation_pb2.GetModelResponse:
-    """Return what the server serves.
+    """Return the served model.
 
     Raises:
-        grpc.RpcError: it did not say.
+        grpc.RpcError: the call failed.
     """
     with _channel(target, timeout_s) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
@@ -116,13 +111,7 @@ def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
 
 
 def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> str:
-    """Return a name in the server's certificate.
-
-    This host has the same certificate, so the name by which others reach the server proves nothing more.
-
-    Raises:
-        OSError: nobody listens, or the server shows a certificate that is not among these.
-    """
+    """Return a name in the server's certificate, which must be one of ours."""
     context = ssl.create_default_context(cadata=certificates.decode("ascii"))
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -1,7 +1,4 @@
-"""The command ``headway health``.
-
-Owns: its flags and its exit code. Must not know: how the server is asked.
-"""
+"""The command ``headway health``."""
 
 import argparse
 import sys
@@ -11,8 +8,8 @@ from headway.settings import bytes_of_file, token_of_file
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the address and what a connection with TLS or a token needs."""
-    parser.add_argument("address", metavar="HOST:PORT", help="where the gateway serves gRPC")
+    """Add the flags."""
+    parser.add_argument("address", metavar="HOST:PORT", help="the gRPC address of the gateway")
     parser.add_argument(
         "--root-certificates",
         metavar="FILE",
@@ -25,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the state of the server; return 0 if it serves, 1 if not."""
+    """Return 0 if the server serves."""
     target = Target(
         address=arguments.address,
         certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),

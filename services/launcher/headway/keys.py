@@ -1,11 +1,7 @@
 """``headway keys``: the keys for links between hosts.
 
-Owns: which key file each process needs, under the names of the services' ``curve_keys`` directories. Must not know: how
-a link uses them.
-
-Each process has a CURVE pair. Executor and gateway have the scheduler's public key, so no other process can pose as the
-scheduler. The scheduler has theirs, per link, so a gateway cannot pose as an executor. For more executors or gateways,
-add their public keys as ``*.key`` files. Git ignores the directory.
+Executor and gateway have the scheduler's public key, so no other process can pose as the scheduler. The scheduler has
+theirs, per link, so a gateway cannot pose as an executor.
 """
 
 import argparse
@@ -20,20 +16,20 @@ from headway.settings import ConfigurationError, shown
 
 SCHEDULER = "scheduler"
 CLIENTS = {"executor": "executors", "gateway": "gateways"}
-"""Whose keys the scheduler admits, and the directory beside its own in which it looks for theirs."""
+"""The peers that the scheduler admits, and their directory beside its own."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``headway keys``."""
+    """Add the command's flags."""
     parser.add_argument(
         "directory",
         metavar="DIRECTORY",
-        help="makes scheduler/, executor/ and gateway/ in it: take each to its host, and name it with --curve-keys",
+        help="the command makes scheduler/, executor/ and gateway/ in it; copy each to its host, and name it with --curve-keys",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the keys; see ``Command``."""
+    """See ``Command``."""
     directory = Path(arguments.directory)
     try:
         make_keys(directory)
@@ -48,18 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_keys(directory: Path) -> None:
-    """Make a pair for each process, and give each the public keys of its peers.
+    """Make a CURVE pair for each process, and exchange public keys.
 
     Raises:
-        FileExistsError: one of the directories is there already.
-        OSError: something cannot be written.
+        FileExistsError: a directory exists already.
+        OSError: writing failed.
     """
     inherited_umask = os.umask(0o077)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (SCHEDULER, *CLIENTS):
             (directory / name).mkdir()
-            # First, so that no key is added to a repository meanwhile.
+            # This comes first, so that no key is added to a repository meanwhile.
             (directory / name / ".gitignore").write_text("*\n")
             zmq.auth.create_certificates(directory / name, name)
         for name, directory_name in CLIENTS.items():

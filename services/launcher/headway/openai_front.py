@@ -1,8 +1,4 @@
-"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs.
-
-Owns: smg's command line, starting it once the gateways serve, and whether it serves itself. Must not know: what smg
-does with a request, or when it is started again.
-"""
+"""smg in front of the gateways of ``headway serve``: the OpenAI and Anthropic APIs."""
 
 import argparse
 import asyncio
@@ -19,8 +15,8 @@ from headway_process.parent import end_with_parent, launcher_is_gone
 
 _POLL_INTERVAL_S = 0.2
 _SCHEME = "grpc://"
-# smg would look for a worker that is late every 30 seconds, ask those that serve for their health once a minute, and send
-# nothing for a minute to one whose streams have broken when it was killed.
+# By default smg looks for a late worker every 30 seconds, checks the others' health once a minute, and sends nothing
+# for a minute to a worker whose streams broke when it was killed.
 _FLEET_FLAGS = (
     *("--worker-startup-check-interval", "1"),
     *("--health-check-interval-secs", "2"),
@@ -31,13 +27,13 @@ _FLEET_FLAGS = (
 def command(
     *, openai_address: str, gateway_addresses: Sequence[str], metrics_port: int, grace_s: float, flags: Sequence[str]
 ) -> list[str]:
-    """Return the command that serves the gateways on ``openai_address``. Addresses are HOST:PORT, on loopback."""
+    """Return smg's command. Addresses are HOST:PORT, on loopback."""
     host, _, port = openai_address.rpartition(":")
     workers = [f"{_SCHEME}{Target(address=address).reachable_address}" for address in gateway_addresses]
     return [
         *(sys.executable, "-m", "headway.openai_front", ",".join(gateway_addresses)),
         *("--host", host.strip("[]"), "--port", port),
-        # smg would serve its figures to everybody.
+        # By default smg serves its metrics on every interface.
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--worker-urls", *workers),
         *("--shutdown-grace-period-secs", str(max(1, round(grace_s)))),
@@ -48,10 +44,10 @@ def command(
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Check the user's flags with smg's own parser.
+    """Check the flags with smg's own parser.
 
     Raises:
-        ValueError: it does not take them; the message is one line.
+        ValueError: smg refuses them.
     """
     from smg.router_args import RouterArgs
 
@@ -74,9 +70,9 @@ async def wait_until_serving(openai_address: str, num_gateways: int = 1, gateway
 
 
 def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[str] = ()) -> bool:
-    """Return whether smg lists a model and its tokenizer, and sends requests to this many gateways.
+    """Return whether smg lists a model and its tokenizer, and uses this many gateways.
 
-    ``gateways`` (HOST:PORT) must be among them, because another smg may use this address.
+    ``gateways`` must be among them, because another smg may use this address.
     """
     try:
         has_all = all(b'"id"' in _asked(openai_address, f"v1/{listed}") for listed in ("models", "tokenizers"))
@@ -87,11 +83,11 @@ def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[
 
 
 def ready_gateways(openai_address: str) -> list[str]:
-    """Return the HOST:PORT of the gateways to which smg sends requests.
+    """Return the HOST:PORT of smg's gateways.
 
     Raises:
         OSError: smg does not answer.
-        ValueError: it answers something else.
+        ValueError: the answer is not smg's.
     """
     workers = json.loads(_asked(openai_address, "workers"))["workers"]
     return [worker["url"].removeprefix(_SCHEME) for worker in workers if worker["status"] == "ready"]
@@ -104,9 +100,9 @@ def _asked(openai_address: str, path: str) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run smg for the gateways in the first argument, separated by commas; the other arguments are smg's.
+    """Run smg for the gateways in the first argument.
 
-    smg asks for a worker's model at its start and then more and more rarely, so it starts when there is a model.
+    It starts when there is a model, because smg asks for it less and less often.
     """
     if not end_with_parent() or launcher_is_gone(os.environ):
         return

@@ -1,8 +1,4 @@
-"""What ``headway serve`` decides before it starts a process.
-
-Owns: turning flags, variables and file sections into each service's configuration and command line, and the order of
-start and stop. Must not know: how processes are started, watched or stopped, or what replicas cannot share.
-"""
+"""Decisions of ``headway serve`` before it starts a process. Must not know: how processes run."""
 
 import argparse
 import hashlib
@@ -31,7 +27,7 @@ SMG = "smg"
 START_ORDER = ("executor", "scheduler", "gateway")
 STOP_ORDER = ("gateway", "scheduler", "executor")
 METRICS_ORDER = ("scheduler", "executor", "gateway")
-"""Whose metrics are at a replica's first metrics port, and whose at the ports after it."""
+"""The services whose metrics are at a replica's first metrics port, and at the following ones."""
 STOP_GRACE_S = 5.0
 _NOTHING = Given("", "")
 _ONE_WORKER = Given(1, "")
@@ -39,7 +35,7 @@ _GRPC_ADDRESS = Given(settings_of(GatewayConfig)["grpc_address"].default, "--grp
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """The configuration of one process: its values, their sources, and the result."""
+    """One process's configuration, with its sources."""
 
     service: Service
     given: Layer
@@ -49,11 +45,9 @@ class Settled(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to run the services.
 
-    ``commands`` are by name in the order of the start. ``stop_stages`` have seconds from SIGTERM to SIGKILL by name. A
-    process that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways.
-    ``openai_address`` is smg's, or empty, and ``smg_flags`` are the user's. ``environments`` and ``cores`` (processor
-    cores) are of processes that have their own. ``directory`` is private. ``settled`` and ``listeners`` (process and
-    HOST:PORT) are checked before the start.
+    ``commands`` are in the order of the start. ``stop_stages`` have seconds from SIGTERM to SIGKILL by name. A process
+    that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways. ``directory``
+    is private. ``settled`` and ``listeners`` (process and HOST:PORT) are checked before the start.
     """
 
     commands: dict[str, list[str]]
@@ -71,18 +65,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start_order(self) -> list[str]:
-        """The processes in the order of the start."""
+        """The processes in order."""
         return list(self.commands)
 
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
-    """Settle and validate every configuration, so that a mistake is reported before anything starts.
+    """Settle and validate every configuration before anything starts.
 
-    A shared setting reaches each of its services. What serve is given (flag, variable, [serve]) wins over what the
-    service is given (variable, [scheduler], [executor], [gateway]).
+    serve's own value (flag, variable, [serve]) wins over the service's (variable, [scheduler], [executor], [gateway]).
 
     Raises:
-        ConfigurationError: some source is wrong.
+        ConfigurationError: a source is wrong.
     """
     settings = serve_settings()
     files = sources_in_file(arguments, environment)
@@ -92,7 +85,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     serve = build(ServeConfig, given, ServeConfig.validate)
     values_of = _values_of_services(serve, given, environment, files)
     probe_token = _probe_token(values_of["gateway"])
-    # What answers at the gateway's address may be another server; under this name only one of these gateways answers.
+    # Another server may answer at the gateway's address; only one of these gateways answers under this name.
     health_name = Given(secrets.token_hex(16), "the launcher")
     replicas = replicas_of(serve.replicas)
     metrics_ports = _metrics_ports(serve, values_of["gateway"])
@@ -122,7 +115,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
 
 
 def _probe_token(gateway: dict[str, Given]) -> str:
-    # The token file may hold digests only, so serve has a token of its own, of which the gateways see the digest.
+    # The token file may hold digests only, so serve has its own token, and the gateways get its digest.
     token = secrets.token_urlsafe(32)
     if gateway.get("auth_token_file", _NOTHING).value:
         gateway["launcher_token_digest"] = Given(hashlib.sha256(token.encode()).hexdigest(), "the launcher")
@@ -132,11 +125,7 @@ def _probe_token(gateway: dict[str, Given]) -> str:
 def _values_of_services(
     serve: ServeConfig, given: Layer, environment: Mapping[str, str], files: Mapping[str, Layer]
 ) -> dict[str, dict[str, Given]]:
-    """Return the values of each service, which are the same for every replica.
-
-    Raises:
-        ConfigurationError: a variable is wrong, or the model is not there.
-    """
+    """Return the values that all replicas share."""
     presets = {"model": Given(serve.model, "--model")}
     result = {}
     for service in SERVICES.values():
@@ -148,18 +137,14 @@ def _values_of_services(
 
 
 Configs = Mapping[str, msgspec.Struct]
-"""The configurations of a replica's services, by name."""
+"""A replica's configurations, by service."""
 
 
 def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
-    """Return each replica's metrics ports: one per service, and one per further gateway worker.
-
-    Raises:
-        ConfigurationError: there are not as many after the first.
-    """
+    """Each service and further gateway worker has a port."""
     if not serve.metrics_port:
         return [range(0)] * serve.replicas
-    num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway's own words refuse 0.
+    num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway itself refuses 0.
     num_own = len(METRICS_ORDER) - 1 + num_workers
     ports = range(serve.metrics_port, serve.metrics_port + serve.replicas * num_own)
     if ports[-1] > LAST_PORT:
@@ -173,7 +158,6 @@ def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
 def _settled(
     replica: Replica, values_of: Mapping[str, Layer], from_launcher: Layer, metrics_ports: range
 ) -> dict[str, Settled]:
-    """Return the configuration of each service of a replica."""
     settled = {}
     for service in SERVICES.values():
         own = dict(from_launcher)
@@ -209,14 +193,13 @@ def _gateway_of(configs: Configs) -> GatewayConfig:
 
 
 def _threads(replica: Replica, values: Layer) -> Layer:
-    """With fewer than two cores per executor, use one thread by default."""
+    """With fewer than two cores per executor, use one thread."""
     if replica.is_alone or replica.share_of(_own_cores()) or "num_threads" in values:
         return {}
     return {"num_threads": _given_by_launcher(1)}
 
 
 def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, frozenset[int]]:
-    """Return the cores of each executor whose number of threads is free."""
     cores = {}
     for replica, of_replica in zip(replicas, configs, strict=True):
         executor = of_replica["executor"]
@@ -228,7 +211,6 @@ def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str,
 
 
 def _own_cores() -> list[int]:
-    """Return this process's processor cores; none if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -244,7 +226,7 @@ def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence
 
 
 def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> list[dict[str, float]]:
-    """Return the order in which processes stop, with the time that each service allows its requests and a margin."""
+    """Each service has its time and a margin."""
     stages = [
         {
             replica.named(name): getattr(of_replica[name], "grace_s", 0.0) + STOP_GRACE_S
@@ -258,7 +240,7 @@ def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Seque
 
 
 def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
-    """Return the variables that name each process's replica in its log lines."""
+    """Name the replica in log lines."""
     return {
         replica.named(name): {REPLICA_VARIABLE: str(replica.index)}
         for replica in replicas
@@ -277,11 +259,6 @@ def _listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Se
 
 
 def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[str]:
-    """Return smg's command line for all gateways.
-
-    Raises:
-        ConfigurationError: the gateways would not let it in, or do not speak to it.
-    """
     gateway = gateways[0]
     for field in ("auth_token_file", "tls_cert_file"):
         if getattr(gateway, field):
@@ -304,11 +281,6 @@ def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[
 
 
 def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Target:
-    """Return how this host reaches the gateway, with its certificate.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or the gateway wants a certificate that serve does not have.
-    """
     if gateway.tls_client_ca_file and not serve.probe_cert_file:
         raise ConfigurationError(
             "--probe-cert-file is required together with --tls-client-ca-file; "
@@ -324,7 +296,7 @@ def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Tar
 
 
 def _check_model_directory(given: Layer) -> None:
-    """Refuse a missing directory once, here, and not in each process that reads it."""
+    """Refuse a missing directory once, not in each process."""
     model = given.get("model")
     if model is not None and not Path(model.value).is_dir():
         raise ModelDirectoryError(
@@ -333,7 +305,6 @@ def _check_model_directory(given: Layer) -> None:
 
 
 def _command(name: str, config: msgspec.Struct) -> list[str]:
-    """Return the command line of a child: every setting that is not its default."""
     words = [sys.executable, "-m", "headway", name]
     for setting in settings_of(type(config)).values():
         value = getattr(config, setting.name)
@@ -343,5 +314,5 @@ def _command(name: str, config: msgspec.Struct) -> list[str]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without ``HEADWAY_*``, for children, which get their settings as flags."""
+    """Drop ``HEADWAY_*``: children get flags."""
     return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}

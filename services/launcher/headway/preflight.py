@@ -1,8 +1,4 @@
-"""Checks of this host before a process is started.
-
-Owns: whether packages, devices, the model's files and ports of a plan are there. Must not know: what a setting means.
-It sees the host as it is now; a process checks again when it starts.
-"""
+"""Checks of this host before a process starts. The processes check again."""
 
 import functools
 import importlib.util
@@ -26,7 +22,7 @@ def check(plan: Plan) -> None:
     """Check that the processes can start.
 
     Raises:
-        ConfigurationError: something does; it names the setting.
+        ConfigurationError: a setting prevents it.
         ModuleNotFoundError: a package is missing.
     """
     for settled in plan.settled:
@@ -46,15 +42,15 @@ def check(plan: Plan) -> None:
             openai_front.check_flags(plan.smg_flags)
     except ValueError as error:
         raise ConfigurationError(in_the_authors_words(one_line(error), settings_of(ServeConfig), {})) from None
-    for who, address in plan.listeners:
-        check_free(who, address)
+    for flag, address in plan.listeners:
+        check_free(flag, address)
 
 
 def require(package: str) -> None:
-    """Check that a package is installed, without importing it.
+    """Check for a package without importing it.
 
     Raises:
-        ModuleNotFoundError: it is not.
+        ModuleNotFoundError: it is not installed.
     """
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -70,12 +66,12 @@ def _checked(settled: Settled, look: Callable[[], None]) -> None:
         raise ConfigurationError(words) from None
 
 
-def check_free(who: str, address: str) -> None:
-    """Check that HOST:PORT can be listened on; ``who`` is the flag that asks for it.
+def check_free(flag: str, address: str) -> None:
+    """Check that HOST:PORT is free; ``flag`` asks for it.
 
     Raises:
-        ConfigurationError: another process listens there, or the host is not this machine's.
+        ConfigurationError: it is taken, or not this machine's.
     """
     problem = of_gateway.problem_of_listening(address)
     if problem:
-        raise ConfigurationError(f"{who}: cannot listen on {shown(address)} ({problem}); allowed: a free address")
+        raise ConfigurationError(f"{flag}: cannot listen on {shown(address)} ({problem}); allowed: a free address")

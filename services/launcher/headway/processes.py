@@ -1,9 +1,6 @@
 """Child processes: start, watch, signal, and leave none running.
 
-Owns: the operating system's part of supervision. Must not know: when to start or stop anything.
-
-Every child leads its own session. So Ctrl-C in a terminal reaches only the launcher, which stops the children in order,
-and a kill reaches a child's own children.
+Every child leads its own session. So Ctrl-C reaches only the launcher, and a kill reaches a child's own children.
 """
 
 import asyncio
@@ -27,11 +24,7 @@ class ChildExited(msgspec.Struct, frozen=True):
 
 
 class Children:
-    """The children of this process by name, within a running event loop.
-
-    ``environments`` has one for each; ``cores`` those of children with their own. ``on_exit`` is called once per child
-    that ends. ``pulses`` watches each child.
-    """
+    """This process's children by name. ``on_exit`` is called once per child that ends."""
 
     def __init__(
         self,
@@ -50,7 +43,7 @@ class Children:
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def start(self, name: str) -> None:
-        """Start the named child; its output goes to this process's stderr."""
+        """Start a child."""
         pulse = self._pulses.open(name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -69,7 +62,7 @@ class Children:
             os.close(pulse)
         self._processes[name] = process
         if name in self._cores:
-            # Now, while it has one thread: those to come inherit this.
+            # The child has one thread now; later threads inherit the cores.
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, self._cores[name])
         watcher = asyncio.create_task(self._watch(name, process))
@@ -77,25 +70,25 @@ class Children:
         watcher.add_done_callback(self._watchers.discard)
 
     def terminate(self, name: str) -> None:
-        """Ask the child to end; it ends its own children."""
+        """Send SIGTERM."""
         if name in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 self._processes[name].send_signal(signal.SIGTERM)
 
     def kill(self, name: str) -> None:
-        """Kill the child and its session's process group."""
+        """Kill the child's process group."""
         if name in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._processes[name].pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """Kill every child that still runs, after an error of the launcher."""
+        """Kill every child."""
         for name in list(self._processes):
             self.kill(name)
 
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
         returncode = await process.wait()
-        # Workers of a child that died without a word would otherwise hold its port or its sockets.
+        # Workers of a dead child would otherwise hold its port or its sockets.
         self.kill(name)
         self._pulses.close(name)
         del self._processes[name]

@@ -1,7 +1,4 @@
-"""The progress of a long run, on stderr.
-
-Owns: the layout of the line, and how often it is drawn. Must not know: what is run.
-"""
+"""The progress line of a long run, on stderr."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +9,7 @@ BAR_CELLS = 24
 
 
 class ProgressLine:
-    """A bar that is redrawn in place on a terminal; elsewhere it writes nothing."""
+    """A bar on a terminal; elsewhere nothing is written."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         self._out = out
@@ -21,7 +18,7 @@ class ProgressLine:
         self._next_draw_s = clock() + REDRAW_S
 
     def show(self, num_done: int, num_all: int, what: str) -> None:
-        """Draw, if the last time is long enough ago; ``what`` names the counted things and may add more."""
+        """Draw, unless it was drawn recently."""
         if not self._is_shown or (now := self._clock()) < self._next_draw_s:
             return
         self._next_draw_s = now + REDRAW_S

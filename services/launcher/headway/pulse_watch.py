@@ -1,9 +1,6 @@
-"""Detection of children that run and do nothing: stopped, or in a call that never returns.
+"""Detection of children that hang: stopped, or in a call that never returns.
 
-Owns: the pipes for signs of life, and how long each child has been silent. Must not know: how children are started, or
-what happens to a silent one.
-
-Silence is counted in looks, not in time. So children are not taken for dead after the whole machine was suspended.
+Silence is counted in looks, not in time: a suspended machine must not make children look dead.
 """
 
 import math
@@ -13,9 +10,7 @@ LOOK_INTERVAL_S = 0.5
 
 
 class PulseWatch:
-    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds. A child is watched from its first sign; with ``hang_s`` 0 none
-    is.
-    """
+    """Call ``look`` every ``LOOK_INTERVAL_S`` seconds; ``hang_s`` 0 watches no child."""
 
     def __init__(self, hang_s: float) -> None:
         self._most_silent_looks = math.ceil(hang_s / LOOK_INTERVAL_S) if hang_s else None
@@ -23,7 +18,7 @@ class PulseWatch:
         self._silent_looks: dict[str, int] = {}
 
     def open(self, name: str) -> int:
-        """Make a pipe for a new child; return the end to pass on, which the caller closes."""
+        """Return the child's end of a pipe, which the caller closes."""
         self.close(name)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pipes[name] = reader
@@ -37,7 +32,7 @@ class PulseWatch:
             os.close(reader)
 
     def look(self) -> list[str]:
-        """Return the children that have been silent for too long, each once."""
+        """Return newly silent children."""
         silent = []
         for name, reader in self._pipes.items():
             if _has_signs(reader):

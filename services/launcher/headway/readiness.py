@@ -1,8 +1,4 @@
-"""Waiting until a new server serves.
-
-Owns: polling, messages meanwhile, and the readiness line. Must not know: how the server was started, or what happens
-when it dies.
-"""
+"""Polling until a new server serves."""
 
 import asyncio
 import time
@@ -17,11 +13,8 @@ POLL_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 5.0
 
 
-async def wait_until_serving(targets: Sequence[Target], *, started: float, tell: Callable[[str], None]) -> str:
-    """Return the readiness line once all are SERVING; report now and then until then.
-
-    ``started`` is the monotonic time, in seconds, of the start.
-    """
+async def wait_until_serving(targets: Sequence[Target], *, started: float, report: Callable[[str], None]) -> str:
+    """Return the readiness line; report now and then until then."""
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
     while waiting:
@@ -32,7 +25,7 @@ async def wait_until_serving(targets: Sequence[Target], *, started: float, tell:
         now = time.monotonic()
         if now >= next_word:
             of_several = f": {waiting[0].address} does not serve" if len(targets) > 1 else ""
-            tell(f"not ready after {now - started:.0f} s{of_several}")
+            report(f"not ready after {now - started:.0f} s{of_several}")
             next_word = now + PROGRESS_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
     assert model is not None
@@ -49,6 +42,6 @@ def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
 
 
 def readiness_line(addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float) -> str:
-    """Return the line that says what is served where."""
+    """Return the line with model and addresses."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"
     return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {took_s:.1f} s)"

@@ -1,7 +1,5 @@
-"""The differences between the replicas of ``headway serve --replicas N``.
-
-Owns: their names, and the settings that they cannot share: ports, directories, devices, processor cores. Must not know:
-where a setting came from, or how a process is started. A single replica has every setting as given, and plain names.
+"""The differences between the replicas of ``headway serve --replicas N``. A single replica has every setting as
+given.
 """
 
 import contextlib
@@ -31,18 +29,18 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is only one replica."""
+        """Whether it is the only one."""
         return self.count == 1
 
     def named(self, name: str) -> str:
-        """Return the name of one of its processes or links."""
+        """Name a process or link."""
         return name if self.is_alone else f"{name}-{self.index}"
 
     def of_its_own(self, given: Layer) -> dict[str, Given]:
-        """Return a service's settings, changed if replicas cannot share them.
+        """Return a service's settings, changed where needed.
 
         Raises:
-            ConfigurationError: one cannot be shared, and not be derived either.
+            ConfigurationError: no change is possible.
         """
         result = dict(given)
         if self.is_alone:
@@ -60,7 +58,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return str(Path(given.value) / f"{REPLICA_NAMES}{self.index}") if given.value else ""
 
     def _device(self, given: Given) -> str:
-        """Return a device per replica: ``cuda`` becomes device ``index``."""
+        """``cuda`` becomes device ``index``."""
         device: str = given.value
         if device == _CUDA:
             return f"{_CUDA}:{self.index}"
@@ -81,7 +79,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
     def share_of(self, cores: Sequence[int]) -> frozenset[int]:
-        """Return an executor's equal share of the cores, or none below two each."""
+        """Return an equal share, or none below two cores each."""
         num_own = len(cores) // self.count
         if self.is_alone or num_own < 2:
             return frozenset()
@@ -94,13 +92,12 @@ def replicas_of(count: int) -> list[Replica]:
 
 
 def grpc_addresses(given: Given, count: int) -> list[Given]:
-    """Return a HOST:PORT for each of ``count`` gateways: the given port and those after it, or free ones if it is 0.
+    """Return each gateway's HOST:PORT: the given port and those after it, or free ones if it is 0.
 
-    Free ports are chosen here, so that a gateway keeps its address when it restarts. The gateway reports an invalid
-    HOST:PORT.
+    A restarted gateway keeps its free port.
 
     Raises:
-        ConfigurationError: there are not as many ports, or the host is not this machine's.
+        ConfigurationError: there are too few ports, or the host is not this machine's.
     """
     address: str = given.value
     host, _, text = address.rpartition(":")
@@ -120,7 +117,7 @@ def grpc_addresses(given: Given, count: int) -> list[Given]:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return different ports on which no process listens now.
+    """Return different free ports.
 
     Raises:
         OSError: ``host`` is not this machine's.
@@ -134,15 +131,17 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def check_apart(listeners: Sequence[tuple[str, str]]) -> None:
-    """Refuse equal addresses; ``listeners`` are pairs of a name and HOST:PORT.
+    """Check pairs of a name and HOST:PORT.
 
     Raises:
-        ConfigurationError: it names both.
+        ConfigurationError: two addresses are equal.
     """
     taken: list[tuple[str, str, str]] = []
-    for who, address in listeners:
+    for name, address in listeners:
         host, _, port = address.rpartition(":")
         for other, other_host, other_port in taken:
             if port == other_port and (host == other_host or {host, other_host} & _ANY_HOST):
-                raise ConfigurationError(f"{who}: port {port} is not allowed; allowed: another, because {other} has it")
-        taken.append((who, host, port))
+                raise ConfigurationError(
+                    f"{name}: port {port} is not allowed; allowed: another, because {other} has it"
+                )
+        taken.append((name, host, port))

@@ -1,7 +1,4 @@
-"""How answers look on a terminal.
-
-Owns: the layout of answers and of the table of timings. Must not know: where the answers came from.
-"""
+"""Answers and their timings on a terminal."""
 
 import math
 import sys
@@ -17,7 +14,7 @@ _COLUMNS = ("#", "prompt tokens", "output tokens", "TTFT ms", "mean ITL ms", "to
 
 
 class Screen:
-    """Shows each answer under its prompt when it ends; on a terminal it shows progress."""
+    """Shows finished answers and progress."""
 
     def __init__(self, jobs: Sequence[Job], *, out: TextIO | None = None, progress: ProgressLine | None = None) -> None:
         self._jobs = jobs
@@ -40,7 +37,7 @@ class Screen:
 
 
 def block(number: int, job: Job, answer: Answer) -> str:
-    """Return one prompt and its answer, indented, with a blank line after it."""
+    """Return one prompt and its answer."""
     text = answer.prompt.text + answer.text
     body = f"(failed: {answer.error})" if answer.error else text.strip("\n")
     indented = "\n".join(f"    {line}".rstrip() for line in body.splitlines()) or "    (no text)"
@@ -48,9 +45,7 @@ def block(number: int, job: Job, answer: Answer) -> str:
 
 
 def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
-    """Return a line per token of a prompt from the second on (id, text, log probability, alternatives), and the sum and
-    the perplexity. ``texts`` are by token id.
-    """
+    """Return a line per token from the second on, then the sum and the perplexity."""
     lines = [("token", "text", "logprob", "alternatives")]
     for entry in prompt.logprobs:
         alternatives = "  ".join(f"{token_id} {texts[token_id]!r} {logprob:.3f}" for token_id, logprob in entry.top)
@@ -61,13 +56,13 @@ def prompt_table(prompt: PromptTokens, texts: Mapping[int, str]) -> str:
 
 
 def table(answers: Sequence[Answer], wall_s: float) -> str:
-    """Return one line of timings per answer, then one for all of them, which took ``wall_s``."""
+    """Return a line of timings per answer, and one for all."""
     rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, start=1))]
     return "\n".join((*aligned(rows, left=()), "", total(answers, wall_s), ""))
 
 
 def total(answers: Sequence[Answer], wall_s: float) -> str:
-    """Return one line about all answers together."""
+    """Return one line about all answers."""
     succeeded = [answer for answer in answers if not answer.error]
     tokens = sum(answer.output_tokens for answer in answers)
     counts = f"{len(answers)} request{'s' * (len(answers) != 1)}" + (

@@ -1,8 +1,4 @@
-"""``headway serve``: scheduler, executor and gateway on this machine.
-
-Owns: the readiness line, and the loop that feeds signals and ends of children to the supervision state machine. Must
-not know: configurations (``plan``) or when to restart (``supervision``).
-"""
+"""``headway serve``: scheduler, executor and gateway on this machine, under ``supervision``."""
 
 import argparse
 import asyncio
@@ -47,11 +43,11 @@ Event = ChildExited | ChildHangs | StopRequested
 _LOG_DRAIN_S = 0.5
 
 WhenReady = Callable[[str, str], Awaitable[bool]]
-"""Called with the readiness line and the first gateway's address once all replicas serve; False ends it."""
+"""A callback for the readiness line and the first gateway's address; False stops the fleet."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the launcher's own flags and those of the services."""
+    """Add serve's and the services' flags."""
     add_serve_flags(parser)
 
 
@@ -65,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:
-    """Run the fleet until it is stopped or cannot go on; return its exit code."""
+    """Run the fleet; return the exit code."""
     fleet = Fleet(plan.stop_stages, plan.restart_policy)
     events: asyncio.Queue[Event] = asyncio.Queue()
     pulses = PulseWatch(plan.hang_s)
@@ -86,7 +82,7 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
         await _perform(fleet.start(plan.start_order), children)
         exit_code = await _supervise(fleet, children, events)
         if fleet.refused_by:
-            _tell_last_words(fleet.refused_by, last_words[fleet.refused_by])
+            _report_last_words(fleet.refused_by, last_words[fleet.refused_by])
         return exit_code
     finally:
         for task in (attendant, watcher, announcer):
@@ -111,10 +107,9 @@ async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> N
 
 
 async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
-    """Wait until the fleet serves and call ``when_ready``; stop the fleet unless it says to keep serving."""
     keep_serving = False
     try:
-        readiness_line = await wait_until_serving(targets, started=time.monotonic(), tell=say)
+        readiness_line = await wait_until_serving(targets, started=time.monotonic(), report=say)
         keep_serving = await when_ready(readiness_line, targets[0].address)
     finally:
         if not keep_serving:
@@ -122,7 +117,6 @@ async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asy
 
 
 async def _announce_openai(address: str, gateways: Sequence[str]) -> None:
-    """Report when all replicas serve the OpenAI API too."""
     if address:
         await openai_front.wait_until_serving(address, len(gateways), gateways)
         say(f"OpenAI API on http://{address}/v1")
@@ -137,7 +131,6 @@ async def _print_readiness(readiness_line: str, address: str) -> bool:
 
 
 async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Event]") -> int:
-    """Give events to the fleet until it has ended; return its exit code."""
     while (exit_code := fleet.exit_code) is None:
         event = await _next_event(events, fleet.next_deadline)
         now = time.monotonic()
@@ -155,7 +148,7 @@ async def _supervise(fleet: Fleet, children: Children, events: "asyncio.Queue[Ev
 
 
 async def _next_event(events: "asyncio.Queue[Event]", deadline: float | None) -> Event | None:
-    """Return the next event, or None if there is none by the deadline (monotonic seconds)."""
+    """Return None at the deadline (monotonic seconds)."""
     timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
         async with asyncio.timeout(timeout):
@@ -177,16 +170,16 @@ async def _perform(actions: list[Action], children: Children) -> None:
                 say(text)
 
 
-def _tell_last_words(name: str, file: Path) -> None:
-    """Write why a process could not work, below the output of the others."""
+def _report_last_words(name: str, file: Path) -> None:
+    """Write why a process could not work."""
     try:
         _sink().write(file.read_text(encoding="utf-8"))
     except OSError:
-        say(f"{name} could not work as it was told to, and says why above")
+        say(f"{name} could not work with its settings; the lines above say why")
 
 
 def say(text: str) -> None:
-    """Write to stderr for the operator. A closed or full stderr does not stop serving."""
+    """A closed or full stderr does not stop serving."""
     _sink().write(f"headway serve: {text}\n")
 
 

@@ -1,7 +1,4 @@
-"""The settings of ``headway serve`` itself.
-
-Owns: these settings. Must not know: the services' settings, or how anything is started.
-"""
+"""The settings of ``headway serve`` itself."""
 
 import importlib.util
 from typing import Annotated
@@ -26,12 +23,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=64,
-            description="complete Headways side by side, each with a gateway on a port of its own, from that of grpc_address "
-            "on (each a free one, if that is 0); what is derived for each: see docs/openai.md",
+            description="complete Headways side by side; each has a gateway on its own port, from the port of grpc_address on "
+            "(or on a free port, if that is 0); docs/openai.md lists what else differs",
         ),
     ] = 1
     max_restarts: Annotated[
-        int, Meta(ge=0, le=1000, description="restarts of one process within restart_window_s before giving up")
+        int, Meta(ge=0, le=1000, description="most restarts of one process within restart_window_s")
     ] = 10
     restart_window_s: Annotated[
         float, Meta(gt=0, le=86400, description="seconds over which the restarts of a process are counted")
@@ -46,23 +43,23 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=65000,
-            description="loopback port for Prometheus to read the scheduler's metrics, the next for the executor's, those "
-            "after it for the gateway's, one a worker, then as many for the next replica; 0: none",
+            description="loopback port for the scheduler's Prometheus metrics; the next ports are for the executor and each "
+            "gateway worker, then for the next replica; 0: none",
         ),
     ] = 0
     probe_cert_file: Annotated[
         str,
         Meta(
-            description="PEM certificate with which serve itself asks whether the gateway is ready, where "
-            "tls_client_ca_file is set (with probe_key_file)"
+            description="PEM certificate with which serve itself checks the gateway, if tls_client_ca_file is set "
+            "(with probe_key_file)"
         ),
     ] = ""
     probe_key_file: Annotated[str, Meta(description="PEM private key of probe_cert_file")] = ""
     openai_address: Annotated[
         str,
         Meta(
-            description="HOST:PORT on loopback to serve the OpenAI and Anthropic APIs on, by starting smg in front of the "
-            "gateways (extra smg); a gateway with TLS or tokens needs an smg of its own, see docs/openai.md"
+            description="HOST:PORT on loopback for the OpenAI and Anthropic APIs; serve starts smg in front of the gateways "
+            "(extra smg); a gateway with TLS or tokens needs its own smg, see docs/openai.md"
         ),
     ] = ""
     smg_flags: Annotated[
@@ -73,7 +70,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check what types alone cannot.
 
         Raises:
-            ValueError: one of certificate and key is missing, or smg cannot be started.
+            ValueError: one of certificate and key is missing, or smg cannot start.
         """
         _check_openai(self)
         if bool(self.probe_cert_file) != bool(self.probe_key_file):
@@ -92,7 +89,7 @@ def _check_openai(config: ServeConfig) -> None:
     if not (host and is_loopback(host.strip("[]")) and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise ValueError(
             f"openai_address: {config.openai_address[:64]!r} is not allowed; allowed: HOST:PORT of a loopback address, "
-            "because this smg asks nobody for a key"
+            "because this smg checks no key"
         )
     if importlib.util.find_spec("smg") is None:
         raise ValueError(

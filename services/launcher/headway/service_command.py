@@ -1,7 +1,4 @@
-"""The commands ``headway scheduler``, ``executor`` and ``gateway``: one service, run by itself.
-
-Owns: nothing but the call. Must not know: what a setting means.
-"""
+"""One service by itself: ``headway scheduler``, ``executor`` and ``gateway``."""
 
 import argparse
 import os
@@ -11,12 +8,12 @@ from headway_process.parent import launcher_is_gone
 
 
 def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add ``--config`` and the flags of the service."""
+    """Add ``--config`` and the service's flags."""
     add_service_flags(parser, SERVICES[name])
 
 
 def run(arguments: argparse.Namespace, name: str) -> int:
-    """Run the service until it is stopped; see ``Command``."""
+    """See ``Command``."""
     config = load(SERVICES[name], arguments, os.environ)
     run_service = SERVICES[name].run
     if launcher_is_gone(os.environ):

@@ -1,8 +1,6 @@
-"""The three services: where their configuration is declared and how they are run.
+"""The three services, their configurations, and the model name ``demo``.
 
-Owns: the list of services, loading a configuration, the model name ``demo``, and the start-up line with the effective
-configuration. Must not know: what a setting means. A service is imported only when it is needed, because a scheduler's
-host has no torch.
+A service is imported only when needed, because a scheduler's host has no torch.
 """
 
 import argparse
@@ -35,7 +33,7 @@ DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
 SERVE = "serve"
 _LOG_DRAIN_S = 0.5
 
-# What the launcher settles itself when it runs all three; everything else of each service is also a flag of `serve`.
+# serve settles these itself; every other setting of a service is also a flag of `serve`.
 SETTLED_BY_SERVE = frozenset(
     {
         "ingress_address",
@@ -51,7 +49,7 @@ SETTLED_BY_SERVE = frozenset(
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the three processes, by the names of its modules."""
+    """A service's modules."""
 
     name: str
     package: str
@@ -70,12 +68,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> Callable[[Any], int]:
-        """The process: takes the configuration, returns the exit code."""
+        """The process; it returns the exit code."""
         run: Callable[[Any], int] = importlib.import_module(f"{self.package}.process").run
         return run
 
     def build(self, given: Layer) -> msgspec.Struct:
-        """Make and validate the configuration; ``ConfigurationError`` names the flag, variable or line that is wrong."""
+        """Make and validate the configuration."""
         return build(self.struct, given, lambda config: config.validate())  # type: ignore[attr-defined]
 
 
@@ -102,7 +100,7 @@ SERVICES = {
 
 
 def serve_settings() -> dict[str, Setting]:
-    """Return the settings of ``serve``: its own, and those of the services that it does not settle itself."""
+    """Return the settings that are flags of ``serve``."""
     settings = settings_of(ServeConfig)
     for service in SERVICES.values():
         for name, setting in service.settings.items():
@@ -112,10 +110,10 @@ def serve_settings() -> dict[str, Setting]:
 
 
 def load(service: Service, arguments: argparse.Namespace, environment: Mapping[str, str]) -> msgspec.Struct:
-    """Build the configuration of a service that runs by itself.
+    """Build the configuration of a service by itself.
 
     Raises:
-        ConfigurationError: some source is wrong; nothing has been started.
+        ConfigurationError: a source is wrong.
     """
     from_flags = given_by_flags(arguments, service.settings)
     from_file = sources_in_file(arguments, environment)[service.name]
@@ -124,10 +122,10 @@ def load(service: Service, arguments: argparse.Namespace, environment: Mapping[s
 
 
 def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Layer]:
-    """Read the ``--config`` file, if given, by section; also check the names in the environment.
+    """Read the ``--config`` file.
 
     Raises:
-        ConfigurationError: an unknown variable, or a file that is wrong.
+        ConfigurationError: an environment variable is unknown, or the file is wrong.
     """
     sections = {SERVE: serve_settings(), **{name: service.settings for name, service in SERVICES.items()}}
     check_environment(environment, sections)
@@ -145,13 +143,13 @@ def with_model_directory(given: Layer) -> dict[str, Any]:
 
 
 def add_service_flags(parser: argparse.ArgumentParser, service: Service) -> None:
-    """Add ``--config`` and the flags of one service."""
+    """Add ``--config`` and one service's flags."""
     add_config_flag(parser)
     add_setting_flags(parser, service.settings.values())
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config``, the launcher's own flags, then those of the services, each once."""
+    """Add ``--config``, serve's and the services' flags."""
     add_config_flag(parser)
     own = settings_of(ServeConfig)
     shown_already = set(own) | SETTLED_BY_SERVE
@@ -163,7 +161,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names the TOML file."""
+    """Add the TOML file's flag."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -173,7 +171,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def announce(name: str, config: msgspec.Struct) -> None:
-    """Log the effective configuration in one line on stderr, at level debug."""
+    """Log the effective configuration at level debug."""
     import structlog
 
     from headway_process.logs import replica_field

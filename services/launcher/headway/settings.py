@@ -1,8 +1,4 @@
-"""The fields of a configuration struct as settings with names, types and help.
-
-Owns: the flag and the environment variable of a field, reading a value, and the words for allowed values. Must not
-know: which services exist, or where values come from.
-"""
+"""The fields of a configuration struct as settings with names, types and help."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +13,7 @@ SHOWN_VALUE_CHARS = 64
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be used. The message is one line for its author."""
+    """The message is one line for the user."""
 
     exit_code = 2
 
@@ -29,7 +25,7 @@ class ModelDirectoryError(ConfigurationError):
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of a configuration struct. ``default`` has no meaning if ``required``."""
+    """One field. ``default`` has no meaning if ``required``."""
 
     name: str
     type: Any
@@ -38,32 +34,32 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     required: bool
     default: Any
     within: str = ""
-    """The values that are allowed, where they can be listed or lie between bounds."""
+    """The allowed values, if they are a list or a range."""
 
     @property
     def flag(self) -> str:
-        """The name on the command line; singular for a mapping, because it gives one entry."""
+        """The flag; singular for a mapping."""
         name = self.name.removesuffix("s") if self.is_mapping else self.name
         return "--" + name.replace("_", "-")
 
     @property
     def is_bool(self) -> bool:
-        """Whether the flag is ``--x`` or ``--no-x``, without a value."""
+        """Whether the flag has no value."""
         return isinstance(self.shape, inspect.BoolType)
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping, given as KEY=VALUE."""
+        """Whether the value is given as KEY=VALUE."""
         return isinstance(self.shape, inspect.DictType)
 
     @property
     def is_sequence(self) -> bool:
-        """Whether the value is a sequence, given with commas or by repeating the flag."""
+        """Whether the value is a sequence."""
         return isinstance(self.shape, inspect.VarTupleType | inspect.ListType)
 
 
 def settings_of(struct: type[msgspec.Struct]) -> dict[str, Setting]:
-    """Return the settings of a configuration struct by field name, in the order of its fields."""
+    """Return a struct's settings, in order."""
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
     types_by_name = {field.name: field.type for field in msgspec.structs.fields(struct)}
@@ -101,17 +97,17 @@ def _within(shape: inspect.Type) -> str:
 
 
 def variable_of(section: str, name: str) -> str:
-    """Return the environment variable of a setting, as in ``HEADWAY_SCHEDULER_MAX_NUM_SEQS``."""
+    """Return the environment variable, as in ``HEADWAY_SCHEDULER_MAX_NUM_SEQS``."""
     return f"HEADWAY_{section}_{name}".upper()
 
 
 def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
-    """Read a value from the texts of a flag, one per use, or from the one text of a variable.
+    """Read the texts of a flag, one per use, or a variable's one text.
 
-    A scalar takes the last text; mappings and sequences take all.
+    A scalar takes the last text.
 
     Raises:
-        ConfigurationError: the text is no value of the setting's type.
+        ConfigurationError: the text does not fit the type.
     """
     if setting.is_mapping:
         return _checked(setting, _entries(texts, origin), origin)
@@ -121,10 +117,10 @@ def from_text(setting: Setting, texts: Sequence[str], origin: str) -> Any:
 
 
 def from_toml(setting: Setting, value: Any, origin: str) -> Any:
-    """Check a value that TOML has typed.
+    """Check a TOML value.
 
     Raises:
-        ConfigurationError: the value is not of the setting's type.
+        ConfigurationError: it does not fit the type.
     """
     return _checked(setting, value, origin, strict=True)
 
@@ -147,22 +143,22 @@ def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False)
 
 
 def shown(value: object) -> str:
-    """Quote a value for a message: at most 64 characters, in one line."""
+    """Quote a value in at most 64 characters."""
     text = str(value)
     cut = text[:SHOWN_VALUE_CHARS] + ("..." if len(text) > SHOWN_VALUE_CHARS else "")
     return repr(cut)
 
 
 def one_line(text: object) -> str:
-    """Return an error's or a server's text in one line."""
+    """Return a text in one line."""
     return " ".join(str(text).split())
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:
-    """Return the content of a file, or None if none is named.
+    """Return a file's content, if one is named.
 
     Raises:
-        ConfigurationError: the file cannot be read.
+        ConfigurationError: the file is unreadable.
     """
     try:
         return Path(path).read_bytes() if path else None
@@ -171,10 +167,10 @@ def bytes_of_file(path: str | None, origin: str) -> bytes | None:
 
 
 def token_of_file(path: str | None, origin: str) -> str:
-    """Return the bearer token in a file, or an empty text if none is named.
+    """Return the bearer token in a file, if one is named.
 
     Raises:
-        ConfigurationError: the file cannot be read, or holds something else than one word of printable ASCII.
+        ConfigurationError: the file is unreadable, or not one word of printable ASCII.
     """
     words = (bytes_of_file(path, origin) or b"").decode("ascii", "replace").split()
     if len(words) > 1 or not all(word.isascii() and word.isprintable() for word in words):
@@ -183,7 +179,7 @@ def token_of_file(path: str | None, origin: str) -> str:
 
 
 def allowed(setting: Setting) -> str:
-    """Describe which values a setting's type allows."""
+    """Describe the allowed values."""
     return _allowed(setting.shape)
 
 
@@ -215,7 +211,7 @@ def _bounds(shape: inspect.IntType | inspect.FloatType) -> str:
 
 
 def metavar(setting: Setting) -> str:
-    """Return the placeholder that help texts show for a value."""
+    """Return the value's placeholder for help texts."""
     match setting.shape:
         case inspect.IntType() | inspect.FloatType():
             return "N"
@@ -228,7 +224,7 @@ def metavar(setting: Setting) -> str:
 
 
 def as_text(setting: Setting, value: Any) -> list[str]:
-    """Return the words on a command line that give a setting this value; the inverse of ``from_text``."""
+    """The inverse of ``from_text``."""
     if setting.is_bool:
         return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
     if setting.is_mapping:

@@ -1,7 +1,6 @@
-"""The private directory of a launcher's sockets, and the removal of abandoned ones.
+"""The private directory of a launcher's sockets.
 
-Owns: its place, its permissions, and the sign that it is unused. Must not know: what the sockets are for. A launcher
-locks a file in its directory; the kernel releases the lock when the launcher ends in any way.
+A launcher locks a file in its directory; the kernel releases the lock when the launcher ends in any way.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _LONGEST_NAME = f"/{_PREFIX}12345678/ingress"
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Make a directory that only this user can enter, and remove it at the end; first remove abandoned ones.
+    """Make a directory that only this user can enter, and remove it at the end.
 
     A Unix socket's path has at most 107 bytes, so the system's own directory replaces a long TMPDIR.
     """
@@ -30,7 +29,7 @@ def socket_directory() -> Iterator[Path]:
     if len(os.fsencode(parent + _LONGEST_NAME)) > MAX_IPC_PATH_BYTES:
         parent = "/tmp"  # noqa: S108  # mkdtemp below makes a fresh private directory in it
     remove_abandoned(Path(parent))
-    # It gets its name only when it is locked, or another launcher could take it for abandoned.
+    # It gets its name only when locked. Otherwise another launcher could take it for abandoned.
     unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED_PREFIX, dir=parent))
     lock = os.open(unfinished / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -45,7 +44,7 @@ def socket_directory() -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove this user's socket directories in ``parent`` whose launcher has ended; return them."""
+    """Remove this user's directories whose launcher has ended."""
     removed = []
     for directory in sorted(parent.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):

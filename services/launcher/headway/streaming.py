@@ -1,8 +1,4 @@
-"""Runs prompts against a server and measures the answers.
-
-Owns: the figures of an answer as its client sees them, and running many prompts at once. Must not know: where prompts
-come from, or how answers are shown.
-"""
+"""Runs prompts against a server and measures the answers."""
 
 import asyncio
 import time
@@ -16,7 +12,7 @@ _TEXTS_AT_ONCE = 64
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and its options. ``title`` is the prompt as shown to people."""
+    """A prompt and its options, with a ``title`` for people."""
 
     title: str
     prompt: str | list[ChatMessage]
@@ -24,14 +20,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job. Times in seconds, at the client, from sending.
+    """The result of a job. Times are in seconds from sending.
 
-    ``mean_itl_s`` is the time from the first to the last token over the number of gaps; it is 0 for fewer than two
-    tokens. ``prompt`` is filled if it was asked for.
+    ``mean_itl_s`` is the time from the first to the last token over the number of gaps, if any.
     """
 
     request_id: str = ""
-    """What ``headway explain`` asks for; empty where the request was not accepted."""
+    """The id for ``headway explain``; empty if the request was not accepted."""
     text: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -44,13 +39,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over the time from sending to the end."""
+        """Output tokens over the whole time."""
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
 
 async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], None]) -> Answer:
-    """Stream one job to its end. ``on_text`` gets each piece of text and its number of tokens. A failed request is an
-    answer with an error, so other jobs go on.
+    """Stream one job. ``on_text`` gets each text and its number of tokens.
+
+    A failed request gives an answer with an error, so other jobs go on.
     """
     sent = time.perf_counter()
     first = last = 0.0
@@ -87,11 +83,7 @@ async def answer(client: AsyncClient, job: Job, on_text: Callable[[str, int], No
 
 
 async def texts_of(client: AsyncClient, prompt: PromptTokens) -> dict[int, str]:
-    """Return the text of each token in the log probabilities of a prompt.
-
-    Raises:
-        HeadwayError: the server did not tell.
-    """
+    """Return the text of each token."""
     token_ids = sorted(
         {one for entry in prompt.logprobs for one in (entry.token_id, *(other for other, _ in entry.top))}
     )
@@ -110,9 +102,9 @@ async def answer_all(
     on_tokens: Callable[[int], None],
     on_answer: Callable[[int, Answer], None],
 ) -> list[Answer]:
-    """Run the jobs, at most ``concurrency`` at a time; return their answers in the same order.
+    """Run at most ``concurrency`` jobs at a time; return the answers in order.
 
-    ``on_tokens`` gets counts of tokens as they come; ``on_answer`` gets each job's number and answer when it ends.
+    ``on_tokens`` gets numbers of new tokens; ``on_answer`` gets each job's number and answer.
     """
     slots = asyncio.Semaphore(concurrency)
 

@@ -1,8 +1,4 @@
-"""The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out.
-
-Owns: restarts with back-off and a budget, the order of a stop, and the exit code. Must not know: how a process is
-started or signalled, what it does, or the clock.
-"""
+"""The supervision of a fleet of processes, as a pure state machine: events and the time in, actions out."""
 
 import itertools
 from collections import deque
@@ -11,16 +7,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 USER_ERROR_EXIT_CODES = frozenset({2, 3})
-"""Configuration (2) and model files (3): starting again cannot help, and the process has written why."""
+"""Configuration (2) and model files (3): a restart cannot help, and the process has written why."""
 
 RESTARTS_EXHAUSTED_EXIT_CODE = 1
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how fast a dead process is started again. Times in seconds.
+    """How often and how fast a dead process restarts. Times are in seconds.
 
-    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``. A process that ran
-    for a whole window starts afresh. More than ``max_restarts`` within a window end the fleet.
+    The delay doubles with each restart within the window, from ``first_delay_s`` to ``max_delay_s``. More than
+    ``max_restarts`` within a window end the fleet.
     """
 
     max_restarts: int = 10
@@ -36,13 +32,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Terminate(msgspec.Struct, frozen=True, tag=True):
-    """Ask the process to end (SIGTERM)."""
+    """Send SIGTERM."""
 
     name: str
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """End the process and its descendants (SIGKILL)."""
+    """Send SIGKILL to a whole session."""
 
     name: str
 
@@ -57,10 +53,10 @@ Action = Start | Terminate | Kill | Report
 
 
 class Fleet:
-    """The processes of one served model, from the first start to the last exit.
+    """The processes of one served model.
 
-    ``stop_stages`` are the stages of an orderly stop. Each stage maps names to seconds from SIGTERM to SIGKILL, and
-    begins when all processes of the stage before have ended. ``policy`` is for restarts.
+    Each of the ``stop_stages`` maps names to seconds from SIGTERM to SIGKILL. It begins when all processes of the stage
+    before have ended.
     """
 
     def __init__(self, stop_stages: Sequence[Mapping[str, float]], policy: RestartPolicy) -> None:
@@ -79,12 +75,12 @@ class Fleet:
 
     @property
     def refused_by(self) -> str:
-        """The process that refused its settings and so ended the others; empty without one."""
+        """The process that refused its settings."""
         return self._refused_by
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code once the fleet has ended; None before."""
+        """The exit code, once ended."""
         has_ended = self._stopping and not self._alive and not self._restart_at
         return self._exit_code if has_ended else None
 
@@ -94,12 +90,12 @@ class Fleet:
         return min((*self._restart_at.values(), *self._kill_at.values()), default=None)
 
     def start(self, names: Sequence[str]) -> list[Action]:
-        """Start the fleet in this order; no process waits for another."""
+        """Start in this order; no process waits."""
         self._alive.update(names)
         return [Start(name) for name in names]
 
     def child_exited(self, name: str, returncode: int, now: float) -> list[Action]:
-        """Process the end of a child; ``returncode`` is negative for a signal."""
+        """Process an end; ``returncode`` is negative for a signal."""
         self._alive.discard(name)
         self._kill_at.pop(name, None)
         if self._stopping:
@@ -114,13 +110,13 @@ class Fleet:
         return self._restart_or_give_up(name, returncode, now)
 
     def child_hangs(self, name: str) -> list[Action]:
-        """Process a child's silence; its end follows as another event."""
+        """Process silence; the end follows."""
         return [Report(f"{name} gives no sign of life; killing it"), Kill(name)]
 
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
-        """Begin an orderly stop; a second request kills at once, with ``impatient_exit_code``.
+        """Begin an orderly stop; a second request kills at once.
 
-        A process that dies meanwhile without having been asked is started again, to finish accepted work.
+        A process that dies unasked meanwhile restarts, to finish accepted work.
         """
         if self._stopping:
             self._is_orderly = False
@@ -134,7 +130,7 @@ class Fleet:
         return [Report("stopping: " + ", then ".join(stages)), *self._terminate_next(now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due: delayed restarts, and kills of processes that did not end when asked."""
+        """Do due restarts and kills."""
         actions: list[Action] = []
         for name in [name for name, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -159,7 +155,7 @@ class Fleet:
         return [Report(f"{ended}; starting it again in {delay:g} s")]
 
     def _stop_all(self, exit_code: int, now: float) -> list[Action]:
-        """Stop everything out of order, because the others cannot finish without the lost process."""
+        """The others cannot finish without the lost process."""
         self._stopping = True
         self._is_orderly = False
         self._exit_code = exit_code
@@ -177,7 +173,7 @@ class Fleet:
         return Terminate(name)
 
     def _is_needed(self, name: str) -> bool:
-        """Return whether a process that stops before this one still has work."""
+        """A process that stops earlier may still have work."""
         earlier = itertools.takewhile(lambda stage: name not in stage, self._stages)
         return any(other in self._alive for stage in earlier for other in stage)
 

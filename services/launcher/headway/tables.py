@@ -1,13 +1,10 @@
-"""Tables of text.
-
-Owns: the alignment of columns. Must not know: their contents.
-"""
+"""Tables of text."""
 
 from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return one line per row. The columns in ``left`` are aligned to the left, the others to the right."""
+    """Return one line per row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

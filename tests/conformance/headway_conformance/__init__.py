@@ -9,10 +9,9 @@ Owns: the public names of the suite. Must not know: any backend under test, sock
 
 For an installed backend: ``python -m headway_conformance --backend NAME``.
 
-A scenario is a script. Its ``SchedulerOutput`` messages pass through the executor's ``BatchState`` to the backend,
-several steps ahead of the results. The suite checks the form of each answer, and compares tokens with a reference: for
-a real model the ``torch`` backend's eager operators in float32, one request at a time; for a backend without a model,
-the backend itself with each request alone.
+A scenario sends ``SchedulerOutput`` messages through ``BatchState`` to the backend, several steps ahead of the results.
+The suite checks each answer's form, and compares tokens with a reference: for a real model the ``torch`` backend's
+eager operators in float32, one request at a time; without a model, the backend with each request alone.
 """
 
 from headway_conformance.failures import CannotCheck, ConformanceFailure

@@ -1,6 +1,6 @@
 """``python -m headway_conformance --backend NAME``: every scenario on an installed backend.
 
-Owns: the flags, the table and the exit code. Must not know: what a scenario does.
+Owns: flags, table, exit code.
 
 Exit code 0: everything passed or does not apply. 1: something failed. 2: it could not be checked.
 """
@@ -25,7 +25,6 @@ EXIT_CANNOT_CHECK = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scenarios of the flags; return the exit code."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     chosen = _chosen(flags.scenario, parser)

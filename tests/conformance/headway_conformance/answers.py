@@ -1,6 +1,6 @@
-"""The form of a step's answer, whatever the tokens are.
+"""The form of a step's answer.
 
-Owns: the checks of a ``StepResult`` against its step. Must not know: which tokens are right.
+Owns: checking a ``StepResult``. Must not know: which tokens are right.
 """
 
 import itertools
@@ -20,10 +20,8 @@ _ROUNDING = 1e-5
 
 
 class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer to a step must contain.
-
-    ``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``. ``has_moves``: blocks were
-    moved before. ``prompts``: the reported prompts, rows ascending.
+    """``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``; ``prompts`` have rows
+    ascending.
     """
 
     where: str
@@ -35,7 +33,7 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedPrompt(msgspec.Struct, frozen=True):
-    """The part of a prompt that a step reports: positions ``first`` to ``end - 1``, and the number of alternatives."""
+    """A step reports positions ``first`` to ``end - 1``."""
 
     row: int
     first: int
@@ -44,7 +42,7 @@ class AskedPrompt(msgspec.Struct, frozen=True):
 
 
 def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> None:
-    """Check the form of a result. Raises ``ConformanceFailure``: says what is wrong, in one line."""
+    """Check an answer. Raises ``ConformanceFailure``: says what is wrong."""
     require(isinstance(result, StepResult), f"{asked.where}: execute gave {type(result).__name__}, not a StepResult")
     tokens = _check_tokens(asked, result)
     errors = _check_errors(asked, result)
@@ -61,12 +59,10 @@ def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> Non
 
 
 def parts_of(result: StepResult, sampling_rows: tuple[int, ...]) -> list[tuple[StepResult, tuple[int, ...]]]:
-    """Split the result of a speculating step into parts with one token a row: first tokens, second ones and so on.
-
-    Each part comes with its rows.
+    """Split a speculating step's result into parts with one token a row, each with its rows.
 
     Raises:
-        ConformanceFailure: there are more or fewer tokens or log probabilities than ``accepted_tokens`` says.
+        ConformanceFailure: ``accepted_tokens`` says another number of tokens or log probabilities.
     """
     accepted = {} if result.accepted_tokens is None else dict(result.accepted_tokens[[0, 2]].T.tolist())
     num_tokens = {row: 1 + accepted.get(row, 0) for row in sampling_rows}
@@ -182,7 +178,7 @@ def _check_times(asked: AskedStep, result: StepResult) -> None:
 
 
 def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
-    """The result must fit into its message; a numpy number, for example, does not."""
+    """A numpy number, for example, does not fit into its message."""
     output = ExecutorOutput(
         epoch=1,
         step=0,

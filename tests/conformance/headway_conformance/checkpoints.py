@@ -1,10 +1,7 @@
 """Tiny checkpoints with random weights, one per family of models.
 
-Owns: their configuration, tensors and tokenizer of single characters. Must not know: how a model computes, or what
-reads the files.
-
-Every value is exact in bfloat16, so all dtypes load the same weights. Weights are wide, so that logits lie far apart
-and depend on every token attended to.
+Every value is exact in bfloat16, so all dtypes load the same weights. Wide weights make logits lie far apart and depend
+on every token.
 """
 
 import json
@@ -38,10 +35,7 @@ _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def write_checkpoint(directory: Path, family: str, size: Size) -> Path:
-    """Write the checkpoint of one family into ``directory/family-size``, unless it is there; return that directory.
-
-    The same family and size give the same bytes.
-    """
+    """Write a checkpoint into ``directory/family-size``, always with the same bytes."""
     from safetensors.numpy import save_file
 
     target = directory / f"{family}-{size.name}"
@@ -59,7 +53,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def _tokenizer(size: Size) -> dict[str, Any]:
-    """Token 0 ends a text; each later one is a printable character, in byte-level form."""
+    """Token 0 ends a text; each later one is a printable character."""
     characters = ["Ġ" if character == " " else character for character in _CHARACTERS[: size.vocab_size - 1]]
     kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": EOS_TOKEN_ID, "content": _END, "special": True}
@@ -135,7 +129,7 @@ def _values(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDA
         return draw.uniform(0.6, 1.6, shape)
     if name.endswith(".bias"):
         return draw.normal(0.0, 0.3, shape)
-    # Per input, so that outputs are about as large at any size, and attention weighs as much as the rest.
+    # Scale per input, so that outputs are about as large at any size, and attention weighs as much as the rest.
     gain = 2.0 if "v_proj" in name or "o_proj" in name else 1.0
     if "embed" in name:
         return draw.normal(0.0, 1.0, shape)

@@ -1,7 +1,6 @@
 """The executor's side of a step, without frames: from a message to the backend and back.
 
-Owns: ``BatchState``, the calls of the backend in the order of ``headway_executor.loop``, and waiting. Must not know:
-what is scheduled, or what a result should be.
+Owns: ``BatchState``, calls of the backend, waiting. Must not know: right results.
 """
 
 from collections.abc import Callable
@@ -9,16 +8,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from headway_conformance.failures import ConformanceFailure
-from headway_executor.backend import NOBODY_SPECULATED, BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_executor.backend import NO_SPECULATION, BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.batch_state import BatchState
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo, SchedulerOutput
 
 
 class ExecutorSide:
-    """An open backend behind a ``BatchState``, on its own thread unless it executes inline. A step may take
-    ``timeout_s``.
-    """
+    """An open backend behind a ``BatchState``."""
 
     def __init__(
         self, create_backend: Callable[[], ExecutorBackend], config: BackendConfig, *, timeout_s: float
@@ -31,7 +28,6 @@ class ExecutorSide:
         self._state = BatchState(self.info)
 
     def begin_epoch(self) -> None:
-        """Forget every row, as after a ``NewEpoch``. The next step informs the backend."""
         self._state.begin_epoch()
 
     def submit(self, output: SchedulerOutput) -> Future[StepResult]:
@@ -47,7 +43,7 @@ class ExecutorSide:
         return execute(self._backend, batch)
 
     def wait(self, future: Future[StepResult]) -> StepResult:
-        """The result of a step.
+        """Wait for a step's result.
 
         Raises:
             ConformanceFailure: it did not come in time.
@@ -56,15 +52,14 @@ class ExecutorSide:
         return wait(future, self._timeout_s)
 
     def accept(self, result: StepResult) -> None:
-        """Count the accepted proposals of a step. Raises ``ConformanceFailure``: the number is impossible."""
-        accepted = NOBODY_SPECULATED if result.accepted_tokens is None else result.accepted_tokens
+        """Count accepted proposals. Raises ``ConformanceFailure``: the number is impossible."""
+        accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
         try:
             self._state.accept(accepted)
         except ValueError as error:
             raise ConformanceFailure(f"accepted_tokens: {error}") from error
 
     def close(self) -> None:
-        """Close the backend."""
         self._backend.close()
 
 
@@ -79,7 +74,7 @@ def execute(backend: ExecutorBackend, batch: StepBatch) -> Future[StepResult]:
 
 
 def wait(future: Future[StepResult], timeout_s: float) -> StepResult:
-    """The result of a step; see ``ExecutorSide.wait``."""
+    """See ``ExecutorSide.wait``."""
     try:
         return future.result(timeout_s)
     except FutureTimeoutError as error:

@@ -1,6 +1,6 @@
 """Whether the tokens and log probabilities of a request are right.
 
-Owns: the comparison, and the definition of a tie. Must not know: steps, or how the requests were scheduled.
+Owns: comparing, ties. Must not know: steps.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,11 @@ TOLERANCES = {EXACT_DTYPE: 1e-4, "float16": 0.06, "bfloat16": 0.5}
 
 
 class Oracle(Protocol):
-    """Knows the right draws of a request."""
-
     def check(self, request: ScriptedRequest) -> None:
         """Check the output of a request that has ended.
 
         Raises:
-            ConformanceFailure: says which token or log probability is wrong.
+            ConformanceFailure: a token or log probability is wrong.
         """
         ...
 
@@ -33,9 +31,8 @@ class Oracle(Protocol):
 class ReferenceOracle:
     """Compares with a reference, token by token, each after the history that the request really had.
 
-    With ``exact_draws`` every token must be the reference's; a greedy one may be another if both are about equally
-    likely (within twice ``tolerance``). Without, for low precision, only the log probability of a random draw is
-    checked.
+    With ``exact_draws`` every token must be the reference's, but for a greedy one that is about equally likely (within
+    twice ``tolerance``). Without, for low precision, a random draw needs only the right log probability.
     """
 
     def __init__(self, reference: Reference, *, tolerance: float, exact_draws: bool) -> None:
@@ -44,7 +41,6 @@ class ReferenceOracle:
         self._exact_draws = exact_draws
 
     def check(self, request: ScriptedRequest) -> None:
-        """See ``Oracle.check``."""
         for place, (token, logprobs) in enumerate(zip(request.output, request.logprobs, strict=True)):
             history = tuple(request.prompt + request.output[:place])
             where = f"output token {place} of {_described(request)}"
@@ -95,7 +91,7 @@ class ReferenceOracle:
 
 
 class AloneOracle:
-    """Compares with the same request alone on another backend: its prompt in one step, then one step per token."""
+    """Compares with the same request alone, whose prompt runs in one step."""
 
     def __init__(self, open_scheduler: Callable[[], ScriptedScheduler]) -> None:
         self._open_scheduler = open_scheduler
@@ -103,7 +99,6 @@ class AloneOracle:
         self._known: dict[tuple[tuple[int, ...], int, SamplingParams], ScriptedRequest] = {}
 
     def check(self, request: ScriptedRequest) -> None:
-        """See ``Oracle.check``."""
         alone = self._alone(request)
         where = _described(request)
         expected_output = alone.output[: len(request.output)]

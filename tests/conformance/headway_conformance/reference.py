@@ -1,10 +1,10 @@
 """The right draws of a real model after a given history, and their likelihoods.
 
-Owns: the reference (the ``torch`` backend's eager operators in float32 on one row) and its earlier answers. Must not
-know: the backend under test, steps, or comparisons.
+Owns: the reference (the ``torch`` backend's eager operators in float32 on one row), its earlier answers. Must not know:
+the backend under test.
 
-It answers token by token, each after the history that the backend really had. So one different draw, likely in low
-precision, says nothing about later draws.
+It answers after the history that the backend really had: one different draw, likely in low precision, says nothing
+about later draws.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,6 @@ _History = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn token with its logprobs, or an error."""
-
     token: int
     logprobs: RowLogprobs | None
     error: str | None
@@ -66,11 +64,10 @@ class Reference:
 
     @property
     def info(self) -> BackendInfo:
-        """The reference's announcement."""
         return self._executor.info
 
     def draw(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
-        """The next draw of a request with these parameters, with as many logprobs as possible."""
+        """Draw the next token, with all logprobs."""
         asked = msgspec.structs.replace(sampling, logprobs=MAX_LOGPROBS, prompt_logprobs=NO_LOGPROBS)
         key = (history, num_prompt_tokens, asked)
         if key not in self._draws:
@@ -78,7 +75,6 @@ class Reference:
         return self._draws[key]
 
     def logprob(self, history: _History, token: int) -> float:
-        """The log probability of ``token`` after ``history``."""
         key = (history, token)
         if key not in self._logprobs:
             forcing = msgspec.structs.replace(GREEDY, logit_bias=((token, _FORCING_BIAS),))
@@ -105,7 +101,7 @@ class Reference:
     def _message(
         self, history: _History, num_prompt_tokens: int, num_computed: int, sampling: SamplingParams
     ) -> SchedulerOutput:
-        """A step that starts the row again; its blocks keep what was computed before."""
+        """The blocks keep what was computed before."""
         count = len(history) - num_computed
         request = NewRequest(
             row=0,
@@ -135,7 +131,7 @@ _OPEN: dict[tuple[str, str], Reference] = {}
 
 
 def reference_for(directory: Path, family: str, size: Size) -> Reference:
-    """The reference of a checkpoint of ``write_checkpoint``; one per family and size in this process.
+    """Share one reference per family and size.
 
     Raises:
         CannotCheck: torch is not installed.

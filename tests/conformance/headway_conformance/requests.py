@@ -1,6 +1,6 @@
-"""One request of a script: its parameters, its place, and its results.
+"""One request of a script.
 
-Owns: the fields of a request and the arithmetic of rule 3. Must not know: steps, or the scheduler.
+Owns: the arithmetic of rule 3. Must not know: steps.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,6 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class PromptToken:
-    """The report of one token of a prompt."""
-
     logprob: float
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
@@ -25,10 +23,9 @@ class PromptToken:
 class ScriptedRequest:
     """One request; results fill ``output``, ``logprobs``, ``prompt_logprobs`` (by position) and ``error``.
 
-    A request that is not ``foreseen`` ends as if by a stop token: only its results show that it has had ``max_tokens``,
-    and steps in flight then draw surplus tokens for it. ``row`` is -1 without a row. ``num_computed`` and
-    ``num_tokens`` run ahead of the results, as a scheduler's do. ``life`` changes when its steps in flight no longer
-    count.
+    If it is not ``foreseen``, only its results show the end, and steps in flight draw surplus tokens for it. ``row`` is
+    -1 without a row. ``num_computed`` and ``num_tokens`` run ahead of the results. A new ``life`` makes steps in flight
+    not count.
     """
 
     prompt: list[int]
@@ -48,26 +45,22 @@ class ScriptedRequest:
 
     @property
     def history(self) -> list[int]:
-        """Prompt and output so far."""
         return self.prompt + self.output
 
     @property
     def remaining(self) -> int:
-        """Tokens known or in flight that are not computed yet; 1 in decode."""
+        """Tokens that are not computed yet; 1 in decode."""
         return self.num_tokens - self.num_computed
 
     @property
     def ended(self) -> bool:
-        """Whether the results complete the request, or it failed."""
         return self.error is not None or len(self.output) >= self.max_tokens
 
     @property
     def fully_scheduled(self) -> bool:
-        """Whether it is foreseen that no further step is needed."""
         return self.foreseen and self.num_tokens >= len(self.prompt) + self.max_tokens
 
     def record_prompt(self, values: PromptLogprobColumns) -> None:
-        """Record a result's report of the prompt."""
         own, top_ids, tops = (column.tolist() for column in values.values())
         for place, (logprob, ids, alternatives) in enumerate(zip(own, top_ids, tops, strict=True)):
             reported = PromptToken(logprob, tuple(ids), tuple(alternatives))

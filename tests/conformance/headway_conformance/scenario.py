@@ -1,7 +1,4 @@
-"""One scenario: a name, the sentence that it proves, and the script.
-
-Owns: the shape of a scenario. Must not know: any of them, or how backends are opened.
-"""
+"""One scenario: a name, the sentence that it proves, and the script."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +9,7 @@ from headway_conformance.stage import Stage
 
 @dataclass(frozen=True)
 class Scenario:
-    """``run`` raises ``ConformanceFailure`` if the backend does not conform. ``family`` names its model."""
+    """``run`` raises ``ConformanceFailure``. ``family`` names its model."""
 
     name: str
     proves: str
@@ -24,6 +21,6 @@ class Scenario:
 
 
 def scenario(run: Callable[[Stage], None]) -> Scenario:
-    """Make a scenario of a function; its docstring is what it proves."""
+    """Make a scenario; the function's docstring is what it proves."""
     proves = " ".join((run.__doc__ or "").split())
     return Scenario(name=run.__name__, proves=proves, run=run)

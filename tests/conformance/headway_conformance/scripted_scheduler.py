@@ -1,11 +1,11 @@
 """A scheduler reduced to its arithmetic: it runs a script and writes it as step messages.
 
-Owns: rows, blocks and host blocks, the messages of ``headway_proto.step``, and which results still count. Must not
-know: policies (the script decides), the backend, or which tokens are right.
+Owns: rows, blocks, host blocks, and which results still count. Must not know: policies (the script decides), right
+tokens.
 
-It learns tokens only from results, so with several steps in flight it schedules a token before it knows the one before.
-Rows, blocks and the entries of a message are shuffled, so that a backend cannot rely on their order. Freed ones are
-used again first, in the same step if possible.
+With several steps in flight it schedules a token before it knows the one before. It shuffles rows, blocks and the
+entries of a message, so that a backend cannot rely on their order. It reuses freed ones first, in the same step if
+possible.
 """
 
 import random
@@ -37,7 +37,7 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step in flight: the required answer, the drawing requests, and those with reported prompts, rows ascending."""
+    """``prompts`` have their rows ascending."""
 
     asked: AskedStep
     drawings: tuple[_Drawing, ...]
@@ -57,8 +57,6 @@ class _Diff:
 
 
 class _Places:
-    """The free rows, blocks and host blocks of one epoch, shuffled; freed ones are used again first."""
-
     def __init__(self, info: BackendInfo, chance: random.Random) -> None:
         self.rows = list(range(info.max_num_rows))
         self.blocks = list(range(info.num_blocks))
@@ -82,7 +80,7 @@ class _Places:
 
 
 class ScriptedScheduler:
-    """Drives ``executor``; at most ``depth`` steps are in flight, each of at most ``max_num_batched_tokens`` tokens."""
+    """Drives ``executor``, with at most ``depth`` steps in flight."""
 
     def __init__(self, executor: ExecutorSide, *, max_num_batched_tokens: int, depth: int = 1, seed: int = 0) -> None:
         self.depth = depth
@@ -98,7 +96,7 @@ class ScriptedScheduler:
         self._abandoned: list[Future[StepResult]] = []
         self._begin()
 
-    # What a script decides; it takes effect with the next step.
+    # These take effect with the next step.
 
     def admit(
         self,
@@ -108,7 +106,7 @@ class ScriptedScheduler:
         blocks: Iterable[int] = (),
         num_computed: int = 0,
     ) -> None:
-        """Give the request a row (None: any). The first ``num_computed`` positions are in the first of ``blocks``."""
+        """Give the request a row. The first ``num_computed`` positions are in the first of ``blocks``."""
         request.row = self._free.rows.pop() if row is None else row
         if row is not None:
             self._free.rows.remove(row)
@@ -121,7 +119,7 @@ class ScriptedScheduler:
         self._diff.admitted.append(request)
 
     def finish(self, request: ScriptedRequest) -> None:
-        """Free the request's row and blocks; its steps in flight still count."""
+        """Free row and blocks; steps in flight still count."""
         del self.live[request.row]
         self._diff.finished_rows.append(request.row)
         self._free.rows.append(request.row)
@@ -131,17 +129,17 @@ class ScriptedScheduler:
         request.blocks = []
 
     def preempt(self, request: ScriptedRequest) -> None:
-        """Free its row and blocks and ignore its steps in flight; ``admit`` starts it again from its tokens."""
+        """Free row and blocks and ignore steps in flight."""
         request.life += 1
         self.finish(request)
 
     def swap_out(self, request: ScriptedRequest) -> None:
-        """Free its row and move its blocks to the host. Its steps in flight still count."""
+        """Free the row and move the blocks to the host. Steps in flight still count."""
         request.host_blocks = self.copy_to_host(request.blocks)
         self.finish(request)
 
     def swap_in(self, request: ScriptedRequest, *, row: int | None = None) -> None:
-        """Give a swapped request a row and its blocks back. Waits for its tokens, which the message must contain."""
+        """Give a swapped request a row and its blocks, after its results: the message must contain its tokens."""
         self.drain()
         num_computed, host_blocks = request.num_computed, request.host_blocks
         request.host_blocks = []
@@ -149,12 +147,11 @@ class ScriptedScheduler:
         self._diff.host_blocks_read += host_blocks
 
     def drop(self, request: ScriptedRequest) -> None:
-        """Give up a swapped request and free its host blocks; the backend gets no message about it."""
+        """Give up a swapped request; the backend gets no message about it."""
         self._free.host_blocks += request.host_blocks
         request.host_blocks = []
 
     def copy_to_host(self, blocks: Sequence[int]) -> list[int]:
-        """Swap blocks out; return the host blocks."""
         if len(self._free.host_blocks) < len(blocks):
             raise NotApplicable("it has no host blocks")
         host_blocks = [self._free.host_blocks.pop() for _ in blocks]
@@ -162,19 +159,18 @@ class ScriptedScheduler:
         return host_blocks
 
     def copy_from_host(self, host_blocks: Sequence[int]) -> list[int]:
-        """Swap host blocks in, which keep their contents; return the blocks, for ``admit``."""
+        """Swap host blocks in; return the blocks, for ``admit``."""
         blocks = self._free.reserve(len(host_blocks))
         self._diff.swap_in += zip(host_blocks, blocks, strict=True)
         return blocks
 
     def copy_blocks(self, sources: Sequence[int]) -> list[int]:
-        """Copy blocks; return the copies, for ``admit``."""
+        """Return copies of blocks, for ``admit``."""
         copies = self._free.reserve(len(sources))
         self._diff.copies += zip(sources, copies, strict=True)
         return copies
 
     def new_epoch(self) -> None:
-        """Open a new epoch: rows, blocks, host blocks and results in flight are forgotten."""
         for flight in self._flights:
             self._abandoned.append(flight.future)
         for request in self.live.values():
@@ -204,13 +200,12 @@ class ScriptedScheduler:
 
     @property
     def max_speculative_tokens(self) -> int:
-        """The most proposals of a row in one step."""
         return self._executor.info.max_speculative_tokens
 
     def step_speculating(self, most: int) -> int:
-        """Send one step in which each decoding row may run ``most`` proposals; return how many were accepted.
+        """Let decoding rows run ``most`` proposals in one step; return how many were accepted.
 
-        Live rows in their prompt sit out.
+        Rows in their prompt sit out.
         """
         self.drain()
         counts = {request: int(request.remaining == 1) for request in self.live.values()}
@@ -231,7 +226,7 @@ class ScriptedScheduler:
         return self._take_parts(asked, drawings, result)
 
     def _take_parts(self, asked: AskedStep, drawings: tuple[_Drawing, ...], result: StepResult) -> int:
-        """Take a speculating step's draws, one per row and part; return how many proposals were accepted."""
+        """Return how many proposals were accepted."""
         by_row = {drawing.request.row: drawing for drawing in drawings}
         num_accepted = 0
         for place, (part, rows) in enumerate(parts_of(result, asked.sampling_rows)):
@@ -246,7 +241,6 @@ class ScriptedScheduler:
         return num_accepted
 
     def step_whole(self) -> None:
-        """Send one step in which every live row runs all its tokens."""
         self.step({request: request.remaining for request in self.live.values()})
 
     def run(
@@ -273,18 +267,16 @@ class ScriptedScheduler:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for every step in flight, those of earlier epochs too: the backend must still finish them."""
+        """Wait for steps in flight, also of earlier epochs: the backend must still finish them."""
         while self._flights:
             self._collect()
         while self._abandoned:
             self._executor.wait(self._abandoned.pop(0))
 
     def submit_raw(self, output: SchedulerOutput) -> None:
-        """Send a message that the scheduler does not record."""
         self._executor.submit(output)
 
     def other_free_row(self, row: int) -> int:
-        """A free row that is not ``row``."""
         return next(free for free in self._free.rows if free != row)
 
     @property
@@ -293,7 +285,6 @@ class ScriptedScheduler:
 
     @property
     def reports_prompts(self) -> bool:
-        """Whether the backend announces that it reports log probabilities of prompts."""
         return self._executor.info.supports_prompt_logprobs
 
     @property

@@ -1,17 +1,10 @@
-"""The sizes of the suite's models and scripts.
-
-Owns: the numbers. Must not know: how they are used.
-"""
+"""The sizes of the suite's models and scripts."""
 
 import msgspec
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's dimensions, then the backend's settings, then the length of outputs.
-
-    ``num_output`` is the usual output. A pool of ``num_kv_blocks`` holds at least three requests of ``max_model_len``
-    tokens.
-    """
+    """A pool of ``num_kv_blocks`` holds at least three requests of ``max_model_len`` tokens."""
 
     name: str
     num_layers: int

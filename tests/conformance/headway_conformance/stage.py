@@ -1,6 +1,6 @@
 """The tools of a scenario: the backend under test, a model, prompts, and an oracle.
 
-Owns: opening and closing backends for one scenario, and random prompts. Must not know: any scenario, or the backend.
+Owns: opening and closing backends. Must not know: any scenario.
 """
 
 import random
@@ -31,7 +31,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The backend under test, and its settings.
 
     ``numerics``: whether it computes the model's tokens (None: unless it announces the dtype "none"). ``tolerance`` is
-    for log probabilities (None: by the announced dtype).
+    for log probabilities (None: by that dtype).
     """
 
     create_backend: Callable[[], ExecutorBackend]
@@ -45,7 +45,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage:
-    """A context manager that closes what it opened. ``model`` is the directory of the checkpoint."""
+    """Closes what it opened."""
 
     def __init__(self, target: Target, *, model: Path, family: str, seed: str) -> None:
         self.size = target.size
@@ -67,7 +67,6 @@ class Stage:
             executor.close()
 
     def config(self, **changes: Any) -> BackendConfig:
-        """The backend's settings, with ``changes``."""
         size = self.size
         config = BackendConfig(
             model=str(self._model),
@@ -93,7 +92,7 @@ class Stage:
         )
 
     def execute(self, backend: ExecutorBackend, batch: StepBatch) -> StepResult:
-        """One step on a backend that the scenario opened itself, with its result."""
+        """Run one step on a backend that the scenario opened."""
         return wait(execute(backend, batch), self._target.timeout_s)
 
     def prompt(self, length: int) -> list[int]:
@@ -103,11 +102,11 @@ class Stage:
     def request(
         self, length: int, max_tokens: int | None = None, sampling: SamplingParams = GREEDY, *, foreseen: bool = True
     ) -> ScriptedRequest:
-        """A request with a random prompt, by default of ``size.num_output`` output tokens."""
+        """A request with a random prompt."""
         return ScriptedRequest(self.prompt(length), max_tokens or self.size.num_output, sampling, foreseen)
 
     def verify(self, *requests: ScriptedRequest) -> None:
-        """Check the draws of every request; all must have ended without an error.
+        """Check the draws of requests, which must have ended without an error.
 
         Raises:
             ConformanceFailure: one has not, or drew something else.
@@ -122,18 +121,16 @@ class Stage:
         """Check that a request failed, and its draws before.
 
         Raises:
-            ConformanceFailure: it has not, or drew something else before.
+            ConformanceFailure: it has not, or drew something else.
         """
         require(request.error is not None, "a row that cannot draw anything has no error")
         self.verify_output(request)
 
     def verify_output(self, request: ScriptedRequest) -> None:
-        """Check a request's draws so far, and its error if it has one."""
         assert self._oracle is not None, "verify comes after scheduler"
         self._oracle.check(request)
 
     def has_numerics(self, info: BackendInfo) -> bool:
-        """Whether the backend computes the model's tokens."""
         numerics = self._target.numerics
         return info.dtype != NO_DTYPE if numerics is None else numerics
 

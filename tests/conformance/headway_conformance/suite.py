@@ -1,6 +1,6 @@
 """All scenarios, and running one against a backend.
 
-Owns: their order, and the handling of errors. Must not know: what the scenarios do.
+Owns: their order, the handling of errors.
 """
 
 import enum
@@ -48,8 +48,6 @@ STEP_TIMEOUT_S = 120.0
 
 
 class Outcome(enum.Enum):
-    """The end of a scenario that did not fail."""
-
     PASSED = "passed"
     NOT_APPLICABLE = "not applicable"
 
@@ -67,10 +65,9 @@ def check(
     tolerance: float | None = None,
     timeout_s: float = STEP_TIMEOUT_S,
 ) -> Outcome:
-    """Run one scenario on closed backends from ``create_backend``, opened with ``device``, ``dtype`` and ``options``.
+    """Run one scenario on closed backends from ``create_backend``.
 
-    The tiny checkpoints are in ``directory``. ``numerics`` and ``tolerance``: see ``Target``. A step that takes
-    ``timeout_s`` counts as never finished.
+    ``numerics`` and ``tolerance``: see ``Target``. A step that takes ``timeout_s`` counts as never finished.
 
     Raises:
         ConformanceFailure: the backend does not conform; the message says how.
@@ -103,5 +100,4 @@ def check(
 
 
 def scenario_named(name: str) -> Scenario:
-    """The scenario of this name; raises ``KeyError``."""
     return {scenario.name: scenario for scenario in SCENARIOS}[name]

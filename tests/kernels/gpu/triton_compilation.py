@@ -1,7 +1,7 @@
 """Compiles Triton kernels for GPUs that are not there, and prints what came of it as JSON.
 
 Owns: the description of a kernel's variant, and the compilation. Must run without ``TRITON_INTERPRET``, so in a process of
-its own: ``python triton_compilation.py MODULE ...``, where each module (``cases_*.py`` beside this file) has ``CASES``.
+its own: ``python triton_compilation.py CAPABILITY MODULE ...``, where each module (``cases_*.py`` beside this file) has ``CASES``.
 """
 
 import importlib
@@ -10,8 +10,6 @@ import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
-
-TARGETS = (80, 90)
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,16 @@ def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
     }
 
 
-def main(modules: list[str]) -> int:
+def main(capability: int, modules: list[str]) -> int:
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     found = []
     for module in modules:
         for case in importlib.import_module(module).CASES:
-            found += [compile_case(case, capability) for capability in TARGETS]
+            found.append(compile_case(case, capability))
             sys.stderr.write(f"compiled {case.name}\n")
     sys.stdout.write(json.dumps(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

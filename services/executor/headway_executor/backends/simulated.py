@@ -1,7 +1,6 @@
-"""The simulated backend: no model and no torch. A hash draws tokens, a formula gives the time, a mirror checks the KV
-cache.
+"""The simulated backend: a hash draws tokens, a formula gives the time, a mirror checks the KV cache.
 
-Owns: the state of every row, the time of a step, injected failures. Must not know: epochs, frames, or why a row runs.
+Owns: rows, injected failures. Must not know: epochs.
 """
 
 import os
@@ -33,7 +32,7 @@ _PROPOSAL_SALT = 0xD1B54A32D192ED03
 
 
 class SimulatedBackend:
-    """``ExecutorBackend`` without a model. A step takes microseconds, so it needs no thread."""
+    """An ``ExecutorBackend`` without a model. Its steps take microseconds and need no thread."""
 
     executes_inline: ClassVar[bool] = True
 
@@ -46,7 +45,7 @@ class SimulatedBackend:
         self._prompts: dict[int, NewRow] = {}
 
     def open(self, config: BackendConfig) -> BackendInfo:
-        """See ``ExecutorBackend.open``. ``config.model`` is a directory with a config.json, or just a name."""
+        """See ``ExecutorBackend.open``. ``config.model`` is a directory or just a name."""
         settings = settings_of(config)
         self._options = settings.options
         self._hash = TokenHash(
@@ -55,7 +54,8 @@ class SimulatedBackend:
             eos_probability=self._options.eos_probability,
             model_seed=config.seed & 0xFFFF_FFFF_FFFF_FFFF,
         )
-        # The hash of every prefix of every row: one more than its tokens, and one for a token drawn at the very end.
+        # The hash of every prefix of every row: one for each token, one for none, one for a token drawn at the very
+        # end.
         self._prefixes = np.zeros((config.max_num_seqs, settings.max_model_len + 2), dtype=np.uint64)
         self._salts = np.zeros(config.max_num_seqs, dtype=np.uint64)
         self._last_tokens = np.zeros(config.max_num_seqs, dtype=np.int32)
@@ -83,11 +83,11 @@ class SimulatedBackend:
 
     @property
     def token_hash(self) -> TokenHash:
-        """The next-token function in use; valid after ``open``."""
+        """The function that draws tokens."""
         return self._hash
 
     def execute(self, batch: StepBatch) -> StepResult:
-        """See ``ExecutorBackend.execute``. Raises ``CacheMismatch`` for wrong block contents, and the injected errors."""
+        """See ``ExecutorBackend.execute``. Raises ``CacheMismatch`` and the injected errors."""
         started = time.perf_counter()
         assert self._pool is not None
         move_time_us, self._move_time_us = self._move_time_us, 0
@@ -197,7 +197,6 @@ class SimulatedBackend:
     def _speculate(
         self, batch: StepBatch, num_allowed: Int32Array, reached: Int32Array, first: StepResult
     ) -> StepResult:
-        """Propose as many tokens as the step allows; a hash of the history decides how many are right."""
         assert self._pool is not None
         asked = num_allowed > 0
         rows, positions, counts = batch.rows[asked], reached[asked], num_allowed[asked]
@@ -239,7 +238,6 @@ class SimulatedBackend:
     def _write_proposals(
         self, batch: StepBatch, rows: Int32Array, positions: Int32Array, proposed: Int32Array, accepted: Int32Array
     ) -> None:
-        """Write the proposals into the pool; the wrong ones get another hash."""
         assert self._pool is not None
         for row, start, count, num_right in zip(
             rows.tolist(), positions.tolist(), proposed.tolist(), accepted.tolist(), strict=True
@@ -258,7 +256,7 @@ class SimulatedBackend:
                 tokens[place] = self._hash.next_token_except(prefix, salt, excluded) if is_possible else ERRORED_ROW
 
     def _invent_logprobs(self, rows: Int32Array, tokens: Int32Array, prefixes: Hashes) -> tuple[RowLogprobs, ...]:
-        """Deterministic values: the sampled token is the likeliest, its successors follow."""
+        """The sampled token is the likeliest."""
         reported = []
         for row, token, prefix in zip(rows.tolist(), tokens.tolist(), prefixes.tolist(), strict=True):
             count = self._num_logprobs.get(row)
@@ -279,7 +277,7 @@ class SimulatedBackend:
 
 
 def _wait_until(deadline: float) -> None:
-    """Sleep, then spin: a sleep may overshoot by the timer's slack."""
+    """Spin at the end, because a sleep may overshoot."""
     remaining = deadline - time.perf_counter()
     if remaining > _SPIN_SECONDS:
         time.sleep(remaining - _SPIN_SECONDS)

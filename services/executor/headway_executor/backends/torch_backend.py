@@ -1,10 +1,9 @@
 """The reference backend: any supported model in torch, on a CPU or a CUDA device.
 
-Owns: opening a model, choosing how it runs, the token ids of every row, and running a ``StepBatch``. Must not know:
-sockets, frames, epochs, or how a forward pass computes.
+Owns: opening a model, token ids, one step. Must not know: epochs, the forward pass.
 
-The option ``kernels`` chooses between torch operators ("eager") and the CPU kernels ("compiled", float32 or int8 on a
-CPU); "auto", the default, takes the kernels if it can.
+The option ``kernels`` chooses torch operators ("eager") or the CPU kernels ("compiled", float32 or int8). "auto" takes
+the kernels if it can.
 """
 
 import math
@@ -51,7 +50,7 @@ _PARAMETERS_PER_THREAD = 16_000_000
 
 
 class TorchBackend:
-    """An ``ExecutorBackend``."""
+    """The ``ExecutorBackend`` for torch."""
 
     def __init__(self) -> None:
         self._model: _OpenModel | None = None
@@ -153,7 +152,7 @@ class _OpenModel:
         self._proposer = proposer
 
     def warm_up(self) -> None:
-        """Run the operators once, so that the first request does not pay their one-time costs."""
+        """The first request must not pay one-time costs."""
         num_tokens = min(self.forward.pool.block_size, self._token_ids.shape[1] - 1)
         self._sampler.add_row(0, SamplingParams(temperature=0.0), num_tokens)
         for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
@@ -234,7 +233,6 @@ class _OpenModel:
         return msgspec.structs.replace(result, sampled_token_ids=drawn, errors=errors, prompt_logprobs=prompt_logprobs)
 
     def _forward(self, batch: StepBatch, rows: StepRows) -> tuple[Tensor | None, tuple[RowPromptLogprobs, ...]]:
-        """The logits that ``rows`` of ``batch`` want (None if no token is left), and the reports of prompts."""
         reports: tuple[RowPromptLogprobs, ...] = ()
         chunks = self._prompts.chunks(batch)
         if chunks:
@@ -243,9 +241,7 @@ class _OpenModel:
         return (self.forward.run(rows, self._token_ids) if len(rows.numbers) else None), reports
 
     def _draw(self, logits: Tensor, numbers: Int64Array, positions: Int64Array) -> tuple[SampledTokens, Int32Array]:
-        """A token for each of the rows ``numbers``, at ``positions``, also on the host. Only an unconstrained row may
-        occur twice.
-        """
+        """Only an unconstrained row may occur twice."""
         masks = self.constraints.masks(numbers.astype(np.int32))
         self._refusals.add(masks.failures)
         rows, places = (torch.from_numpy(column).to(self._device) for column in (numbers, positions))
@@ -278,9 +274,7 @@ def _check_threads(num_threads: int) -> None:
 
 
 def _threads_that_pay(num_parameters: int) -> int:
-    """One thread per ``_PARAMETERS_PER_THREAD``, at most one per core: in a small model, threads wait longer than they
-    work.
-    """
+    """In a small model, threads wait longer than they work."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, num_parameters // _PARAMETERS_PER_THREAD))
 
@@ -292,9 +286,7 @@ def _load(
     device: torch.device,
     block_bytes_beside: int = 0,
 ) -> ForwardPass:
-    """Choose the way to run, load the weights, and reserve the pool; ``block_bytes_beside`` is for the draft model's
-    blocks.
-    """
+    """The draft model's blocks take ``block_bytes_beside``."""
     model_config, dtype, max_model_len = settings
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
     library = _kernels(config, model_config, dtype, device)
@@ -303,7 +295,7 @@ def _load(
         decoder = load_eager(model_config, checkpoint, max_model_len=max_model_len, dtype=dtype, device=device)
         block_shape: tuple[int, ...] = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
         return EagerModel(model_config, decoder, _pool(config, settings, block_shape, device, block_bytes_beside))
-    # The kernels have threads of their own. Torch's threads spin for a while after each operator and would disturb them.
+    # Torch's threads spin for a while after each operator; this would disturb the threads of the kernels.
     torch.set_num_threads(1)
     compiled = load_compiled(
         model_config,
@@ -327,7 +319,6 @@ def _draft_proposer(
 
 
 def _checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:
-    """Check the tensors; return ``settings`` with the model as the checkpoint stores it."""
     check_tensors(settings.model_config, checkpoint)
     return settings._replace(model_config=as_stored(settings.model_config, checkpoint, config.warn))
 

@@ -1,14 +1,12 @@
 """The backend for GPUs: Triton and CuPy kernels, CUDA graphs, and a host that never makes the device wait.
 
-Owns: opening a model on a device, and one step from a ``StepBatch`` to a ``StepResult``. Must not know: sockets,
-frames, epochs, or what a kernel computes.
+Owns: opening a model, one step. Must not know: epochs, how a kernel computes.
 
-Token ids, block tables and sampling parameters stay on the device; a step brings only changes. Step k leaves its tokens
-where step k + 1 reads them, so step k + 1 is launched while step k runs, and ``execute`` returns a future.
+Token ids, block tables and sampling parameters stay on the device. Step k + 1 is launched while step k runs, so
+``execute`` returns a future.
 
-Steps of decodes and small steps with chunks are CUDA graphs. Opening runs a step of the largest size, which allocates
-everything; the pool gets the memory that is left. Under ``TRITON_INTERPRET=1`` all but graphs, streams and CuPy runs on
-a CPU, for tests.
+Decode steps and small steps with chunks are CUDA graphs. ``open`` runs the largest step, which allocates everything;
+the pool gets the rest of the memory. Tests run it on a CPU (``TRITON_INTERPRET=1``), without graphs, streams and CuPy.
 """
 
 from collections import deque
@@ -54,10 +52,10 @@ _POOL_SHARE = 0.94
 
 
 class TritonBackend:
-    """An ``ExecutorBackend``.
+    """The ``ExecutorBackend`` for Triton.
 
-    Options: ``graphs``, "auto" or "off" (launch every kernel); ``weights``, "checkpoint" or "random" (only config.json
-    is needed); ``step_log``, a file that gets a line for every step.
+    Options: ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
+    a file with a line per step.
     """
 
     reads_block_table = False
@@ -181,7 +179,7 @@ class _OpenModel:
         return self._pool.shape[1]
 
     def prepare(self, *, record_graphs: bool) -> None:
-        """Reserve the pool in the memory that the largest step leaves; compile, and record the graphs."""
+        """The largest step leaves the memory for the pool."""
         config = self._config
         self._open_pool(1, swap_space_mib=0)
         self._graphs = StepGraphs(self.runtime, self._forward)
@@ -225,7 +223,7 @@ class _OpenModel:
         return timed() if self._readback is None else self._readback.when_reached(ended, timed)
 
     def _run(self, batch: StepBatch) -> Callable[[], StepResult]:
-        """Launch ``batch``; the returned function builds the result once the device is done."""
+        """The returned function builds the result once the device is done."""
         if len(batch.finished_rows):
             self._forget(batch.finished_rows)
         new_rows = self._admit(batch.new_rows) if batch.new_rows else ()
@@ -276,9 +274,7 @@ class _OpenModel:
         return admitted
 
     def _masks(self, sampled_rows: Int32Array) -> StepMasks:
-        """The masks of constrained rows. Waits for earlier draws of these rows, while the device runs this step's
-        forward pass.
-        """
+        """Wait for earlier draws of constrained rows, while the device runs this step."""
         while self._unread:
             reached, masks, drawn = self._unread.popleft()
             reached.wait()
@@ -323,7 +319,7 @@ class _OpenModel:
         self._pool, self.mover = open_pool(self.runtime, shape, self._dtype, swap_space_mib=swap_space_mib)
 
     def try_largest_step(self) -> None:
-        """Run the largest step with every sampling feature, in block 0: it compiles, and torch keeps its memory."""
+        """Run the largest step in block 0: this compiles, and torch keeps its memory."""
         config = self._config
         counts = _largest_step(config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len)
         rows = np.arange(len(counts), dtype=np.int32)
@@ -356,7 +352,6 @@ def _no_prompts() -> tuple[RowPromptLogprobs, ...]:
 
 
 def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:
-    """The tokens of each row: as many tokens as possible, in as many rows as possible."""
     num_rows = min(max_num_rows, max_num_tokens)
     num_tokens = min(max_num_tokens, num_rows * max_model_len)
     counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)

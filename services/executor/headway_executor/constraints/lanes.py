@@ -1,6 +1,6 @@
-"""Threads that work through tasks while a model computes, and that can be abandoned if a task never ends.
+"""Threads that can be abandoned if a task never ends.
 
-Owns: a thread, its tasks, and its progress. Must not know: what a task does.
+Owns: a thread, its tasks, its progress. Must not know: what a task does.
 """
 
 import threading
@@ -15,7 +15,7 @@ _LOOK_S = 0.05
 
 
 class Task:
-    """Steps for one thread, in order; none of them may raise."""
+    """Steps for one thread; none may raise."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
@@ -26,7 +26,7 @@ class Task:
         self._is_abandoned = False
 
     def run(self) -> None:
-        """Make the steps; called by the thread."""
+        """The thread calls this."""
         for step in self.steps:
             step()
             if self._is_abandoned:
@@ -36,11 +36,11 @@ class Task:
         self._ended.set()
 
     def abandon(self) -> None:
-        """Make no step after the current one."""
+        """Run no step after the current one."""
         self._is_abandoned = True
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all steps are over, within ``timeout_s``."""
+        """Return whether all steps end within ``timeout_s``."""
         return self._ended.wait(timeout_s)
 
 
@@ -54,9 +54,9 @@ class Lane:
         self._life = 0
         self._is_closed = False
         self.num_steps_made = 0
-        """Of finished tasks."""
+        """Steps of finished tasks."""
         self.num_abandoned = 0
-        """Threads that were left in a step that did not end."""
+        """Threads that were left in an endless step."""
         self.current: Task | None = None
         self._start()
 
@@ -67,7 +67,7 @@ class Lane:
             self._has_work.notify()
 
     def wait(self, task: Task, patience_s: float) -> bool:
-        """Wait for ``task``; False if the thread spends ``patience_s`` seconds of processor time without ending a step."""
+        """Return False after ``patience_s`` of processor time without an ended step."""
         progress, spent_s = self._progress(), self._spent_s()
         while not task.wait(min(patience_s, _LOOK_S)):
             if (now := self._progress()) != progress:
@@ -77,7 +77,7 @@ class Lane:
         return True
 
     def abandon(self, first: Task | None) -> None:
-        """Leave the thread in its current step; a new one takes ``first``, then the waiting tasks."""
+        """Leave the thread; a new one goes on with ``first``."""
         with self._has_work:
             if self.current is not None:
                 self.current.abandon()
@@ -89,7 +89,7 @@ class Lane:
             self._start()
 
     def close(self) -> None:
-        """Take no more tasks; the thread ends after those it has."""
+        """End the thread after its last task."""
         with self._has_work:
             self._is_closed = True
             self._has_work.notify()
@@ -101,14 +101,14 @@ class Lane:
     def _spent_s(self) -> float:
         try:
             return time.clock_gettime(self._clock)
-        except OSError:  # It has ended, with all its tasks.
+        except OSError:  # The thread has ended, with all its tasks.
             return 0.0
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, args=(self._life,), name=self._name, daemon=True)
         thread.start()
         assert thread.ident is not None
-        # Asked while the thread waits for its first task: of one that has ended, the system must not be asked.
+        # The thread cannot have ended yet: it waits for its first task. Only a living thread has a clock.
         has_clock = hasattr(time, "pthread_getcpuclockid")
         self._clock = time.pthread_getcpuclockid(thread.ident) if has_clock else time.CLOCK_MONOTONIC
 

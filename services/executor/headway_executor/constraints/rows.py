@@ -1,10 +1,8 @@
 """The constrained rows of a backend: their matchers, and the masks that the sampler applies.
 
-Owns: compiling each constraint once, following the drawn tokens, preparing the next masks, and failing a row without a
-mask alone. Must not know: what a constraint means, how logits are masked, or requests.
+Owns: compiling constraints, masks, failing single rows. Must not know: logits, requests.
 
-All of this runs beside the forward pass, from a row's arrival on and as soon as a step's tokens are known. The sampler
-waits for the rest.
+Threads work during the forward pass; the sampler waits for the rest.
 """
 
 from collections import OrderedDict
@@ -32,8 +30,6 @@ _WORN_OUT = "too many constraints would not end; this executor follows no more o
 
 
 class _Row:
-    """One constrained output. ``failure`` says why it cannot go on."""
-
     def __init__(self, words: Mask) -> None:
         self.words = words
         self.only = -1
@@ -75,11 +71,11 @@ class _Row:
 
 
 class StepMasks:
-    """The masks of the constrained ones among a step's sampling rows.
+    """The masks of a step's constrained rows.
 
-    ``places`` int64, shape ``[c]``, ascending: their places among the sampling rows. ``words`` int32, shape ``[c,
-    words]``: see ``Matcher.fill_mask``. ``only`` int64, shape ``[c]``: the single allowed token, else -1. ``failures``:
-    rows that cannot go on, and why.
+    ``places`` int64, ``[c]``, ascending: their places among the sampling rows. ``words`` int32, ``[c, words]``: see
+    ``Matcher.fill_mask``. ``only`` int64, ``[c]``: the single allowed token, else -1. ``failures``: reasons of rows
+    that cannot go on.
     """
 
     def __init__(
@@ -100,7 +96,7 @@ class StepMasks:
         return len(self._rows)
 
     def advance(self, token_ids: Int32Array) -> None:
-        """Record the drawn ``token_ids``, one per sampling row, below 0 if none was drawn."""
+        """Record a token per sampling row, below 0 if none was drawn."""
         if self._lane is None or not self._rows:
             return
         drawn = zip(self._rows, token_ids[self.places].tolist(), strict=True)
@@ -116,7 +112,7 @@ _NO_MASKS = StepMasks()
 
 
 class ConstrainedRows:
-    """The constrained rows of one model; without a ``compiler`` there are none."""
+    """Without a ``compiler``, every constraint fails."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
@@ -131,7 +127,7 @@ class ConstrainedRows:
         return self._compiler is not None
 
     def add(self, row: int, constraint: Constraint | None, output: Int32Array) -> None:
-        """Add a new ``row`` with its ``output`` so far (int32, shape ``[num_output_tokens]``)."""
+        """Add a row with its ``output`` so far (int32)."""
         self._rows.pop(row, None)
         if constraint is None:
             return
@@ -157,7 +153,7 @@ class ConstrainedRows:
                 self._rows.pop(row, None)
 
     def masks(self, rows: Int32Array) -> StepMasks:
-        """The masks of the constrained ones among ``rows``, which sample now. Waits until they are ready."""
+        """Return the masks of sampling rows, once they are ready."""
         if not self._rows:
             return _NO_MASKS
         live, places, failures = [], [], {}
@@ -189,7 +185,6 @@ class ConstrainedRows:
                 self._leave_behind(row.lane)
 
     def _leave_behind(self, lane: Lane) -> None:
-        """Fail the row that blocks ``lane``; the tasks behind it go on."""
         stuck = lane.current
         if stuck is None:
             return
@@ -220,7 +215,7 @@ class ConstrainedRows:
 
 
 def compiler_for(directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarCompiler | None:
-    """The compiler for a model directory's tokenizer; None if that tokenizer cannot be matched."""
+    """Return the directory's compiler, or None if its tokenizer cannot be matched."""
     try:
         text = (directory / _TOKENIZER_FILE).read_text(encoding="utf-8")
         return GrammarCompiler(text, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

@@ -1,1 +1,1 @@
-"""The parts of the ``triton`` backend: a model's step on a GPU, for which the host never waits."""
+"""The parts of the ``triton`` backend."""

@@ -1,6 +1,6 @@
-"""A pool's blocks and their moves between steps: beside the steps on a GPU, at once on a CPU.
+"""A pool's blocks and their moves: beside the steps on a GPU, at once on a CPU.
 
-Owns: the interface, the pool's memory, and the choice. Must not know: how a move is fenced or made.
+Owns: the interface, the pool's memory. Must not know: fences, streams.
 """
 
 import time
@@ -22,27 +22,27 @@ class BlockMover(Protocol):
 
     @property
     def num_host_blocks(self) -> int:
-        """How many blocks can be swapped out."""
+        """Blocks that can be swapped out."""
         ...
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Start the moves before the next step. Each int32, shape ``[2, n]``."""
+        """Start the next step's moves. Each int32, ``[2, n]``."""
         ...
 
     def before_step(self, batch: StepBatch) -> None:
-        """Make the device run the launches of ``batch`` after the moves that it needs, and only those."""
+        """Make the step wait for its moves only."""
         ...
 
     def after_step(self) -> int:
-        """Count the launched step; return its number, for ``move_time_us``."""
+        """Count the launched step; return its number."""
         ...
 
     def move_time_us(self, number: int) -> int:
-        """Microseconds that the step's moves took. Ask once, after the step, from any thread."""
+        """Microseconds of a step's moves. Call once, from any thread."""
         ...
 
     def measure_swap_us(self) -> float:
-        """Microseconds to swap one block one way; 0.0 without host blocks. Blocks keep their contents."""
+        """Microseconds to swap one block one way; 0.0 without host blocks."""
         ...
 
     def close(self) -> None:
@@ -51,8 +51,6 @@ class BlockMover(Protocol):
 
 
 class _ImmediateMoves:
-    """A ``BlockMover`` of a pool in main memory: the call makes the move."""
-
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
         self._coming_us = 0
@@ -69,7 +67,7 @@ class _ImmediateMoves:
         self._coming_us = (time.perf_counter_ns() - started) // 1000
 
     def before_step(self, batch: StepBatch) -> None:
-        """Do nothing: the moves are made."""
+        """Do nothing."""
 
     def after_step(self) -> int:
         self._num_steps += 1
@@ -85,16 +83,16 @@ class _ImmediateMoves:
         return self._pool.measure_swap_us()
 
     def close(self) -> None:
-        """Do nothing: no move runs."""
+        """Do nothing."""
 
 
 def open_pool(
     runtime: Runtime, shape: tuple[int, ...], dtype: torch.dtype, *, swap_space_mib: int
 ) -> tuple[Tensor, BlockMover]:
-    """A pool of zeros of ``shape``, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
+    """A pool of zeros, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
 
     Raises:
-        BackendConfigError: the main memory for swapped-out blocks cannot be had.
+        BackendConfigError: no main memory for swapped-out blocks.
     """
     num_layers, num_blocks, *block_shape = shape
     block_bytes = num_layers * torch.Size(block_shape).numel() * dtype.itemsize

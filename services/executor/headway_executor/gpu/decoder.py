@@ -1,9 +1,8 @@
-"""The decoder of all supported families, as kernels and matrix products over memory that is already there.
+"""The decoder of all supported families, as kernels and products.
 
-Owns: the weights on the device, the memory of activations, and the launches of one step. Must not know: where a step
-comes from, graphs, or how tokens are drawn.
+Owns: weights, activations, launches. Must not know: graphs, sampling.
 
-Nothing here allocates, waits, or depends on a value that only the device knows, so a CUDA graph can capture it.
+Nothing here allocates, waits, or depends on a value of the device, so a CUDA graph can capture it.
 """
 
 from collections.abc import Callable
@@ -29,9 +28,9 @@ from headway_kernels.gpu.rows import expand_rows, gather_rows
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. ``qkv`` gives queries, keys and values side by side, ``gate_up`` gates and ups.
+    """``qkv`` and ``gate_up`` give their parts side by side.
 
-    ``query_norm`` and ``key_norm`` (shape ``[head_dim]``) may be None. A query sees ``window`` positions; None: all.
+    ``query_norm`` and ``key_norm`` are ``[head_dim]`` or None. A query sees ``window`` positions; None: all.
     """
 
     attention_norm: Tensor
@@ -47,7 +46,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole model. ``embedding`` ``[vocab, hidden]``; ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``."""
+    """``embedding`` ``[vocab, hidden]``; ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``."""
 
     embedding: Tensor
     cosines: Tensor
@@ -72,7 +71,7 @@ class _Activations:
         self.normed = space(num_tokens, config.hidden_size)
         self.delta = space(num_tokens, config.hidden_size)
         self.qkv = space(num_tokens, query_width + 2 * config.num_kv_heads * config.head_dim)
-        # Zeros: rows of padding are never written, and must not bring NaN into the products.
+        # Padding is never written: zeros keep NaN out of the products.
         self.attended = torch.zeros((num_tokens, query_width), dtype=dtype, device=device)
         self.gate_up = space(num_tokens, 2 * config.intermediate_size)
         self.inner = space(num_tokens, config.intermediate_size)
@@ -81,7 +80,7 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model, the memory for its steps, and its rows."""
+    """A loaded model."""
 
     def __init__(
         self,
@@ -106,9 +105,9 @@ class Decoder:
         self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
-        """Run the step in the columns, padded to ``num_tokens`` tokens and ``num_rows`` rows.
+        """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``.
 
-        ``pool`` has shape ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
+        ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
         """
         config, space, weights = self._config, self._space, self._weights
         rows = self._expand(num_tokens, num_rows)
@@ -142,14 +141,14 @@ class Decoder:
         add_rms_norm(hidden, update, weights.final_norm, normed, eps=config.rms_norm_eps)
 
     def logits(self, num_sampled: int) -> Tensor:
-        """Logits of the last step's sampling rows: ``[num_sampled, vocab]``, in memory that the next call reuses."""
+        """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
         last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
         gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
         self._weights.head(last, logits)
         return logits
 
     def logits_of(self, first: int, count: int) -> Tensor:
-        """Logits of ``count`` tokens of the last step from ``first`` on, at most one per row; in memory of ``logits``."""
+        """Logits of ``count`` tokens from ``first`` on, at most one per row."""
         logits = self._space.logits[:count]
         self._weights.head(self._space.normed[first : first + count], logits)
         return logits
@@ -207,7 +206,7 @@ def load_decoder(
     quantization: QuantizationKind | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Load a checked checkpoint, tensor by tensor straight to ``device``; embedding and head are not quantised."""
+    """Load to ``device``; embedding and head are not quantised."""
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
     workspace = SplitWorkspace(device)
 

@@ -1,9 +1,8 @@
 """The rows on the device: token ids and block tables, edited by each diff.
 
-Owns: both stores, their edits, and the number of blocks per row. Must not know: sampling, the model, or what a token
-means.
+Owns: both stores, their edits. Must not know: sampling, the model.
 
-The host never sends a token that the device drew: ``store_sampled`` puts it where the next step reads it.
+``store_sampled`` puts a drawn token where the next step reads it.
 """
 
 import numpy as np
@@ -19,10 +18,9 @@ _SLOT_SIZE = 1 << 16
 
 
 class DeviceRows:
-    """``max_num_rows`` rows of at most ``max_model_len`` tokens in blocks of ``block_size``.
+    """``token_store`` int32, ``[max_num_rows, max_model_len + 1]``; ``block_tables`` int32, ``[max_num_rows, blocks]``.
 
-    ``token_store`` int32, ``[max_num_rows, max_model_len + 1]``; ``block_tables`` int32, ``[max_num_rows, blocks]``.
-    Beyond a row's tokens and blocks are old values.
+    Old values lie beyond a row's tokens and blocks.
     """
 
     def __init__(self, runtime: Runtime, *, max_num_rows: int, max_model_len: int, block_size: int) -> None:
@@ -36,7 +34,7 @@ class DeviceRows:
         self._received = torch.empty(_SLOT_SIZE, dtype=torch.int32, device=runtime.device)
 
     def apply(self, new_rows: tuple[NewRow, ...], new_blocks: NDArray[np.int32]) -> None:
-        """Store a step's new rows and new blocks (shape ``[2, n]``: row, block)."""
+        """Store new rows and new blocks (``[2, n]``: row, block)."""
         num_edits, num_rows = new_blocks.shape[1], len(new_rows)
         if not num_edits and not num_rows:
             return
@@ -68,13 +66,13 @@ class DeviceRows:
             in_order = rows[order]
             places = np.empty_like(rows)
             places[order] = self._num_blocks[in_order] + np.arange(len(rows)) - np.searchsorted(in_order, in_order)
-        # In this order: the last of a row's blocks is written last.
+        # A row may occur twice: its last block is written last.
         self._num_blocks[rows] = places + 1
         return places
 
     def _upload(self, parts: tuple[NDArray[np.int32], ...], size: int) -> Tensor:
         if size > self._uploads.size:
-            # Rare: prompts with more tokens than a slot. torch keeps pinned memory until the copy is over.
+            # Rare: the prompts have more tokens than a slot. torch keeps pinned memory until the copy is over.
             sent = self._runtime.host_tensor((size,), torch.int32)
             np.concatenate(parts, out=sent.numpy())
             return sent.to(self._runtime.device, non_blocking=True)

@@ -1,7 +1,6 @@
-"""Draw the next tokens on the device, and bring them to main memory.
+"""Drawing the next tokens on the device, and bringing them to main memory.
 
-Owns: the rows' parameters on the device, the choice of kernels, and the form of results. Must not know: how a token is
-drawn, the model, or blocks.
+Owns: parameters, the choice of kernels. Must not know: the model, blocks.
 """
 
 from typing import NamedTuple
@@ -31,11 +30,10 @@ _STOP_IDS_PER_ROW = 20
 
 
 class DrawnTokens(NamedTuple):
-    """A step's draws on their way to main memory; valid once the device has passed the copies.
+    """A step's draws; valid once the device has passed the copies.
 
-    ``ids_and_status`` int32, ``[2, n]`` or wider: one copy brings both. ``logprobs`` float32, ``[n]``, if some row
-    reports them. ``top``: ids and log probabilities, both ``[k, width]``, of the rows ``top_places`` that report
-    alternatives.
+    ``ids_and_status`` int32, ``[2, n]`` or wider: one copy brings both. ``logprobs`` float32, ``[n]``, or None.
+    ``top``: ids and log probabilities, both ``[k, width]``, of the rows ``top_places``.
     """
 
     rows: Int32Array
@@ -46,7 +44,7 @@ class DrawnTokens(NamedTuple):
     top_places: Int32Array
 
     def collect(self) -> tuple[Int32Array, tuple[RowLogprobs, ...], tuple[RowError, ...]]:
-        """Token ids, int32, ``[n]``, -1 for failed rows; log probabilities and errors, rows ascending."""
+        """Token ids (int32, ``[n]``, -1 for failed rows), log probabilities, errors."""
         token_ids, status = self.ids_and_status.numpy()[:, : len(self.rows)]
         errors: tuple[RowError, ...] = ()
         if status.any():
@@ -74,7 +72,7 @@ class DrawnTokens(NamedTuple):
 
 
 class DeviceSampler:
-    """Sampling state of ``max_num_rows`` rows over logits of width ``vocab_size``."""
+    """Sampling state of ``max_num_rows`` rows."""
 
     def __init__(self, runtime: Runtime, *, vocab_size: int, max_num_rows: int) -> None:
         self._runtime = runtime
@@ -93,7 +91,7 @@ class DeviceSampler:
             self._host.clear_row(row)
 
     def add_rows(self, new_rows: tuple[NewRow, ...]) -> dict[int, str]:
-        """Store the parameters of new rows; return the rows that cannot be honoured, and why."""
+        """Store parameters; return refused rows with reasons."""
         refused = {}
         for new in new_rows:
             try:
@@ -115,9 +113,7 @@ class DeviceSampler:
         token_store: Tensor,
         masks: StepMasks | None = None,
     ) -> DrawnTokens:
-        """Draw a token for each of ``rows``, the sampled rows of ``views``, and store it for the next step. Waits for
-        nothing.
-        """
+        """Draw tokens and store them for the next step. Never wait."""
         count = len(rows)
         needs = self._host.needs(rows)
         drawn = self._drawn[:, :count]
@@ -143,7 +139,7 @@ class DeviceSampler:
         )
 
     def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
-        """Draw for ``rows`` with every feature, and forget it: this compiles, and takes the memory once."""
+        """Draw with every feature, to compile and to take the memory once."""
         for asked in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), _EVERYTHING):
             self.add_rows(
                 tuple(
@@ -175,13 +171,13 @@ class DeviceSampler:
         return fetched(self._runtime, own), (fetched(self._runtime, ids), fetched(self._runtime, values))
 
     def _masked(self, logits: Tensor, places: np.ndarray, words: np.ndarray) -> Tensor:
-        """A copy of ``logits`` without the excluded tokens: log probabilities are of the model's own distribution."""
+        """Copy: log probabilities are of the model's own distribution."""
         masked = logits.clone()
         exclude(masked, self._sent(places), self._sent(words))
         return masked
 
     def _sent(self, values: np.ndarray) -> Tensor:
-        """``values`` on the device, without waiting: pinned memory, which torch keeps until it is read."""
+        """Pinned memory lives until torch has read it."""
         here = torch.from_numpy(values)
         staged = self._runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
         return staged.to(self._runtime.device, non_blocking=True)

@@ -1,8 +1,8 @@
-"""CUDA graphs of a model's step: recorded once for a ladder of sizes, then launched as one.
+"""CUDA graphs of a model's step: recorded once for a ladder of sizes.
 
-Owns: the recorded sizes, and the choice of one for a step. Must not know: what a step computes.
+Owns: the recorded sizes. Must not know: what a step computes.
 
-A smaller step is padded to the size of its graph with rows without tokens.
+Rows without tokens pad a step to its graph's size.
 """
 
 import bisect
@@ -21,7 +21,7 @@ _MIXED_STEP = 64
 
 
 class LaunchSize(NamedTuple):
-    """The tokens and rows of a launch: at least as many as the step has."""
+    """The size of a launch, at least that of the step."""
 
     num_tokens: int
     num_rows: int
@@ -30,28 +30,26 @@ class LaunchSize(NamedTuple):
 
 
 class ForwardPass(Protocol):
-    """Launches a model's step for a size; the launch reads the step from memory."""
+    """Launches the step in memory."""
 
     def __call__(self, size: LaunchSize) -> None:
-        """Launch."""
+        """Launch the step."""
         ...
 
 
 def decode_ladder(max_num_rows: int) -> list[int]:
-    """The recorded batch sizes of decode steps, ascending: a quarter apart at first, then 16 rows, since padding costs
-    little.
-    """
+    """Rows of decode graphs, ascending."""
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_rows + 32, 32)]
     return [*[rung for rung in rungs if rung < max_num_rows], max_num_rows]
 
 
 def mixed_ladder(max_num_tokens: int) -> list[int]:
-    """The recorded token counts of steps with chunks, ascending."""
+    """Tokens of graphs with chunks, ascending."""
     return list(range(_MIXED_STEP, min(max_num_tokens, MAX_MIXED_TOKENS) + 1, _MIXED_STEP))
 
 
 class StepSizes:
-    """The launch size of each step, and which sizes are ``recorded``; other sizes are multiples of ``alignment``."""
+    """The launch size of each step."""
 
     def __init__(self, *, max_num_rows: int, max_num_tokens: int, recorded: bool, alignment: int) -> None:
         self._alignment = alignment
@@ -61,7 +59,7 @@ class StepSizes:
         self._mixed = mixed_ladder(max_num_tokens) if recorded else []
 
     def of(self, shape: StepShape) -> LaunchSize:
-        """The smallest recorded size that holds ``shape``; if there is none, its own size, rounded."""
+        """The smallest recorded size that holds ``shape``, else its own, rounded."""
         if not shape.has_chunks:
             if self._decode:
                 rung = self._decode[bisect.bisect_left(self._decode, shape.num_rows)]
@@ -72,7 +70,7 @@ class StepSizes:
         return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks)
 
     def recorded(self) -> list[LaunchSize]:
-        """Every size to record, largest first: smaller ones reuse its memory."""
+        """Every size to record, largest first: smaller sizes reuse its memory."""
         sizes = [*map(_decode_size, self._decode), *map(self._mixed_size, self._mixed)]
         return sorted(sizes, key=lambda size: -size.num_tokens)
 
@@ -93,7 +91,7 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
-            # First without recording: this compiles the kernels and chooses products, which a graph cannot record.
+            # The first run compiles the kernels and chooses products, which a graph cannot record.
             self._forward(size)
             self._runtime.mark().wait()
             graph = torch.cuda.CUDAGraph()
@@ -104,7 +102,7 @@ class StepGraphs:
             self._graphs[size] = graph
 
     def launch(self, size: LaunchSize) -> None:
-        """Launch the step in memory: its graph, or kernel by kernel."""
+        """Launch a graph, or kernel by kernel."""
         graph = self._graphs.get(size)
         if graph is None:
             self._forward(size)

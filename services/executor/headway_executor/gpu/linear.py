@@ -1,7 +1,6 @@
-"""Linear layers on a GPU, into memory that is already there.
+"""Linear layers on a GPU, into preallocated memory.
 
-Owns: the form of a weight (the model's dtype, or 8-bit codes with a scale per output) and the choice of the product.
-Must not know: what a layer is for.
+Owns: dense weights, or 8-bit codes with a scale per output. Must not know: a layer's use.
 """
 
 from typing import Literal, Protocol, TypeAlias
@@ -15,7 +14,7 @@ QuantizationKind: TypeAlias = Literal["int8", "fp8"]
 
 
 class DeviceLinear(Protocol):
-    """``out = inputs @ weight.T + bias``: ``[tokens, in] -> [tokens, out]``, both in the model's dtype."""
+    """``out = inputs @ weight.T + bias``: ``[tokens, in] -> [tokens, out]``."""
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """Multiply; allocates nothing."""
@@ -23,7 +22,7 @@ class DeviceLinear(Protocol):
 
 
 class DenseLinear:
-    """``weight`` shape ``[out, in]``, ``bias`` shape ``[out]`` or None, both of the model's dtype, on its device."""
+    """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, in the model's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._transposed = weight.t()
@@ -38,19 +37,19 @@ class DenseLinear:
 
 
 class SplitWorkspace:
-    """Memory for partial sums, which the quantised layers of a model share."""
+    """Shared memory for partial sums."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def grow(self, num_elements: int) -> None:
-        """Hold at least so many numbers; call before any step."""
+        """Call before any step."""
         if self.memory.numel() < num_elements:
             self.memory = torch.empty(num_elements, dtype=torch.float32, device=self.memory.device)
 
 
 class QuantizedLinear:
-    """A layer with weights as codes of ``kind``; ``dtype`` is the model's."""
+    """Weights as codes of ``kind``; ``dtype`` is the model's."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Log probabilities of prompts on the device, from the hidden states that a step leaves.
+"""Log probabilities of prompts on the device, from the hidden states of a step.
 
-Owns: how many logits there are at a time, and the form of the reports. Must not know: graphs, sampling, or blocks.
+Owns: pieces of logits. Must not know: graphs, sampling, blocks.
 
-The head takes a chunk in pieces, behind the step and before it samples. Nothing here waits.
+The head takes a chunk in pieces, before the step samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,20 +25,18 @@ class HeadOverTokens(Protocol):
     """The decoder, as this module needs it."""
 
     def logits_of(self, first: int, count: int) -> Tensor:
-        """Logits of ``count`` tokens of the last step, from ``first`` on: shape ``[count, vocab]``."""
+        """See ``Decoder.logits_of``."""
         ...
 
 
 class _Piece(NamedTuple):
-    """Reports of one chunk: ``[n]``, ``[n, k]`` and ``[n, k]``; valid once the device has passed the copies."""
-
     logprobs: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
 
 
 class PromptReader:
-    """For a vocabulary of ``vocab_size``, and a decoder that gives ``max_num_rows`` rows of logits at a time."""
+    """The decoder gives ``max_num_rows`` rows of logits at a time."""
 
     def __init__(self, runtime: Runtime, *, vocab_size: int, max_num_rows: int) -> None:
         self._runtime = runtime
@@ -51,7 +49,7 @@ class PromptReader:
         chunks: Sequence[PromptChunk],
         num_scheduled_tokens: Int32Array,
     ) -> Callable[[], tuple[RowPromptLogprobs, ...]]:
-        """Launch the reports of ``chunks`` of the last step; the returned function builds them afterwards."""
+        """Launch the reports; the returned function builds them afterwards."""
         starts: NDArray[np.integer] = np.cumsum(num_scheduled_tokens) - num_scheduled_tokens
         under_way = []
         for chunk in chunks:
@@ -66,7 +64,7 @@ class PromptReader:
         return lambda: tuple(RowPromptLogprobs(chunk.row, _columns(chunk, pieces)) for chunk, pieces in under_way)
 
     def try_largest(self, head: HeadOverTokens, token_store: Tensor, num_tokens: int) -> None:
-        """Read as much as possible of a step of ``num_tokens`` tokens, to take the memory once."""
+        """Read the largest piece, to take its memory once."""
         count = min(self._most_tokens, num_tokens, token_store.shape[1])
         self._piece(head.logits_of(0, count), token_store[0, :count], MAX_LOGPROBS)
 

@@ -1,6 +1,6 @@
-"""A thread that waits for results on their way from the device to main memory.
+"""A thread that waits until results have come from the device.
 
-Owns: that thread, and the order of the results. Must not know: the contents of a result, or how a step ran.
+Owns: the order of results. Must not know: their contents.
 """
 
 import queue
@@ -14,7 +14,7 @@ from headway_executor.gpu.runtime import Mark
 
 
 class Readback:
-    """Turns running steps into results, in order, because the launching thread must not wait."""
+    """Waits for results, because the launching thread must not."""
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (
@@ -24,13 +24,13 @@ class Readback:
         self._thread.start()
 
     def when_reached(self, mark: Mark, build: Callable[[], StepResult]) -> Future[StepResult]:
-        """The result of ``build`` once the device has passed ``mark``; its failure is the future's."""
+        """Call ``build`` for the future once the device has passed ``mark``."""
         future: Future[StepResult] = Future()
         self._under_way.put((mark, build, future))
         return future
 
     def close(self) -> None:
-        """Finish the running steps, and end the thread."""
+        """Finish the running steps."""
         self._under_way.put(None)
         self._thread.join()
 

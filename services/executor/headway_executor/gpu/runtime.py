@@ -1,6 +1,6 @@
-"""The difference between a CUDA device and Triton's interpreter on a CPU: memory for transfers, streams, and time.
+"""The difference between a CUDA device and Triton's interpreter on a CPU.
 
-Owns: pinned memory, the steps' stream, and marks in it. Must not know: models, rows, or steps.
+Owns: pinned memory, the steps' stream. Must not know: models, rows.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Mark(Protocol):
         ...
 
     def microseconds_since(self, earlier: "Mark") -> int:
-        """Time from ``earlier`` to here on the device's clock; both must be passed."""
+        """Time on the device's clock."""
         ...
 
 
@@ -41,7 +41,7 @@ class Runtime(Protocol):
         ...
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised main memory that the device can copy from and to."""
+        """Memory for transfers."""
         ...
 
     def mark(self) -> Mark:
@@ -75,7 +75,7 @@ class CudaRuntime:
 
 class _CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: a waiting thread sleeps instead of taking a core from the one that launches.
+        # blocking: a waiting thread sleeps and leaves its core to the launching thread.
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
@@ -88,7 +88,7 @@ class _CudaMark:
 
 
 class InterpretedRuntime:
-    """A CPU on which Triton interprets kernels: a launch returns when it is done."""
+    """A CPU on which Triton interprets kernels; a launch is synchronous."""
 
     device = torch.device("cpu")
     is_cuda = False
@@ -110,8 +110,7 @@ class _HostMark:
     def __init__(self) -> None:
         self.nanoseconds = time.perf_counter_ns()
 
-    def wait(self) -> None:
-        """Nothing is ever under way."""
+    def wait(self) -> None: ...
 
     def microseconds_since(self, earlier: Mark) -> int:
         assert isinstance(earlier, _HostMark)
@@ -119,7 +118,7 @@ class _HostMark:
 
 
 def runtime_for(device: torch.device) -> Runtime:
-    """The runtime of ``device``, which must exist.
+    """The runtime of ``device``.
 
     Raises:
         BackendConfigError: a CPU without Triton's interpreter.
@@ -131,12 +130,12 @@ def runtime_for(device: torch.device) -> Runtime:
 
 
 def fetched(runtime: Runtime, values: Tensor) -> Tensor:
-    """``values`` in main memory, valid once the device has passed this copy."""
+    """Copy to main memory; valid once the device has passed it."""
     return runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
 
 
 class UploadRing:
-    """Host memory for uploads: slots of ``size`` int32 numbers, used in turn; a slot is rewritten only after its copy."""
+    """Slots of ``size`` int32 numbers in host memory, used in turn."""
 
     def __init__(self, runtime: Runtime, size: int, *, num_slots: int = 8) -> None:
         self._runtime = runtime
@@ -154,7 +153,7 @@ class UploadRing:
         return self._arrays[self._next]
 
     def send(self, target: Tensor, count: int) -> None:
-        """Copy the slot's first ``count`` numbers to ``target`` (int32) on the current stream; go to the next slot."""
+        """Copy ``count`` numbers to ``target`` on the current stream."""
         target[:count].copy_(self._slots[self._next][:count], non_blocking=True)
         self._sent[self._next] = self._runtime.mark()
         self._next = (self._next + 1) % len(self._slots)

@@ -1,7 +1,6 @@
-"""One step as a few int32 columns in one piece of memory, so that one copy takes it to the device.
+"""One step as int32 columns in one piece of memory: one copy takes it to the device.
 
-Owns: the layout, and filling it from a ``StepBatch`` (numpy only: the host does this in every step). Must not know:
-devices, kernels, token values, or block tables.
+Owns: the layout. Must not know: devices, kernels, token values.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ Int32Column = NDArray[np.int32]
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step that decide the launch: tokens, rows, sampling rows, and the kinds of row."""
+    """The sizes that decide a launch."""
 
     num_tokens: int
     num_rows: int
@@ -41,12 +40,10 @@ def shape_of(batch: StepBatch) -> StepShape:
 class ColumnViews(NamedTuple):
     """The columns on the device: int32, for at most ``m`` rows. Padding rows have no tokens.
 
-    - ``rows`` ``[m]``: each running row's number in the token store and the block tables;
-    - ``query_start`` ``[m + 1]``: its first token in the flat batch; the last entry is the number of tokens;
-    - ``first_position`` ``[m]``: the position of its first token in this step;
-    - ``kv_length`` ``[m]``: its positions after this step;
-    - ``sampled_token`` ``[m]``: the last token of each sampling row in the flat batch;
-    - ``sampled_row``, ``sampled_position`` ``[m]``: each sampling row, and the position of its draw.
+    - ``rows`` and ``kv_length`` ``[m]``, ``query_start`` ``[m + 1]``: see ``AttentionRows`` of the kernels;
+    - ``first_position`` ``[m]``: the position of a row's first token;
+    - ``sampled_token`` ``[m]``: a sampling row's last token in the flat batch;
+    - ``sampled_row``, ``sampled_position`` ``[m]``: the sampling row, and the position of its draw.
     """
 
     rows: Tensor
@@ -59,7 +56,7 @@ class ColumnViews(NamedTuple):
 
 
 class StepColumns:
-    """The layout for up to ``max_num_rows`` rows."""
+    """The layout."""
 
     def __init__(self, max_num_rows: int) -> None:
         sizes = (max_num_rows, max_num_rows + 1, *[max_num_rows] * 5)
@@ -69,11 +66,11 @@ class StepColumns:
         """Numbers in all columns."""
 
     def views(self, columns: Tensor) -> ColumnViews:
-        """The columns in ``columns``, int32, shape ``[size]``."""
+        """Split ``columns``, int32, ``[size]``."""
         return ColumnViews(*[columns[span] for span in self._spans])
 
     def fill(self, target: Int32Column, batch: StepBatch, shape: StepShape, num_padded_rows: int) -> None:
-        """Write the columns of ``batch`` to ``target`` (shape ``[size]``), padded to ``num_padded_rows`` rows."""
+        """Write the columns to ``target`` (``[size]``), padded to ``num_padded_rows``."""
         rows, query_start, first_position, kv_length, *sampling = (target[span] for span in self._spans)
         count = shape.num_rows
         padding = slice(count, num_padded_rows)

@@ -1,6 +1,6 @@
-"""A file with a line per step: its size, its time on the device, and the idle time before it.
+"""A file with one line of JSON per step.
 
-Owns: the file and its format, one JSON object a line. Must not know: where the times come from.
+Owns: the file. Must not know: the source of times.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from headway_executor.backend import BackendConfigError, StepBatch
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, in microseconds of the device's clock; ``idle_us`` is from the end of the step before, None at first."""
+    """Microseconds of the device's clock; ``idle_us`` is None at first."""
 
     step: int
     num_rows: int
@@ -21,7 +21,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLog:
-    """Appends to ``path``, which is emptied first. Raises ``BackendConfigError``: the file cannot be written."""
+    """Empties ``path``. Raises ``BackendConfigError``: the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         try:

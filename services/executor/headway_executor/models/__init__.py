@@ -1,1 +1,1 @@
-"""Decoder-only transformer models: configuration, positions, attention and the forward pass."""
+"""Decoder-only transformer models."""

@@ -1,11 +1,9 @@
-"""Attention over paged keys and values for one flat batch of prefill chunks and decode tokens.
+"""Attention over paged keys and values for one flat batch of chunks and decode tokens.
 
-Owns: the order and the groups of a step's tokens, and the attention of each group. Must not know: requests, sampling,
-or layers beyond their keys, values and window.
+Owns: the order and groups of a step's tokens. Must not know: requests, sampling.
 
-Groups depend on shape only, so the rest of the step changes a row by rounding at most. Decode rows are gathered and
-padded to the longest of their group, which at most doubles the work. Chunks use scaled-dot-product attention; a chunk
-with only new keys does not read the pool.
+Groups depend on shape only, so other rows change a row by rounding at most. Padding decode rows within a group at most
+doubles the work.
 """
 
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ _Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes of a model that attention needs."""
+    """The sizes that attention needs."""
 
     num_heads: int
     num_kv_heads: int
@@ -51,8 +49,7 @@ class AttentionShape:
 class KvVectors:
     """A pool's blocks as vectors of one head at one position.
 
-    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first. A layer is one matrix of vectors; slot ``block
-    * block_size + offset`` is one position.
+    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first.
     """
 
     def __init__(self, shape: AttentionShape, pool: KvPool) -> None:
@@ -67,26 +64,26 @@ class KvVectors:
         return self._num_kv_heads * self.block_size
 
     def of_layer(self, index: int) -> Tensor:
-        """One layer as a view, shape ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
+        """A view, ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
         return self._layers[index].view(-1, self._head_dim)
 
     def keys(self, slots: _Int64Array) -> _Int64Array:
-        """The keys of ``slots``: int64, shape ``[kv_heads, *slots.shape]``."""
+        """The keys of ``slots``: int64, ``[kv_heads, *slots.shape]``."""
         blocks, offsets = np.divmod(slots, self.block_size)
         heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
         return (blocks * 2 * self._num_kv_heads + heads) * self.block_size + offsets
 
 
 class OrderedRows:
-    """The rows of one step in the order of the flat batch: decode rows first, by length.
+    """The rows in the order of the flat batch: decode rows first, by length.
 
-    ``num_new`` and ``kv_length`` (positions after the step) are int64, shape ``[rows]``. ``order[i]`` is row i's place
-    in the caller's arrays, ``starts[i]`` its first token in the batch.
+    ``num_new`` and ``kv_length`` (positions after the step) are int64, ``[rows]``. ``order[i]`` is row i's place for
+    the caller, ``starts[i]`` its first token.
     """
 
     def __init__(self, num_new: _Int64Array, num_computed: _Int64Array, tables: Int32Array) -> None:
         kv_length = num_computed + num_new
-        # Decode rows by length; then chunks, those without a past side by side where they have the same size.
+        # Decode rows by length; then chunks: those without a past first, so that equal sizes lie side by side.
         self.order = np.lexsort((np.where(num_new == 1, kv_length, num_new), num_computed > 0, num_new > 1))
         self.num_new: _Int64Array = num_new[self.order]
         self.kv_length: _Int64Array = kv_length[self.order]
@@ -97,29 +94,28 @@ class OrderedRows:
         self.num_tokens = int(ends[-1])
 
     def token_rows(self) -> _Int64Array:
-        """The row of every token, in this order; shape ``[tokens]``."""
+        """The row of every token, ``[tokens]``."""
         return np.repeat(np.arange(len(self.num_new)), self.num_new)
 
     def positions(self, token_rows: _Int64Array) -> _Int64Array:
-        """The position of every token in its sequence; shape ``[tokens]``."""
+        """The position of every token, ``[tokens]``."""
         first = self.kv_length - self.num_new
         return np.arange(self.num_tokens) + (first - self.starts)[token_rows]
 
 
 class Group(Protocol):
-    """Consecutive tokens of the batch that attend together."""
+    """Consecutive tokens that attend together."""
 
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
-        """Attend with the group's tokens; returns ``[tokens, query width]``.
+        """Return ``[tokens, query width]``.
 
-        ``qkv`` ``[tokens, all heads * head_dim]``: queries, keys, values. ``vectors``: ``KvVectors.of_layer``, with the
-        new positions.
+        ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` contain the new positions.
         """
         ...
 
 
 class AttentionPlan:
-    """How one step attends in every layer. ``slots`` int64, ``[tokens]``: where keys and values go."""
+    """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values."""
 
     def __init__(self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array) -> None:
         self._shape = shape
@@ -130,7 +126,7 @@ class AttentionPlan:
         self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
 
     def attend(self, index: int, window: int | None, qkv: Tensor) -> Tensor:
-        """Store the new keys and values of layer ``index`` and attend; returns ``[tokens, heads * head_dim]``.
+        """Store new keys and values, and attend; return ``[tokens, heads * head_dim]``.
 
         ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``. A query sees ``window`` positions, its own included;
         None: all.
@@ -176,7 +172,7 @@ def _group(
 
 
 def _similar(lengths: _Int64Array) -> list[tuple[int, int]]:
-    """Cut ascending ``lengths`` into runs whose longest is at most twice the shortest (or short)."""
+    """In a run, the longest is short or at most twice the shortest."""
     runs: list[tuple[int, int]] = []
     low = 0
     while low < len(lengths):
@@ -195,8 +191,6 @@ def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, blo
 
 
 class _PaddedDecode:
-    """Decode rows, gathered and padded to the longest: any device and dtype."""
-
     def __init__(self, shape: AttentionShape, vectors: KvVectors, visible: Sequence[_Int64Array], like: Tensor) -> None:
         self._shape = shape
         width = max(len(slots) for slots in visible)
@@ -211,7 +205,7 @@ class _PaddedDecode:
     def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
-        # Padding reads slot 0, whose owner may hold NaN: a weight of zero would not hide it.
+        # Padding reads slot 0, which may hold NaN: a weight of zero would not hide it.
         values = values.masked_fill(~self._seen.transpose(2, 3), 0.0)
         queries = qkv[:, : shape.query_width].view(-1, shape.num_heads, 1, shape.head_dim)
         attended = functional.scaled_dot_product_attention(
@@ -221,7 +215,7 @@ class _PaddedDecode:
 
 
 class _Gather:
-    """Copies the keys and values of ``slots`` (``[rows, width]``) out of a layer."""
+    """``slots`` is ``[rows, width]``."""
 
     def __init__(self, shape: AttentionShape, vectors: KvVectors, slots: _Int64Array, like: Tensor) -> None:
         keys = vectors.keys(slots)
@@ -230,14 +224,12 @@ class _Gather:
         self._index = torch.from_numpy(both.reshape(-1)).to(like.device)
 
     def of(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each of shape ``[rows, kv_heads, width, head_dim]``."""
+        """Both ``[rows, kv_heads, width, head_dim]``."""
         keys, values = vectors.index_select(0, self._index).view(self._shape)
         return keys, values
 
 
 class _NewChunks:
-    """``num_rows`` chunks of ``num_new`` tokens at the start of their sequences: they see only each other."""
-
     def __init__(self, shape: AttentionShape, num_rows: int, num_new: int, window: int | None, like: Tensor) -> None:
         self._shape = shape
         self._size = (num_rows, num_new)
@@ -261,7 +253,7 @@ class _NewChunks:
 
 
 class _ContinuedChunk:
-    """One chunk of ``num_new`` tokens after ``past`` visible positions, with the ``slots`` of all of them."""
+    """``slots`` are those of the past and of the chunk."""
 
     def __init__(
         self,
@@ -288,7 +280,7 @@ class _ContinuedChunk:
 
 
 def _mask(past: int, num_new: int, window: int | None, like: Tensor) -> Tensor:
-    """The additive mask of ``num_new`` queries after ``past`` positions: shape ``[num_new, past + num_new]``."""
+    """The additive mask, ``[num_new, past + num_new]``."""
     keys = torch.arange(past + num_new, device=like.device)
     queries = keys[past:, None]
     seen = keys <= queries

@@ -1,9 +1,8 @@
 """A model on the CPU kernels, which compute in float32.
 
-Owns: which models they can run, loading their weights, and their arguments. Must not know: how they compute.
+Owns: their weights and arguments. Must not know: how they compute.
 
-A row's logits are the same to the last bit in any step and with any chunks. Another variant of the kernels may differ
-in the last bits.
+A row's logits have the same bits in any step and with any chunks, but not with any variant of the kernels.
 """
 
 import torch
@@ -33,7 +32,7 @@ _ENOUGH_TO_TELL = 1024
 
 
 def library_for(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
-    """The kernels, if they are installed and can run this model on this processor."""
+    """Return the kernels if they can run this model on this processor."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
     library = load_library()
@@ -43,7 +42,7 @@ def library_for(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
 
 
 class CompiledModel:
-    """A ``ForwardPass``. ``decoder`` and ``pool`` must fit each other (``pool_block_shape``)."""
+    """A ``ForwardPass``. ``decoder`` and ``pool`` must fit each other."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
         self._decoder = decoder
@@ -72,7 +71,7 @@ def load_compiled(
     block_size: int,
     num_threads: int,
 ) -> Decoder:
-    """Load a checkpoint that ``Checkpoint.check`` accepted. ``quantization`` is "none" or "int8"."""
+    """Load a checked checkpoint. ``quantization`` is "none" or "int8"."""
     tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim))
     loader = _Loader(config, tensors, library, quantization)
     table = rotations(config.rope, config.head_dim, max_model_len)
@@ -127,7 +126,7 @@ class _Loader:
         return PackedLinear(self._library, weight, bias, form, gated=gated)
 
     def _padded(self, heads: Tensor) -> Tensor:
-        """Pad the channels of every head with zeros: shape ``[heads * head_dim, ...]``."""
+        """Pad the channels of ``[heads * head_dim, ...]``."""
         if not self._padding:
             return heads
         by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
@@ -136,7 +135,7 @@ class _Loader:
 
 
 def is_exact_in_bfloat16(weight: Tensor) -> bool:
-    """Whether bfloat16 holds every value exactly: storing it so then only saves memory."""
+    """Return whether bfloat16 holds every value: then it only saves memory."""
     if weight.dtype == torch.bfloat16:
         return True
     some = weight.reshape(-1)[:_ENOUGH_TO_TELL].float()

@@ -1,7 +1,6 @@
 """A checkpoint's config.json, checked and in one form for every family.
 
-Owns: ``ModelConfig``, ``RopeConfig``, and the typed reading of JSON fields. Must not know: tensors, or how a model
-computes.
+Owns: ``ModelConfig``, typed JSON fields. Must not know: tensors.
 """
 
 import json
@@ -16,17 +15,16 @@ from headway_executor.backend import ModelFilesError
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 MAX_SIZE = 1 << 24
 """Larger than any dimension of a real model."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding of one model.
-
-    ``kind`` is "default", "linear", "dynamic", "yarn" or "llama3"; it decides which fields matter (see ``rope``). The
-    frequencies were trained for ``original_context`` tokens.
-    """
+    """Rotary position embedding; see ``rope``."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -45,8 +43,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and variants of one decoder-only model.
 
-    ``context`` is the longest sequence in tokens, rope scaling included. ``sliding_windows`` holds per layer how many
-    positions a query sees, its own included, or None for all. ``dtype`` is the checkpoint's.
+    ``context`` includes rope scaling. ``sliding_windows``: how many positions a query sees per layer, its own included;
+    None: all.
     """
 
     architecture: str
@@ -71,22 +69,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigFields:
-    """Typed access to one JSON object; an error names the file, the field, its value and what is allowed."""
+    """Typed access to one JSON object.
+
+    A method returns its default for an absent or null field, and raises ``ModelFilesError`` for wrong values.
+    """
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
         self.values = values
 
     def refuse(self, field: str, allowed: str) -> ModelFilesError:
-        """The error for ``field``, to be raised by the caller."""
+        """Return the error for ``field``."""
         try:
             value = repr(self.values.get(field))[:64]
-        except ValueError:  # An integer with more digits than Python writes.
+        except ValueError:  # Python does not write integers with so many digits.
             value = "of thousands of digits"
         return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
 
     def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
-        """An integer between ``low`` and ``high``; ``default`` if absent or null, required if that is None."""
+        """An integer in a range; required without a ``default``."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
@@ -95,28 +96,28 @@ class ConfigFields:
         return value
 
     def optional_integer(self, field: str) -> int | None:
-        """A positive integer, or None if absent or null."""
+        """A positive integer or None."""
         return None if self.values.get(field) is None else self.integer(field)
 
     def number(self, field: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number greater than ``above``; ``default`` if absent or null, required if that is None."""
+        """A finite number; required without a ``default``."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
         try:
             number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        except OverflowError:  # JSON knows integers of any length.
+        except OverflowError:  # A JSON integer may have any length.
             number = math.nan
         if not math.isfinite(number) or number <= above:
             raise self.refuse(field, f"a number above {above:g}")
         return number
 
     def optional_number(self, field: str) -> float | None:
-        """A positive number, or None if absent or null."""
+        """A positive number or None."""
         return None if self.values.get(field) is None else self.number(field)
 
     def flag(self, field: str, *, default: bool) -> bool:
-        """A boolean; ``default`` if absent or null."""
+        """A boolean."""
         value = self.values.get(field)
         if value is None:
             return default
@@ -125,7 +126,7 @@ class ConfigFields:
         return value
 
     def section(self, field: str) -> "ConfigFields | None":
-        """A nested object, or None if absent, null or empty."""
+        """A nested object; None if it is empty."""
         value = self.values.get(field)
         if value is None or value == {}:
             return None
@@ -134,7 +135,7 @@ class ConfigFields:
         return ConfigFields(f"{self.source}: {field}", value)
 
     def token_ids(self, field: str) -> tuple[int, ...]:
-        """One token id or a list of them, ascending; empty if absent or null."""
+        """One token id or a list of them, ascending."""
         value = self.values.get(field)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
@@ -146,7 +147,7 @@ def read_json_object(path: Path) -> ConfigFields:
     """Read a JSON file that holds one object.
 
     Raises:
-        ModelFilesError: the file cannot be read, is not JSON, or holds something else.
+        ModelFilesError: the file cannot be read, or holds something else.
     """
     try:
         values = json.loads(path.read_bytes())

@@ -1,10 +1,8 @@
 """The decoder of all supported families, as plain torch operators.
 
-Owns: the forward pass from token ids to logits, and the form of its weights. Must not know: how keys and values are
-paged, or how logits are used.
+Owns: the forward pass. Must not know: paging, the use of logits.
 
-Query, key and value projections are one product, gate and up projections another. Query and key channels are permuted
-so that rotated pairs lie side by side (see ``rope``).
+Rotated pairs of channels lie side by side (see ``rope``).
 """
 
 from dataclasses import dataclass
@@ -20,13 +18,13 @@ from headway_executor.models.rope import rotate_
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Root mean square normalisation over the last dimension, in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    """Root mean square normalisation in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
 
     weight: Tensor
     eps: float
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalise ``inputs``; same shape and dtype, a new tensor."""
+        """Normalise the last dimension into a new tensor."""
         wide = inputs.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normalised.to(inputs.dtype).mul_(self.weight)
@@ -34,11 +32,10 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer.
+    """``qkv`` and ``gate_up`` give their parts side by side.
 
-    ``qkv`` gives queries, keys and values side by side; the first ``num_rotated`` heads are queries and keys.
-    ``qk_norm`` (``[num_rotated, head_dim]``) normalises those per head, or is None. ``gate_up`` gives gate and up side
-    by side. A query sees ``window`` positions; None: all.
+    ``qk_norm`` (``[num_rotated, head_dim]``) normalises the heads of queries and keys, or is None. A query sees
+    ``window`` positions; None: all.
     """
 
     index: int
@@ -54,7 +51,7 @@ class DecoderLayer:
     down: Linear
 
     def __call__(self, hidden: Tensor, rotation: Tensor, plan: AttentionPlan) -> None:
-        """Add the layer's attention and MLP to ``hidden`` (``[tokens, hidden]``) in place."""
+        """Add attention and MLP to ``hidden`` (``[tokens, hidden]``) in place."""
         attended = plan.attend(self.index, self.window, self._rotated(hidden, rotation))
         hidden.add_(self.output(attended))
         gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=1)
@@ -71,7 +68,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A whole model. ``embedding`` ``[vocab, hidden]``; ``rotations`` complex64, ``[context, head_dim // 2]``."""
+    """``embedding`` ``[vocab, hidden]``; ``rotations`` complex64, ``[context, head_dim // 2]``."""
 
     embedding: Tensor
     rotations: Tensor
@@ -80,8 +77,7 @@ class Decoder:
     head: Linear
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, sampled: Tensor) -> Tensor:
-        """Store keys and values of all tokens; return the logits of the ``sampled`` ones: ``[n, vocab]`` in the model's
-        dtype.
+        """Store keys and values; return logits, ``[n, vocab]``, in the model's dtype.
 
         ``token_ids`` integer and ``positions`` int64, both ``[tokens]``; ``sampled`` int64, ``[n]``, indices into them.
         """

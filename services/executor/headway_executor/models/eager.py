@@ -1,6 +1,6 @@
 """A model as plain torch operators: any device, any floating dtype.
 
-Owns: building the decoder from a checkpoint, and its arguments. Must not know: files, or how the decoder computes.
+Owns: building the decoder. Must not know: files, how it computes.
 """
 
 import numpy as np
@@ -53,7 +53,7 @@ def _places_in_order(rows: StepRows, ordered: OrderedRows) -> NDArray[np.int64]:
 def load_eager(
     config: ModelConfig, checkpoint: Checkpoint, *, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """Load a checkpoint that ``Checkpoint.check`` accepted."""
+    """Load a checked checkpoint."""
     tensors = ModelTensors(config, checkpoint, interleaved(config.head_dim))
 
     def linear(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -1,11 +1,9 @@
 """The supported model families: from config.json to a ``ModelConfig``.
 
-Owns: architecture names, each family's defaults, and the refusal of other models. Must not know: tensors, or how a
-model computes.
+Owns: names, defaults, refusing other models. Must not know: tensors.
 
-Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder. Files of transformers 4
-(``torch_dtype``, ``rope_theta``, ``rope_scaling``) and 5 (``dtype``, ``rope_parameters``) are read; an absent field
-means what it means there.
+Llama 2, 3 and 3.x, Mistral, Qwen2 / Qwen2.5 and Qwen3 (dense) are one decoder. Files come from transformers 4
+(``torch_dtype``, ``rope_theta``, ``rope_scaling``) or 5 (``dtype``, ``rope_parameters``); defaults are theirs.
 """
 
 import stat
@@ -32,11 +30,10 @@ _QWEN3_HEAD_DIM = 128
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Read and check the configuration of the checkpoint in ``directory``.
+    """Read and check a checkpoint's configuration.
 
     Raises:
-        ModelFilesError: the file is missing or damaged, has an unknown architecture, asks for remote code, or has a
-            value that cannot be served.
+        ModelFilesError: the file is missing or damaged, or has a value that cannot be served.
     """
     try:
         if not stat.S_ISDIR(directory.stat().st_mode):
@@ -242,10 +239,9 @@ def _read_rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig
 
 
 def _context(fields: ConfigFields, rope: RopeConfig, max_position_embeddings: int) -> int:
-    """The longest sequence in tokens.
+    """Linear, dynamic and yarn scaling stretch the original context by ``factor``.
 
-    Linear, dynamic and yarn scaling stretch the original context by ``factor``; some checkpoints already give the
-    stretched length as ``max_position_embeddings``. Llama 3's scaling always does.
+    ``max_position_embeddings`` is the stretched length in some checkpoints, and always with Llama 3's scaling.
     """
     if rope.kind in {"linear", "dynamic", "yarn"}:
         stretched = rope.original_context * rope.factor

@@ -1,4 +1,4 @@
-"""The interface between a backend and the two ways to run a model, ``eager`` and ``compiled``.
+"""The interface of the two ways to run a model.
 
 Owns: the input of a forward pass. Must not know: how it computes.
 """
@@ -22,7 +22,7 @@ class StepRows:
 
     Row i runs ``num_new[i]`` tokens from position ``num_computed[i]``; ``numbers[i]`` is its row in the store of token
     ids. ``tables`` int32, ``[n, blocks]``; the others int64, ``[n]``. ``wanted`` int64, ``[m]``, ascending: the tokens
-    whose logits are needed, as indices into all tokens in row order.
+    that need logits.
     """
 
     numbers: Int64Array
@@ -32,26 +32,25 @@ class StepRows:
     wanted: Int64Array
 
     def token_places(self) -> tuple[Int64Array, Int64Array]:
-        """For every token in row order: its row's place, and its position in the sequence; each ``[tokens]``."""
+        """Each token's row and position; both ``[tokens]``."""
         places = np.repeat(np.arange(len(self.num_new)), self.num_new)
         first = self.num_computed - (np.cumsum(self.num_new) - self.num_new)
         return places, np.arange(len(places)) + first[places]
 
 
 def last_tokens(num_new: Int64Array) -> Int64Array:
-    """The index of each row's last token, among all tokens in row order."""
+    """Each row's last token among all tokens."""
     return np.cumsum(num_new) - 1
 
 
 class ForwardPass(Protocol):
-    """A loaded model with its pool of keys and values."""
+    """A loaded model with its pool."""
 
     pool: KvPool
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
-        """Store the keys and values of all tokens; return the logits of the wanted ones: floating, shape ``[m,
-        vocab]``.
+        """Store the keys and values of all tokens; return the wanted logits: floating, ``[m, vocab]``.
 
-        ``token_ids`` int32, shape ``[max rows, max length]``: every row's tokens.
+        ``token_ids`` int32, ``[max rows, max length]``.
         """
         ...

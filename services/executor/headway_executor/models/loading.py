@@ -1,6 +1,6 @@
 """The tensors of a checkpoint in the model's form.
 
-Owns: tensor names, and which tensors are tied or fused. Must not know: files, where weights go, or how the model runs.
+Owns: names, tied and fused tensors. Must not know: files.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -19,7 +19,7 @@ _HEAD = "lm_head.weight"
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of this configuration; of a tied embedding and head those that are ``stored``."""
+    """Names and shapes; only the ``stored`` ones of a tied embedding and head."""
     words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
     expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
     expected |= dict.fromkeys(words or [_EMBEDDING], (config.vocab_size, config.hidden_size))
@@ -30,7 +30,7 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Tensors that the model does not need: old Llama checkpoints store the rope frequencies."""
+    """Old Llama checkpoints store rope frequencies, which nothing reads."""
     return frozenset(f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers))
 
 
@@ -65,16 +65,16 @@ class TensorSource(Protocol):
     """The source of a model's tensors."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether there is such a tensor."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``, in its own dtype."""
+        """Return a tensor in its own dtype."""
         ...
 
 
 def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
-    """``config``, untied if its embedding and head are tied but the stored tensors differ; transformers does the same."""
+    """Untie embedding and head if the stored tensors differ, as transformers does."""
     if not (config.tie_word_embeddings and _EMBEDDING in source and _HEAD in source):
         return config
     embedding, head = source.read(_EMBEDDING), source.read(_HEAD)
@@ -89,15 +89,15 @@ def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], N
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Check that the checkpoint has the tensors of ``config``; raises ``ModelFilesError``."""
+    """Check the tensors. Raises ``ModelFilesError``: the checkpoint has others."""
     checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config))
 
 
 class ModelTensors:
-    """Reads the tensors of a checked checkpoint in its own dtype.
+    """Reads the tensors of a checked checkpoint, straight to ``device``, if any.
 
-    A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, shape ``[head_dim]``) is
-    the order of the channels of query and key heads. With a ``device``, tensors go there straight from the file.
+    A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, ``[head_dim]``) orders the
+    channels of query and key heads.
     """
 
     def __init__(
@@ -113,47 +113,47 @@ class ModelTensors:
         self._device = device
 
     def embedding(self) -> Tensor:
-        """Shape ``[vocab, hidden]``."""
+        """``[vocab, hidden]``."""
         return self._read_named(_EMBEDDING if _EMBEDDING in self._checkpoint else _HEAD)
 
     def head(self) -> Tensor:
-        """Shape ``[vocab, hidden]``; the embedding if the two are tied."""
+        """``[vocab, hidden]``; the embedding if the two are tied."""
         return self.embedding() if self._config.tie_word_embeddings else self._read_named(_HEAD)
 
     def final_norm(self) -> Tensor:
-        """Shape ``[hidden]``."""
+        """``[hidden]``."""
         return self._read_named(_FINAL_NORM)
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[(heads + 2 * kv_heads) * head_dim, hidden]`` and bias, if any: queries, keys, values."""
+        """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values."""
         weight = self._qkv(index, "weight")
         return weight, self._qkv(index, "bias") if self._config.qkv_bias else None
 
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[hidden, heads * head_dim]`` and bias, if any."""
+        """``[hidden, heads * head_dim]``, and bias."""
         return self._projection(index, "self_attn.o_proj", has_bias=self._config.output_bias)
 
     def gate_up(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[2 * intermediate, hidden]`` and bias, if any: gates, then ups."""
+        """``[2 * intermediate, hidden]``, and bias: gates, then ups."""
         gate, gate_bias = self._projection(index, "mlp.gate_proj", has_bias=self._config.mlp_bias)
         up, up_bias = self._projection(index, "mlp.up_proj", has_bias=self._config.mlp_bias)
         bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias])
         return torch.cat([gate, up]), bias
 
     def down(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Weight ``[hidden, intermediate]`` and bias, if any."""
+        """``[hidden, intermediate]``, and bias."""
         return self._projection(index, "mlp.down_proj", has_bias=self._config.mlp_bias)
 
     def attention_norm(self, index: int) -> Tensor:
-        """Shape ``[hidden]``."""
+        """``[hidden]``."""
         return self._read(index, "input_layernorm.weight")
 
     def mlp_norm(self, index: int) -> Tensor:
-        """Shape ``[hidden]``."""
+        """``[hidden]``."""
         return self._read(index, "post_attention_layernorm.weight")
 
     def qk_norm(self, index: int) -> Tensor | None:
-        """Shape ``[heads + kv_heads, head_dim]``: the norms of queries, then keys; None if there are none."""
+        """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
         config = self._config
         if not config.qk_norm:
             return None
@@ -175,6 +175,6 @@ class ModelTensors:
         return torch.cat([self._reordered(queries), self._reordered(keys), values])
 
     def _reordered(self, heads: Tensor) -> Tensor:
-        """Reorder the channels of every head: shape ``[heads * head_dim, ...]``."""
+        """``heads`` is ``[heads * head_dim, ...]``."""
         by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
         return by_head[:, self._channel_order].flatten(0, 1)

@@ -1,14 +1,13 @@
 """Rotary position embeddings as one table of rotations by position.
 
-Owns: the frequencies of every kind of rope scaling, and the rotation. Must not know: batches, caches, or model
-families.
+Owns: rope scaling, the rotation. Must not know: batches, families.
 
 Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et al. 2023 (arXiv 2306.15595); dynamic NTK
 scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); llama3, the model card
 and code of Llama 3.1.
 
-A head's channels i and i + d/2 form one rotated pair. Loading permutes the channels (``interleaved``) so that pairs are
-adjacent: a rotation is then one complex multiplication. Dot products of queries and keys stay the same.
+Channels i and i + d/2 of a head form a rotated pair. Loading makes pairs adjacent (``interleaved``): a rotation is then
+one complex multiplication.
 """
 
 import math
@@ -20,9 +19,9 @@ from headway_executor.models.config import RopeConfig
 
 
 def rotations(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """Rotation of every position: complex64, shape ``[num_positions, head_dim // 2]``.
+    """Rotation of every position: complex64, ``[num_positions, head_dim // 2]``.
 
-    Each is ``m * exp(i * position * frequency)``; ``m`` is YaRN's attention factor, 1 for the other kinds.
+    Each is ``m * exp(i * position * frequency)``; ``m`` is YaRN's attention factor, else 1.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     frequencies = _frequencies(rope, head_dim, positions)
@@ -33,8 +32,8 @@ def rotations(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
 def rotate_(heads: Tensor, rotation: Tensor) -> None:
     """Rotate ``heads`` in place, in float32.
 
-    ``heads`` any floating dtype, ``[tokens, heads, head_dim]``, pairs interleaved, any row stride; ``rotation``
-    complex64, ``[tokens, 1, head_dim // 2]``.
+    ``heads`` floating, ``[tokens, heads, head_dim]``, pairs interleaved, any row stride; ``rotation`` complex64,
+    ``[tokens, 1, head_dim // 2]``.
     """
     paired = (*heads.shape[:-1], -1, 2)
     if heads.dtype == torch.float32:
@@ -45,12 +44,12 @@ def rotate_(heads: Tensor, rotation: Tensor) -> None:
 
 
 def interleaved(head_dim: int) -> Tensor:
-    """The order of a head's channels with rotated pairs side by side: int64, shape ``[head_dim]``."""
+    """The channels with rotated pairs side by side: int64, ``[head_dim]``."""
     return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    """Radians per position, float32, shape ``[1 or positions, head_dim // 2]``."""
+    """Radians per position, float32, ``[1 or positions, head_dim // 2]``."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     if rope.kind == "dynamic":
         return _dynamic(rope, exponents, head_dim, positions)
@@ -65,10 +64,9 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tensor) -> Tensor:
-    """Dynamic NTK: the base grows with the sequence beyond the original context.
+    """Beyond the original context, the base grows with the sequence.
 
-    The sequence ends at the position itself, so that cached keys stay valid; decoding in transformers gives the same.
-    There, a longer prompt rotates all its positions by its total length.
+    The sequence ends at the position itself, so that cached keys stay valid; in transformers it ends with the prompt.
     """
     length = (positions + 1).clamp(min=rope.original_context)
     stretch = rope.factor * length / rope.original_context - (rope.factor - 1)
@@ -77,7 +75,7 @@ def _dynamic(rope: RopeConfig, exponents: Tensor, head_dim: int, positions: Tens
 
 
 def _yarn(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
-    """YaRN: high frequencies stay, low ones are interpolated, a linear ramp lies between."""
+    """Low frequencies are interpolated, high ones stay, a linear ramp lies between."""
 
     def channel(num_rotations: float) -> float:
         turns = rope.original_context / (num_rotations * 2 * math.pi)
@@ -94,7 +92,7 @@ def _yarn(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched, with a smooth transition."""
+    """Wavelengths beyond the original context are stretched."""
     wavelengths = 2 * math.pi / frequencies
     smooth = (rope.original_context / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor

@@ -1,9 +1,8 @@
 """The simulated KV pool: it detects a row that would attend to a block with the wrong contents.
 
-Owns: the contents of device and host blocks. Must not know: tokens, or how a row's hashes are made.
+Owns: contents of blocks. Must not know: tokens.
 
-A slot holds the hash of the prefix that ends with its token. This finds wrong block tables, blocks reused too early,
-and wrong prefix hits.
+A slot holds the hash of the prefix that ends with its token.
 """
 
 import numpy as np
@@ -17,11 +16,11 @@ from headway_proto.columns import Int32Array
 
 
 class CacheMismatch(RuntimeError):  # noqa: N818 (it names the finding)
-    """A row was about to attend to a block with the wrong contents."""
+    """A row was about to attend to a wrong block."""
 
 
 class SimulatedPool:
-    """Per slot the hash of the prefix that ends there, per block the number of written slots; also for host blocks."""
+    """Slots hold hashes of prefixes."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._block_size = block_size
@@ -32,7 +31,7 @@ class SimulatedPool:
         self._host_written = np.zeros(num_host_blocks, dtype=bool)
 
     def check_partial_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """Before the step writes: the block that a row goes on filling must hold that row's last computed token."""
+        """Before the step writes, a partial block must hold its row's last token."""
         offsets = batch.num_computed_tokens % self._block_size
         places = np.flatnonzero(offsets)
         rows, ends, offsets = batch.rows[places], batch.num_computed_tokens[places], offsets[places]
@@ -44,7 +43,7 @@ class SimulatedPool:
             raise _mismatch(rows[first], blocks[first], indices[first], ends[first] - offsets[first], ends[first])
 
     def check_full_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
-        """After the step wrote (rows may fill shared blocks): each full block of a row must hold that row's prefix."""
+        """After the step wrote, each full block must hold the row's prefix. Rows may fill shared blocks."""
         num_full = batch.num_computed_tokens // self._block_size
         width = int(num_full.max(initial=0))
         if not width:
@@ -52,7 +51,7 @@ class SimulatedPool:
         blocks = batch.block_table[batch.rows, :width]
         expected = prefixes[:, self._block_size : width * self._block_size + 1 : self._block_size][batch.rows]
         right = (self._slots[:, -1][blocks] == expected) & (self._filled[blocks] == self._block_size)
-        # Shorter rows also compare unused places, which are ignored.
+        # Shorter rows also compare unused places; these do not count.
         wrong = ~right & (np.arange(width) < num_full[:, None])
         if wrong.any():
             place, index = (int(axis[0]) for axis in np.nonzero(wrong))
@@ -60,7 +59,7 @@ class SimulatedPool:
             raise _mismatch(batch.rows[place], blocks[place, index], index, start, start + self._block_size)
 
     def write(self, batch: StepBatch, prefixes: Hashes, total: int) -> None:
-        """Write the scheduled tokens of the batch, ``total`` in all."""
+        """Write the scheduled tokens, ``total`` in all."""
         rows: NDArray[np.integer] = batch.rows
         positions: NDArray[np.integer] = batch.num_computed_tokens
         if total != len(rows):
@@ -71,18 +70,18 @@ class SimulatedPool:
         blocks = batch.block_table[rows, positions // self._block_size]
         offsets = positions % self._block_size
         self._slots[blocks, offsets] = prefixes[rows, positions + 1]
-        # Where a block is written several times, numpy keeps the last value, which is the furthest offset.
+        # If a block is written several times, numpy keeps the last value, which is the furthest offset.
         self._filled[blocks] = offsets + 1
 
     def write_at(self, table: Int32Array, positions: NDArray[np.integer], hashes: Hashes) -> None:
-        """Write ``hashes`` at consecutive positions of the row with this block table."""
+        """Write ``hashes`` at consecutive positions of one row."""
         blocks = table[positions // self._block_size]
         offsets = positions % self._block_size
         self._slots[blocks, offsets] = hashes
         self._filled[blocks] = offsets + 1
 
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Move whole blocks: out to the host, in from the host, then within the pool."""
+        """Swap out, swap in, then copy."""
         blocks, host_blocks = swap_out
         self._host_slots[host_blocks] = self._slots[blocks]
         self._host_filled[host_blocks] = self._filled[blocks]

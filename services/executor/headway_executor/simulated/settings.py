@@ -1,6 +1,6 @@
-"""The settings of the simulated backend: its options, the model that it stands for, and the sizes of its pools.
+"""The settings of the simulated backend.
 
-Owns: parsing and checking. Must not know: rows, steps, or what is done with the settings.
+Owns: parsing and checking. Must not know: rows.
 """
 
 import json
@@ -15,6 +15,7 @@ from headway_executor.backend import (
     BackendConfigError,
     ModelFilesError,
 )
+from headway_executor.setting_checks import check_pool_size, max_model_len_of
 
 _AtLeast0 = Annotated[float, msgspec.Meta(ge=0)]
 _MAX_DEFAULT_BLOCKS = 16_384
@@ -27,11 +28,9 @@ _SWAP_BYTES_PER_US = 25_000
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The backend's own options, given as text.
 
-    ``vocab_size``, ``eos_token_id`` and ``context_length`` describe the model if there is no checkpoint directory. A
-    step takes ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens``
-    microseconds, and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s); it
-    waits for that time if ``real_time``. ``eos_probability`` ends rows at random. ``verify_kv`` checks the simulated
-    cache. Each of up to ``max_speculative_tokens`` proposals is right with probability ``speculative_acceptance``.
+    ``vocab_size``, ``eos_token_id`` and ``context_length`` count without a checkpoint directory. A step takes
+    ``step_base_us + per_token_us * tokens + per_seq_us * rows + per_context_token_us * attended tokens`` microseconds,
+    and ``swap_us_per_block`` for every swapped block (None: an 8-billion-parameter model at 25 GB/s).
 
     Failures: a row whose last token is ``nan_row_token`` reports NaN logits. A step of more than ``oom_over_tokens``
     tokens runs out of memory. A prompt with ``fail_on_token`` fails the step, with ``lose_device_on_token`` loses the
@@ -85,17 +84,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(config: BackendConfig) -> Settings:
-    """The settings that ``config`` asks for.
+    """Check the settings of ``config``.
 
     Raises:
         BackendConfigError: a setting cannot be honoured.
-        ModelFilesError: the model directory has no config.json that can be read.
+        ModelFilesError: the directory has no usable config.json.
     """
     options = _parse_options(config.options)
     _check_at_least("block_size", config.block_size, 1)
     _check_at_least("max_num_seqs", config.max_num_seqs, 1)
     model = _describe_model(config.model, options)
-    max_model_len = _max_model_len(config.max_model_len, model.context_length)
+    max_model_len = max_model_len_of(config.max_model_len, model.context_length)
     num_blocks = _num_blocks(config, max_model_len)
     num_host_blocks = _num_host_blocks(config, num_blocks)
     num_speculative_tokens = 0 if config.speculation == "off" else config.num_speculative_tokens
@@ -151,26 +150,14 @@ def _check_at_least(field: str, value: int, least: int) -> None:
         raise BackendConfigError(f"{field}: {value} is not allowed; allowed: {least} or more")
 
 
-def _max_model_len(asked: int, context_length: int) -> int:
-    if asked < 0:
-        raise BackendConfigError(
-            f"max_model_len: {asked} is not allowed; allowed: 1 to {context_length}, or 0 for all of the context"
-        )
-    if asked > context_length:
-        raise BackendConfigError(f"max_model_len: {asked} is over the model's context; allowed: 1 to {context_length}")
-    return asked or context_length
-
-
 def _num_blocks(config: BackendConfig, max_model_len: int) -> int:
-    for_one = -(-max_model_len // config.block_size)
-    if not config.num_kv_blocks:
-        return max(for_one, min(for_one * config.max_num_seqs, _MAX_DEFAULT_BLOCKS))
-    if config.num_kv_blocks < for_one:
-        raise BackendConfigError(
-            f"num_kv_blocks: {config.num_kv_blocks} cannot hold one request of {max_model_len} tokens; "
-            f"allowed: {for_one} or more"
+    if config.num_kv_blocks:
+        check_pool_size(
+            num_blocks=config.num_kv_blocks, given=True, block_size=config.block_size, max_model_len=max_model_len
         )
-    return config.num_kv_blocks
+        return config.num_kv_blocks
+    for_one = -(-max_model_len // config.block_size)
+    return max(for_one, min(for_one * config.max_num_seqs, _MAX_DEFAULT_BLOCKS))
 
 
 def _num_host_blocks(config: BackendConfig, num_blocks: int) -> int:

@@ -1,10 +1,10 @@
 """The next token of a simulated model: a pure function of the row's whole history and of the seeds.
 
-Owns: the hash of a history and the draws from it. Must not know: rows, steps, or the pool.
+Owns: the hash of a history. Must not know: rows, steps.
 
-One token lost, repeated or misplaced changes everything that follows. The hash of a history is the sum of its mixed
-(position, token) pairs, so appending a token is O(1). The mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C.
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+One lost token changes everything that follows. The hash sums mixed (position, token) pairs, so appending is O(1). The
+mixer is the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014).
 """
 
 from typing import TypeAlias
@@ -21,7 +21,7 @@ Hashes: TypeAlias = NDArray[np.uint64]
 
 
 class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
-    """The next-token function. ``eos_token_ids`` ascending; all together they are drawn with ``eos_probability``."""
+    """All ``eos_token_ids`` (ascending) together have ``eos_probability``."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -29,18 +29,18 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
     model_seed: int
 
     def prefixes(self, token_ids: Int32Array) -> Hashes:
-        """The hash of each prefix, the empty one first: ``[n] -> [n + 1]``."""
+        """The hash of each prefix, from the empty one: ``[n] -> [n + 1]``."""
         sums = np.zeros(len(token_ids) + 1, dtype=np.uint64)
         np.cumsum(mix_tokens(token_ids, np.arange(len(token_ids))), out=sums[1:])
         return sums
 
     def salt(self, sampling: SamplingParams) -> int:
-        """The part of a draw that depends on the request: its seed, unless it is greedy."""
+        """The seed's part of a draw; greedy requests ignore their seed."""
         seeds = [self.model_seed, sampling.seed if sampling.temperature > 0 else 0]
         return int(mix(mix(np.array(seeds[:1], dtype=np.uint64)) + np.array(seeds[1:], dtype=np.uint64))[0])
 
     def next_tokens(self, prefixes: Hashes, salts: Hashes) -> Int32Array:
-        """The token after each prefix; all of shape ``[n]``."""
+        """The token after each prefix; all ``[n]``."""
         draws = mix(prefixes + salts)
         tokens = (draws % np.uint64(self.vocab_size - len(self.eos_token_ids))).astype(np.int32)
         for eos in self.eos_token_ids:
@@ -53,7 +53,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         return tokens
 
     def next_token_except(self, prefix: int, salt: int, excluded: frozenset[int]) -> int:
-        """The first drawn token that is not in ``excluded``, for rows below their ``min_tokens``.
+        """Draw until a token is not in ``excluded``.
 
         Raises:
             ValueError: none is left.
@@ -67,7 +67,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         return token
 
     def leaves_any(self, excluded: frozenset[int]) -> bool:
-        """Whether some token that can be drawn is not in ``excluded``."""
+        """Return whether a token outside ``excluded`` can be drawn."""
         ends = frozenset(self.eos_token_ids)
         left = self.vocab_size - len(excluded | ends) if self.eos_probability < 1 else 0
         return left > 0 or (self.eos_probability > 0 and bool(ends - excluded))
@@ -75,7 +75,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_logprobs(
         self, token_ids: Int32Array, start: int, end: int, num_alternatives: int
     ) -> PromptLogprobColumns:
-        """Made-up log probabilities of the tokens at positions ``start + 1`` to ``end``."""
+        """Made-up values for positions ``start + 1`` to ``end``."""
         num_alternatives = min(num_alternatives, self.vocab_size)
         behind = self.prefixes(token_ids[: end + 1])[start + 2 : end + 2]
         best = ((behind >> np.uint64(32)).astype(np.float64) / -(2.0**32)).astype(np.float32)
@@ -86,9 +86,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def continuation(self, token_ids: list[int], num_tokens: int, sampling: SamplingParams) -> list[int]:
-        """The next ``num_tokens`` tokens after a prompt, the oracle of tests. Honours ``min_tokens``; stops at no
-        token.
-        """
+        """The oracle of tests. Honours ``min_tokens``; stops at no token."""
         history = np.array(token_ids, dtype=np.int32)
         prefix = self.prefixes(history)[-1:]
         salts = np.array([self.salt(sampling)], dtype=np.uint64)
@@ -104,7 +102,7 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mix_tokens(token_ids: Int32Array, positions: NDArray[np.integer]) -> Hashes:
-    """The share of each (position, token) in the hash of its history; shapes ``[n]``."""
+    """Each (position, token)'s part of a hash; all ``[n]``."""
     return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint32).astype(np.uint64))
 
 

@@ -1,12 +1,10 @@
 """Proposals by a second, smaller model with the same vocabulary.
 
-Owns: the draft's passes, and how far its own keys and values reach. Must not know: how the model computes, or how
-proposals are verified.
+Owns: the draft's passes, and how far its keys and values reach. Must not know: verification.
 
-The draft's pool has as many blocks as the target's, and both share the block tables. The draft counts the computed
-positions of each block. A row first computes the missing ones in one chunk, then one token after another. A block that
-is given out, swapped in or copied into counts as empty; a shared block does not. The target's sampler draws with the
-random numbers that the target will use: where the distributions agree, so do the draws.
+The draft's pool has as many blocks as the target's, and both share the block tables. A row first computes its missing
+positions in one chunk. New, swapped-in or copied-into blocks count as empty; shared blocks do not. The draft draws with
+the target's random numbers: where the distributions agree, so do the draws.
 """
 
 import numpy as np
@@ -22,7 +20,7 @@ from headway_proto.step import ERRORED_ROW
 
 
 class DraftModel:
-    """A ``Proposer``. ``forward`` has blocks as the target has them, and a context of ``max_model_len`` positions."""
+    """``forward`` has as many blocks as the target."""
 
     def __init__(self, forward: ForwardPass, sampler: Sampler, max_model_len: int) -> None:
         self._forward = forward
@@ -69,13 +67,13 @@ class DraftModel:
         for place in np.flatnonzero(num_proposed).tolist():
             proposed, accepted = int(num_proposed[place]), int(num_accepted[place])
             first = int(asked.num_tokens[place])
-            # The last proposal was drawn and not run.
+            # The last proposal was drawn but not run.
             reached = first + min(accepted, proposed - 1)
             indices = np.arange(-(-(first + proposed) // size))
             self._num_filled[asked.tables[place, : len(indices)]] = np.clip(reached - indices * size, 0, size)
 
     def _reaches(self, asked: Asked) -> Int64Array:
-        """How many leading positions of each row the draft has computed."""
+        """Return how many leading positions of each row the draft has computed."""
         size = self._forward.pool.block_size
         reached = np.zeros_like(asked.num_tokens)
         for place, (table, num_tokens) in enumerate(zip(asked.tables, asked.num_tokens.tolist(), strict=True)):

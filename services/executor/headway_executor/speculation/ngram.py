@@ -1,10 +1,9 @@
-"""Proposals by prompt lookup: the tokens that followed the last occurrence of the row's last few tokens.
+"""Proposals by prompt lookup: the tokens that followed an earlier occurrence of the row's last few tokens.
 
-Owns: the search. Must not know: models, or how proposals are verified.
+Owns: the search. Must not know: models.
 
-The search takes the longest suffix of ``LONGEST`` to ``SHORTEST`` tokens that occurs earlier, and its latest
-occurrence. If that is closer to the end than the number of proposals, the repetition goes on (Saxena, "Prompt lookup
-decoding", 2023).
+It takes the latest occurrence of the longest suffix of ``LONGEST`` to ``SHORTEST`` tokens. Close to the end, the
+repetition goes on (Saxena, "Prompt lookup decoding", 2023).
 """
 
 import numpy as np
@@ -46,9 +45,7 @@ class PromptLookup:
 
 
 def continuation(token_ids: Int32Array, limit: int) -> Int32Array:
-    """``limit`` tokens that may follow ``token_ids``, int32, shape ``[limit]``; empty if their end never occurred
-    before.
-    """
+    """Propose ``limit`` tokens (int32) or none."""
     last = len(token_ids) - 1
     ends = np.flatnonzero(token_ids[:last] == token_ids[last])
     length = 1

@@ -1,6 +1,6 @@
 """The interface of proposers.
 
-Owns: the question to a proposer, and the order of the calls. Must not know: how proposals are found.
+Owns: the question to a proposer, the order of calls. Must not know: models.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from headway_proto.columns import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``n`` rows for which tokens may be proposed, in ascending order.
+    """``n`` rows that may get proposals, ascending.
 
     ``numbers``: rows in the store of token ids; ``num_tokens``: their known tokens; ``limits``: the most proposals. All
-    int64, shape ``[n]``. ``tables`` int32, shape ``[n, blocks]``: block tables that cover the proposals.
+    int64, ``[n]``. ``tables`` int32, ``[n, blocks]``.
     """
 
     numbers: Int64Array
@@ -31,7 +31,7 @@ class Proposer(Protocol):
     """Proposes tokens; a wrong proposal costs only time."""
 
     def follow(self, batch: StepBatch) -> None:
-        """Record the rows and blocks of a step that is about to run."""
+        """Record a step's rows and blocks before it runs."""
         ...
 
     def forget_blocks(self, blocks: Int32Array) -> None:
@@ -39,11 +39,9 @@ class Proposer(Protocol):
         ...
 
     def propose(self, asked: Asked, token_ids: Tensor) -> Int64Array:
-        """Write proposals behind the known tokens in ``token_ids`` (int32, ``[max rows, max length]``); return their
-        counts, int64, ``[n]``.
-        """
+        """Write proposals behind the known tokens in ``token_ids`` (int32); return their counts, int64, ``[n]``."""
         ...
 
     def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
-        """Record how many proposals were made and how many were right; int64, shape ``[n]`` each."""
+        """Count proposals and right ones, int64, ``[n]`` each."""
         ...

@@ -1,6 +1,6 @@
 """A step with proposals: what the model runs, and which draws count.
 
-Owns: the places of tokens in such a step, and the acceptance. Must not know: how tokens are proposed or computed.
+Owns: places of tokens, acceptance. Must not know: models.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from headway_proto.step import ERRORED_ROW
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The ``m`` draws of a step, row after row, position after position; all int64, ``[m]``.
+    """The ``m`` draws of a step, by row, then position; all int64, ``[m]``.
 
-    ``numbers``, ``positions``: row and position of each. ``places``: the draws of its row before it.
+    ``places`` counts a row's earlier draws.
     """
 
     numbers: Int64Array
@@ -30,7 +30,7 @@ class Draws:
 
 
 def asked_of(batch: StepBatch, num_allowed: Int32Array, refused: frozenset[int]) -> Asked:
-    """The rows of a step for which tokens may be proposed, without the ``refused`` ones."""
+    """The rows that may get proposals."""
     asked = np.flatnonzero(num_allowed)
     numbers = batch.rows[asked].astype(np.int64)
     limits = num_allowed[asked].astype(np.int64)
@@ -41,7 +41,7 @@ def asked_of(batch: StepBatch, num_allowed: Int32Array, refused: frozenset[int])
 
 
 def with_proposals(batch: StepBatch, asked: Asked, num_proposed: Int64Array) -> tuple[StepRows, Draws]:
-    """The rows of a step with ``counts`` proposals behind the tokens of the ``asked`` rows, and all draws."""
+    """Return the rows of a step with its proposals, and all draws."""
     more = np.zeros(len(batch.rows), dtype=np.int64)
     more[np.searchsorted(batch.rows, asked.numbers)] = num_proposed
     numbers = batch.rows.astype(np.int64)
@@ -63,10 +63,10 @@ def with_proposals(batch: StepBatch, asked: Asked, num_proposed: Int64Array) -> 
 def num_accepted(
     drawn: Int32Array, draws: Draws, asked: Asked, proposals: Int32Array, counts: Int64Array
 ) -> Int64Array:
-    """How many proposals of each row are right, int64, shape ``[n]``.
+    """Count the right proposals of each row, int64, ``[n]``.
 
-    ``drawn`` int32, shape ``[m]``; ``proposals`` int32: those of all rows in order, ``counts`` of each. If a draw
-    behind right proposals failed, the last of them is dropped: a later step draws it again.
+    ``drawn`` int32, ``[m]``; ``proposals`` int32, of all rows in order. If the draw behind right proposals failed, a
+    later step draws the last of them again.
     """
     accepted = np.zeros(len(counts), dtype=np.int64)
     starts = np.searchsorted(draws.numbers, asked.numbers)
@@ -92,7 +92,7 @@ def counting(draws: Draws, asked: Asked, accepted: Int64Array) -> Int64Array:
 def result_of(
     sampled: SampledTokens, kept: Int64Array, draws: Draws, asked: Asked, counts: Int64Array, accepted: Int64Array
 ) -> StepResult:
-    """The result of a step with ``counts`` proposals, of whose draws those at ``kept`` count."""
+    """The result of a step, from the draws at ``kept``."""
     drawn: Int32Array = sampled.token_ids.to("cpu", torch.int32).numpy()[kept]
     failed = set(draws.numbers[kept][drawn == ERRORED_ROW].tolist())
     errors = {error.row: error for error in sampled.errors if error.row in failed}

@@ -1,7 +1,4 @@
-"""A generation's events as VllmEngine's answers.
-
-Owns: chunks for a stream, else one whole answer per output. Must not know: where events come from.
-"""
+"""A generation's events as VllmEngine's answers."""
 
 from collections.abc import Awaitable, Callable
 
@@ -19,7 +16,7 @@ _FINISH_REASONS = {
 
 
 class AnswerWriter:
-    """Turns the events of a generation into answers to ``request``."""
+    """Makes chunks for a stream, else one whole answer per output."""
 
     def __init__(self, request: vllm.GenerateRequest, send: Callable[[vllm.GenerateResponse], Awaitable[None]]) -> None:
         self._send = send
@@ -35,10 +32,10 @@ class AnswerWriter:
         self._has_prompt: set[int] = set()
 
     async def write(self, message: api.GenerateResponse, /) -> None:
-        """Take the next event.
+        """Process the next event.
 
         Raises:
-            CallRefusedError: INTERNAL, an output failed. The service has no field for the reason.
+            CallRefusedError: INTERNAL, an output failed.
         """
         kind = message.WhichOneof("event")
         if kind == "accepted":
@@ -51,7 +48,7 @@ class AnswerWriter:
             await self._end(self._complete(message.finished))
 
     async def _end(self, complete: vllm.GenerateComplete) -> None:
-        """Without a stream, outputs go out together, in order of index: callers rely on it."""
+        """Without a stream, callers rely on the order of index."""
         if complete.index not in self._has_prompt and (complete.index == 0 or not self._streams):
             self._add_prompt(complete.index, complete.input_logprobs)
         if self._streams:
@@ -64,7 +61,7 @@ class AnswerWriter:
 
     async def _take_delta(self, delta: api.Delta) -> None:
         if not delta.token_ids:
-            return  # Text held until the end; the caller has its tokens.
+            return  # the text is held until the end; the caller has its tokens
         if not self._streams:
             gathered = self._gathered.setdefault(delta.index, vllm.GenerateComplete())
             gathered.output_ids.extend(delta.token_ids)
@@ -84,7 +81,6 @@ class AnswerWriter:
         await self._send(vllm.GenerateResponse(chunk=chunk))
 
     def _take_prompt(self, prompt: api.Prompt) -> None:
-        """Add tokens of the prompt; all but the first have a log probability."""
         columns = self._prompt
         columns.token_ids.extend(prompt.token_ids)
         if prompt.first_token_index == 0:
@@ -128,5 +124,5 @@ class AnswerWriter:
         if matched == "stop":
             complete.matched_stop_str = finished.stop
         elif matched == "stop_token_id" and finished.stop_token_id in self._stop_token_ids:
-            complete.matched_token_id = finished.stop_token_id  # The model's own end token is no match.
+            complete.matched_token_id = finished.stop_token_id  # the model's own end token is no match
         return complete

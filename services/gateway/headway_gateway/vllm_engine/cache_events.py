@@ -1,8 +1,6 @@
 """The prefix cache as VllmEngine's stream of KV events.
 
-Owns: one subscriber's position, the batch numbers. Must not know: how blocks are cached.
-
-A subscription begins with a clearing and the whole cache; so does what follows a restart or a long delay.
+A subscription begins with a clearing and the whole cache; so does the stream after a restart or a long delay.
 """
 
 import asyncio
@@ -23,7 +21,7 @@ _READ_INTERVAL_S = 0.1
 
 
 async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
-    """Endless batches of events, numbered from ``start`` + 1."""
+    """Yield batches, numbered from ``start`` + 1."""
     position: CachePosition | None = None
     number = start
     while True:

@@ -1,7 +1,4 @@
-"""VllmEngine's load figures.
-
-Owns: their formulas, and the rate of output. Must not know: where the status comes from, a clock.
-"""
+"""VllmEngine's load figures."""
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
@@ -11,7 +8,7 @@ _LEAST_INTERVAL_S = 0.5
 
 
 class OutputRate:
-    """Tokens per second, from readings of a growing count."""
+    """Tokens per second."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -19,7 +16,7 @@ class OutputRate:
         self._rate = 0.0
 
     def read(self, count: int, now: float) -> float:
-        """The rate since an earlier reading, 0 at first and after a smaller count (a new scheduler)."""
+        """Return the rate, 0 at first and after a smaller count (a new scheduler)."""
         if self._read_at is None or count < self._count:
             self._count, self._read_at, self._rate = count, now, 0.0
         elif now - self._read_at >= _LEAST_INTERVAL_S:
@@ -29,7 +26,7 @@ class OutputRate:
 
 
 def scheduler_load(status: Status, output_rate: float) -> vllm.SchedulerLoad:
-    """The load of the only rank; unknown figures stay 0."""
+    """Return the only rank's load."""
     used_blocks = status.num_total_blocks - status.num_free_blocks
     return vllm.SchedulerLoad(
         num_running_reqs=status.num_running,

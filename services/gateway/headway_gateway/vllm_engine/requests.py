@@ -1,9 +1,4 @@
-"""Translates VllmEngine requests to ``headway.v1``, and refusals back.
-
-Owns: the mapping of fields and metadata. Must not know: ranges (see ``validation``).
-
-A field is translated, refused, or without effect on tokens. None is ignored silently.
-"""
+"""VllmEngine's requests as ``headway.v1``, and refusals back. No field is ignored silently."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -51,7 +46,7 @@ TEXT_SAMPLING_FIELDS = frozenset(
     {
         "spaces_between_special_tokens",
         "include_stop_str_in_output",
-        # Here a constraint always begins with the first token.
+        # A constraint always begins with the first token here.
         "grammar_from_first_token",
     }
 )
@@ -86,7 +81,7 @@ _CALLERS_NAMES = (
 
 
 def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api.GenerateRequest:
-    """The same request in ``headway.v1``; ranges are checked later.
+    """Return the request in ``headway.v1``.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT with every field that has no equivalent.
@@ -114,7 +109,7 @@ def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api
 
 
 def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
-    """The same refusal with the caller's field names."""
+    """Use the caller's field names."""
     if not refusal.violations:
         return refusal
     renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})

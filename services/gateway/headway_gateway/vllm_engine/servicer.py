@@ -1,7 +1,6 @@
-"""The VllmEngine service, on the parts that serve ``headway.v1``.
+"""The VllmEngine service, on the parts that serve ``headway.v1``."""
 
-Owns: which part answers which call, the requests to abort. Must not know: how a generation runs.
-"""
+# ruff: noqa: D102 (the .proto of VllmEngine describes the calls)
 
 import asyncio
 import json
@@ -47,7 +46,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model_directory: Path,
         publishes_kv_events: bool,
     ) -> None:
-        """``problem`` tells why not to send requests here, or None."""
+        """``problem`` returns the reason to send no requests."""
         self._generation = generation
         self._client = client
         self._problem = problem
@@ -60,7 +59,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request_at = 0.0
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Generate ``n`` outputs, streamed or whole."""
         metadata = _metadata(context)
         self._last_request_at = now().timestamp()
         native = translate(request, metadata)
@@ -76,7 +74,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise in_callers_words(refusal) from refusal
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
-        """Abort requests of this service; other ids are ignored."""
         tenant = _metadata(context).get(TENANT_METADATA_KEY)
         for request_id in request.request_ids:
             owner = self._tenants_by_live_id.get(request_id)
@@ -85,17 +82,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
-        """Whether to send requests here, with the reason.
-
-        UNAVAILABLE until a model is known: smg asks a responding engine for its model only once.
-        """
+        """UNAVAILABLE until a model is known: smg asks a responding engine for its model only once."""
         problem = self._problem()
         if problem is not None and not self._client.can_serve:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, problem)
         return vllm.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:  # noqa: ARG002, N802
-        """What is served."""
         model = await self._generation.serving_model()
         config = await asyncio.to_thread(_model_config, self._model_directory)
         return vllm.GetModelInfoResponse(
@@ -110,7 +103,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:  # noqa: ARG002, N802
-        """What serves it, and since when."""
         model = await self._generation.serving_model()
         status = await self._status(context)
         return vllm.GetServerInfoResponse(
@@ -126,7 +118,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: ARG002, N802
-        """The scheduler's figures, for all its gateways."""
         status = await self._status(context)
         rate = self._output_rate.read(status.num_output_tokens, time.monotonic())
         return vllm.GetLoadsResponse(
@@ -141,21 +132,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: common_pb2.GetTokenizerRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files."""
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.create_task(asyncio.to_thread(tokenizer_archive, self._model_directory))
-        archive = await asyncio.shield(self._archive)  # Other calls may wait for it too.
+        archive = await asyncio.shield(self._archive)  # other calls may wait for it too
         for chunk in archive.chunks():
             yield chunk
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        """Refused."""
         raise _unimplemented("Headway generates text and serves no embeddings")
 
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Drop unused cached blocks; succeeds if none is left within ``timeout_s``."""
+        """Drop unused cached blocks within ``timeout_s``."""
         if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
             raise invalid_argument(
                 "timeout_s", f"{request.timeout_s:g} is not allowed; allowed: 0 to {_MOST_FLUSH_S:g} seconds"
@@ -171,11 +160,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await asyncio.sleep(_FLUSH_INTERVAL_S)
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        """Refused."""
         raise _unimplemented("a running server takes no profiles")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        """Refused."""
         raise _unimplemented("a running server takes no profiles")
 
     async def SubscribeKvEvents(  # noqa: N802
@@ -183,7 +170,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: common_pb2.SubscribeKvEventsRequest,
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """The cache and its changes, if the operator allows it: they contain prompts."""
+        """Events contain prompts, so the operator must allow them."""
         if not self._publishes_kv_events:
             raise _unimplemented("cache events are off; allowed: with --kv-events")
         start = request.start_sequence_number

@@ -1,7 +1,4 @@
-"""The files that a caller needs to tokenise and to render chats, as one archive.
-
-Owns: the list of files, the archive, its pieces. Must not know: their contents.
-"""
+"""The tokenizer's and template's files as one archive."""
 
 import hashlib
 import io
@@ -30,13 +27,13 @@ _MADE_AT = (1980, 1, 1, 0, 0, 0)
 
 
 class TokenizerArchive(msgspec.Struct, frozen=True):
-    """A zip archive, and its SHA-256 in hex."""
+    """A zip archive, with its SHA-256."""
 
     data: bytes
     sha256: str
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """The archive in pieces; the last carries the digest."""
+        """Yield pieces; the last carries the digest."""
         size = len(self.data)
         for start in range(0, size, _CHUNK_BYTES):
             end = min(start + _CHUNK_BYTES, size)
@@ -44,10 +41,10 @@ class TokenizerArchive(msgspec.Struct, frozen=True):
 
 
 def tokenizer_archive(directory: Path) -> TokenizerArchive:
-    """Pack the tokenizer's files of a model directory. Slow.
+    """Pack the files. This is slow.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: a file is unreadable.
     """
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:

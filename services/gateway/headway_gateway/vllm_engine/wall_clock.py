@@ -1,11 +1,8 @@
-"""The date in some of VllmEngine's answers.
-
-Owns: the wall clock. Must not know: its readers.
-"""
+"""The date in some of VllmEngine's answers."""
 
 from datetime import UTC, datetime
 
 
 def now() -> datetime:
-    """The date and time, in UTC."""
+    """Return the UTC time."""
     return datetime.now(UTC)

@@ -1,6 +1,6 @@
-"""The Python client of a Headway gateway: ``Client`` for threads and ``AsyncClient`` for asyncio, with the same calls.
+"""The Python client: ``Client`` for threads and ``AsyncClient`` for asyncio, with the same calls.
 
-Owns: the names that users import. Must not know: how the server works. It imports gRPC and no other large package.
+Owns: the names that users import. Must not know: how the server works.
 
     from headway import Client
 
@@ -8,17 +8,13 @@ Owns: the names that users import. Must not know: how the server works. It impor
         for delta in client.generate("Once upon a time", max_tokens=64):
             print(delta.text, end="", flush=True)
 
-A gateway may go away and come back. For ``retry_s`` seconds (30 by default) a broken stream is continued, and a request
-that reached no gateway is sent again. A client that has never heard from a gateway fails at once, because the address may
-be wrong; ``wait_ready`` waits.
+Every error is a ``HeadwayError`` with ``code``, ``message``, ``violations``, ``retry_after_s`` and ``reason``:
 
-Errors, all ``HeadwayError`` with ``code``, ``message``, ``violations``, ``retry_after_s`` and ``reason``:
-
-- ``InvalidRequestError``: the request cannot be served as it is (``violations`` names the fields);
-- ``AuthenticationError``: the token is missing, wrong, or without the right;
+- ``InvalidRequestError``: the request is wrong; ``violations`` names the fields;
+- ``AuthenticationError``: the token is missing, wrong, or lacks the right;
 - ``NotFoundError``, ``AlreadyExistsError``: no such request or model; a live request has this id;
 - ``OverloadedError``: try again after ``retry_after_s``;
-- ``UnavailableError``: no gateway, no model, or it was away for longer than ``retry_s``;
+- ``UnavailableError``: no gateway or no model, for longer than ``retry_s``;
 - ``DeadlineError``: ``timeout_s`` passed; ``StreamCancelledError``: ``cancel`` was called;
 - ``ServerError``: anything else.
 """

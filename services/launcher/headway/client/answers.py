@@ -1,7 +1,4 @@
-"""The values that a generation brings: deltas, usage, timings, log probabilities and the result.
-
-Owns: these types. Must not know: messages or streams.
-"""
+"""The values of a generation."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -11,7 +8,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log probability of one output token; ``top`` holds (token id, log probability), best first."""
+    """An output token's log probability. ``top`` has (token id, log probability), best first."""
 
     token_id: int
     logprob: float
@@ -20,7 +17,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of continuation ``index``. ``first_token_index`` is the place of its first token in the output."""
+    """New output of continuation ``index``, from the output's token ``first_token_index`` on."""
 
     index: int
     text: str
@@ -40,7 +37,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds, from the request's arrival at the scheduler."""
+    """Milliseconds since the request reached the scheduler."""
 
     queue_ms: float
     ttft_ms: float
@@ -50,10 +47,7 @@ class Timings:
 
 @dataclass(slots=True)
 class PromptTokens:
-    """The prompt, if ``echo`` (text and tokens) or ``prompt_logprobs`` asked for it.
-
-    ``logprobs`` are of all tokens but the first.
-    """
+    """The prompt, if ``echo`` or ``prompt_logprobs`` asked for it. Its first token has no log probability."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -64,7 +58,7 @@ class PromptTokens:
 class Completion:
     """One continuation. ``finish_reason`` is None while it runs; ``error`` explains the reason "error".
 
-    ``mean_logprob`` and ``seed`` are known if it was chosen as the best of several.
+    ``mean_logprob`` and ``seed`` are set with ``best_of``.
     """
 
     index: int
@@ -83,7 +77,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """The output of a stream that has ended: one completion per continuation."""
+    """A finished stream's continuations."""
 
     request_id: str
     prompt_tokens: int

@@ -1,7 +1,4 @@
-"""Every call but ``generate``, as data: which method, which request, and how the response reads.
-
-Owns: one function per call, and the polling until a gateway is ready. Must not know: threads or event loops.
-"""
+"""Every call but ``generate``, as data: method, request, and reading of the response."""
 
 # ruff: noqa: D103 (``Client`` describes the calls)
 
@@ -25,7 +22,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[AnswerT]):
-    """One call of a service; ``read`` makes the answer from the response."""
+    """One call; ``read`` makes the answer."""
 
     service: Literal["generation", "admin", "health"]
     method: str
@@ -35,7 +32,7 @@ class Call(Generic[AnswerT]):
 
 
 class ReadinessPoll:
-    """Asks until the gateway serves a model, for ``timeout_s`` at most."""
+    """Asks until the gateway serves a model."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -52,20 +49,20 @@ class ReadinessPoll:
         )
 
     def require_time_left(self) -> None:
-        """Check after an answer that was no.
+        """Check the time.
 
         Raises:
-            UnavailableError: the time has passed.
+            UnavailableError: it has passed.
         """
         if time.monotonic() >= self._deadline:
             raise UnavailableError(grpc.StatusCode.UNAVAILABLE, f"not ready within {self._timeout_s:g} s")
 
 
 def require_may_wait(error: grpc.RpcError) -> None:
-    """Check a failed question.
+    """Raise an error that waiting cannot mend.
 
     Raises:
-        AuthenticationError: the token is wrong, so waiting does not help.
+        AuthenticationError: the token is wrong.
     """
     call: Any = error
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:

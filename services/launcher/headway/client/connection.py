@@ -1,8 +1,4 @@
-"""A connection to a gateway, for threads or for an event loop.
-
-Owns: channels and their options, credentials and stubs. Must not know: which calls exist. On a channel for threads a
-call returns its response; on a channel of ``grpc.aio`` it returns an awaitable.
-"""
+"""Channels, credentials and stubs, for threads or for an event loop."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +28,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A gateway's address, and the credentials for it. TLS is used with certificates (PEM) or with ``tls`` alone."""
+    """A gateway's address and credentials. Certificates (PEM) or ``tls`` turn TLS on."""
 
     address: str
     token: str | None = None
@@ -46,7 +42,7 @@ class Endpoint:
         return self.tls or self.root_certificates is not None or self.client_certificate is not None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what goes with every call."""
+        """Return the metadata of every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def channel(self) -> grpc.Channel:
@@ -56,7 +52,7 @@ class Endpoint:
         return grpc.secure_channel(self.address, self._credentials(), options=_CHANNEL_OPTIONS)
 
     def aio_channel(self, options: tuple[tuple[str, int], ...] = ()) -> grpc.aio.Channel:
-        """Connect, for the running event loop, with more channel options than the usual ones."""
+        """Connect, for the running event loop."""
         if not self.encrypts:
             return grpc.aio.insecure_channel(self.address, options=(*_CHANNEL_OPTIONS, *options))
         return grpc.aio.secure_channel(self.address, self._credentials(), options=(*_CHANNEL_OPTIONS, *options))
@@ -67,7 +63,7 @@ class Endpoint:
 
 
 class Connection:
-    """The stubs of one channel. With a channel for threads, starting a call blocks until its response is there."""
+    """The stubs of one channel."""
 
     def __init__(
         self, channel: grpc.Channel | grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], patience: Patience
@@ -81,7 +77,7 @@ class Connection:
         }
 
     def start(self, call: Call[AnswerT]) -> Any:
-        """Start a call: return its response, or an awaitable of it."""
+        """Start a call; with ``grpc.aio`` the response is an awaitable."""
         method = getattr(self._stubs[call.service], call.method)
         return method(call.request, timeout=call.timeout_s, metadata=self._metadata)
 
@@ -91,15 +87,15 @@ class Connection:
         return call.read(response)
 
     def generation(self, prompt: Prompt, options: GenerateOptions) -> Generation:
-        """Return the state of a new generation, of which nothing was sent yet."""
+        """Return a new generation, still unsent."""
         return Generation(generate_request(prompt, options), options.get("timeout_s"), self._patience)
 
     def open_stream(self, generation: Generation) -> Any:
-        """Send the next request of a generation; return the stream of its events."""
+        """Send a generation's next request."""
         return self._stubs["generation"].Generate(
             generation.next_request(), timeout=generation.remaining_s(), metadata=self._metadata
         )
 
     def open_flight_log(self) -> Any:
-        """Return the stream of the flight log's pieces."""
+        """Return the stream of flight log pieces."""
         return self._stubs["admin"].ReadFlightLog(admin_pb2.ReadFlightLogRequest(), metadata=self._metadata)

@@ -1,7 +1,4 @@
-"""The errors of a call, made from gRPC's.
-
-Owns: which status code gives which error. Must not know: which call failed.
-"""
+"""The client's errors, made from gRPC's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +9,9 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 
 class HeadwayError(Exception):
-    """A call that failed. ``violations`` are (field, description) pairs; ``retry_after_s`` is the server's advice.
+    """A failed call. ``violations`` has (field, description) pairs; ``retry_after_s`` is the server's advice.
 
-    ``reason`` is the gateway's word for why it refused; it is empty if no gateway answered.
+    ``reason`` is the gateway's code for a refusal.
     """
 
     def __init__(
@@ -34,7 +31,7 @@ class HeadwayError(Exception):
 
 
 class InvalidRequestError(HeadwayError):
-    """The request cannot be served as it is."""
+    """The request is wrong."""
 
 
 class AuthenticationError(HeadwayError):
@@ -50,7 +47,7 @@ class AlreadyExistsError(HeadwayError):
 
 
 class OverloadedError(HeadwayError):
-    """The server has too much work at the moment."""
+    """The server has too much work now."""
 
 
 class UnavailableError(HeadwayError):
@@ -58,7 +55,7 @@ class UnavailableError(HeadwayError):
 
 
 class DeadlineError(HeadwayError):
-    """The time given has passed."""
+    """The given time has passed."""
 
 
 class StreamCancelledError(HeadwayError):
@@ -85,8 +82,8 @@ _ERROR_TYPES: dict[grpc.StatusCode, type[HeadwayError]] = {
 
 
 def error_of(error: grpc.RpcError) -> HeadwayError:
-    """Make the exception for a failed call, with the details that the server sent."""
-    call: Any = error  # Both flavours of RpcError are calls as well, which their types do not say.
+    """Convert gRPC's error."""
+    call: Any = error  # Both kinds of RpcError are calls too; their types do not show it.
     code: grpc.StatusCode = call.code()
     violations: list[tuple[str, str]] = []
     retry_after_s, reason = None, ""

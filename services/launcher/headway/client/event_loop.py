@@ -1,7 +1,4 @@
-"""The client for asyncio: ``AsyncClient`` and its ``AsyncGenerationStream``.
-
-Owns: awaiting calls and streams. Must not know: messages; the modules beside it make and read them.
-"""
+"""The client for asyncio."""
 
 # ruff: noqa: D102 (``Client`` describes the same methods)
 
@@ -83,7 +80,7 @@ class AsyncGenerationStream:
 
 
 class AsyncClient:
-    """The asyncio form of ``Client``; it lives in one event loop."""
+    """The asyncio form of ``Client``, for one event loop."""
 
     def __init__(
         self,

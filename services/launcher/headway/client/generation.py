@@ -1,7 +1,4 @@
-"""One generation: its output so far, and the request that continues it after its stream broke.
-
-Owns: reading events, when to try again, and for how long. Must not know: how bytes are sent, and it does no I/O.
-"""
+"""One generation: its output, and the request that continues a broken stream. It does no I/O."""
 
 import time
 from collections.abc import Iterable
@@ -41,7 +38,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
 
 
 class Patience:
-    """How long a client tries to reach a gateway that went away, and whether it ever heard from a gateway."""
+    """How long a client retries."""
 
     def __init__(self, retry_s: float) -> None:
         if not retry_s >= 0:
@@ -69,7 +66,7 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        """The public id, empty until it is known."""
+        """Empty until known."""
         return self._accepted.request_id if self._accepted is not None else self._request.request_id
 
     def remaining_s(self) -> float | None:
@@ -77,7 +74,7 @@ class Generation:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def next_request(self) -> generation_pb2.GenerateRequest:
-        """Return the request to send: as given, or, once accepted, with the output so far to continue from."""
+        """Return the request; after a break it continues the output."""
         if self._accepted is None:
             return self._request
         request = generation_pb2.GenerateRequest()
@@ -85,13 +82,13 @@ class Generation:
         request.resume.CopyFrom(
             generation_pb2.Resume(token_ids=self._completions[0].token_ids, seed=self._accepted.seeds[0])
         )
-        if request.resume.token_ids:  # the prompt came before the first of them
+        if request.resume.token_ids:  # the prompt came before its first token
             request.sampling.ClearField("prompt_logprobs")
             request.echo = False
         return request
 
     def accept(self, response: generation_pb2.GenerateResponse) -> Delta | None:
-        """Process one event; return it if it is new output."""
+        """Process an event; return new output."""
         self._patience.has_heard = True
         event = response.WhichOneof("event")
         if event == "accepted":
@@ -107,16 +104,16 @@ class Generation:
         return None
 
     def delay_before_resuming(self, error: grpc.RpcError) -> float:
-        """Return how many seconds to wait before ``next_request`` is sent.
+        """Return the wait in seconds.
 
         Raises:
-            HeadwayError: another attempt is of no use.
+            HeadwayError: another attempt is useless.
         """
         failure = error_of(error)
         is_gone = isinstance(failure, UnavailableError) or (
-            isinstance(failure, StreamCancelledError) and not self.is_cancelled  # by a server that shut down
+            isinstance(failure, StreamCancelledError) and not self.is_cancelled  # a server that shut down cancelled it
         )
-        # The old stream's request may live on for a moment after its gateway died, and others come back with this one.
+        # After its gateway died, the old request may live on for a moment, and other clients come back too.
         is_passing = isinstance(failure, AlreadyExistsError | OverloadedError) and self._num_failures > 0
         if self._accepted is not None:
             can_go_on = self._is_resumable
@@ -140,13 +137,13 @@ class Generation:
         """Check after a wait.
 
         Raises:
-            StreamCancelledError: it was cancelled meanwhile.
+            StreamCancelledError: the user cancelled it.
         """
         if self.is_cancelled:
             raise StreamCancelledError(grpc.StatusCode.CANCELLED, "the stream was cancelled")
 
     def result(self) -> GenerationResult:
-        """Return all output of a stream that has ended."""
+        """Return the output of a finished stream."""
         accepted = self._accepted
         if accepted is None:
             raise ServerError(grpc.StatusCode.UNKNOWN, "the stream ended before the request was accepted")
@@ -160,7 +157,7 @@ class Generation:
         )
 
     def _accept_prompt(self, message: generation_pb2.Prompt) -> None:
-        # After a resumption the pieces begin again.
+        # A resumed stream sends the pieces from the start.
         prompt = self.prompt
         if message.first_token_index == 0:
             prompt.text, prompt.token_ids, prompt.logprobs = message.text, [], []

@@ -1,7 +1,4 @@
-"""Requests as messages, from plain Python values.
-
-Owns: the options of ``generate`` and how each is sent. Must not know: ranges and defaults, which are the server's.
-"""
+"""Messages from plain Python values; the server checks ranges."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +22,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of ``generate``. Ranges and defaults are those of generation.proto.
+    """Keyword arguments of ``generate``, with the ranges and defaults of generation.proto.
 
     A request has at most one constraint: ``json_schema`` (a text, or Python values), ``json_object``, ``regex``,
     ``grammar`` or ``choice``.
@@ -90,7 +87,7 @@ _SCALAR_SAMPLING_OPTIONS = (
 )
 _REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "echo")
 CONSTRAINT_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""A request has at most one of them."""
+"""A request has at most one of these."""
 
 _KNOWN_OPTIONS = GenerateOptions.__annotations__.keys()
 
@@ -99,7 +96,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     """Build a request.
 
     Raises:
-        InvalidRequestError: no message can carry a value.
+        InvalidRequestError: a value does not fit the message.
         TypeError: an option is unknown.
     """
     unknown = options.keys() - _KNOWN_OPTIONS
@@ -170,7 +167,7 @@ def _chat(messages: Sequence[Any]) -> generation_pb2.Chat:
 
 
 def tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.TokenizeRequest:
-    """Build a request for the tokens of a text or a chat."""
+    """Build a request for a text or chat."""
     if isinstance(text, str):
         return generation_pb2.TokenizeRequest(text=text)
     return generation_pb2.TokenizeRequest(chat=_chat(text))
@@ -180,7 +177,7 @@ def pin_request(name: str, prefix: Prompt, tenant: str) -> admin_pb2.PinPrefixRe
     """Build a request to pin a prefix.
 
     Raises:
-        InvalidRequestError: no message can carry a value.
+        InvalidRequestError: a value does not fit the message.
     """
     with _refusals_of_protobuf():
         request = admin_pb2.PinPrefixRequest(name=name, tenant=tenant)

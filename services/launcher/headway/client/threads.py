@@ -1,7 +1,4 @@
-"""The client for threads: ``Client`` and its ``GenerationStream``.
-
-Owns: blocking calls and iteration. Must not know: messages; the modules beside it make and read them.
-"""
+"""The client for threads."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -23,8 +20,8 @@ from headway_proto import admin_pb2, generation_pb2
 class GenerationStream:
     """A running generation. Iterate over its deltas, or collect them with ``text`` or ``result``.
 
-    If the gateway goes away, the stream continues behind the last token, without a gap or a repetition, when a gateway
-    is back within the client's ``retry_s`` (not with ``n`` or ``best_of`` above 1). Leaving a ``with`` block cancels it.
+    After a loss of the gateway, the stream continues without a gap or a repetition, if a gateway is back within
+    ``retry_s`` (not with ``n`` or ``best_of`` above 1). Leaving a ``with`` block cancels it.
     """
 
     def __init__(self, connection: Connection, generation: Generation) -> None:
@@ -34,16 +31,16 @@ class GenerationStream:
 
     @property
     def request_id(self) -> str:
-        """The request's id; empty until the server has sent it, unless it was given."""
+        """The request's id; empty until known."""
         return self._generation.request_id
 
     @property
     def prompt(self) -> PromptTokens:
-        """The prompt as far as it has come; it is complete before the first delta of continuation 0."""
+        """The prompt; complete before the first delta of continuation 0."""
         return self._generation.prompt
 
     def cancel(self) -> None:
-        """End the stream; the server stops generating. Iterating further raises ``StreamCancelledError``."""
+        """End the stream; the server stops generating. Further iteration raises ``StreamCancelledError``."""
         self._generation.is_cancelled = True
         self._call.cancel()
 
@@ -52,7 +49,7 @@ class GenerationStream:
         return self.result().text
 
     def result(self) -> GenerationResult:
-        """Wait for the end; return all output, including what was iterated over before."""
+        """Wait for the end; return all output, including earlier deltas."""
         for _ in self:
             pass
         return self._generation.result()
@@ -86,13 +83,13 @@ class GenerationStream:
 class Client:
     """A connection to a gateway. Threads may share it.
 
-    ``token`` is sent as bearer token; ``tls`` encrypts, and trusts ``root_certificates`` (PEM) or the system's.
+    ``token`` is sent as bearer token. ``tls`` encrypts, and trusts ``root_certificates`` (PEM) or the system's.
     ``client_certificate`` is a PEM chain and its private key.
 
-    ``retry_s`` is how long a generation tries again while its gateway is away, in seconds from its last output: 30 by
-    default, 0 for never. A broken stream is then continued, and a request that reached no gateway is sent again. A
-    request that a gateway refused is not sent again, and other calls than ``generate`` are not repeated. A client that
-    has never heard from a gateway fails at once.
+    ``retry_s`` limits how long a generation retries while its gateway is away, in seconds since its last output: 30 by
+    default, 0 for never. The client then continues a broken stream, and resends a request that reached no gateway. It
+    never repeats a refused request, or another call than ``generate``. A client that has never reached a gateway fails
+    at once, because the address may be wrong; ``wait_ready`` waits.
     """
 
     def __init__(
@@ -111,15 +108,15 @@ class Client:
         self._connection = Connection(self._channel, endpoint.metadata(), patience)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
-        """Start generating after a text, token ids, or chat messages (``{"role": ..., "content": ...}``).
+        """Generate from a text, token ids, or chat messages (``{"role": ..., "content": ...}``).
 
         Raises:
-            InvalidRequestError: no message can carry a value. Other errors come while iterating.
+            InvalidRequestError: a value does not fit the message. Other errors come while iterating.
         """
         return GenerationStream(self._connection, self._connection.generation(prompt, options))
 
     def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a text, or of a chat as the model's template renders it."""
+        """Return the token ids of a text, or of a chat in the model's template."""
         return self._call(calls.tokenize(text))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -127,7 +124,7 @@ class Client:
         return self._call(calls.detokenize(token_ids))
 
     def model(self) -> generation_pb2.GetModelResponse:
-        """Return which model is served."""
+        """Return the served model."""
         return self._call(calls.model())
 
     def status(self) -> admin_pb2.GetStatusResponse:
@@ -135,7 +132,7 @@ class Client:
         return self._call(calls.status())
 
     def requests(self) -> list[admin_pb2.RequestState]:
-        """Return every live request; its continuations share its id. Costs the scheduler time per live request."""
+        """Return every live request; continuations share an id. The scheduler's cost grows with their number."""
         return self._call(calls.requests())
 
     def explain(self, request_id: str) -> admin_pb2.ExplainResponse:
@@ -147,7 +144,7 @@ class Client:
         return self._call(calls.explain(request_id))
 
     def pause(self) -> None:
-        """Admit no more waiting requests; running ones go on.
+        """Stop admitting waiting requests; running ones go on.
 
         Raises:
             InvalidRequestError: no executor has joined yet.
@@ -167,10 +164,10 @@ class Client:
         self._call(calls.drain())
 
     def cancel(self, request_id: str) -> None:
-        """End a request of any client.
+        """Cancel a request of any client.
 
         Raises:
-            NotFoundError: no such request was ever seen.
+            NotFoundError: the server never had it.
         """
         self._call(calls.cancel(request_id))
 
@@ -180,12 +177,12 @@ class Client:
         It replaces a pin of the same name. ``tenant`` matters if the scheduler keeps tenants apart.
 
         Raises:
-            InvalidRequestError: it fills no block, or more than a quarter of the KV pool would be pinned.
+            InvalidRequestError: it fills no block, or pins would take more than a quarter of the KV pool.
         """
         return self._call(calls.pin_prefix(name, prefix, tenant))
 
     def unpin_prefix(self, name: str) -> None:
-        """End a pin.
+        """Remove a pin.
 
         Raises:
             NotFoundError: no pin has this name.
@@ -197,11 +194,11 @@ class Client:
         return self._call(calls.pinned_prefixes())
 
     def read_flight_log(self) -> Iterator[admin_pb2.ReadFlightLogResponse]:
-        """Read the scheduler's flight log up to now in pieces, with the token ids of prompts and answers.
+        """Read the flight log up to now in pieces, with the token ids of prompts and answers.
 
         Raises:
             InvalidRequestError: the scheduler records nothing.
-            ServerError: ABORTED, a file was removed before it was read; try again.
+            ServerError: ABORTED: a file was removed before it was read; try again.
         """
         with own_errors():
             yield from self._connection.open_flight_log()
@@ -210,7 +207,7 @@ class Client:
         """Wait until the gateway serves a model.
 
         Raises:
-            UnavailableError: it does not within ``timeout_s``.
+            UnavailableError: ``timeout_s`` passed.
         """
         poll = calls.ReadinessPoll(timeout_s)
         while not self._is_ready(poll):

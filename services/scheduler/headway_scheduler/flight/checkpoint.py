@@ -26,7 +26,6 @@ from headway_scheduler.flight.log import FlightLogWriter, write_checkpoint
 _PAGE_BYTES = 4096
 _CLASS_MODULES = ("headway_scheduler.core.", "headway_proto.sampling", "headway_proto.step")
 _STAYS = {
-    ("CoreState", "order"),
     ("CoreState", "batching"),
     ("CoreState", "reservation"),
     ("CoreState", "preemption"),

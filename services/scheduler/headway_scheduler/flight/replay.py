@@ -121,7 +121,7 @@ class Replay:
 
     def _arrive(self, record: Arrived) -> None:
         if self.cell == PLACEMENT:
-            self._moving[record.origin] = arrived(_new_request(record), self.limits, 0, record.now)
+            self._moving[record.origin] = arrived(_new_request(record), self.limits, 0, 0, record.now)
         else:
             self._core.add_request(_new_request(record), record.now)
 

@@ -4,7 +4,6 @@ Owns: these answers. Must not know: other cells, or which request is next.
 """
 
 from headway_scheduler.core.admission.door import RequestRejected, check_request, limit_of, why_not_here
-from headway_scheduler.core.admission.waiting_queue import Lane
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
 
@@ -43,13 +42,8 @@ class CellLoad:
         return (view.num_waiting_tokens + num_tokens) // block_size + view.num_waiting < view.num_free_blocks
 
     def may_make_room_for(self, request: Request) -> bool:
-        """Whether running requests would make way for this one, and nothing else waits here."""
-        view = self._view
-        if view.num_waiting:
-            return False
-        lowest = view.lowest_running_class()
-        ranks_classes = view.limits.order == "priority"
-        return request.lane == Lane.URGENT or (ranks_classes and lowest > request.new.priority)
+        """Whether one of a lower class runs that would make way for it, and nothing else waits here."""
+        return not self._view.num_waiting and self._view.lowest_running_class() > request.new.priority
 
     @property
     def num_running(self) -> int:

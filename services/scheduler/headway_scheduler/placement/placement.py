@@ -40,10 +40,10 @@ class Placement:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._order = ORDERS[limits.order]
-        self._lengths = OutputLengths()
+        order = ORDERS[limits.order]
+        self._lengths = OutputLengths(is_used=order.predicts)
         self._capacity: ExecutorCapacity | None = None
-        queue = self._order.make_queue(
+        queue = order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self._waiting = WaitingRequests(limits, queue)
@@ -89,7 +89,8 @@ class Placement:
             RequestRejected: the queue is full.
         """
         self._waiting.room.check(new.tenant, len(new.token_ids))
-        request = arrived(new, self._limits, self.num_arrivals, now)
+        rank = self._waiting.queue.rank_of(new.priority)
+        request = arrived(new, self._limits, rank, self.num_arrivals, now)
         self.num_arrivals += 1
         self._watch_first_token(request, cells)
         self._enter(request)
@@ -157,7 +158,7 @@ class Placement:
         if num_new_tokens > 0:
             queue.charge_token(queue.place_of_tenant(request), num_new_tokens)
         queue.forget(request)
-        if self._order.predicts and end.num_output_tokens > 0:
+        if end.num_output_tokens > 0:
             curve = self._lengths.curve_of(end.tenant, end.num_prompt_tokens)
             is_censored = end.reason is not FinishReason.STOP
             self._lengths.observe(curve, end.num_output_tokens, is_censored=is_censored)
@@ -176,7 +177,8 @@ class Placement:
                 continue
             accepting = [cell for cell in able if cell.accepts]
             choices = [cell for cell in accepting if cell.has_room_for(request)]
-            choices = choices or [cell for cell in accepting if cell.may_make_room_for(request)]
+            if not choices and self._waiting.queue.reason_to_preempt_for(request) is not None:
+                choices = [cell for cell in accepting if cell.may_make_room_for(request)]
             return self._place(request, choices) if choices else None
         return None
 
@@ -191,7 +193,7 @@ class Placement:
         ranked = zip(waits, [cell.num_running for cell in choices], options, strict=True)
         placed = min(ranked, key=lambda entry: (entry[0], entry[1], entry[2].cell))[2]
         self._leave(request)
-        self._waiting.queue.note_start(request)
+        self._waiting.queue.record_start(request)
         self._placed[request.new.origin] = placed
         return placed
 
@@ -218,8 +220,7 @@ class Placement:
             self._first_tokens.watch(request, objective_s)
 
     def _enter(self, request: Request) -> None:
-        if self._order.predicts:
-            request.curve = self._lengths.curve_of(request.new.tenant, request.new.num_prompt_tokens)
+        request.curve = self._lengths.curve_of(request.new.tenant, request.new.num_prompt_tokens)
         self._requests[request.new.origin] = request
         self._waiting.enter(request)
 

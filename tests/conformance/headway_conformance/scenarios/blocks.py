@@ -1,7 +1,4 @@
-"""Blocks: their order, sharing, and copies.
-
-Owns: scenarios about block tables within the device. Must not know: how a backend stores a block.
-"""
+"""Blocks: their order, sharing, and copies."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario
@@ -26,7 +23,7 @@ def blocks_in_any_order(stage: Stage) -> None:
 
 @scenario
 def a_prefix_that_is_there(stage: Stage) -> None:
-    """A new row starts behind blocks that another wrote in earlier steps, while it runs on and after it has ended."""
+    """A new row starts behind blocks that another row wrote, while that row runs and after it has ended."""
     block_size = stage.size.block_size
     first = stage.request(2 * block_size + 3, 8, LOGPROBS)
     scheduler = stage.scheduler(seed=4)
@@ -68,7 +65,7 @@ def a_prefix_of_the_same_step(stage: Stage) -> None:
 
 @scenario
 def copied_blocks(stage: Stage) -> None:
-    """A copied block holds what its source held: one to many, a block that is not full, and a source that runs on."""
+    """A copied block holds the same as its source: one to many, a partial block, and a source that runs on."""
     block_size = stage.size.block_size
     scheduler = stage.scheduler(seed=6)
     first = stage.request(2 * block_size + 4, 6, LOGPROBS)
@@ -88,7 +85,7 @@ def copied_blocks(stage: Stage) -> None:
 
 @scenario
 def preempted_and_computed_again(stage: Stage) -> None:
-    """A request that lost its row and blocks, in its prompt or later, starts over from its tokens with the same draws."""
+    """A request that lost its row and blocks, in its prompt or later, starts over with the same draws."""
     size = stage.size
     parameters = kinds(size)
     for steps_before, name in enumerate(("logprobs", "everything", "min_tokens", "presence_and_frequency")):
@@ -106,7 +103,6 @@ def preempted_and_computed_again(stage: Stage) -> None:
 
 
 def _after_prefix(stage: Stage, other: ScriptedRequest, num_blocks: int, tail: int) -> ScriptedRequest:
-    """A request that begins as ``other`` for ``num_blocks`` blocks, and then differs."""
     prefix = other.prompt[: num_blocks * stage.size.block_size]
     return ScriptedRequest(prefix + stage.prompt(tail), 3, LOGPROBS)
 

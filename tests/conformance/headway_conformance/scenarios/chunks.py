@@ -1,7 +1,4 @@
-"""Prompts in chunks: the cut must not change a result.
-
-Owns: scenarios about the number of a row's tokens in a step. Must not know: how a backend handles them.
-"""
+"""Prompts in chunks: the cut must not change a result."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario
@@ -28,7 +25,7 @@ def every_split_of_a_prompt(stage: Stage) -> None:
 
 @scenario
 def chunks_of_one_token(stage: Stage) -> None:
-    """Prompts that are computed token by token, as in decode, draw nothing before their last token and then the same."""
+    """Prompts that run token by token draw nothing before their last token, and then the same."""
     block_size = stage.size.block_size
     requests = [stage.request(length, sampling=LOGPROBS) for length in (block_size + 1, 1, 2, block_size)]
     scheduler = stage.scheduler()
@@ -38,7 +35,7 @@ def chunks_of_one_token(stage: Stage) -> None:
 
 @scenario
 def lengths_around_block_boundaries(stage: Stage) -> None:
-    """Prompts and chunks of a multiple of the block size, and one more or less, are whole at every boundary."""
+    """Prompts and chunks of a multiple of the block size, and one more or less, give the same as whole ones."""
     block_size = stage.size.block_size
     lengths = [length for k in (1, 2, 3) for length in (k * block_size - 1, k * block_size, k * block_size + 1)]
     scheduler = stage.scheduler(seed=1)

@@ -1,9 +1,6 @@
-"""Rows under a constraint: they follow it, whatever happens to them, and no other row changes.
+"""Rows under a constraint follow it, and no other row changes.
 
-Owns: scenarios about constrained outputs. Must not know: how a backend masks logits.
-
-They do not apply to a backend that announces no support. The checkpoints' tokenizer has one token per printable
-character.
+The checkpoints' tokenizer has one token per printable character.
 """
 
 import json
@@ -25,7 +22,7 @@ _MOST_JSON_TOKENS = 28
 
 @scenario
 def constrained_rows_among_others(stage: Stage) -> None:
-    """Outputs follow their constraints, greedy and drawn, and end when complete; the other rows draw what they should."""
+    """Outputs follow their constraints, greedy and drawn, and end when complete; other rows draw as they should."""
     constrained = [_digits(stage, place) for place in range(3)]
     schema = Constraint("json_schema", json.dumps(_SCHEMA))
     chosen = Constraint("choice", json.dumps(["no", "yes"]))

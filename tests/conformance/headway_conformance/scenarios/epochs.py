@@ -1,7 +1,4 @@
-"""New epochs: everything is forgotten, and no row is listed as finished.
-
-Owns: scenarios about resynchronising. Must not know: why an epoch was lost.
-"""
+"""New epochs: everything is forgotten, and no row is listed as finished."""
 
 from headway_conformance.failures import require
 from headway_conformance.requests import ScriptedRequest
@@ -29,7 +26,7 @@ def a_new_epoch(stage: Stage) -> None:
 
 @scenario
 def rows_of_an_earlier_epoch_later(stage: Stage) -> None:
-    """A new epoch begins with an empty step, or is followed by another at once; old rows stay forgotten when they return."""
+    """A new epoch begins with an empty step, or another follows at once; old rows stay forgotten."""
     scheduler = stage.scheduler(depth=2, seed=2)
     requests = _fill(stage, scheduler)
     scheduler.new_epoch()
@@ -85,7 +82,7 @@ def host_blocks_of_a_new_epoch(stage: Stage) -> None:
 
 
 def _fill(stage: Stage, scheduler: ScriptedScheduler) -> list[ScriptedRequest]:
-    """Live requests of several kinds, one of them in the middle of its prompt."""
+    """One of them is in the middle of its prompt."""
     parameters = kinds(stage.size)
     names = ("everything", "greedy", "min_tokens", "top_p", "logprobs")
     requests = [stage.request(6 + 3 * place, 5, parameters[name]) for place, name in enumerate(names)]

@@ -1,7 +1,4 @@
-"""A row that fails must fail alone.
-
-Owns: scenarios about failing rows. Must not know: how a backend detects the failure.
-"""
+"""A row that fails must fail alone."""
 
 import msgspec
 
@@ -14,7 +11,7 @@ from headway_proto.sampling import SamplingParams
 
 @scenario
 def errors_stay_in_their_row(stage: Stage) -> None:
-    """Rows whose parameters exclude every token fail alone, one by one, while others draw what they should."""
+    """Rows whose parameters exclude every token fail alone, one by one, while others draw as they should."""
     requests, bad = _good_and_bad(stage)
     scheduler = stage.scheduler(seed=1)
     scheduler.run([*requests[:2], *bad, *requests[2:]])
@@ -25,7 +22,7 @@ def errors_stay_in_their_row(stage: Stage) -> None:
 
 @scenario
 def a_failed_row_runs_once_more(stage: Stage) -> None:
-    """With steps in flight a failed row runs on until the scheduler learns of it; then its row can be used again."""
+    """With steps in flight, a failed row runs until the scheduler learns of it; then its row can be used again."""
     requests, bad = _good_and_bad(stage)
     scheduler = stage.scheduler(depth=3, seed=2, max_num_seqs=3)
     scheduler.run([bad[0], requests[0], bad[1], *requests[1:]])

@@ -1,7 +1,4 @@
-"""Each family of models under mixed traffic.
-
-Owns: one scenario per family. Must not know: how a model computes.
-"""
+"""Each family of models under mixed traffic."""
 
 from headway_conformance.checkpoints import LLAMA, MISTRAL, QWEN2, QWEN3
 from headway_conformance.scenario import Scenario

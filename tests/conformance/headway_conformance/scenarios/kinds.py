@@ -1,6 +1,4 @@
-"""Sampling parameters of every kind, for scenarios that mix them.
-
-Owns: the parameters. Must not know: which scenarios use them.
+"""Sampling parameters of every kind.
 
 Penalties and masks are strong enough to change a short output.
 """
@@ -16,7 +14,6 @@ LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=5)
 
 
 def kinds(size: Size) -> dict[str, SamplingParams]:
-    """One of each kind, by name; each random one with its own seed."""
     half = tuple(range(0, size.vocab_size, 2))
     return {
         "greedy": GREEDY,

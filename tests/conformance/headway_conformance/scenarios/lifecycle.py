@@ -1,7 +1,4 @@
-"""From ``open`` to ``close``.
-
-Owns: scenarios about announcements, refusals and the end. Must not know: any backend's options.
-"""
+"""From ``open`` to ``close``."""
 
 from typing import Any
 

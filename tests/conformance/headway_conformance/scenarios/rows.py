@@ -1,7 +1,4 @@
-"""Rows: their numbers, which of them run, and what a row forgets.
-
-Owns: scenarios about row numbers and live rows. Must not know: what a backend keeps per row.
-"""
+"""Rows: their numbers, which of them run, and what a row forgets."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario
@@ -11,7 +8,7 @@ from headway_conformance.stage import Stage
 
 @scenario
 def empty_steps(stage: Stage) -> None:
-    """A step without rows gives no tokens: the first of an epoch, one in between, one that only finishes a row."""
+    """A step without rows gives no tokens, at an epoch's start, in between, and when it only finishes a row."""
     scheduler = stage.scheduler()
     scheduler.step()
     request = stage.request(5, 2, LOGPROBS)
@@ -25,7 +22,7 @@ def empty_steps(stage: Stage) -> None:
 
 @scenario
 def rows_in_any_order(stage: Stage) -> None:
-    """Rows are given out in no order and with gaps; tokens and logprobs come back by ascending row."""
+    """Row numbers are in no order and have gaps; tokens and logprobs come back by ascending row."""
     last = stage.size.max_num_seqs - 1
     rows = (last, 2, 0, last - 2, 1)
     requests = [stage.request(3 + 4 * place, sampling=LOGPROBS) for place in range(len(rows))]
@@ -42,7 +39,7 @@ def rows_in_any_order(stage: Stage) -> None:
 
 @scenario
 def a_row_changes_hands(stage: Stage) -> None:
-    """A row that finishes and starts another request in one step keeps nothing: no token, no parameter, no block."""
+    """A row that finishes and starts another request in one step keeps no token, no parameter and no block."""
     row, size = 3, stage.size
     scheduler = stage.scheduler()
     neighbours = [stage.request(4 + place, 64, foreseen=False) for place in range(2)]

@@ -1,7 +1,4 @@
-"""Sampling: each row by its own parameters, in any company.
-
-Owns: scenarios about drawing tokens and reporting logprobs. Must not know: how a backend draws.
-"""
+"""Sampling: each row by its own parameters, in any company."""
 
 import msgspec
 
@@ -15,7 +12,7 @@ from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
 
 @scenario
 def parameters_mixed_in_a_batch(stage: Stage) -> None:
-    """Rows of every kind share their steps, and each draws what it draws alone."""
+    """Rows of every kind share their steps, and each draws the same as alone."""
     size = stage.size
     requests = [
         stage.request(4 + place, size.num_output + 2, sampling) for place, sampling in enumerate(kinds(size).values())
@@ -29,7 +26,7 @@ def parameters_mixed_in_a_batch(stage: Stage) -> None:
 
 @scenario
 def a_seed_decides(stage: Stage) -> None:
-    """One prompt under many seeds: the same seed draws the same in one batch, and other seeds draw something else."""
+    """Under many seeds, the same seed draws the same in one batch, and other seeds draw something else."""
     prompt = stage.prompt(11)
     seeds = (0, 1, 2, 1, (1 << 64) - 1, 0, 2)
     requests = [ScriptedRequest(prompt, 6, SamplingParams(temperature=3.0, seed=seed)) for seed in seeds]
@@ -43,7 +40,7 @@ def a_seed_decides(stage: Stage) -> None:
 
 @scenario
 def logprobs_among_rows_without(stage: Stage) -> None:
-    """Logprobs come for the rows that ask, as many as they ask for, and no others; they are the raw distribution's."""
+    """Rows get as many logprobs as they ask for, or none; the logprobs are the raw distribution's."""
     counts = (-1, 0, 3, -1, MAX_LOGPROBS, 1, -1)
     requests = [stage.request(4 + place, 3, _with_logprobs(place, count)) for place, count in enumerate(counts)]
     scheduler = stage.scheduler(seed=3)
@@ -54,8 +51,9 @@ def logprobs_among_rows_without(stage: Stage) -> None:
 
 @scenario
 def prompts_that_are_reported(stage: Stage) -> None:
-    """Log probabilities of prompts come once for each position, with any chunks, beside rows without, and again when a
-    prompt is computed again behind tokens of the output."""
+    """Log probabilities of prompts come once for each position, with any chunks, and again when a prompt is computed
+    again behind tokens of the output.
+    """
     scheduler = stage.scheduler(seed=5)
     if not scheduler.reports_prompts:
         raise NotApplicable("it reports no log probabilities of prompts")
@@ -85,7 +83,7 @@ def prompts_that_are_reported(stage: Stage) -> None:
 
 @scenario
 def a_mask_that_leaves_one_token(stage: Stage) -> None:
-    """Until ``min_tokens`` is reached the only allowed token is drawn, at any temperature; then others are, too."""
+    """Until ``min_tokens`` is reached, the only allowed token is drawn, at any temperature; then others are, too."""
     left = 5
     others = tuple(token for token in range(stage.size.vocab_size) if token != left)
     samplings = [
@@ -104,7 +102,7 @@ def _with_prompt_logprobs(count: int) -> SamplingParams:
 
 
 def _with_logprobs(place: int, count: int) -> SamplingParams:
-    """Greedy requests, and others whose draws are far from the raw distribution."""
+    """Half of the draws are far from the raw distribution."""
     if place % 2:
         return msgspec.structs.replace(GREEDY, logprobs=count)
     return SamplingParams(temperature=2.5, seed=place, logprobs=count, logit_bias=((place, 6.0),), presence_penalty=1.0)

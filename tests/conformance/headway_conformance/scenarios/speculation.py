@@ -1,7 +1,4 @@
-"""Steps that speculate: a row returns its accepted proposals and one more token.
-
-Owns: scenarios about these. Must not know: how tokens are proposed.
-"""
+"""Steps that speculate: a row returns its accepted proposals and one more token."""
 
 from headway_conformance.failures import NotApplicable
 from headway_conformance.requests import GREEDY, ScriptedRequest
@@ -25,7 +22,7 @@ def _speculating(stage: Stage) -> ScriptedScheduler:
 
 
 def _requests(stage: Stage) -> list[ScriptedRequest]:
-    """Prompts with repetitions, for which tokens are proposed, under parameters of every kind."""
+    """Repetitions in prompts lead to proposals."""
     size = stage.size
     found = []
     for place, sampling in enumerate([GREEDY, *kinds(size).values()]):

@@ -1,7 +1,4 @@
-"""Several steps in flight: a step is sent before the tokens of the step before are known.
-
-Owns: scenarios about depth, and about repeating a run. Must not know: how a backend runs ahead.
-"""
+"""Several steps in flight: a step is sent before the tokens of the step before are known."""
 
 from functools import partial
 
@@ -14,7 +11,7 @@ from headway_conformance.stage import Stage
 
 
 def traffic(stage: Stage) -> list[ScriptedRequest]:
-    """Requests of every kind and many lengths; every other one ends unforeseen."""
+    """Every other request ends unforeseen."""
     size = stage.size
     return [
         stage.request(
@@ -39,9 +36,7 @@ def _in_flight(stage: Stage, *, depth: int) -> None:
 
 
 def _change_hands(stage: Stage, scheduler: ScriptedScheduler) -> None:
-    """A row gets another request with every other step, in the same blocks in another order, while its last is in
-    flight.
-    """
+    """Another request gets a row while its last step is in flight, with the blocks in another order."""
     block_size = stage.size.block_size
     requests = [stage.request(2 * block_size + 1 + place, 1, LOGPROBS) for place in range(4)]
     for request in requests:
@@ -54,7 +49,7 @@ def _change_hands(stage: Stage, scheduler: ScriptedScheduler) -> None:
 
 
 def _lose_and_resume(stage: Stage, scheduler: ScriptedScheduler) -> None:
-    """One request is preempted, one swapped, with tokens of both in flight."""
+    """Tokens of both are in flight."""
     parameters = kinds(stage.size)
     recomputed, swapped = (stage.request(9, 8, parameters[name]) for name in ("top_p", "everything"))
     scheduler.admit(recomputed)

@@ -1,9 +1,4 @@
-"""Blocks on their way to main memory and back.
-
-Owns: scenarios about host blocks. Must not know: how a backend moves a block.
-
-They do not apply to a backend without host blocks.
-"""
+"""Blocks on their way to main memory and back."""
 
 from headway_conformance.requests import ScriptedRequest
 from headway_conformance.scenario import scenario
@@ -15,7 +10,7 @@ from headway_proto.sampling import SamplingParams
 
 @scenario
 def swapped_out_and_in(stage: Stage) -> None:
-    """A request goes to the host in its prompt, at its end or in decode, and comes back into other blocks with its draws."""
+    """A request goes to the host in its prompt or in decode, and comes back into other blocks with its draws."""
     size = stage.size
     parameters = kinds(size)
     scheduler = stage.scheduler()
@@ -54,7 +49,7 @@ def out_and_in_in_one_step(stage: Stage) -> None:
 
 @scenario
 def moved_within_one_step(stage: Stage) -> None:
-    """A request that is swapped out and in by one step changes its row and its blocks and nothing else."""
+    """A request that one step swaps out and in changes only its row and its blocks."""
     scheduler = stage.scheduler(seed=2)
     request = _started(stage, scheduler, 2, kinds(stage.size)["everything"])
     neighbour = _started(stage, scheduler, 1, LOGPROBS)
@@ -111,7 +106,7 @@ def swapped_in_then_copied(stage: Stage) -> None:
 def _started(
     stage: Stage, scheduler: ScriptedScheduler, steps_before: int, sampling: SamplingParams
 ) -> ScriptedRequest:
-    """A live request that ran a first chunk and ``steps_before`` more steps alone."""
+    """Run a first chunk and ``steps_before`` steps."""
     block_size = stage.size.block_size
     request = stage.request(block_size + 6, 7, sampling)
     others = dict.fromkeys(scheduler.live.values(), 0)

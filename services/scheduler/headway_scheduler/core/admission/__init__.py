@@ -1,4 +1,4 @@
-"""Who may come in, who waits, and who is next."""
+"""Admission: which waiting requests start."""
 
 from headway_scheduler.compiled_core import search_path
 

@@ -1,7 +1,6 @@
-"""Admission: which waiting requests start in a step, and why the next one does not.
+"""Admission: the checks before a waiting request starts.
 
-Owns: the conditions of a start, in the order in which they are asked, and the reason of the newest refusal.
-Must not know: the order of the queue, how running rows are served, or how a message is made.
+Owns: these checks, and the newest refusal. Must not know: the queue's order, or how a running row is served.
 """
 
 import msgspec
@@ -19,21 +18,18 @@ from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.prefix_statistics import RECENT_QUERIES
 from headway_scheduler.core.policies.batching import PromptCut, StepRules
 from headway_scheduler.core.policies.reservations import Books, ForeseenBlocks, PoolState
+from headway_scheduler.core.policies.token_budget import JoiningRow
 from headway_scheduler.core.state.events import AdmittedEvent
 from headway_scheduler.core.state.indices import BlockIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.step_plan import StepPlan
-
-STEPS_BETWEEN_FORECASTS = 2
-"""After a refusal because of what is foreseen, which costs something to work out, nobody asks again sooner. With more
-steps, requests would start in bunches, and decodes wait for those."""
 
 MAX_PASSED_OVER = 16
 MAX_DOUBLINGS = 16
 
 
 class Admission:
-    """Lets waiting requests start. ``refused`` is the newest answer that was not a start."""
+    """Starts waiting requests. ``refused`` says why it stopped; None if no request was left."""
 
     def __init__(
         self,
@@ -56,23 +52,23 @@ class Admission:
         self._making_way = making_way
         self._admitted: list[AdmittedEvent] = []
         self.refused: Refused | None = None
-        # The first in the queue when a request was refused because of what is foreseen, and the step in which to ask again.
+        # The head of the queue when a forecast refused a request, and the step in which to ask again.
         self._foreseen: Request | None = None
         self._ask_again_at = 0
 
     def cut_of(self, rules: StepRules) -> PromptCut | None:
-        """Where prompts of requests that start may be cut; None if nobody may start in this step."""
+        """Return where a starting prompt may be cut; None if no request may start."""
         if not self._state.is_paused and rules.admits:
             return rules.cut
         self.refuse_all(Reason.PAUSED if self._state.is_paused else Reason.BATCH)
         return None
 
     def refuse_all(self, reason: Reason) -> None:
-        """Nobody starts in this step."""
+        """Let no request start in this step."""
         self.refused = Refused(reason)
 
     def admit_waiting(self, plan: StepPlan, cut: PromptCut, *, before: Request | None = None) -> None:
-        """Let waiting requests start in order, those that go ``before`` a running one, until the first that is refused."""
+        """Start waiting requests in order until one is refused, only those that go ``before`` a running one."""
         books: Books | None = None
         self.refused = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
@@ -94,16 +90,15 @@ class Admission:
                 return
             if books is None:
                 books = self._open_books()
-            reason = self._admit(plan, request, cut, budget, books, lacks_row=lacks_row)
-            if reason is not None:
-                self.refused = Refused(reason, request)
+            self.refused = self._admit(plan, request, cut, budget, books, lacks_row=lacks_row)
+            if self.refused is not None:
                 return
             for other in passed_over:
                 other.num_passed_over += 1
         self.refuse_all(Reason.BLOCKS if plan.short_of_blocks else Reason.TURN)
 
     def _next_to_start(self, now: float) -> Request | None:
-        """The request that may start next. One that is to run alone waits until nothing of the others is in flight."""
+        """A request that runs alone waits until nothing else runs or is in flight."""
         losses = self._losses
         if losses.alone is None:
             first = self._waiting.queue.first(now)
@@ -118,7 +113,7 @@ class Admission:
         return None
 
     def _is_soon_after_refusal(self) -> bool:
-        """Whether it is too early to ask again. Never while nobody runs: then nothing could change the answer."""
+        """Never if nothing runs, since the answer would not change."""
         return self._epoch.next_step < self._ask_again_at and self._rows.num_live > 0
 
     def _lacks_row(self, request: Request) -> bool:
@@ -126,8 +121,9 @@ class Admission:
         return self._rows.num_live >= num_rows - self._waiting.queue.num_kept_rows(request, num_rows)
 
     def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
-        """The request with the longest cached prefix among the next few that the order does not care to tell apart from
-        ``first``, and those that it passes over; nobody is passed over more than ``MAX_PASSED_OVER`` times.
+        """The longest cached prefix among the next few, and the requests that it passes over.
+
+        Each is passed over at most ``MAX_PASSED_OVER`` times.
         """
         if not self._limits.prefix_aware or self._losses.is_active or first.num_passed_over >= MAX_PASSED_OVER:
             return [], first
@@ -140,15 +136,15 @@ class Admission:
 
     def _admit(
         self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, books: Books, *, lacks_row: bool
-    ) -> Reason | None:
-        """Give ``request`` a row, its cached blocks and a first chunk, if the policies let it. None: it has started."""
+    ) -> Refused | None:
+        """Give ``request`` a row, its cached blocks and a first chunk; None: it has started."""
         rows, pool = self._rows, self._pool
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
         shared, node = self._prefixes.find(request, token_bytes, num_tokens)
         start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
         if self._prefix_wait.waits(plan, request, start):
-            return Reason.PREFIX
+            return Refused(Reason.PREFIX, request)
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(
             num_tokens - start,
@@ -160,14 +156,14 @@ class Admission:
         if request.num_preemptions:
             missing += self.headroom(request)
         if missing > 0 or (lacks_row and chunk > 0):
-            return self._admit_in_place_of_others(plan, request, cut, missing, lacks_row=lacks_row)
+            return self._admit_in_place_of_others(plan, request, cut, books, missing, lacks_row=lacks_row)
         if chunk <= 0:
-            return Reason.TURN
+            return Refused(Reason.TURN, request)
         if not self._keeps_objective(request):
-            return Reason.OBJECTIVE
+            return Refused(Reason.OBJECTIVE, request)
         self._waiting.leave(request)
-        self._waiting.queue.note_start(request)
-        self._losses.window.note_start(request)
+        self._waiting.queue.record_start(request)
+        self._losses.window.record_start(request)
         table = pool.allocate_behind(shared, -(-(start + chunk) // rows.block_size))
         row = self._running.take_row(request, table, len(shared))
         request.cache_node = node
@@ -183,30 +179,28 @@ class Admission:
         )
         self._running.advance_prompt(plan, request, start + chunk, chunk)
         self._count_start(request, start, shared, plan.now)
-        books.note_start(request, start + chunk, len(table))
+        books.record_start(request, start + chunk, len(table))
         return None
 
     def _admit_in_place_of_others(
-        self, plan: StepPlan, request: Request, cut: PromptCut, num_missing_blocks: int, *, lacks_row: bool
-    ) -> Reason | None:
-        """As ``_admit``, after preempting running requests of lower classes for the blocks or the row that it lacks."""
-        reason = Reason.BLOCKS if num_missing_blocks > 0 else Reason.ROWS
-        if not self._making_way.make_room(plan, request, num_blocks=num_missing_blocks, needs_row=lacks_row):
-            if self._state.reservation.predicts and num_missing_blocks > 0:
+        self, plan: StepPlan, request: Request, cut: PromptCut, books: Books, num_missing: int, *, lacks_row: bool
+    ) -> Refused | None:
+        refused = Refused(Reason.BLOCKS if num_missing > 0 else Reason.ROWS, request)
+        if not self._making_way.make_room(plan, request, num_blocks=num_missing, needs_row=lacks_row):
+            if books.retry_after_steps and num_missing > 0:
                 self._foreseen = self._waiting.queue.first(plan.now)
-                self._ask_again_at = self._epoch.next_step + STEPS_BETWEEN_FORECASTS
-            return reason
-        if num_missing_blocks > 0 and self._epoch.in_flight:
-            return reason  # they come free when the steps in flight have returned
-        budget = self._epoch.budget_left(plan)  # those that made way may have decoded in this step
+                self._ask_again_at = self._epoch.next_step + books.retry_after_steps
+            return refused
+        if num_missing > 0 and self._epoch.in_flight:
+            return refused  # the blocks come free when the steps in flight have returned
+        budget = self._epoch.budget_left(plan)  # preempted rows may have decoded in this step
         return self._admit(plan, request, cut, budget, self._open_books(), lacks_row=False)
 
     def headroom(self, request: Request) -> int:
-        """Blocks that must be free beside what a preempted request needs: twice as many after each preemption.
+        """Return the blocks that must stay free when a preempted request starts, or it would soon be preempted again.
 
-        Without them it would come back only to be preempted again after a few steps. With one block for each row
-        nobody runs short for about ``block_size`` steps; an eighth of the pool is enough, because then more tokens come
-        out of those steps than preempting one request undoes. Beside nobody it needs none: it always comes back.
+        One block per row lasts about ``block_size`` steps. The number doubles with each preemption, up to an eighth of
+        the pool: those steps then yield more tokens than a preemption wastes. Alone, a request needs none.
         """
         if not request.num_preemptions or not self._rows.num_live:
             return 0
@@ -214,24 +208,23 @@ class Admission:
         return min(doubled, self._pool.num_blocks // 8)
 
     def _keeps_objective(self, request: Request) -> bool:
-        """Whether the decodes stay within the tightest objective with one more of them; yes, while nobody decodes."""
-        decoding = self._epoch.decoding
-        if not self._state.bounds_prompts or not len(decoding.indices()):
-            return True
+        is_first = not len(self._epoch.decoding.indices())
+        return is_first or self._state.budget.admits_more(lambda: self._joining_row(request))
+
+    def _joining_row(self, request: Request) -> JoiningRow:
         objectives = [self._running.tightest.tightest_ms or 0, request.itl_slo_ms]
         tightest_ms = min((objective for objective in objectives if objective), default=None)
-        return self._state.budget.admits_more(
-            decoding=decoding.shape(),
+        return JoiningRow(
+            decoding=self._epoch.decoding.shape(),
             objective_s=None if tightest_ms is None else tightest_ms / 1e3,
             num_context_tokens=len(request.token_ids),
         )
 
     def _count_start(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
-        """A request has a row; its tokens from ``start`` on are to be computed."""
         counters, new, statistics = self._state.counters, request.new, self._state.prefix_statistics
         num_tokens, num_cached_tokens = len(request.token_ids), len(shared) * self._rows.block_size
         if request.scheduled_time is not None:
-            # It finds mostly what it computed itself, which says nothing about how often others will.
+            # It mostly finds its own blocks, which says nothing about how often others share them.
             counters.num_prefix_resumed_tokens += num_cached_tokens
             num_once_computed, reason = request.lost_work
             num_lost_tokens = min(num_once_computed, num_tokens) - start
@@ -241,11 +234,10 @@ class Admission:
         request.scheduled_time = now
         request.device_us_marks = counters.device_us, counters.device_us
         counters.num_prompt_tokens += new.num_prompt_tokens
-        if self._state.predicts:
-            most = request.limit - new.num_prompt_tokens
-            request.num_predicted_tokens = self._state.lengths.predicted_output(
-                request.curve, num_tokens - new.num_prompt_tokens, most
-            )
+        most = request.limit - new.num_prompt_tokens
+        request.num_predicted_tokens = self._state.lengths.predicted_output(
+            request.curve, num_tokens - new.num_prompt_tokens, most
+        )
         self._admitted.append(
             AdmittedEvent(new.origin, num_cached_tokens, new.num_prompt_tokens, new.tenant, request.arrival_time, now)
         )
@@ -261,13 +253,13 @@ class Admission:
             statistics.count_tenant(new.tenant, num_tokens, num_cached_tokens)
 
     def take_admitted(self) -> tuple[AdmittedEvent, ...]:
-        """The requests that ran for the first time since the last call."""
+        """Return the first starts since the last call."""
         admitted = tuple(self._admitted)
         self._admitted.clear()
         return admitted
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop a request that has ended."""
         if request is self._foreseen:
             self._foreseen = None
         if self.refused is not None and request is self.refused.request:
@@ -276,21 +268,20 @@ class Admission:
     # ------------------------------------------------------------------------------------------------- for operators
 
     def reason_for(self, request: Request) -> Reason:
-        """Why this waiting request has not started: the newest answer, for it or for all of those before it."""
+        """Return why a waiting request has not started."""
         return Reason.TURN if self.refused is None else self.refused.reason_for(request)
 
     def blocks_for_start(self, request: Request) -> tuple[int, int]:
-        """The blocks that a waiting request must find, without the prefix cache, and those that nobody was promised."""
+        """Return its blocks without the prefix cache, and the free blocks not promised."""
         first_chunk = min(len(request.token_ids), request.num_swapped_tokens + self._epoch.max_num_batched_tokens)
         books = self._open_books()
         num_needed = books.num_needed(request, first_chunk) + self.headroom(request)
         return num_needed, self._pool.num_free - books.owed_blocks
 
     def steps_until_shortage(self) -> int | None:
-        """After about how many steps those that run may want more blocks than there are, if nobody else starts; O(running).
+        """Return the steps until running requests probably lack blocks; O(running).
 
-        0 for at once. None if they probably never will, and where nothing is learned of outputs because neither the order
-        nor the reservation asks for that.
+        None means never, or that output lengths are not learned.
         """
         return ForeseenBlocks(self._rows, self._state.lengths, self._pool_state()).steps_until_shortage()
 
@@ -303,7 +294,6 @@ class Admission:
 
 
 def _sampling_for_row(request: Request) -> SamplingParams:
-    """A request's parameters, without a report of its prompt if that has been sent already."""
     sampling = request.new.sampling
     if sampling.prompt_logprobs == NO_LOGPROBS or request.is_owed_prompt_logprobs:
         return sampling

@@ -1,6 +1,6 @@
-"""The state of the core that outlives an executor, and the policies that the settings name.
+"""The state that outlives an executor, and the policies that the settings name.
 
-Owns: the objects. Must not know: rows, blocks or steps; those belong to an epoch.
+Owns: these objects. Must not know: rows, blocks or steps.
 """
 
 from headway_scheduler.core.admission.fair_queue import burst_tokens_of
@@ -23,7 +23,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class CoreState:
-    """Policies, totals, what was learned, and the live requests. ``capacity`` is that of the newest executor."""
+    """``capacity`` is that of the newest executor."""
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
         self.limits = limits
@@ -31,23 +31,16 @@ class CoreState:
         self.counters = SchedulerCounters()
         self.prefix_statistics = PrefixStatistics(self.counters)
         self.is_paused = False
-        self.order = ORDERS[limits.order]
+        order = ORDERS[limits.order]
         self.batching = BATCHING_POLICIES[limits.batching]
         self.reservation = RESERVATIONS[self.batching.reservation if limits.reserve == "auto" else limits.reserve]
         self.preemption = PREEMPTIONS[limits.preemption]
-        self.predicts = self.reservation.predicts or self.order.predicts
-        self.lengths = OutputLengths()
+        self.lengths = OutputLengths(is_used=order.predicts or self.reservation.predicts)
         self.step_times = StepTimeModel()
         self.budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self.step_times)
-        # What depends on step times: the budget, the choice between kinds of preemption, and objectives on first tokens.
-        self.bounds_prompts = limits.budget != "fixed"
-        self.observer = StepObserver(
-            self.budget,
-            is_wanted=self.bounds_prompts or self.preemption.needs_costs,
-            wants_each_prompt=self.bounds_prompts,
-        )
+        self.observer = StepObserver(self.budget, is_wanted=self.preemption.needs_costs)
         self.requests: dict[Origin, Request] = {}
-        queue = self.order.make_queue(
+        queue = order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self.waiting = WaitingRequests(limits, queue)
@@ -57,12 +50,11 @@ class CoreState:
         self.num_started = 0
 
     def count_surplus(self, num_tokens: int) -> None:
-        """Count tokens that were computed and that nobody wants."""
+        """Count computed tokens that nobody wants."""
         if num_tokens:
             self.counters.wasted_tokens[WasteReason.SURPLUS] += num_tokens
 
     def _predicted_output(self, request: Request) -> int:
-        """Output tokens still to be expected; as many as it may have where nothing is known."""
         age = len(request.token_ids) - request.new.num_prompt_tokens
         most = request.limit - request.new.num_prompt_tokens
         predicted = self.lengths.predicted_output(request.curve, age, most)

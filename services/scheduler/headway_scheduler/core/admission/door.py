@@ -1,8 +1,6 @@
-"""Which requests are taken.
+"""The check of a new request.
 
-Owns: what a request must be to be queued. Must not know: queues, rows, or what becomes of it.
-
-Whatever could never run is refused here, once, with a reason: behind the door everything that waits can be served.
+Owns: the refusal of requests that can never run. Must not know: queues, rows, or their later states.
 """
 
 import numpy as np
@@ -14,7 +12,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
-    """A request that is not taken. ``reason`` is "invalid", "unsupported", "already_exists" or "overloaded"."""
+    """``reason`` is "invalid", "unsupported", "already_exists" or "overloaded"."""
 
     def __init__(self, reason: str, field: str, message: str) -> None:
         super().__init__(message)
@@ -24,15 +22,15 @@ class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunc
 
 
 def limit_of(new: NewRequestEvent, max_request_tokens: int) -> int:
-    """The most tokens, prompt and output, that a request may come to, where any comes to ``max_request_tokens`` at most."""
+    """Return the most tokens, prompt and output, of a request."""
     return min(new.num_prompt_tokens + new.max_tokens, max_request_tokens)
 
 
 def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) -> None:
-    """See that an executor of this ``capacity`` can run a request of at most ``limit`` tokens.
+    """Check that an executor of this ``capacity`` can run a request of up to ``limit`` tokens.
 
     Raises:
-        RequestRejected: it never could.
+        RequestRejected: it cannot.
     """
     num_tokens = len(new.token_ids)
     if not 1 <= new.num_prompt_tokens <= num_tokens:
@@ -67,12 +65,12 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
 
 
 def asks_too_much(new: NewRequestEvent, capacity: ExecutorCapacity) -> bool:
-    """Whether a request asks for what an executor of this ``capacity`` does not do."""
+    """Whether the executor lacks a feature that it needs."""
     return new.sampling.constraint is not None and not capacity.supports_constraints
 
 
 def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:
-    """What keeps a request that another executor ran from going on with one of this ``capacity``; None if nothing does."""
+    """Return why a request cannot go on with another executor, or None."""
     largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
     if not same_model:
         return "the executor that took over runs another model"

@@ -1,6 +1,6 @@
-"""The end of a request, wherever it stands.
+"""The end of a request in any state.
 
-Owns: that nothing of it stays behind, and the event of its end. Must not know: why requests end.
+Owns: the release of what it holds. Must not know: why requests end.
 """
 
 from headway_scheduler.core.admission.admission import Admission
@@ -39,9 +39,7 @@ class Endings:
         new = request.new
         del state.requests[new.origin]
         num_output_tokens = num_tokens - new.num_prompt_tokens
-        if state.predicts and num_output_tokens > 0:
-            is_censored = reason is not FinishReason.STOP
-            state.lengths.observe(request.curve, num_output_tokens, is_censored=is_censored)
+        state.lengths.observe(request.curve, num_output_tokens, is_censored=reason is not FinishReason.STOP)
         state.counters.num_finished += 1
         return FinishedEvent(
             origin=new.origin,
@@ -61,7 +59,7 @@ class Endings:
         )
 
     def _device_us_of(self, request: Request) -> tuple[int, int]:
-        """The time of steps on the device until its first token, and from then on, in microseconds."""
+        """Device time before and after its first token, microseconds."""
         if request.scheduled_time is None:
             return 0, 0
         start, first = request.device_us_marks

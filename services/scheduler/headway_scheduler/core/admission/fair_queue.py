@@ -1,20 +1,17 @@
-"""The waiting queue of the order ``fair``: a virtual token counter per tenant.
+"""The queue of the order ``fair``: a virtual token counter per tenant.
 
-Owns: the counters, and which tenant's request is next. Must not know: rows, blocks, or how tokens come about.
+Owns: the counters, and which tenant is next. Must not know: rows, blocks, or how tokens are made.
 
-After Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, Algorithm 2 (VTC): a tenant's counter grows
-with the service that it gets, ``INPUT_WEIGHT`` per prompt token when a request starts and ``OUTPUT_WEIGHT`` per output
-token as it comes, over the tenant's weight; the tenant with the lowest counter among those that wait starts a request
-next; a tenant that had nothing waiting is lifted to the lowest counter of those that had, so that idleness earns no credit,
-but for that of a burst (``burst_tokens_of``): somebody who sends little now and then is not made to take turns with
-somebody who floods. That is less than the counters of two who wait may differ by anyway, so it leaves the bound as it is. So the service of two tenants that both always wait differs by at most
-``2 * max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens that fit the pool)`` (their Theorem 4.4), times
-the weight. A tenant's own requests are served by arrival, preempted ones, which have been charged, before its others.
+Algorithm 2 (VTC) of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: a counter grows by
+``INPUT_WEIGHT`` per prompt token at a start and ``OUTPUT_WEIGHT`` per output token, over the tenant's weight. The
+waiting tenant with the lowest counter is next. A tenant that returns is lifted to the lowest of the others, less a
+burst (``burst_tokens_of``), so that one that sends little starts before one that floods. The burst is within the
+difference that the paper allows: the service of two tenants that always wait differs by at most ``2 * max(INPUT_WEIGHT
+* longest prompt, OUTPUT_WEIGHT * tokens that fit the pool)`` (Theorem 4.4), times the weight.
 
-In the paper a prompt runs in one step; here it may take many, and who comes while somebody else's is under way would
-wait for the rest of it. So prompts under way are served by where their tenants stood when they started, and a waiting
-request whose tenant stands before that starts first (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996); of
-tenants that are level, the one that runs less. A prompt is never overtaken by what is charged for it.
+In the paper a prompt runs in one step; here it may take many. So running prompts are served by their tenants' counters
+at the start, and a waiting request of a tenant with less starts first (start-time fair queueing: Goyal, Vin and Cheng,
+SIGCOMM 1996). The charge for a prompt lets no other overtake it.
 """
 
 from bisect import insort
@@ -28,26 +25,28 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
-from headway_scheduler.core.admission.waiting_queue import Lane, PromptPlace
+from headway_scheduler.core.admission.waiting_queue import UNRANKED, Lane, PromptPlace
+from headway_scheduler.core.state.counters import PreemptionReason
 from headway_scheduler.core.state.indices import NO_ROWS, RowIndices
 from headway_scheduler.core.state.request import Request, RequestStatus
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-"""What a token of a prompt and one of an output count for (Sheng et al., section 5.1)."""
+"""The service of an output token; both weights are from Sheng et al., section 5.1."""
 
 MAX_IDLE_TENANTS = 4096
-"""Counters that are kept of tenants without a request; the tenants that left first are forgotten first."""
+"""Counters kept for tenants without a request; the longest idle tenant is dropped first."""
 
 KEPT_ROWS_SHARE = 16
-"""One row in so many is not for tenants that run their share of rows already."""
+"""One row in so many is kept from tenants that already run their share of rows."""
 
 BURST_REQUESTS = 4
 
 
 def burst_tokens_of(longest_request: int, pool_tokens: int) -> int:
-    """The service, in weighted tokens, that a tenant may catch up on: of a few of the longest requests, at most half the
-    pool, which is a quarter of what the paper lets counters differ by.
+    """Return how many weighted tokens a returning tenant may catch up on.
+
+    Half the pool is a quarter of the difference that the paper allows.
     """
     return min(BURST_REQUESTS * longest_request, pool_tokens // 2)
 
@@ -60,26 +59,23 @@ class _Tenant:
         self.index = index
         self.weight = weight
         self.waiting: OrderedDict[int, Request] = OrderedDict()
-        """Those that have not started yet, by arrival."""
+        """Requests that have not started yet, by arrival."""
         self.resuming: list[Request] = []
-        """Those that were preempted, by arrival: they are before the others."""
+        """Preempted requests, by arrival; they go before the others."""
         self.num_live = 0
-        """Its requests that wait or run."""
+        """Waiting and running requests."""
 
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.resuming)
 
     def in_order(self) -> Iterator[Request]:
-        """Its waiting requests in service order."""
         return chain(self.resuming, self.waiting.values())
 
 
 class FairQueue:
-    """Waiting requests by tenant.
-
-    ``weights``: shares of tenants relative to each other, 1 where nothing is said. ``burst_tokens``: the service, in weighted
-    tokens, by which a tenant that comes back may lag behind all others.
+    """``weights``: shares of tenants, 1 by default. ``burst_tokens``: how far a returning tenant may lag behind, in
+    weighted tokens.
     """
 
     def __init__(self, weights: Mapping[str, float], burst_tokens: Callable[[], int]) -> None:
@@ -94,9 +90,11 @@ class FairQueue:
         self._num_waiting: NDArray[np.int64] = np.zeros(8, dtype=np.int64)
         self._names: list[str] = []
         self._size = 0
+        self._num_preempted = 0
+        """Of the waiting requests."""
         self._charged_rows: RowIndices = NO_ROWS
         self._num_charged: NDArray[np.intp] = np.empty(0, dtype=np.intp)
-        """How many of these rows are of each tenant, by its index."""
+        """How many of these rows each tenant has, by its index."""
         self._last_to_leave = -1
         self._live_weight = 0.0
         """Of the tenants with a request."""
@@ -105,21 +103,20 @@ class FairQueue:
         return self._size
 
     def counter_of(self, tenant: str) -> float | None:
-        """The service that a tenant has had, in weighted tokens; lifts included."""
+        """Lifts count as service."""
         return float(self._counters[self._tenants[tenant].index]) if tenant in self._tenants else 0.0
 
     def place_of_tenant(self, request: Request) -> int:
-        """The number of a live request's tenant, for ``charge_rows``."""
         return self._tenants[request.new.tenant].index
 
     def push(self, request: Request) -> None:
-        """Add a request behind those of its tenant; a preempted one before those that have not started."""
         self._size += 1
         tenant = self._tenant(request.new.tenant)
         if not tenant.num_waiting:
             self._lift(tenant)
         if request.status is RequestStatus.PREEMPTED:
             request.lane = Lane.RESUMING
+            self._num_preempted += 1
             insort(tenant.resuming, request, key=attrgetter("arrival"))
         else:
             self._count_live(tenant)
@@ -127,13 +124,13 @@ class FairQueue:
         self._num_waiting[tenant.index] += 1
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
         self._size -= 1
         tenant = self._tenants[request.new.tenant]
         if request.arrival in tenant.waiting:
             del tenant.waiting[request.arrival]
         else:
             tenant.resuming.remove(request)
+            self._num_preempted -= 1
         self._num_waiting[tenant.index] -= 1
         if not tenant.num_waiting:
             self._last_to_leave = tenant.index
@@ -144,77 +141,90 @@ class FairQueue:
             self._count_live(self._tenant(request.new.tenant))
 
     def forget(self, request: Request) -> None:
-        """``request`` has ended: its tenant may have nothing left."""
         name = request.new.tenant
         tenant = self._tenants[name]
         tenant.num_live -= 1
         if not tenant.num_live:
             self._idle[name] = None
-            # Nothing is left of rounding when everybody is idle.
+            # Rounding errors end when all tenants are idle.
             self._live_weight = self._live_weight - tenant.weight if len(self._idle) < len(self._tenants) else 0.0
             if len(self._idle) > MAX_IDLE_TENANTS:
                 self._drop(self._idle.popitem(last=False)[0])
 
     def first(self, now: float) -> Request | None:
-        """The oldest request of the tenant with the lowest counter; if several have that, of the one that runs least."""
         del now
         return next(self._least_served().in_order()) if self._size else None
 
     def first_few(self, count: int) -> list[Request]:
-        """Up to ``count`` requests of the tenant that is next."""
         first = self.first(0.0)
         if first is None or first.status is RequestStatus.PREEMPTED:
             return [] if first is None else [first]
         waiting = iter(self._tenants[first.new.tenant].waiting.values())
         return [request for _, request in zip(range(count), waiting, strict=False)]
 
+    def rank_of(self, priority: int) -> int:
+        del priority
+        return UNRANKED
+
     def prompt_place(self, running: Request) -> PromptPlace:
-        """By the place of its tenant when it started, then by arrival."""
-        return (*running.start_place, running.arrival)
+        """While a preempted request waits, memory is short and the service order decides which row loses it.
+
+        In another order, a prompt could take what others must wait for, be preempted, and come back first.
+        """
+        return (running.order_key,) if self._num_preempted else (*running.start_place, running.arrival)
+
+    def may_overtake(self) -> bool:
+        return not self._num_preempted
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """Service is charged, so overtaking ends."""
+        del running, now
+        return False
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        del request
+        return None
 
     def goes_before(self, request: Request, running: Request) -> bool:
-        """If its tenant stands before where the other's stood when that started."""
         return self._standing(self._tenants[request.new.tenant]) < running.start_place
 
     def num_kept_rows(self, request: Request, num_rows: int) -> int:
-        """A few, if its tenant runs its share of them: who comes next would wait until a request of somebody else ends.
+        """If its tenant runs its share, keep a few for a new tenant.
 
-        The share is what it would be with one tenant more, for whoever has nothing to run now.
+        So the share counts one tenant more.
         """
         tenant = self._tenants[request.new.tenant]
         num_running = tenant.num_live - tenant.num_waiting
         has_share = num_running * (self._live_weight + 1.0) >= tenant.weight * num_rows
         return num_rows // KEPT_ROWS_SHARE if has_share else 0
 
-    def note_start(self, request: Request) -> None:
-        """Note where its tenant stands; charge the prompt of a request that starts for the first time."""
+    def record_start(self, request: Request) -> None:
         tenant = self._tenants[request.new.tenant]
         counter, num_running = self._standing(tenant)
-        request.start_place = counter, num_running - 1  # it does not wait any more and counts as running
+        request.start_place = counter, num_running - 1  # it counts as running already
         if request.scheduled_time is None:
             self._counters[tenant.index] += INPUT_WEIGHT * len(request.token_ids) / tenant.weight
 
     def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
-        """Charge one output token for each of ``rows``; their tenants are counted only when the rows change."""
+        """Tenants are counted only when the rows change."""
         if self._charged_rows is not rows:
             self._charged_rows = rows
             self._num_charged = np.bincount(tenants[rows])
         self._charge(self._num_charged)
 
     def charge_token(self, tenant: int, count: int = 1) -> None:
-        """Charge ``count`` output tokens."""
         self._charge(count * (np.arange(tenant + 1) == tenant))
 
     def _charge(self, num_tokens: NDArray[np.integer[Any] | np.bool_]) -> None:
-        """Charge output tokens, shape ``[n]`` by tenant index."""
+        """``num_tokens``: shape ``[n]`` by tenant index."""
         count = len(num_tokens)
         self._counters[:count] += OUTPUT_WEIGHT * num_tokens / self._weight[:count]
 
     def move(self, request: Request, lane: Lane) -> None:
-        """Nothing: an objective gives no tenant more than its share."""
+        """No objective gives a tenant more than its share."""
 
     def in_order(self) -> list[Request]:
-        """Requests by their tenants' counters; an estimate, since counters move on."""
+        """An estimate, since counters move on."""
         order = sorted((tenant for tenant in self._tenants.values() if tenant.num_waiting), key=self._place)
         return [request for tenant in order for request in tenant.in_order()]
 
@@ -224,7 +234,6 @@ class FairQueue:
         tenant.num_live += 1
 
     def _least_served(self) -> _Tenant:
-        """Of the tenants with a waiting request, the one that comes first."""
         end = len(self._names)
         counters = np.where(self._num_waiting[:end] > 0, self._counters[:end], np.inf)
         least = (counters == counters.min()).nonzero()[0].tolist()
@@ -234,11 +243,11 @@ class FairQueue:
         return (*self._standing(tenant), tenant.index)
 
     def _standing(self, tenant: _Tenant) -> tuple[float, int]:
-        """Lower is served first. A tenant that was lifted is level with another, and probably runs less than that."""
+        """A tenant level with another after a lift probably runs less."""
         return float(self._counters[tenant.index]), tenant.num_live - tenant.num_waiting
 
     def _lift(self, tenant: _Tenant) -> None:
-        """Let a tenant that had nothing waiting begin little lower than those that had (Algorithm 2, lines 6 to 13)."""
+        """Algorithm 2, lines 6 to 13."""
         end = len(self._names)
         waits = self._num_waiting[:end] > 0
         if waits.any():

@@ -1,11 +1,10 @@
-"""A request comes in: it is checked, gets its place in the order, and waits.
+"""The arrival of a request.
 
 Owns: the fields of a new request. Must not know: rows or steps.
 """
 
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.door import RequestRejected, check_request, limit_of
-from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
@@ -22,12 +21,13 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
         raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
     check_request(new, limit, state.capacity)
     state.waiting.room.check(new.tenant, len(new.token_ids))
-    enter(state, arrived(new, state.limits, state.num_arrivals, now))
+    rank = state.waiting.queue.rank_of(new.priority)
+    enter(state, arrived(new, state.limits, rank, state.num_arrivals, now))
 
 
-def arrived(new: NewRequestEvent, limits: SchedulerLimits, arrival: int, now: float) -> Request:
+def arrived(new: NewRequestEvent, limits: SchedulerLimits, rank: int, arrival: int, now: float) -> Request:
     """A request that has just come as number ``arrival`` and that no executor's core has yet."""
-    request = Request(new, arrival=arrival, rank=ORDERS[limits.order].rank_of(new.priority), limit=0, now=now)
+    request = Request(new, arrival=arrival, rank=rank, limit=0, now=now)
     request.itl_slo_ms = new.itl_slo_ms or limits.default_itl_slo_ms
     return request
 
@@ -37,8 +37,7 @@ def enter(state: CoreState, request: Request) -> None:
     new = request.new
     request.limit = limit_of(new, state.capacity.max_request_tokens)
     state.num_arrivals = max(state.num_arrivals, request.arrival + 1)
-    if state.predicts:
-        request.curve = state.lengths.curve_of(new.tenant, new.num_prompt_tokens)
+    request.curve = state.lengths.curve_of(new.tenant, new.num_prompt_tokens)
     state.requests[new.origin] = request
     objective_s = first_token_objective_s(request, state.limits)
     if objective_s:
@@ -58,7 +57,6 @@ def first_token_objective_s(request: Request, limits: SchedulerLimits) -> float:
 
 
 def _watch_first_token(state: CoreState, request: Request, objective_s: float) -> None:
-    """Work out when a request has to start for its first token to be in time."""
     state.observer.is_wanted = True
     prefill_s = state.step_times.prefill_s(request.new.num_prompt_tokens, 0) or 0.0
     request.latest_start = request.arrival_time + objective_s - prefill_s

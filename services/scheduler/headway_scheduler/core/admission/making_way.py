@@ -1,4 +1,4 @@
-"""Running requests that make way: for a block of another row, for a waiting request, or for one that runs alone.
+"""Preemption: for a block, for a waiting request, or for one that runs alone.
 
 Owns: preemption and its limits. Must not know: budgets, or when a request starts.
 """
@@ -17,7 +17,7 @@ MAX_WAYS_MADE = 4
 
 
 class MakingWay:
-    """Preempts requests: each returns to its place in the queue and goes on later."""
+    """Preempts requests, which return to the queue."""
 
     def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests) -> None:
         self._state = state
@@ -25,10 +25,10 @@ class MakingWay:
         self._rows = epoch.rows
         self._pool = epoch.pool
         self._running = running
-        self._ranks_classes = state.order.ranks_classes
+        self._queue = state.waiting.queue
 
     def preempt(self, plan: StepPlan, row: int, reason: PreemptionReason) -> None:
-        """Take a row's blocks away. A request makes way for others ``MAX_WAYS_MADE`` times at most."""
+        """Preempt a row. After ``MAX_WAYS_MADE`` times for others its request goes before all classes."""
         request = self._rows.request_in(row)
         self._running.keep_tokens(request, WasteReason.RECOMPUTE)
         self._swap_out(request, row)
@@ -48,7 +48,7 @@ class MakingWay:
         plan.short_of_blocks = True
 
     def _swap_out(self, request: Request, row: int) -> None:
-        """Let the next step copy what is computed to the host, if that is better than computing it again."""
+        """Copy blocks to the host if that is cheaper than recomputing them."""
         rows = self._rows
         num_tokens = int(rows.num_computed_tokens[row])
         if num_tokens == int(rows.last_position[row]):
@@ -57,10 +57,9 @@ class MakingWay:
         self._state.counters.num_swapped_out_blocks += self._epoch.swapping.swap_out(request, blocks, num_tokens)
 
     def obtain_block(self, plan: StepPlan, row: int) -> bool:
-        """Whether a block is free for ``row`` now, after preempting requests that are served after it if need be.
+        """Whether a block is free for ``row``, after preempting later requests if needed.
 
-        The row sits out instead if a step in flight is about to give back a block for it, or if the requests after it have
-        had their part of this step already.
+        The row sits out if a step in flight will free a block, or if all later requests already run in this step.
         """
         while not self._pool.num_free:
             plan.short_of_blocks = True
@@ -76,31 +75,31 @@ class MakingWay:
         return True
 
     def may_preempt_for(self, request: Request) -> bool:
-        """Whether requests of lower classes make way for this one: by the order, or because it is about to be late."""
-        return self._ranks_classes or request.lane == Lane.URGENT
+        """Whether lower classes are preempted for this request."""
+        return self._queue.reason_to_preempt_for(request) is not None
 
     def make_room(self, plan: StepPlan, request: Request, *, num_blocks: int, needs_row: bool) -> bool:
-        """Preempt running requests of lower classes so that ``request`` finds ``num_blocks`` more blocks, or a row.
+        """Preempt requests of lower classes for blocks or a row.
 
-        Once per step, and nobody if that would not be enough. Blocks behind a fence come free without it.
+        Once per step, and none if all were not enough. Blocks behind a fence come free anyway.
         """
-        if plan.short_of_blocks or not self.may_preempt_for(request):
+        reason = self._queue.reason_to_preempt_for(request)
+        if plan.short_of_blocks or reason is None:
             return False
         num_blocks -= self._pool.num_fenced
         if num_blocks <= 0 and not needs_row:
             return False
         victims = self._victims_for(plan, request, num_blocks)
-        reason = PreemptionReason.HIGHER_CLASS if self._ranks_classes else PreemptionReason.LATE_FIRST_TOKEN
         for row in victims:
             victim = self._rows.request_in(row)
             self.preempt(plan, row, reason)
-            if not self._ranks_classes:
-                # Or it would come back first and take what it has just made room for.
-                self._state.waiting.queue.move(victim, Lane.NORMAL)
+            if reason is PreemptionReason.LATE_FIRST_TOKEN:
+                # Otherwise it would come back first and take the room again.
+                self._queue.move(victim, Lane.NORMAL)
         return bool(victims)
 
     def _victims_for(self, plan: StepPlan, request: Request, num_blocks: int) -> list[int]:
-        """The rows to preempt for ``request``, the lowest class first; none if all of them were not enough."""
+        """The lowest class first; empty if all are not enough."""
         rows = self._rows
         own_class = HIGHEST_CLASS if is_promoted(request.rank) else request.new.priority
         keys = rows.order_key[: rows.end]
@@ -119,7 +118,7 @@ class MakingWay:
         return []
 
     def clear_for(self, plan: StepPlan, alone: Request) -> None:
-        """Send everybody but ``alone`` back to the queue."""
+        """Preempt all requests but ``alone``."""
         for row in self._rows.live_rows().tolist():
             if self._rows.request_in(row) is not alone:
                 self.preempt(plan, row, PreemptionReason.RUN_ALONE)

@@ -1,21 +1,16 @@
-"""Who is served first: the order policies by name.
+"""The order policies by name: which request is served first.
 
 Owns: the orders and their registry. Must not know: how a queue is kept, rows, or blocks.
 
 - ``fcfs``: by arrival.
-- ``priority``: by class, then by arrival. A waiting request may preempt running ones of lower classes where it lacks a
-  row or blocks, so that a class never waits for one below it.
-- ``shortest``: by the tokens that are still to be computed, prompt and predicted output together (shortest job first;
-  where nothing is known of the output, its longest). An output token counts for ``OUTPUT_TOKEN_WORK`` prompt tokens,
-  because it takes a step of its own.
-- ``fair``: by what each tenant has had so far (``fair_queue``). A tenant that sends little starts before the prompts under
-  way of one that floods, and finds a row that those who run their share may not take.
-- ``deadline``: by the time at which a prompt has to start for its first token to be in time (least slack first);
-  requests without an objective come after all that have one, by arrival.
+- ``priority``: by class, then by arrival. A request may preempt lower classes for a row or blocks.
+- ``shortest``: by the tokens still to compute. An output token counts as ``OUTPUT_TOKEN_WORK`` prompt tokens, because
+  it takes its own step.
+- ``fair``: by the service of each tenant.
+- ``deadline``: by the latest start that keeps the first token in time.
 
-All but ``fair``, which has a bound of its own, promote what has waited too long (``waiting_queue``). Among those that
-run, the order is always by rank and first start: who started first keeps the blocks. By arrival, whoever an order lets
-overtake would give its blocks to each of those that start after it.
+All but ``fair``, which has its own bound, promote requests that waited too long. Running requests are ordered by rank
+and first start. By arrival, a request that overtook others would lose its blocks to them later.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +18,11 @@ from typing import NamedTuple
 
 from headway_scheduler.core.admission.fair_queue import FairQueue
 from headway_scheduler.core.admission.waiting_queue import (
-    UNRANKED,
+    ClassQueue,
     KeyedQueue,
     ValueOf,
     WaitingQueue,
     by_arrival,
-    rank_of_class,
 )
 from headway_scheduler.core.state.request import Request
 
@@ -38,10 +32,8 @@ _MICROSECONDS = 1e6
 
 
 class QueueSettings(NamedTuple):
-    """What an order makes its queue from.
-
-    ``aging_s``: seconds after which a request may be promoted; ``tenant_weights``: by name; ``predicted_output``: the output
-    tokens still to be expected of a request; ``burst_tokens``: as ``FairQueue`` takes it.
+    """``aging_s``: seconds until a request may be promoted. ``predicted_output``: expected tokens, or the limit if
+    unknown.
     """
 
     aging_s: float
@@ -51,18 +43,10 @@ class QueueSettings(NamedTuple):
 
 
 class Order(NamedTuple):
-    """``ranks_classes``: a request's class is its rank. ``predicts``: it asks for predicted outputs.
-    ``overtakes_prompts``: a waiting request may start before prompts under way go on.
-    """
+    """``predicts``: its queue needs predicted outputs."""
 
     make_queue: Callable[[QueueSettings], WaitingQueue]
-    ranks_classes: bool = False
     predicts: bool = False
-    overtakes_prompts: bool = False
-
-    def rank_of(self, priority: int) -> int:
-        """The rank of a new request of this class."""
-        return rank_of_class(priority) if self.ranks_classes else UNRANKED
 
 
 def _by_start_time(request: Request) -> int:
@@ -82,11 +66,8 @@ def _shortest(settings: QueueSettings) -> WaitingQueue:
 
 ORDERS: dict[str, Order] = {
     "fcfs": Order(_keyed(by_arrival)),
-    "priority": Order(_keyed(by_arrival), ranks_classes=True, overtakes_prompts=True),
+    "priority": Order(lambda settings: ClassQueue(by_arrival, settings.aging_s)),
     "shortest": Order(_shortest, predicts=True),
-    "fair": Order(
-        lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens),
-        overtakes_prompts=True,
-    ),
+    "fair": Order(lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens)),
     "deadline": Order(_keyed(_by_start_time)),
 }

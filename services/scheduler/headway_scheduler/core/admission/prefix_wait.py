@@ -1,6 +1,6 @@
-"""Waiting for a prefix: of many requests with one long beginning, one computes it and the others find it cached.
+"""Waiting for a shared prefix, which one request computes and the others find cached.
 
-Owns: for whom a waiting request waits. Must not know: the queue's order, or how blocks enter the cache.
+Owns: which requests wait. Must not know: the queue's order, or how blocks enter the cache.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ from headway_scheduler.core.state.step_plan import StepPlan
 
 
 class PrefixWait:
-    """Compares a waiting prompt with the newest ones under way."""
+    """Compares a waiting prompt with running ones."""
 
     def __init__(self, state: CoreState, epoch: Epoch, prefixes: CachedPrefixes, running: RunningRequests) -> None:
         limits = state.limits
-        # Where a batch that runs has to end before the next, waiting for a prefix would mean waiting for that.
+        # If a batch must end before the next starts, a request would wait for the batch, not for a prefix.
         may_join = state.batching.rules(any_decoded=True).admits
         self._is_enabled = limits.enable_prefix_caching and limits.prefix_wait_tokens > 0 and may_join
         self._least_tokens = limits.prefix_wait_tokens
@@ -27,10 +27,9 @@ class PrefixWait:
         self._running = running
 
     def waits(self, plan: StepPlan, request: Request, start: int) -> bool:
-        """Whether a running request is computing tokens of this prompt from ``start`` on, enough to be worth the wait.
+        """Whether a running request computes enough tokens of this prompt from ``start`` on.
 
-        Only one of the newest prompts counts, with a part in this step or in flight. So each step of waiting brings that
-        prompt forward, and the wait ends with it.
+        Only prompts in this step or in flight count, so each step of waiting brings its end nearer.
         """
         if not self._is_enabled:
             return False
@@ -52,10 +51,7 @@ class PrefixWait:
         return False
 
     def _mark_of(self, request: Request) -> int:
-        """The token at the place where a shared beginning must reach; most prompts that differ do so there too.
-
-        -1 for a request that is too short. It may be long enough when it comes back with some of its output.
-        """
+        """The last token of the least shared prefix, where most prompts differ. -1 if the request is too short."""
         place = self._least_tokens - 1
         if request.mark < 0 and place < len(request.token_ids):
             request.mark = int(request.token_ids[place])

@@ -1,6 +1,6 @@
-"""Reasons for which a waiting request does not start.
+"""The reasons why a waiting request does not start.
 
-Owns: the reasons. Must not know: how they are decided (``admission``), or who reads them.
+Owns: the reasons. Must not know: how ``admission`` decides.
 """
 
 from enum import Enum
@@ -10,7 +10,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class Reason(Enum):
-    """Why a request waits, in a few words."""
+    """Why a request waits."""
 
     PAUSED = "admission was paused"
     ALONE = "another request ran alone"
@@ -24,16 +24,16 @@ class Reason(Enum):
 
 
 OF_ITS_OWN = frozenset({Reason.PREFIX, Reason.TURN})
-"""Reasons that hold for the refused request and not for those behind it: those wait for their turn."""
+"""Reasons that hold for the refused request only. The requests behind it wait for their turn."""
 
 
 class Refused(NamedTuple):
-    """Admission ended with this ``reason``; ``request`` was the one that it refused, None if it refused all alike."""
+    """``request`` is the refused one; None if no request may start."""
 
     reason: Reason
     request: Request | None = None
 
     def reason_for(self, request: Request) -> Reason:
-        """Why this waiting request does not start."""
+        """Return why this waiting request does not start."""
         is_meant = self.request is None or request is self.request
         return Reason.TURN if self.reason in OF_ITS_OWN and not is_meant else self.reason

@@ -1,6 +1,6 @@
-"""The requests with a row: what changes when one takes a row, computes part of its prompt, or gives the row up.
+"""The requests with a row, from taking it to giving it up.
 
-Owns: that rows, blocks, stop tokens and objectives change together. Must not know: who starts, and who makes way.
+Owns: rows, blocks, stop tokens and objectives, which change together. Must not know: which request starts or is preempted.
 """
 
 from headway_scheduler.core.admission.core_state import CoreState
@@ -17,7 +17,7 @@ NUM_COMPARED_PREFIXES = 8
 
 
 class RunningRequests:
-    """The running requests of one epoch. ``tightest``: their tightest inter-token objective."""
+    """``tightest``: their tightest inter-token objective."""
 
     def __init__(self, state: CoreState, epoch: Epoch, prefixes: CachedPrefixes) -> None:
         self.tightest = TightestObjective()
@@ -30,7 +30,7 @@ class RunningRequests:
         self._overlaps_own_steps = state.batching.overlaps_own_steps
 
     def take_row(self, request: Request, table: BlockIndices, num_shared: int) -> int:
-        """Give a request, which no longer waits, a row with this block table; its first ``num_shared`` blocks are cached."""
+        """Give a request a row; the first ``num_shared`` blocks of ``table`` are cached."""
         rows, state = self._rows, self._state
         if request.start < 0:
             request.start = state.num_started
@@ -49,7 +49,7 @@ class RunningRequests:
         return row
 
     def advance_prompt(self, plan: StepPlan, request: Request, end: int, num_tokens: int) -> None:
-        """Run ``num_tokens`` tokens of a prompt, those before position ``end``."""
+        """Run ``num_tokens`` tokens of a prompt, up to position ``end``."""
         row = request.row
         request.served_time = plan.now
         self._rows.num_computed_tokens[row] = end
@@ -65,7 +65,7 @@ class RunningRequests:
             self._epoch.prefilling.add(row)
 
     def keep_tokens(self, request: Request, reason: WasteReason) -> None:
-        """Copy what a request needs beyond its row; its computed tokens may be lost for this ``reason``."""
+        """Copy tokens from the row. ``reason``: why computed ones may be lost."""
         rows, row = self._rows, request.row
         request.token_ids = rows.tokens_of(row)
         request.lost_work = int(rows.num_computed_tokens[row]), reason
@@ -73,12 +73,12 @@ class RunningRequests:
             request.last_token_time = self._state.observer.last_answer_time
 
     def release_row(self, row: int, *, owed_tokens: bool, cache: bool = True) -> None:
-        """Give up a row and its blocks. ``owed_tokens``: the steps in flight still owe the request their tokens."""
+        """Give up a row and its blocks. ``owed_tokens``: steps in flight still owe tokens."""
         rows, epoch = self._rows, self._epoch
         request = rows.request_in(row)
         num_tokens = int(rows.num_tokens[row])
         if cache and num_tokens > request.num_admitted_tokens:
-            # Every token sampled in this stay has returned from a step that had computed all before it.
+            # Each token sampled in this stay came from a step that had computed all tokens before it.
             self._prefixes.register(request, row, num_tokens - 1)
         fence = self._fence_of(row)
         for step in epoch.in_flight:
@@ -99,7 +99,7 @@ class RunningRequests:
         self.stop_tokens.remove(request.new.stop_token_ids)
 
     def _fence_of(self, row: int) -> int | None:
-        """The step that must return before the blocks of ``row`` can be used again; None if no step may write them."""
+        """The step that must return before the blocks are reused; None if no step may write them."""
         in_flight = self._epoch.in_flight
         if not in_flight:
             return None
@@ -108,7 +108,7 @@ class RunningRequests:
         return in_flight[-1].step
 
     def newest_prompts(self, plan: StepPlan) -> list[Request]:
-        """Running requests with part of their prompt planned or in flight, the latest first, a few of them."""
+        """Return a few running prompts, planned or in flight, latest first."""
         if plan.newest_prompts is None:
             newest: dict[int, Request] = {}
             for chunks in (plan.chunks, *(step.chunks for step in reversed(self._epoch.in_flight))):

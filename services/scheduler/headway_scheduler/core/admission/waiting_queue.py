@@ -1,19 +1,15 @@
-"""Requests that wait for a row, in service order.
+"""Waiting requests in service order.
 
-Owns: the order of waiting requests, and that nobody waits for ever. Must not know: why a request waits or what it needs.
+Owns: the order. Must not know: why a request waits.
 
-A request's place is a key, lower first: its *rank* (its class, where the order ranks classes), its *lane* within the
-rank (``Lane``), what the order says, and its arrival. Keys change only at events, so that a queue is a heap.
+A key, lower first, is the rank (the class, where classes are ranked), the lane, the order's value, and the arrival.
+Keys change only at events, so a queue is a heap.
 
-Nobody waits for ever, whatever the order: when the request that came first of all that wait, preempted ones included,
-came ``aging_s`` seconds ago and is not the next anyway, it is promoted, though only once in ``STARTS_PER_PROMOTION``
-starts. A promotion for every old request would turn each order into ``fcfs`` as soon as the load exceeds what can be
-served, and the highest class would wait as long as the lowest; so the share of the starts that age can take is bounded
-instead.
+No request waits for ever: the oldest is promoted after ``aging_s`` seconds, but only once in ``STARTS_PER_PROMOTION``
+starts. More promotions would turn each order into ``fcfs`` under overload.
 
-Where classes are ranked, a promoted request stands behind the highest class and before all others: for as long as that
-class leaves room for anybody, what is old takes its time from the classes between. Once ``STARTS_PER_PROMOTION`` starts
-in a row were of the highest class, the next promotion is to the very head.
+Where classes are ranked, a promoted request stands behind the highest class only. After ``STARTS_PER_PROMOTION`` starts
+of that class in a row, the next promotion goes to the head.
 """
 
 import heapq
@@ -24,6 +20,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_scheduler.core.state.counters import PreemptionReason
 from headway_scheduler.core.state.indices import RowIndices
 from headway_scheduler.core.state.request import Request, RequestStatus
 
@@ -33,34 +30,34 @@ HIGHEST_CLASS_RANK = 1
 PROMOTED_RANK = 2
 """Behind the highest class, before all others."""
 UNRANKED = 3
-"""The rank of all requests where the order does not rank classes."""
+"""The rank of all requests if the order does not rank classes."""
 
 STARTS_PER_PROMOTION = 8
-"""Of so many requests that start, at least all but one are those that the order wants."""
+"""At most one of so many starts is promoted."""
 
 _MAX_HOLES = 64
 
 ValueOf: TypeAlias = Callable[[Request], int]
-"""What an order says of a request when it takes its place in the queue; lower is served first."""
+"""The order's value of a request when it enters the queue; lower is served first."""
 
 PromptPlace: TypeAlias = tuple[float, ...]
-"""Compares with those of the same queue."""
+"""Places of one queue compare with each other."""
 
 _Key: TypeAlias = tuple[int, int, int, int]
 
 
 def rank_of_class(priority: int) -> int:
-    """The rank of a class, 1 for the highest: odd, as of all who have not been promoted."""
+    """Return an odd rank: only promoted ranks are even."""
     return 2 * priority - 1
 
 
 def is_promoted(rank: int) -> bool:
-    """Whether a request of this rank has been promoted."""
+    """Whether a rank comes from a promotion."""
     return rank % 2 == 0
 
 
 class Lane(IntEnum):
-    """Within a rank: preempted requests first, then those about to miss their objective, those that missed it last."""
+    """Within a rank: preempted, about to miss its objective, neither, too late for it."""
 
     RESUMING = 0
     URGENT = 1
@@ -69,33 +66,45 @@ class Lane(IntEnum):
 
 
 class WaitingQueue(Protocol):
-    """What the scheduler asks of a queue. ``now`` in seconds."""
+    """``now`` is in seconds."""
 
     def __len__(self) -> int: ...
 
     def push(self, request: Request) -> None:
-        """Add a request at its place in the order."""
+        """Add a request."""
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
+        """Remove a request at any place."""
 
     def first(self, now: float) -> Request | None:
-        """The request that is served next."""
+        """Return the next request."""
 
     def first_few(self, count: int) -> list[Request]:
-        """Up to ``count`` requests that are served next and that the order does not care to tell apart."""
+        """Return up to ``count`` next requests of equal standing."""
+
+    def rank_of(self, priority: int) -> int:
+        """Return the rank of a new request of this class."""
 
     def prompt_place(self, running: Request) -> PromptPlace:
-        """The place of a running request's prompt among those under way, lower is served first."""
+        """Return the place of a running prompt; lower is served first."""
+
+    def may_overtake(self) -> bool:
+        """Whether waiting requests may start before running prompts go on."""
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """Whether a running prompt was overtaken for too long and must go first."""
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        """Return why lower classes are preempted for this request; None if they are not."""
 
     def goes_before(self, request: Request, running: Request) -> bool:
-        """Whether a waiting request is to start before the prompt of a running one goes on."""
+        """Whether a waiting request starts before a running prompt goes on."""
 
     def num_kept_rows(self, request: Request, num_rows: int) -> int:
-        """How many of all rows must stay free when this waiting request starts."""
+        """Return the rows that must stay free when it starts."""
 
-    def note_start(self, request: Request) -> None:
-        """``request`` was taken out because it starts to run."""
+    def record_start(self, request: Request) -> None:
+        """Record that a removed request starts to run."""
 
     def move(self, request: Request, lane: Lane) -> None:
         """Give a waiting request another lane."""
@@ -104,35 +113,35 @@ class WaitingQueue(Protocol):
         """``request``, which another queue forgot, is about to be pushed."""
 
     def forget(self, request: Request) -> None:
-        """``request``, which is neither waiting nor running any more, has ended."""
+        """Drop a request that has ended."""
 
     def place_of_tenant(self, request: Request) -> int:
-        """The number of a live request's tenant in the books; 0 where none are kept."""
+        """Return the tenant's index; 0 if service is not counted."""
 
     def counter_of(self, tenant: str) -> float | None:
-        """The service that a tenant has had by the books, in weighted tokens; None where none are kept."""
+        """Return its service in weighted tokens; None if not counted."""
 
     def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
-        """Each of ``rows`` has brought one output token. ``tenants``: numbers of tenants by row.
+        """Charge an output token for each of ``rows``; ``tenants`` holds indices by row.
 
-        The same array ``rows`` as in the call before means the same tenants.
+        The same array ``rows`` as before means the same tenants.
         """
 
     def charge_token(self, tenant: int, count: int = 1) -> None:
-        """A request of the tenant with this number has brought ``count`` output tokens."""
+        """Charge ``count`` output tokens."""
 
     def in_order(self) -> list[Request]:
-        """All waiting requests in service order, for operators; O(n log n)."""
+        """Return all in service order, for operators; O(n log n)."""
 
 
 def by_arrival(request: Request) -> int:
-    """All alike: what is left is the arrival."""
+    """Return the same for all, so that arrival decides."""
     del request
     return 0
 
 
 class KeyedQueue:
-    """A heap by key; removal is O(1) and leaves a hole that is skipped later."""
+    """A heap by key. Removal is O(1) and leaves a hole that is skipped later."""
 
     def __init__(self, value_of: ValueOf, aging_s: float) -> None:
         self._value_of = value_of
@@ -140,25 +149,23 @@ class KeyedQueue:
         self._heap: list[_Key] = []
         self._members: dict[int, tuple[_Key, Request]] = {}
         self._arrivals: list[int] = []
-        """A heap of those that wait, and of some that do no more."""
+        """A heap of the waiting requests, and of some that no longer wait."""
         self._num_starts = 0
         self._num_highest_starts = 0
-        """Of the highest class, since one of another."""
+        """Starts of the highest class since the last start of another."""
 
     def __len__(self) -> int:
         return len(self._members)
 
     def push(self, request: Request) -> None:
-        """Add a request at its place in the order."""
         if request.status is RequestStatus.PREEMPTED:
             request.lane = Lane.RESUMING
         heapq.heappush(self._arrivals, request.arrival)
         self._place(request, self._value_of(request))
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
         del self._members[request.arrival]
-        # Holes are bounded by the requests that really wait, or a cancelling client would grow the heap for ever.
+        # Without this bound, a client that cancels its requests would grow the heap for ever.
         if len(self._heap) > 2 * len(self._members) + _MAX_HOLES:
             self._heap = [key for key, _ in self._members.values()]
             heapq.heapify(self._heap)
@@ -166,12 +173,11 @@ class KeyedQueue:
             self._arrivals = sorted(self._members)
 
     def first(self, now: float) -> Request | None:
-        """The request that is served next."""
         request = self._head()
         if request is None or self._num_starts < STARTS_PER_PROMOTION:
             return request
         if self._arrivals and self._arrivals[0] == request.arrival:
-            return request  # the usual case, told without a look at the others
+            return request  # the usual case
         if is_promoted(request.rank):
             return request
         is_highest = request.rank == HIGHEST_CLASS_RANK
@@ -186,7 +192,6 @@ class KeyedQueue:
         return oldest
 
     def first_few(self, count: int) -> list[Request]:
-        """Up to ``count`` requests of the rank and the lane of the first, which comes first."""
         found: list[Request] = []
         keys: list[_Key] = []
         while len(found) < count:
@@ -196,64 +201,70 @@ class KeyedQueue:
             found.append(request)
             keys.append(heapq.heappop(self._heap))
             while self._heap and self._heap[0] == keys[-1]:
-                heapq.heappop(self._heap)  # the same place, left behind by an earlier stay
+                heapq.heappop(self._heap)  # the same key, left by an earlier stay
         for key in keys:
             heapq.heappush(self._heap, key)
         return found
 
+    def rank_of(self, priority: int) -> int:
+        del priority
+        return UNRANKED
+
     def prompt_place(self, running: Request) -> PromptPlace:
-        """By rank and first start."""
         return (running.order_key,)
 
+    def may_overtake(self) -> bool:
+        return False
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        del running, now
+        return False
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        return PreemptionReason.LATE_FIRST_TOKEN if request.lane == Lane.URGENT else None
+
     def goes_before(self, request: Request, running: Request) -> bool:
-        """If its rank does: within a rank, what has started is not delayed by what has not."""
+        """Within a rank, a start never delays a running prompt."""
         return request.rank < running.rank
 
     def num_kept_rows(self, request: Request, num_rows: int) -> int:
-        """None."""
         del request, num_rows
         return 0
 
-    def note_start(self, request: Request) -> None:
-        """``request`` was taken out because it starts to run."""
+    def record_start(self, request: Request) -> None:
         self._num_starts += 1
         self._num_highest_starts = self._num_highest_starts + 1 if request.rank == HIGHEST_CLASS_RANK else 0
         if self._arrivals and self._arrivals[0] == request.arrival:
             heapq.heappop(self._arrivals)
 
     def move(self, request: Request, lane: Lane) -> None:
-        """Give a waiting request another lane."""
         request.lane = lane
         self._place(request, self._value(request))
 
     def adopt(self, request: Request) -> None:
-        """Nothing: no books are kept."""
+        """Keep nothing."""
 
     def forget(self, request: Request) -> None:
-        """Nothing: no books are kept."""
+        """Keep nothing."""
 
     def place_of_tenant(self, request: Request) -> int:
-        """No books are kept."""
         del request
         return 0
 
     def counter_of(self, tenant: str) -> float | None:
-        """No books are kept."""
         del tenant
         return None
 
     def charge_rows(self, tenants: NDArray[np.intp], rows: RowIndices) -> None:
-        """Nothing: no books are kept."""
+        """Count no service."""
 
     def charge_token(self, tenant: int, count: int = 1) -> None:
-        """Nothing: no books are kept."""
+        """Count no service."""
 
     def in_order(self) -> list[Request]:
-        """All waiting requests in service order, for operators; O(n log n)."""
         return [request for _, request in sorted(self._members.values(), key=lambda member: member[0])]
 
     def _value(self, request: Request) -> int:
-        """What the order said when this request took its place."""
         return self._members[request.arrival][0][2]
 
     def _place(self, request: Request, value: int) -> None:
@@ -271,10 +282,28 @@ class KeyedQueue:
         return None
 
     def _oldest(self) -> Request | None:
-        """The one that came first, preempted ones included: where classes are ranked, they wait as well."""
+        """Preempted requests count: where classes are ranked, they wait as well."""
         while self._arrivals:
             member = self._members.get(self._arrivals[0])
             if member is not None:
                 return member[1]
             heapq.heappop(self._arrivals)
         return None
+
+
+class ClassQueue(KeyedQueue):
+    """No class waits for a lower one."""
+
+    def rank_of(self, priority: int) -> int:
+        return rank_of_class(priority)
+
+    def may_overtake(self) -> bool:
+        return True
+
+    def is_starved(self, running: Request, now: float) -> bool:
+        """Higher classes may come in every step."""
+        return running.rank != HEAD_RANK and now - running.served_time >= self._aging_s
+
+    def reason_to_preempt_for(self, request: Request) -> PreemptionReason | None:
+        del request
+        return PreemptionReason.HIGHER_CLASS

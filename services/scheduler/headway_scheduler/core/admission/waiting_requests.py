@@ -1,6 +1,6 @@
-"""The requests without a row: the queue and its totals, kept together.
+"""The requests without a row.
 
-Owns: that a request enters and leaves all of them at once. Must not know: why a request waits.
+Owns: the queue and its totals, which change together. Must not know: why a request waits.
 """
 
 from headway_scheduler.core.admission.waiting_queue import WaitingQueue
@@ -10,7 +10,7 @@ from headway_scheduler.core.state.request import Request, RequestStatus
 
 
 class WaitingRequests:
-    """``queue`` has the order, ``room`` the totals, ``num_preempted`` of them lost their row."""
+    """``num_preempted`` of the requests lost their row."""
 
     def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         self.queue = queue
@@ -21,14 +21,14 @@ class WaitingRequests:
         return len(self.queue)
 
     def enter(self, request: Request) -> None:
-        """The request waits from now on."""
+        """Add a request."""
         request.num_queued_tokens = len(request.token_ids)
         self.room.enter(request)
         self.num_preempted += request.status is RequestStatus.PREEMPTED
         self.queue.push(request)
 
     def leave(self, request: Request) -> None:
-        """The request waits no more."""
+        """Remove a request."""
         self.room.leave(request)
         self.num_preempted -= request.status is RequestStatus.PREEMPTED
         self.queue.remove(request)

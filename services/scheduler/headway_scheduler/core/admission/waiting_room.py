@@ -1,10 +1,8 @@
-"""How much may wait: requests and tokens, of everybody and of each tenant.
+"""The limits on waiting requests and tokens, in all and per tenant.
 
-Owns: the counts by tenant, and the refusal of what is too much.
-Must not know: in which order who waits is served.
+Owns: the counts. Must not know: the order of service.
 
-A prompt is held in memory for as long as it waits, so what bounds memory are tokens; a request that finds nobody waiting is
-taken however long it is, since it could otherwise never be.
+Prompts take memory, so tokens count. If none waits, any length may, or it could never run.
 """
 
 from headway_scheduler.core.admission.door import RequestRejected
@@ -13,7 +11,7 @@ from headway_scheduler.core.state.request import Request
 
 
 class WaitingRoom:
-    """Who waits, in numbers. Requests that were preempted wait as well, but are never refused."""
+    """Preempted requests count as well, but are never refused."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -22,10 +20,10 @@ class WaitingRoom:
         self.num_tokens = 0
 
     def check(self, tenant: str, num_tokens: int) -> None:
-        """See that a request of ``num_tokens`` tokens may come in.
+        """Check that a request of ``num_tokens`` tokens has room.
 
         Raises:
-            RequestRejected: there is no room for it now.
+            RequestRejected: there is no room now.
         """
         limits = self._limits
         _check("", self.num_requests, self.num_tokens, num_tokens, limits.max_num_waiting, limits.max_waiting_tokens)
@@ -35,7 +33,7 @@ class WaitingRoom:
             _check(f" of tenant {tenant!r:.64}", own_requests, own_tokens, num_tokens, most, most_tokens)
 
     def enter(self, request: Request) -> None:
-        """It waits from now on, with ``num_queued_tokens`` tokens."""
+        """Count a request."""
         self.num_requests += 1
         self.num_tokens += request.num_queued_tokens
         counts = self._tenants.setdefault(request.new.tenant, [0, 0])
@@ -43,7 +41,7 @@ class WaitingRoom:
         counts[1] += request.num_queued_tokens
 
     def leave(self, request: Request) -> None:
-        """It waits no more."""
+        """Undo ``enter``."""
         self.num_requests -= 1
         self.num_tokens -= request.num_queued_tokens
         counts = self._tenants[request.new.tenant]
@@ -54,7 +52,7 @@ class WaitingRoom:
 
 
 def _check(whose: str, num_requests: int, num_tokens: int, num_more: int, most_requests: int, most_tokens: int) -> None:
-    """``most_requests`` and ``most_tokens`` of 0 allow any number."""
+    """A limit of 0 allows any number."""
     if most_requests and num_requests >= most_requests:
         raise RequestRejected("overloaded", "", f"{num_requests} requests{whose} are waiting; allowed: {most_requests}")
     if most_tokens and num_requests and num_tokens + num_more > most_tokens:

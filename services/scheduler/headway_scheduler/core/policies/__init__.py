@@ -1,4 +1,4 @@
-"""What the axes of policies name, and what they learn. A policy answers questions; nobody asks which one it is."""
+"""The policies that settings name, and what they learn. A policy answers questions, so no caller checks its name."""
 
 from headway_scheduler.compiled_core import search_path
 

@@ -1,35 +1,21 @@
-"""How many tokens a request will still produce, learned from those that ended before it.
+"""The expected output of a request, learned from requests that ended.
 
-Owns: survival curves of the number of output tokens, and which curve a request belongs to.
-Must not know: rows, blocks, queues, or what a prediction is used for.
+Owns: survival curves of output lengths, and the curve of each request. Must not know: rows, blocks, or queues.
 
-One curve holds all requests, one those of a tenant, one those of a tenant whose prompts have a similar length (the same
-power of two). A curve is a life table: lengths fall into bins, six to an octave, and each bin has a hazard, the share
-of the requests that reach it and end in it. A request that was cut (at ``max_tokens``, aborted, failed) tells only that
-its length is more than it had: it counts among those at risk as far as it came, and never as an end. This is the
-product-limit estimate (Kaplan and Meier, "Nonparametric estimation from incomplete observations", JASA 53, 1958) over
-grouped ages. Where the classic life table counts a case that is lost in the middle of a bin as half a case (Cutler and
-Ederer, "Maximum utilization of the life table method in analyzing survival", J. Chronic Diseases 8, 1958), here it
-counts by the part of the bin that it came through: limits on the output are no accidents spread over the bin. Powers of
-two, the usual limits, are edges of bins. Within a bin, ends are taken as evenly spread.
+One curve holds all requests, one those of a tenant, one those of a tenant with prompts of similar length (the same
+power of two). A curve is a life table: lengths fall into bins, six per octave, and a bin's hazard is the share of the
+requests reaching it that end in it. A request that was cut (at ``max_tokens``, aborted, failed) is at risk up to its
+length and is no end: the product-limit estimate (Kaplan and Meier, JASA 53, 1958) over grouped ages. The classic table
+counts a cut inside a bin as half a case (Cutler and Ederer, J. Chronic Diseases 8, 1958). Here the passed part of the
+bin counts, since limits are not spread over a bin. Powers of two, the usual limits, are bin edges.
 
-Shrinkage, not a switch: a curve's hazard is the mean of its own observations and ``_PARENT_WEIGHT`` imagined ones that
-follow the next wider curve (the posterior mean under a beta prior; credibility in the actuaries' word). A new tenant
-starts as the average one and becomes itself with each request that ends; no answer jumps because a narrow curve
-comes to be trusted, and in the tail, where even a busy tenant has few cases, the wider curve speaks.
+Shrinkage: a hazard averages its own observations and ``_PARENT_WEIGHT`` imagined ones of the next wider curve (the
+posterior mean under a beta prior). So a new tenant starts as the average one, and answers do not jump.
 
-What is not known stays the worst case. Nothing is assumed beyond what was observed: past the longest request that is
-known to have gone on, survival stays where it is, up to the limit. So when every request was cut at 100 tokens, one
-with a limit of 1,000 is expected to take 1,000, and one with a limit of 50 is expected to take 50. Of a request to whose
-age fewer than ``_LEAST_AT_RISK`` others are known to have come, no length is predicted.
+Beyond the longest known request, survival stays constant up to the limit: if all requests were cut at 100 tokens, a
+limit of 1,000 predicts 1,000. No length is predicted at an age that fewer than ``_LEAST_AT_RISK`` others reached.
 
-Two questions are answered: how many tokens a request will probably have in the end (``predicted_output``), and how
-probable it is that it still runs after so many steps (``chances_to_go_on``).
-
-Old observations fade by half every ``half_life`` newer ones of the same curve. Just after the start, short outputs are
-over-represented, because long ones have not ended yet; only time corrects that.
-
-Everything depends on the order of ``curve_of`` and ``observe`` alone: asking changes no later answer.
+Observations fade by half every ``half_life`` newer ones of their curve. Questions change no later answer.
 """
 
 from collections import OrderedDict
@@ -45,29 +31,28 @@ ALL_REQUESTS = 0
 """The curve of all requests. It is never dropped."""
 
 _LONGEST = 1 << 20
-"""Lengths above are not told apart."""
+"""Longer lengths share one bin."""
 _BINS_PER_OCTAVE = 6
 _PARENT_WEIGHT = 8.0
 _LEAST_AT_RISK = 8.0
 _LARGEST_WEIGHT = 2.0**64
 _MOST_UNPUBLISHED = 64
 _UNPUBLISHED_SHARE = 16
-"""At most a sixteenth of what a prediction could know does not show in it yet."""
+"""At most a sixteenth of the observations does not show in answers yet."""
 _LEAST_SURVIVAL = 1e-9
-"""Below, the difference of two sums over a survival function has no digits left."""
+"""Below this, the difference of two sums over a survival function has no digits left."""
 _CHANCES = 1024.0
 """Chances are multiples of one over this."""
 _NO_BUCKET = -1
 _MADE_AT_ONCE = 64
-"""Curves whose tables are made together. The allocator returns columns of more to the system each time, and each curve
-then takes twice as long."""
+"""Curves whose tables are made together. With more, the allocator returns memory to the system each time, and a curve
+takes twice as long."""
 
 _ENDED, _EXPOSURE = range(2)
 _CONSTANT, _LINEAR, _SQUARE, _IS_KNOWN = range(4)
 
 
 def _bin_edges() -> NDArray[np.int64]:
-    """0, then the powers of the sixth root of two, rounded, to ``_LONGEST``."""
     octaves = _LONGEST.bit_length() - 1
     powers = 2.0 ** (np.arange(octaves * _BINS_PER_OCTAVE + 1) / _BINS_PER_OCTAVE)
     return np.concatenate(([0], np.unique(np.rint(powers)))).astype(np.int64)
@@ -76,22 +61,20 @@ def _bin_edges() -> NDArray[np.int64]:
 _EDGES = _bin_edges()
 _WIDTHS = np.diff(_EDGES)
 _BIN_OF_AGE = np.repeat(np.arange(len(_EDGES), dtype=np.uint8), np.concatenate((_WIDTHS, [1])))
-"""Ages from ``_LONGEST`` on are in a bin of their own, of which nothing is known. A mebibyte, the same for all."""
+"""Ages from ``_LONGEST`` on have their own bin, of which nothing is known. It takes a mebibyte and is shared."""
 
 
 class OutputLengths:
-    """At most ``max_curves`` curves (a power of two, 4 or more); the least recently used is dropped for a new one.
+    """At most ``max_curves`` curves (a power of two, 4 or more). A new one replaces the least recently used.
 
-    A curve is named by an integer, an entry of an int64 column. The name of a dropped curve stays valid: it stands for
-    ``ALL_REQUESTS`` from then on. Memory is bounded, about 8 KiB for each curve in use and
-    one more for each of the steps that ``chances_to_go_on`` is asked for.
-
-    Ages, lengths and limits are numbers of output tokens, 0 or more.
+    A curve's name fits an int64 column. The name of a dropped curve means ``ALL_REQUESTS``. A curve takes 8 KiB, and 1
+    KiB for each of the steps of ``chances_to_go_on``. Unless ``is_used``, nothing is learned.
     """
 
-    def __init__(self, *, max_curves: int = 1024, half_life: int = 512) -> None:
+    def __init__(self, *, max_curves: int = 1024, half_life: int = 512, is_used: bool = True) -> None:
         assert max_curves >= 4
         assert max_curves & (max_curves - 1) == 0
+        self._is_used = is_used
         self._edges, self._widths, self._bin_of_age = _EDGES, _WIDTHS, _BIN_OF_AGE
         self._num_bins = len(self._widths)
         self._growth = 2.0 ** (1 / half_life)
@@ -99,7 +82,7 @@ class OutputLengths:
 
         self._slot_of_key: OrderedDict[tuple[str, int], int] = OrderedDict()
         """(tenant, prompt bucket), least recently used first. A tenant's own curve is used after those of its prompts,
-        so none of them outlives it."""
+        so none outlives it."""
         self._num_slots = 1
         self._num_dropped = 0
         self._names = np.arange(max_curves, dtype=np.int64)
@@ -109,32 +92,34 @@ class OutputLengths:
         # Untouched pages of these cost no memory.
         bins, edges = self._num_bins, self._num_bins + 1
         self._weights = np.zeros((max_curves, 2, bins))
-        """Weight of the requests that ended in each bin; of those that ended there or came through, and for those that
-        were cut in the middle a part of it."""
+        """The weight of requests that ended in each bin, and of those that reached it. A request that was cut inside a
+        bin counts in part."""
         self._newest_weight = np.ones(max_curves)
-        """Weights grow instead of old ones fading, which would touch every bin at each observation."""
+        """New weights grow. If old ones faded instead, each observation would touch every bin."""
 
-        # What answers are made of: a copy of the above as it was at an observation, never as it is at a question.
+        # Answers use a copy of the above, made at an observation and never at a question.
         self._published_weights = np.zeros((max_curves, 2, bins))
         self._published_newest_weight = np.ones(max_curves)
         self._unpublished: list[int] = []
-        """The slots that were changed since."""
+        """The slots that changed since that copy."""
         self._num_observed = 0
         self._num_published = 0
 
-        # Made of the copy, when asked for.
+        # Made from the copy at a question.
         self._is_stale = np.ones(max_curves, dtype=np.bool_)
         self._hazards = np.zeros((max_curves, bins))
         self._is_known = np.zeros((max_curves, bins), dtype=np.bool_)
         self._table = np.zeros((max_curves * edges, 4))
-        """Per curve and bin: the survival function's sum from 0 to an age in that bin, as a polynomial of the age."""
+        """Per curve and bin: the sum of the survival function from 0 to an age, as a polynomial of the age."""
         self._steps = np.empty(0, dtype=np.int64)
         self._chances = np.empty((0, 0))
-        """Per curve and bin, where ``_has_chances``: of going on for so many steps."""
+        """Per curve and bin, where ``_has_chances``: the chance to go on for so many steps."""
         self._has_chances = np.zeros(max_curves * edges, dtype=np.bool_)
 
     def curve_of(self, tenant: str, num_prompt_tokens: int) -> int:
-        """The curve that a request belongs to, for as long as it lives. Makes it if there is none."""
+        """Return the curve of a request."""
+        if not self._is_used:
+            return ALL_REQUESTS
         bucket = num_prompt_tokens.bit_length()
         tenant_slot = self._use(tenant, _NO_BUCKET, parent=ALL_REQUESTS, level=1)
         slot = self._use(tenant, bucket, parent=tenant_slot, level=2)
@@ -142,11 +127,11 @@ class OutputLengths:
         return int(self._names[slot])
 
     def observe(self, curve: int, num_output_tokens: int, *, is_censored: bool) -> None:
-        """Take in a request that ended by itself after ``num_output_tokens``, or (``is_censored``) that was cut there.
+        """Learn from a request that ended after ``num_output_tokens``, or was cut there (``is_censored``).
 
-        It shows in the answers no later than ``_MOST_UNPUBLISHED`` observations on.
+        It shows after at most ``_MOST_UNPUBLISHED`` observations.
         """
-        if num_output_tokens <= 0:
+        if num_output_tokens <= 0 or not self._is_used:
             return
         slot = self._slot_of(curve)
         self._weigh_in(slot, num_output_tokens, is_censored=is_censored)
@@ -161,15 +146,13 @@ class OutputLengths:
     def chances_to_go_on(
         self, curves: IntArray, num_generated: IntArray, limits: IntArray, steps: NDArray[np.int64]
     ) -> FloatArray:
-        """The probability that a request has not ended after further ``steps`` (``[m]``), float64 ``[n, m]``.
+        """Return the probabilities, float64 ``[n, m]``, that requests still run after ``steps`` (``[m]``).
 
-        Multiples of 1 / 1024, so that sums of them are exact. 0 from the limit on. Of requests that have outlived all that
-        is known: as likely as not to become twice as old (at any age, so that the chance after ``t`` steps is
-        ``age / (age + t)``: Pareto's tail with exponent 1), as heavy as a tail gets. 0 where nothing is known at all: the
-        caller has to say what that means. ``curves``, ``num_generated`` and ``limits`` (``max_tokens``) have shape ``[n]``.
+        ``curves``, ``num_generated`` and ``limits`` (``max_tokens``) have shape ``[n]``. Answers are multiples of 1 /
+        1024, so sums are exact. They are 0 from the limit on, and where nothing is known. A request older than all
+        known ones goes on for ``t`` steps with chance ``age / (age + t)`` (Pareto's tail with exponent 1).
 
-        All ages in a bin get the answer for its middle, which is kept until something new shows, or until ``steps`` is
-        another array.
+        All ages in a bin share an answer, which is kept until new observations show or ``steps`` is another array.
         """
         slots = self._slots_of(curves)
         self._bring_up_to_date(slots)
@@ -187,10 +170,9 @@ class OutputLengths:
         return chances
 
     def predicted_output(self, curve: int, num_generated: int, limit: int) -> int | None:
-        """The expected number of output tokens in all, rounded up, at most ``limit``; None where nothing is known.
-
-        The mean is that of the smaller of length and limit, given that the request has not ended so far.
-        """
+        """Return the mean output in all, up to ``limit``, rounded up; None if nothing is known."""
+        if not self._num_observed:
+            return None
         slot = self._slot_of(curve)
         if self._is_stale[slot]:
             self._bring_up_to_date(np.array([slot], dtype=np.intp))
@@ -205,7 +187,6 @@ class OutputLengths:
     # Curves by name.
 
     def _use(self, tenant: str, bucket: int, *, parent: int, level: int) -> int:
-        """The slot of a key, which is now the most recently used."""
         key = (tenant, bucket)
         slot = self._slot_of_key.get(key)
         if slot is None:
@@ -261,7 +242,6 @@ class OutputLengths:
         self._unpublished.append(slot)
 
     def _publish(self) -> None:
-        """Let what was observed show."""
         changed = np.unique(np.array(self._unpublished, dtype=np.intp))
         self._published_weights[changed] = self._weights[changed]
         self._published_newest_weight[changed] = self._newest_weight[changed]
@@ -272,7 +252,7 @@ class OutputLengths:
     # From weights to tables.
 
     def _bring_up_to_date(self, slots: NDArray[np.intp]) -> None:
-        """Make the tables of ``slots`` of what is published, wider curves first."""
+        """Wider curves come first."""
         stale = slots[self._is_stale[slots]]
         if not len(stale):
             return
@@ -298,13 +278,13 @@ class OutputLengths:
         hazards *= parent_weight
         hazards += ended
         exposure += parent_weight
-        # Where nobody came further, both are sums of the same numbers in the same order, and the hazard is exactly 1.
-        # Where nobody came at all, it is 0.
+        # If no request came further, both are sums of the same numbers in the same order, and the hazard is exactly 1.
+        # If none came at all, it is 0.
         hazards /= np.maximum(exposure, np.finfo(np.float64).tiny)
         self._hazards[slots] = hazards
 
     def _make_tables(self, slots: NDArray[np.intp]) -> None:
-        """The survival function at whole ages is linear within a bin; its sum up to an age is quadratic."""
+        """Survival is linear within a bin, so its sum is quadratic."""
         survival = np.ones((len(slots), self._num_bins + 1))
         passing = 1 - self._hazards[slots]
         np.maximum(passing, 0, out=passing)

@@ -1,17 +1,16 @@
-"""How much memory a request must find free before it starts: the reservations by name.
+"""The reservations by name: how many blocks a request must find free to start.
 
-Owns: the arithmetic of what must be free and what is promised, and the registry.
-Must not know: queues, budgets, or the block pool.
+Owns: this arithmetic and the registry. Must not know: queues, budgets, or the block pool.
 
-Nothing is set aside in the pool: what running requests have been promised and do not hold yet is counted as taken when
-the next request asks. Numbers of tokens are places in the cache; the very last token of a request needs none.
+Nothing is set aside: promised blocks that running requests do not hold yet count as taken. A request's very last token
+needs no place in the cache.
 
-- ``none``: the first chunk fits. Fills memory best, and preempts most when it runs out.
-- ``prompt``: the whole prompt and one token fit, beside what prompts under way still need. Output is not foreseen.
-- ``full``: everything up to ``max_tokens`` fits beside all that runs, so that nobody is ever preempted (Orca's
-  Algorithm 1, lines 23 to 26; TensorRT-LLM's GUARANTEED_NO_EVICT).
-- ``predicted``: the most that all will probably hold at once fits, by the chances that each of them still runs
-  (``output_lengths``, ``memory_forecast``). Of whom nothing can be expected yet, one token is, as with ``prompt``.
+- ``none``: the first chunk fits. This fills memory best and preempts most.
+- ``prompt``: the whole prompt and one token fit, beside the rest of running prompts.
+- ``full``: everything up to ``max_tokens`` fits, so no request is preempted (Orca's Algorithm 1, lines 23 to 26;
+  TensorRT-LLM's GUARANTEED_NO_EVICT).
+- ``predicted``: the probable peak of all requests fits (``output_lengths``, ``memory_forecast``). Of an unknown request
+  one token is expected.
 """
 
 from collections.abc import Callable, Collection
@@ -26,47 +25,54 @@ from headway_scheduler.core.state.request import Request
 
 
 class PoolState(NamedTuple):
-    """The block pool when books are opened: all its blocks, and those that can be had now or come back after a step."""
+    """All blocks, and those free now or after a step."""
 
     num_blocks: int
     num_unused: int
 
 
+STEPS_BETWEEN_FORECASTS = 2
+"""A forecast costs time. With more steps, requests would start in bunches, and decodes would wait for them."""
+
 AskPool: TypeAlias = Callable[[], PoolState]
 
 
 class Books(Protocol):
-    """What is promised while requests are let in, one after the other."""
+    """The promises while requests start one after another."""
 
     owed_blocks: int
-    """Free blocks that nobody else may take."""
+    """Free blocks that are promised to running requests."""
+    retry_after_steps: int
+    """For so many steps after a refusal it is not worth asking again."""
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
-        """Blocks that are missing for ``request`` to start; 0 or less: it fits.
+        """Return the blocks that ``request`` lacks; 0 or less: it fits.
 
-        ``chunk_end``: its tokens that are computed after its first chunk. ``num_shared`` blocks it finds in the prefix cache;
-        ``num_free`` are free beside them.
+        ``chunk_end``: its computed tokens after the first chunk. ``num_shared``: its cached blocks. ``num_free``: free
+        blocks beside them.
         """
 
     def num_needed(self, request: Request, chunk_end: int) -> int:
-        """Blocks that it must find, without the prefix cache; for operators."""
+        """Return its blocks without the prefix cache, for operators."""
 
-    def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
-        """It has started and holds so many blocks."""
+    def record_start(self, request: Request, chunk_end: int, num_held: int) -> None:
+        """Record a start with so many blocks."""
 
 
 class Reservation(Protocol):
-    """Opens the books. ``predicts``: it asks what has been learned of outputs."""
+    """``predicts``: its books use predicted outputs, so they must be learned."""
 
     @property
-    def predicts(self) -> bool: ...  # noqa: D102 - told above
+    def predicts(self) -> bool: ...
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """What is promised to those that run. ``prefilling``: rows in their prompt. Asking the pool costs something."""
+        """Promise blocks to running requests. ``prefilling``: rows in their prompt. Asking ``pool`` costs time."""
 
 
 class PromisedBlocks:
-    """Books that add up: what each request has been promised, less what it holds."""
+    """Books that add up what is promised and not held yet."""
+
+    retry_after_steps = 0
 
     def __init__(self, block_size: int, owed_blocks: int, *, wants_prompt: bool, wants_all: bool) -> None:
         self.owed_blocks = owed_blocks
@@ -75,11 +81,10 @@ class PromisedBlocks:
         self._wants_all = wants_all
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
-        """Blocks that are missing for ``request`` to start."""
         return self.num_needed(request, chunk_end) - num_shared - (num_free - self.owed_blocks)
 
     def num_needed(self, request: Request, chunk_end: int) -> int:
-        """Its first chunk, its prompt and a token so that it does not stall at once, or all."""
+        """With its next token, so that it does not stall at once."""
         if self._wants_all:
             num_tokens = request.limit - 1
         elif self._wants_prompt:
@@ -88,8 +93,7 @@ class PromisedBlocks:
             num_tokens = chunk_end
         return -(-num_tokens // self._block_size)
 
-    def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
-        """What it may claim before another starts: its first chunk, its prompt, or all."""
+    def record_start(self, request: Request, chunk_end: int, num_held: int) -> None:
         if self._wants_all:
             num_promised = request.limit - 1
         elif self._wants_prompt:
@@ -105,30 +109,28 @@ class NoReservation:
     predicts = False
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """Nothing is owed."""
         del prefilling, lengths, pool
         return PromisedBlocks(rows.block_size, 0, wants_prompt=False, wants_all=False)
 
 
 class PromptReservation:
-    """The prompt fits, beside the prompts under way."""
+    """The prompt fits beside running prompts."""
 
     predicts = False
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """The rest of every prompt under way is owed."""
         del lengths, pool
         owed = sum(-(-int(rows.num_tokens[row]) // rows.block_size) - int(rows.num_blocks[row]) for row in prefilling)
         return PromisedBlocks(rows.block_size, owed, wants_prompt=True, wants_all=False)
 
 
 class FullReservation:
-    """Everything the request may ever need fits, beside everything that runs."""
+    """Everything fits beside all running requests."""
 
     predicts = False
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """The rest of every running request is owed: O(rows), only when a request wants to start."""
+        """O(rows)."""
         del prefilling, lengths, pool
         live = rows.live_rows()
         owed = int(np.sum(-(-rows.last_position[live] // rows.block_size) - rows.num_blocks[live]))
@@ -136,9 +138,10 @@ class FullReservation:
 
 
 class ForeseenBlocks:
-    """Books that look ahead: the most blocks that all will probably hold at once."""
+    """Books that forecast the most blocks held at once."""
 
     owed_blocks = 0
+    retry_after_steps = STEPS_BETWEEN_FORECASTS
 
     def __init__(self, rows: RowTable, lengths: OutputLengths, pool: PoolState) -> None:
         live = rows.live_rows()
@@ -147,12 +150,12 @@ class ForeseenBlocks:
         self._horizons = rows.horizons
         self._num_running = len(live)
         self._num_unused = pool.num_unused
-        # Blocks that several rows share are counted once for each, as are all of the forecast: so much more is usable.
+        # The forecast counts a shared block once for each row, so the pool counts it as often.
         num_counted_again = int(rows.num_blocks[live].sum()) - (pool.num_blocks - pool.num_unused)
         self._num_usable = pool.num_blocks + max(num_counted_again, 0)
         self._asked: Request | None = None
         self._chances = np.zeros(0)
-        """Of the request that was asked about last."""
+        """Chances of the request asked about last."""
         self._forecast = MemoryForecast(rows.block_size, self._horizons)
         num_tokens, num_prompt_tokens = rows.num_tokens[live], rows.num_prompt_tokens[live]
         limits = rows.last_position[live] + 1 - num_prompt_tokens
@@ -160,26 +163,24 @@ class ForeseenBlocks:
         self._forecast.add_all(num_tokens, chances)
 
     def num_missing(self, request: Request, chunk_end: int, num_shared: int, num_free: int) -> int:
-        """Blocks by which the peak with ``request`` exceeds the pool, or that its first chunk lacks now if those are more."""
+        """Its peak and its first chunk must both fit."""
         missing_now = -(-chunk_end // self._block_size) - num_shared - num_free
         return max(self._num_beyond(request) - num_shared, missing_now)
 
     def num_needed(self, request: Request, chunk_end: int) -> int:
-        """What must be free now so that the peak fits later."""
         return max(self._num_beyond(request) + self._num_unused, -(-chunk_end // self._block_size))
 
-    def note_start(self, request: Request, chunk_end: int, num_held: int) -> None:
-        """It grows with the others from now on."""
+    def record_start(self, request: Request, chunk_end: int, num_held: int) -> None:
         del chunk_end, num_held
         self._num_running += 1
         self._forecast.add(len(request.token_ids), self._chances_of(request))
 
     def steps_until_shortage(self) -> int | None:
-        """After about how many steps those that run will probably want more than there is; None if they never will."""
+        """Return the steps until running requests probably lack blocks; None: never."""
         return self._forecast.steps_until(self._num_usable)
 
     def _num_beyond(self, request: Request) -> int:
-        """Blocks by which the peak with ``request`` exceeds the pool. Beside nobody, everything that is accepted fits."""
+        """Alone, every accepted request fits."""
         if not self._num_running:
             return -self._num_usable
         return self._forecast.peak_with(len(request.token_ids), self._chances_of(request)) - self._num_usable
@@ -197,12 +198,12 @@ class ForeseenBlocks:
 
 
 class PredictedReservation:
-    """The most that all will probably hold at once fits."""
+    """The probable peak fits."""
 
     predicts = True
 
     def open_books(self, rows: RowTable, prefilling: Collection[int], lengths: OutputLengths, pool: AskPool) -> Books:
-        """Look ahead: O(rows), only when a request wants to start."""
+        """O(rows)."""
         del prefilling
         return ForeseenBlocks(rows, lengths, pool())
 

@@ -1,9 +1,8 @@
-"""What steps turn out to cost.
+"""The measurement of step times.
 
-Owns: which steps are worth learning from, and how long each took. Must not know: what is learned from them.
+Owns: which steps are measured, and how long each took. Must not know: what is learned.
 
-A step has taken the time since it was sent, or since the answer before it if that came later: steps follow each other on
-the device, and this is the gap that the requests of the step have seen.
+A step's time begins when it is sent, or with the answer before if that is later: requests see this gap.
 """
 
 from headway_scheduler.core.policies.token_budget import TokenBudget
@@ -11,37 +10,34 @@ from headway_scheduler.core.state.step_plan import StepLoad, StepPlan
 from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 
 PROMPTS_ALIKE = 8
-"""Of steps with a prompt one in so many is worth learning from, if no budget depends on the time of each."""
+"""One in so many steps with a prompt is measured, unless the budget needs each of them."""
 DECODES_ALIKE = 32
-"""Of steps without a prompt, which hardly differ, one in so many."""
+"""One in so many steps without a prompt is measured, since they hardly differ."""
 SPECULATIONS_ALIKE = 4
-"""Of steps without a prompt that speculate, one in so many."""
+"""One in so many speculating steps without a prompt is measured."""
 
 
 class StepObserver:
-    """Feeds a budget, and the model of step times that it was made with.
+    """``is_wanted``: something besides the budget needs step times."""
 
-    ``is_wanted``: somebody asks for step times. ``wants_each_prompt``: each step with a prompt counts, not one now and then.
-    """
-
-    def __init__(self, budget: TokenBudget, *, is_wanted: bool, wants_each_prompt: bool) -> None:
-        self.is_wanted = is_wanted
+    def __init__(self, budget: TokenBudget, *, is_wanted: bool) -> None:
+        self.is_wanted = is_wanted or budget.needs_step_times
         self.last_answer_time = 0.0
         """When the newest answer came, in seconds."""
         self._budget = budget
-        self._stride_with_prompt = 1 if wants_each_prompt else PROMPTS_ALIKE
-        self._stride_without_prompt = PROMPTS_ALIKE if wants_each_prompt else DECODES_ALIKE
+        self._stride_with_prompt = 1 if budget.needs_step_times else PROMPTS_ALIKE
+        self._stride_without_prompt = PROMPTS_ALIKE if budget.needs_step_times else DECODES_ALIKE
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Steps count from 0 again."""
+        """Count steps from 0 again."""
         self._next_without_prompt = 0
         self._next_with_prompt = 0
         self._next_speculating = 0
         self.last_answer_time = 0.0
 
     def is_worth_it(self, plan: StepPlan, step: int) -> bool:
-        """Whether ``load`` should be asked for this step."""
+        """Whether to ask ``load`` for this step."""
         if not self.is_wanted:
             return False
         if plan.chunks:
@@ -59,7 +55,7 @@ class StepObserver:
         return True
 
     def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None) -> StepLoad:
-        """What a step has to do: its plan beside the rows that decode."""
+        """Return the work of a step."""
         chunks = plan.chunks
         shape = StepShape(
             decoding.num_tokens + plan.num_chunk_tokens,
@@ -70,9 +66,9 @@ class StepObserver:
         return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
 
     def duration_s(self, load: StepLoad, now: float) -> float:
-        """What a step with this load, which has returned, has taken."""
+        """Return the time of a step."""
         return now - max(load.sent_time, self.last_answer_time)
 
     def learn(self, load: StepLoad, now: float) -> None:
-        """A step with this load, which moved no blocks and did not speculate, has returned."""
+        """Learn from a step that moved no blocks and did not speculate."""
         self._budget.observe(load.shape, self.duration_s(load, now), load.objective_s)

@@ -1,35 +1,27 @@
-"""How long a step will take, learned from the steps that ran.
+"""A model of step times, learned from the steps that ran.
 
-Owns: the model and its coefficients. Must not know: requests, objectives, clocks, or what the device is.
+Owns: the model and its coefficients. Must not know: requests, objectives, clocks, or the device.
 
-A step's time is taken as a sum of what its shape explains, every coefficient at least 0, so that a step with more work
-is never predicted to be shorter::
+A step's time is a sum over its shape. Coefficients are at least 0, so more work never predicts less time::
 
     constant + rows + tokens + tokens beyond 128 + tokens beyond 256 + context + pairs of prefill attention
 
-The terms beyond 128 and 256 are there because a step is bound by reading the weights up to a knee and by arithmetic
-from there on. On data-centre accelerators the knee lies between these two (operations per byte: about 140 on A100, 180
-on H200, 260 on H100); a device without one has a slope from the first token on.
+Up to a knee a step is bound by reading weights, beyond it by arithmetic. The knee of data-centre accelerators lies
+between 128 and 256 tokens (operations per byte: about 140 on A100, 180 on H200, 260 on H100).
 
-Learning is recursive least squares with four changes, each for what steps do:
+Learning is recursive least squares with four changes:
 
-- *Relative errors.* Both sides are divided by the prediction, since noise grows with the duration.
-- *Directional forgetting* (Kulhavy, "Restricted exponential forgetting in real-time identification", Automatica 23(5),
-  1987): old evidence fades only along the features of the step that replaces it. Exponential forgetting in all
-  directions would lose what a prompt costs during an hour of decodes and let the covariance grow without bound. So that
-  no mixture of coefficients is believed for ever, a little is added to the diagonal (Bittanti, Bolzern and Campi,
-  "Convergence and exponential convergence of identification algorithms with directional forgetting factor", Automatica
-  26(5), 1990), here up to a ceiling.
-- *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964), against a running scale of them and as
-  wide as the model itself is uncertain. A single strange step moves nothing much; ``PERSISTENT_RUN`` of one sign in a
-  row are believed. The likeliest cause is a device that has become slower or faster as a whole, so the covariance is
-  widened along the coefficients themselves, which lets them all scale alike.
-- *Constraints*: coefficients are projected to 0 or above in the metric of the covariance, where it moves those that the
-  steps have told little about (Simon and Chia, "Kalman filtering with state equality constraints", IEEE Trans. AES
-  38(1), 2002).
+- *Relative errors*: both sides are divided by the prediction, since noise grows with the duration.
+- *Directional forgetting* (Kulhavy, Automatica 23(5), 1987): evidence fades only along the features of the new step, or
+  an hour of decodes would erase the cost of prompts. The diagonal grows up to a ceiling, so that no mixture of
+  coefficients is believed for ever (Bittanti, Bolzern and Campi, Automatica 26(5), 1990).
+- *Clipped residuals* (Huber, "Robust estimation of a location parameter", 1964). ``PERSISTENT_RUN`` of one sign in a
+  row are believed: the device has probably changed its speed, so the covariance is widened along the coefficients,
+  which then scale alike.
+- *Constraints*: coefficients are projected to 0 or above in the metric of the covariance, which moves the least known
+  ones (Simon and Chia, IEEE Trans. AES 38(1), 2002).
 
-Everything is plain Python floats: the matrices are so small that calls into numpy cost more than the arithmetic, and
-the result does not depend on a machine's linear algebra.
+Plain floats are faster than numpy here, and the same on every machine.
 """
 
 from math import sqrt
@@ -48,13 +40,13 @@ _CONTEXT_UNIT = 1 / 2**17
 _PAIRS_UNIT = 1 / 2**21
 
 WARM_UP_STEPS = 3
-"""Ignored at the start: first steps compile kernels and fill allocators."""
+"""First steps are ignored: they compile kernels and fill allocators."""
 _MEMORY = 0.95
-"""Share of the old evidence along a step's features that is left after it: about 20 such steps count."""
+"""The share of old evidence along a step's features that stays after it: about 20 such steps count."""
 _PRIOR_VARIANCE = 1e3
 """Of each coefficient, in squares of the first duration and of the noise: anything is possible."""
 PERSISTENT_RUN = 4
-"""So many clipped residuals of one sign in a row are believed."""
+"""After so many clipped residuals of one sign in a row, they are believed."""
 _DRIFT_INTERVAL_STEPS = 32
 _DRIFT_VARIANCE = 1e-2
 """Added to each coefficient's every interval, in squares of the step's duration and of the noise, below a ceiling."""
@@ -65,18 +57,18 @@ _CLIP = 3.0
 """Residuals beyond so many standard deviations are clipped."""
 _SMALLEST_NOISE = 0.01
 _LARGEST_NOISE = 0.50
-"""With more, a model that is wrong altogether would take its own errors for noise and never count them."""
+"""With more, a wrong model would take its own errors for noise."""
 _FIRST_NOISE = 0.10
 _NOISE_GAIN = 0.03
 _ERROR_GAIN = 0.03
-"""Of the mean error that operators are told."""
+"""The gain of the mean error that operators see."""
 _MEAN_TO_DEVIATION = 1.2533
 """The standard deviation of a normal variable over the mean of its absolute value: sqrt(pi / 2)."""
 _LARGEST_ERROR = 9.0
 """A believed step counts as ten times its prediction at most."""
 _TINY = 1e-9
 _SHORTEST_S = 1e-6
-"""No step is shorter, and none is predicted to be."""
+"""No step is shorter, and no prediction is."""
 _LONGEST_S = 3600.0
 
 _NUM_FEATURES = 7
@@ -85,7 +77,7 @@ _Row: TypeAlias = tuple[float, ...]
 
 
 def is_step_time(duration_s: float) -> bool:
-    """Whether a step can have taken ``duration_s`` seconds; false for what is not a number as well."""
+    """Whether a step can take so long; not NaN."""
     return _SHORTEST_S <= duration_s <= _LONGEST_S
 
 
@@ -112,9 +104,7 @@ def _diagonal(variance: float) -> list[_Row]:
 
 
 class StepTimeFigures(NamedTuple):
-    """A model at one moment, for operators. Seconds: of any step, and per row, token, token beyond each knee, token of
-    context and pair of prefill attention. ``relative_error``: mean of abs(actual / predicted - 1) over the latest steps.
-    """
+    """A model for operators, in seconds per unit. ``relative_error``: mean of abs(actual / predicted - 1)."""
 
     num_observed: int
     num_shifts: int
@@ -129,10 +119,7 @@ class StepTimeFigures(NamedTuple):
 
 
 class StepTimeModel:
-    """The model of one device. ``observe`` each step that ran, in order; ``predict_s`` any step.
-
-    ``num_shifts`` counts how often the device was found to have changed its speed.
-    """
+    """The model of one device. ``num_shifts`` counts changes of its speed."""
 
     def __init__(self) -> None:
         self.num_shifts = 0
@@ -148,7 +135,7 @@ class StepTimeModel:
 
     @property
     def figures(self) -> StepTimeFigures | None:
-        """What has been learned; None until ``predict_s`` answers."""
+        """Return what it has learned; None until ``predict_s`` answers."""
         if self._num_observed <= WARM_UP_STEPS:
             return None
         constant, row, token, beyond_first, beyond_second, context, pair = self._coefficients
@@ -166,7 +153,7 @@ class StepTimeModel:
         )
 
     def predict_s(self, shape: StepShape) -> float | None:
-        """Seconds that a step of this shape will take; None until one after the ``WARM_UP_STEPS`` has been observed."""
+        """Return the seconds of a step; None until one after ``WARM_UP_STEPS`` was observed."""
         if self._num_observed <= WARM_UP_STEPS:
             return None
         num_tokens, num_rows, num_context_tokens, num_prefill_pairs = shape
@@ -186,10 +173,9 @@ class StepTimeModel:
         return max(duration_s, _SHORTEST_S)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
-        """Seconds that ``num_tokens`` of a prompt add to steps that run anyway, ``num_computed_tokens`` behind its start.
+        """Return the seconds that ``num_tokens`` of a prompt add to steps; None if no prompt was observed.
 
-        At least 0; None if no prompt has been observed. The steps are taken to be beyond the knee already, so that every
-        token pays its arithmetic.
+        The steps count as beyond the knee, so every token pays its arithmetic.
         """
         if not self._knows_prefill:
             return None
@@ -201,7 +187,7 @@ class StepTimeModel:
         )
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
-        """Learn from a step that took ``duration_s`` seconds. What no step can have taken is ignored."""
+        """Learn from a step. Impossible durations are ignored."""
         if not is_step_time(duration_s) or shape.num_tokens <= 0:
             return
         self._num_observed += 1
@@ -243,7 +229,7 @@ class StepTimeModel:
         self._covariance = _diagonal(self._prior_variance)
 
     def _is_believed(self, error: float) -> bool:
-        """Count a residual beyond the limit; whether there were enough of its sign in a row."""
+        """Count a residual beyond the limit."""
         sign = 1 if error > 0 else -1
         self._run = self._run + sign if self._run * sign > 0 else sign
         if abs(self._run) < PERSISTENT_RUN:
@@ -253,7 +239,7 @@ class StepTimeModel:
         return True
 
     def _spread(self, scaled: _Row) -> tuple[_Row, float]:
-        """The covariance times ``scaled``, and the variance of the prediction along it."""
+        """The covariance times ``scaled``, and the prediction's variance."""
         a, b, c, d, e, f, g = scaled
         gains: _Row = tuple(
             [p * a + q * b + r * c + s * d + t * e + u * f + v * g for p, q, r, s, t, u, v in self._covariance]
@@ -266,7 +252,6 @@ class StepTimeModel:
         return self._spread(scaled)
 
     def _drift(self, unit: float) -> None:
-        """Add to the variance of every coefficient that is known well."""
         for place, row in enumerate(self._covariance):
             if row[place] < _DRIFT_CEILING * unit:
                 self._covariance[place] = (*row[:place], row[place] + _DRIFT_VARIANCE * unit, *row[place + 1 :])
@@ -302,7 +287,7 @@ class StepTimeModel:
         self._coefficients = coefficients if min(coefficients) >= 0.0 else self._at_least_zero(coefficients)
 
     def _at_least_zero(self, coefficients: _Row) -> _Row:
-        """The coefficients that fit best while those that would be negative are 0; best is what the covariance says."""
+        """The best coefficients with the negative ones at 0."""
         values = list(coefficients)
         # Each entry: a place held at 0, and how all coefficients move with it while those before it are held.
         held: list[tuple[int, list[float]]] = []

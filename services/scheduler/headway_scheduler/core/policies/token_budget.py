@@ -1,115 +1,112 @@
-"""How many prompt tokens may run beside the decodes of a step: the token budgets by name.
+"""The token budgets by name: how many prompt tokens may run beside the decodes of a step.
 
 Owns: the policies, the safety margin, and their registry. Must not know: requests, queues, blocks, clocks.
 
-- ``fixed``: what the decodes leave of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4:
-  a budget that the operator finds by profiling).
-- ``slo``: as many as keep the predicted step within the inter-token objective of those that decode. The paper's profile
-  is taken online, by ``StepTimeModel``, and the budget follows contexts and batch as they change.
+- ``fixed``: the rest of ``max_num_batched_tokens`` (Agrawal et al., Sarathi-Serve, OSDI 2024, section 4: a profile
+  finds it).
+- ``slo``: as many as keep the predicted step within the inter-token objective. ``StepTimeModel`` learns the profile
+  online.
 
-What ``slo`` adds to the prediction:
+``slo`` adds to the prediction:
 
-- *A margin*: the 99th percentile of actual over predicted time, tracked by stochastic approximation (Robbins and Monro,
-  1951) as Angelopoulos, Candes and Tibshirani do ("Conformal PID control for time series prediction", 2023):
-  up by 99 parts whenever a step is beyond it, down by 1 part otherwise. In the long run one step in a hundred is beyond
-  it, whatever the model's bias. A request whose first token would be late may spend the margin.
-- *No extrapolation*: a step is never more than twice as large as one that has been seen to work.
-- *Whole tiles*: the tokens of a step that cuts a prompt are a multiple of 128, or 64 in steps below 256, as matrix
-  products compute them: with 128-token tiles a step of 576 takes as long as one of 640, and few devices gain as much
-  from smaller ones as that costs.
-- *Progress*: where even no prompt token fits, 64 run all the same, so that prompts are late but never starve.
+- *A margin*: the 99th percentile of actual over predicted time, by stochastic approximation (Robbins and Monro, 1951)
+  as in Angelopoulos, Candes and Tibshirani, "Conformal PID control for time series prediction", 2023: up by 99 parts
+  after a step beyond it, down by 1 part otherwise. So one step in a hundred is beyond it, whatever the model's bias.
+  Urgent requests use it up.
+- *No extrapolation*: a step is at most twice as large as one that has worked.
+- *Whole tiles*: a step that cuts a prompt has a multiple of 128 tokens, or of 64 below 256. With 128-token tiles,
+  matrix products take as long for 576 tokens as for 640.
+- *Progress*: at least 64 prompt tokens run, so prompts never starve.
 """
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headway_scheduler.core.policies.step_time import PERSISTENT_RUN, StepTimeModel, is_step_time
 from headway_scheduler.core.state.step_shape import StepShape
 
 SMALL_TILE_TOKENS = 64
-"""The least allotment, and what steps below ``LEAST_OF_LARGE_TILES`` are whole multiples of."""
+"""The least allotment, and the tile of steps below ``LEAST_OF_LARGE_TILES``."""
 LARGE_TILE_TOKENS = 128
 LEAST_OF_LARGE_TILES = 256
 FIRST_STEP_TOKENS = 256
 """The largest step while nothing is known."""
 _GROWTH = 2
-"""A step is at most so many times as large as one that has been seen to work."""
+"""A step is at most so many times as large as one that has worked."""
+
+
+class PromptLoad(NamedTuple):
+    """The prompt tokens that could run beside ``decoding``, whose tightest objective is ``objective_s``.
+
+    ``num_computed_tokens``: of the first prompt. ``num_left``: an upper bound of the waiting prompt tokens.
+    ``is_urgent``: a first token is about to be late.
+    """
+
+    decoding: StepShape
+    objective_s: float | None
+    num_computed_tokens: int
+    num_left: int
+    is_urgent: bool
+
+
+class JoiningRow(NamedTuple):
+    """A row with ``num_context_tokens`` that would decode beside ``decoding``.
+
+    ``objective_s`` is the tightest of all.
+    """
+
+    decoding: StepShape
+    objective_s: float | None
+    num_context_tokens: int
 
 
 class TokenBudget(Protocol):
-    """What the scheduler asks of a budget.
-
-    ``objective_s``: the tightest inter-token objective among the rows that decode, seconds; None if nobody has one.
-    """
+    """It asks for the load only if needed, since that costs time."""
 
     @property
-    def margin(self) -> float: ...  # noqa: D102 - what predictions are multiplied by before they are held to an objective
+    def needs_step_times(self) -> bool: ...  # whether it must learn from each step with a prompt
 
-    def prompt_tokens(
-        self,
-        *,
-        decoding: StepShape,
-        objective_s: float | None,
-        num_computed_tokens: int,
-        num_left: int,
-        is_urgent: bool,
-    ) -> int:
-        """The most prompt tokens that may run beside ``decoding``, the decoding rows alone; 0 or more.
+    @property
+    def margin(self) -> float: ...  # the factor of predictions before they are compared with an objective
 
-        ``num_computed_tokens`` is how far the first prompt to be served has come, ``num_left`` an upper bound of the
-        prompt tokens that wait. ``is_urgent``: a request is about to miss its objective for the first token.
-        """
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+        """Return the most tokens of a step with prompts. ``ask`` returns None if nothing decodes."""
 
-    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
-        """Whether one more row with ``num_context_tokens`` may come to decode beside ``decoding``; if not, all were late.
-
-        ``decoding`` should count the rows that will decode once their prompts are computed as well, ``objective_s`` be the
-        tightest objective with the new row's own among them.
-        """
+    def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
+        """Whether one more row may decode without making all late."""
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Learn from a step that ran, and let the model of step time that the budget was made with learn."""
+        """Learn from a step, as the model of step times does."""
 
 
 class FixedBudget:
-    """``max_num_batched_tokens`` less the decodes, whatever it costs."""
+    """``max_num_batched_tokens``, whatever it costs."""
 
     margin = 1.0
+    needs_step_times = False
 
     def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
 
-    def prompt_tokens(
-        self,
-        *,
-        decoding: StepShape,
-        objective_s: float | None,
-        num_computed_tokens: int,
-        num_left: int,
-        is_urgent: bool,
-    ) -> int:
-        """What the decodes leave."""
-        del objective_s, num_computed_tokens, num_left, is_urgent
-        return max(self._max_num_batched_tokens - decoding.num_tokens, 0)
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+        del ask
+        return min(most, self._max_num_batched_tokens)
 
-    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
-        """Always."""
-        del decoding, objective_s, num_context_tokens
+    def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
+        del ask
         return True
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Let the model of step time learn."""
         del objective_s
         self._step_time.observe(shape, duration_s)
 
 
 class TailRatio:
-    """The 99th percentile of actual over predicted time, online. ``value`` is at least 1.
+    """The 99th percentile of actual over predicted time, at least 1.
 
-    The size of a correction follows the mean deviation of the ratio from 1, so that it is right for a quiet device and
-    for a noisy one; a single outlier moves the value by one correction, however far out it is.
+    A correction follows the mean deviation from 1, so it suits quiet and noisy devices, and no outlier counts more.
     """
 
     _PERCENTILE = 0.99
@@ -123,7 +120,7 @@ class TailRatio:
         self._before: deque[float] = deque(maxlen=PERSISTENT_RUN)
 
     def observe(self, ratio: float) -> None:
-        """Take the ratio of a step's actual to its predicted time."""
+        """Add the ratio of a step."""
         self._before.append(self.value)
         deviation = min(abs(ratio - 1.0), 3 * self._deviation)
         self._deviation = max(
@@ -134,7 +131,7 @@ class TailRatio:
         self.value = min(max(self.value + correction, 1.0), self._LARGEST)
 
     def forget_run(self) -> None:
-        """The last steps are explained by a device that has changed its speed: they tell nothing about the tail."""
+        """Undo the last steps: the device has changed its speed."""
         if self._before:
             self.value = min(self.value, self._before[0])
             self._before.clear()
@@ -142,6 +139,8 @@ class TailRatio:
 
 class SloBudget:
     """The largest allotment whose step is predicted to keep the objective."""
+
+    needs_step_times = True
 
     def __init__(self, max_num_batched_tokens: int, step_time: StepTimeModel) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -152,22 +151,18 @@ class SloBudget:
 
     @property
     def margin(self) -> float:
-        """The 99th percentile of actual over predicted time."""
         return self._tail.value
 
-    def prompt_tokens(
-        self,
-        *,
-        decoding: StepShape,
-        objective_s: float | None,
-        num_computed_tokens: int,
-        num_left: int,
-        is_urgent: bool,
-    ) -> int:
-        """The largest allotment that keeps the objective; the least one if none does; all that is left if it fits.
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+        load = ask()
+        return most if load is None else min(most, load.decoding.num_rows + self.prompt_tokens(load))
 
-        Its tokens are taken to be of one prompt, which attention makes the most expensive case.
+    def prompt_tokens(self, load: PromptLoad) -> int:
+        """Return the largest allotment that keeps the objective, or the least one.
+
+        All tokens count as one prompt's, the worst case for attention.
         """
+        decoding, objective_s, num_computed_tokens, num_left, is_urgent = load
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
         if objective_s is None:
             return most
@@ -191,8 +186,9 @@ class SloBudget:
             num_tokens -= num_tokens % LARGE_TILE_TOKENS
         return max(num_tokens - decoding.num_tokens, least)
 
-    def admits_more(self, *, decoding: StepShape, objective_s: float | None, num_context_tokens: int) -> bool:
-        """Whether decodes with one more row and the least allotment of prompt tokens keep the objective."""
+    def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
+        """The least allotment of prompt tokens must fit as well."""
+        decoding, objective_s, num_context_tokens = ask()
         if objective_s is None or not decoding.num_rows:
             return True
         joined = StepShape(
@@ -205,7 +201,7 @@ class SloBudget:
         return predicted_s is None or predicted_s * self._tail.value <= objective_s
 
     def observe(self, shape: StepShape, duration_s: float, objective_s: float | None) -> None:
-        """Learn from a step: the tail from what was predicted for it, then the model."""
+        """The tail learns before the model does."""
         if not is_step_time(duration_s):
             return
         # Only steps near the objective may come to miss it; the others would only dilute the tail.
