@@ -5,10 +5,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from headway_proto.columns import encode_column
 from headway_proto.ingress import PRIORITY_LOW, PRIORITY_REALTIME
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from simulation.test_nothing_is_lost import CONFIG, LIMITS, assert_undisturbed, submit_some
 from simulation.world import Trouble, World
@@ -251,3 +253,20 @@ def watch_gaps(world: World, counts: list[Callable[[], int]]) -> Callable[[float
         return worst
 
     return longest
+
+
+def test_a_pinned_prefix_is_pinned_in_executors_that_join_later() -> None:
+    world = world_of(2)
+    world.kill_executor(1)
+    world.run_until(lambda: len(world.engine.fleet.open_cells) == 1, 20)
+    world.executors.append(None)
+    fleet = world.engine.fleet
+    fleet.pin("system", "", encode_column([1] * 16))
+    with pytest.raises(PinRefused):
+        fleet.pin("system", "", encode_column([1]))
+    world.start_executor(1)
+    world.run_until(lambda: len(fleet.open_cells) == 2, 20)
+    pins = [[pin.num_tokens for pin in cell.view.pinned_prefixes()] for cell in fleet.cells if cell.view is not None]
+    assert pins == [[16], [16]]
+    assert fleet.unpin("system")
+    assert not any(cell.view.pinned_prefixes() for cell in fleet.cells if cell.view is not None)

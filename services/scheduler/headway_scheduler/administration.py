@@ -29,6 +29,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.fleet import Fleet
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.placement.placement import Placed
@@ -124,9 +125,8 @@ class Administration:
         if call.prefix is None:
             return _refusal("prefix: there is none; allowed: one with a name")
         if call.method == "pin":
-            return _pin(cells, call.prefix)
-        were_there = [cell.unpin(call.prefix.name) for cell in cells]
-        return _reply() if any(were_there) else _refusal("not found")
+            return _pin(self._scheduler.fleet, call.prefix)
+        return _reply() if self._scheduler.fleet.unpin(call.prefix.name) else _refusal("not found")
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
         view = self._scheduler.view
@@ -214,16 +214,16 @@ def _why_there(placed: Placed | None) -> str:
     )
 
 
-def _pin(cells: list[Cell], prefix: PrefixToPin) -> AdminReply:
+def _pin(fleet: Fleet, prefix: PrefixToPin) -> AdminReply:
     if not 1 <= len(prefix.name.encode()) <= MAX_PIN_NAME_BYTES:
         return _refusal(f"name: {prefix.name!r:.64} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes")
     if len(prefix.token_ids) % INT32.itemsize:
         return _refusal(f"token_ids: {len(prefix.token_ids)} bytes are no int32 column")
     try:
-        pinned = [cell.pin(prefix.name, prefix.tenant, prefix.token_ids) for cell in cells]
+        pinned = fleet.pin(prefix.name, prefix.tenant, prefix.token_ids)
     except PinRefused as refusal:
         return _refusal(str(refusal))
-    return _reply(pinned_prefixes=(_pinned(pinned[0]),))
+    return _reply(pinned_prefixes=(_pinned(pinned),))
 
 
 def _cache_changes(view: SchedulerView, position: CachePosition | None) -> AdminReply:

@@ -83,13 +83,16 @@ class ExecutorLinks:
         if others and self._differs(body.info):
             return None
         spare = self._spare(now)
-        if spare is None and len(self._links) < self._most:
+        if (spare is None or spare.is_open) and len(self._links) < self._most:
+            # Rather than the link of an executor that is silent: it may only be slow.
             spare = ExecutorLink(self._incarnation, len(self._links), self.outgoing)
             self._links.append(spare)
         return spare or self._links[0]
 
     def _spare(self, now: float) -> ExecutorLink | None:
-        return next((link for link in self._links if link.may_be_taken_over(now)), None)
+        """A link without an executor, else one whose executor is silent."""
+        free = [link for link in self._links if link.may_be_taken_over(now)]
+        return min(free, key=lambda link: link.is_open, default=None)
 
     def _differs(self, info: BackendInfo) -> bool:
         model = self._model

@@ -6,12 +6,14 @@ With one cell, its core queues every request. With more, ``Placement`` does, and
 cell whose executor is lost hands its requests back, so that others go on with them at once.
 """
 
+import contextlib
 from typing import Protocol
 
 from headway_proto.step import BackendInfo
 from headway_scheduler.brake import Brake
 from headway_scheduler.cell import Cell, Serving
 from headway_scheduler.core.admission.door import check_request, limit_of
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
@@ -46,6 +48,7 @@ class Fleet:
         self._recorder = recorder
         self._placement_recorder = recorder.of_cell(PLACEMENT)
         self._is_paused = False
+        self._pins: dict[str, tuple[str, bytes]] = {}
         self._unproven: dict[Origin, None] = {}
         """Requests of lost steps that wait for a cell."""
         self.cells: list[Cell] = []
@@ -96,6 +99,45 @@ class Fleet:
         self._is_paused = is_paused
         for cell in self.cells:
             cell.pause(is_paused=is_paused)
+
+    def pin(self, name: str, tenant: str, token_ids: bytes) -> PinnedPrefix:
+        """Keep a prefix in the cache of every cell, also of those that come later. ``token_ids`` is an int32 column.
+
+        Raises:
+            PinRefused: a cell cannot keep it; all pins stay as they were.
+        """
+        pinned: dict[int, PinnedPrefix] = {}
+        for cell in self.cells:
+            try:
+                if cell.core is not None:
+                    pinned[cell.number] = cell.pin(name, tenant, token_ids)
+            except PinRefused:
+                self._undo_pin(name, [self.cells[number] for number in pinned])
+                raise
+        self._pins[name] = tenant, token_ids
+        return next(iter(pinned.values()))
+
+    def _undo_pin(self, name: str, cells: list[Cell]) -> None:
+        before = self._pins.get(name)
+        for cell in cells:
+            if before is None:
+                cell.unpin(name)
+            else:
+                cell.pin(name, *before)
+
+    def unpin(self, name: str) -> bool:
+        """Undo ``pin``. Return whether there was such a pin."""
+        were_there = [cell.unpin(name) for cell in self.cells if cell.core is not None]
+        return self._pins.pop(name, None) is not None or any(were_there)
+
+    def _pin_all(self, cell: Cell) -> None:
+        """Apply the pins to a cell that has just come."""
+        assert cell.view is not None
+        known = {pinned.name for pinned in cell.view.pinned_prefixes()}
+        for name, (tenant, token_ids) in self._pins.items():
+            if name not in known:
+                with contextlib.suppress(PinRefused):
+                    cell.pin(name, tenant, token_ids)
 
     # ---------------------------------------------------------------------------------------------------------- beats
 
@@ -184,6 +226,7 @@ class Fleet:
                     self.take_back(other.release_waiting())
                 else:
                     self._take_all(other, now)
+            self._pin_all(cell)
             self.placement.cell_opened(cell.core.capacity)
             if not same_model:
                 self._end_all(now)
@@ -202,6 +245,7 @@ class Fleet:
     def _end_all(self, now: float) -> None:
         """Another model: no tokens would follow from those of the requests that wait."""
         for request in self.placement.requests():
+            self._unproven.pop(request.new.origin, None)
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)

@@ -3,8 +3,8 @@
 Owns: these answers. Must not know: other cells, or which request is next.
 """
 
-from headway_scheduler.core.admission.door import RequestRejected, check_request, limit_of, why_not_here
-from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.admission.door import asks_too_much, limit_of
+from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.view import SchedulerView
 
 
@@ -17,16 +17,11 @@ class CellLoad:
         self._view = view
 
     def can_hold(self, request: Request) -> bool:
-        """Whether the executor could ever run this request."""
-        capacity = self._view.capacity
-        request.limit = limit_of(request.new, capacity.max_request_tokens)
-        if request.status is not RequestStatus.WAITING:
-            return why_not_here(request, capacity, same_model=True) is None
-        try:
-            check_request(request.new, request.limit, capacity)
-        except RequestRejected:
+        """Whether the executor could ever run this request, which another of the same model was found to run."""
+        capacity, new = self._view.capacity, request.new
+        if len(request.token_ids) >= limit_of(new, capacity.max_request_tokens) or asks_too_much(new, capacity):
             return False
-        return True
+        return capacity.supports_prompt_logprobs or not request.is_owed_prompt_logprobs
 
     def has_room_for(self, request: Request) -> bool:
         """Whether it would start soon: it finds a row and blocks, and at most a step's worth of tokens waits here."""
