@@ -213,8 +213,7 @@ class Client:
             if not same or before != (link.num_faults, link.connection) or not world.is_clean(gateway.slot):
                 return
             origin = Origin(owner, sequence.handle)
-            core = scheduler.engine.fleet.cells[0].core
-            is_live = origin in scheduler.engine.early or (core is not None and core.find(origin) is not None)
+            is_live = origin in scheduler.engine.early or scheduler.engine.find(origin) is not None
             invariants.cancel_bound(is_live, f"request {self.plan.number}")
 
         world.at(max(world.now, link.last[UP]) + 2 * world.schedule.settings.wire_s + 1e-4, look)

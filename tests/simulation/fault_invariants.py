@@ -6,23 +6,27 @@ Those of the scheduler look at its columns from outside and count for themselves
 whether it is right. A function raises ``Violation`` or returns.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from headway_proto.ingress import Finished, Submit
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.brake import MAX_LOSSES
 from headway_scheduler.cell import LEAST_STEP_TOKENS
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
+from headway_scheduler.core.admission.waiting_room import WaitingRoom
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.executor_link import EPOCHS_OF_A_CELL, FIRST_EPOCHS
 from headway_scheduler.live_sequences import Name
 
 NAMES = (
     "BLOCK-CONSERVATION",
     "BLOCK-EXCLUSIVITY",
     "NO-ORPHAN",
+    "ONE-PLACE",
     "BUDGET",
     "PREFIX-STABLE",
     "EXACTLY-ONCE",
@@ -196,23 +200,33 @@ def no_endless_overtaking(overtaken: dict[int, int], num_older: dict[int, int]) 
 
 def bounded(engine: SchedulerEngine) -> None:
     """Every queue is within its cap, and no index outlives what it points to."""
-    limits, core = engine.limits, engine.fleet.cells[0].core
-    early, live = engine.early, engine.live
+    limits, early, live = engine.limits, engine.early, engine.live
     require(len(early) <= limits.max_num_waiting, "BOUNDED", f"{len(early)} wait for an executor")
     require(len(live._by_name) == len(live._by_origin), "BOUNDED", "names and origins differ in number")
     num_bytes = sum(len(submit.token_ids) for submit in early._submits.values())
     require(early._num_bytes == num_bytes, "BOUNDED", f"{early._num_bytes} bytes, not {num_bytes}")
-    if core is None:
-        return
-    waiting_counted(core)
-    require(core.num_in_flight <= limits.max_steps_in_flight, "BOUNDED", f"{core.num_in_flight} steps in flight")
+    cores, placement = engine.fleet.cores, engine.fleet.placement
+    num_waiting = len(placement)
+    for core in cores:
+        waiting_counted(core._state.waiting.room, core._requests.values())
+        require(core.num_in_flight <= limits.max_steps_in_flight, "BOUNDED", f"{core.num_in_flight} steps in flight")
+        require(len(core.rows._free_rows) + core.rows.num_live == core.rows.max_rows, "BOUNDED", "rows are lost")
+        num_waiting += core.num_waiting
     # Those that ran may have to wait again, beside a full queue.
-    most = limits.max_num_waiting + limits.max_num_seqs * limits.max_steps_in_flight
-    require(core.num_waiting <= most, "BOUNDED", f"{core.num_waiting} wait; allowed: {most}")
-    require(
-        live._by_origin.keys() == core._requests.keys(), "BOUNDED", "the engine's names are not the core's requests"
-    )
-    require(len(core.rows._free_rows) + core.rows.num_live == core.rows.max_rows, "BOUNDED", "rows are lost")
+    most = limits.max_num_waiting + len(cores) * limits.max_num_seqs * limits.max_steps_in_flight
+    require(num_waiting <= most, "BOUNDED", f"{num_waiting} wait; allowed: {most}")
+    waiting = [request for origin, request in placement._requests.items() if origin not in placement._homeless]
+    waiting_counted(placement._waiting.room, waiting)
+    in_one_place(live._by_origin.keys(), [placement._requests, *(core._requests for core in cores)])
+
+
+def in_one_place(live: Collection[Origin], places: Sequence[Mapping[Origin, Request]]) -> None:
+    """Each live request is in placement or in one core, and has an arrival number of its own."""
+    held = [origin for place in places for origin in place]
+    require(len(held) == len(set(held)), "ONE-PLACE", f"{len(held)} requests are held, {len(set(held))} different ones")
+    require(live == set(held), "ONE-PLACE", f"{len(live)} requests are live, {len(held)} are held")
+    arrivals = {request.arrival for place in places for request in place.values()}
+    require(len(arrivals) == len(held), "ONE-PLACE", f"{len(held)} requests have {len(arrivals)} arrival numbers")
 
 
 def credits_kept(sequence: int, acknowledged: int, window: int) -> None:
@@ -266,10 +280,9 @@ def failed_not_cached(cached_before: Collection[int], cached_after: Collection[i
     require(not new, "ISOLATION", f"blocks {sorted(new)} of a failed row are in the prefix cache")
 
 
-def waiting_counted(core: Scheduler) -> None:
+def waiting_counted(room: WaitingRoom, requests: Collection[Request]) -> None:
     """What the waiting room counts, of all and of each tenant, is what waits."""
-    room = core._state.waiting.room
-    waiting = [request for request in core._requests.values() if request.row < 0]
+    waiting = [request for request in requests if request.row < 0]
     tenants: dict[str, list[int]] = {}
     for request in waiting:
         counts = tenants.setdefault(request.new.tenant, [0, 0])
@@ -351,7 +364,9 @@ def is_found_guilty(engine: SchedulerEngine, end: Finished) -> bool:
     """
     if not end.error.startswith("the executor was lost"):
         return False
-    num_epochs = engine.fleet.links[0].epoch - engine.fleet.links[0].incarnation % (1 << 30)
+    links = [cell.link for cell in engine.fleet.cells]
+    first = [engine.incarnation % FIRST_EPOCHS + link.number * EPOCHS_OF_A_CELL for link in links]
+    num_epochs = sum(link.epoch for link in links) - sum(first)
     require(num_epochs >= MAX_LOSSES, "ISOLATION", f"found guilty in epoch {num_epochs} of this scheduler")
     return True
 

@@ -21,7 +21,6 @@ from headway_proto.ingress import HEARTBEAT_INTERVAL_S
 from headway_proto.step import BackendInfo
 from headway_scheduler import administration, brake, serving_statistics
 from headway_scheduler.core.admission import fair_queue, waiting_queue
-from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.flight.recorder import FlightRecorder
 from simulation.census import census
@@ -62,13 +61,19 @@ def _num_lives(world: "FaultWorld") -> int:
 
 def _num_pins(world: "FaultWorld") -> int:
     """Those that can be asked for: one for each request."""
-    return min(len(world.schedule.requests), len(_core(world).pinned_prefixes.list()))
+    num_pins = max(len(core.pinned_prefixes.list()) for core in world.scheduler.engine.fleet.cores)
+    return min(len(world.schedule.requests), num_pins)
 
 
-def _core(world: "FaultWorld") -> Scheduler:
-    core = world.scheduler.engine.fleet.cells[0].core
-    assert core is not None
-    return core
+def _num_watched(world: "FaultWorld") -> int:
+    """Objectives that a core, or placement, keeps until it looks at them."""
+    fleet = world.scheduler.engine.fleet
+    watches = [fleet.placement._first_tokens, *(core._state.first_tokens for core in fleet.cores)]
+    return max(watch._prune_at for watch in watches)
+
+
+def _num_cells(world: "FaultWorld") -> int:
+    return len(world.scheduler.engine.fleet.cells)
 
 
 def _num_hellos(world: "FaultWorld") -> int:
@@ -79,20 +84,20 @@ MAY_GROW = (
     # Numbers that say which one it is, or how many there have been.
     _MayGrow("*epoch", None, "lives of a link or of an executor are numbered"),
     _MayGrow("*incarnation", None, "names of lives"),
-    _MayGrow("engine.fleet.links[0]._executor", None, "the name of a life"),
+    _MayGrow("engine.fleet.links._links[]._executor", None, "the name of a life"),
     _MayGrow("*.next_sequence", None, "frames are numbered"),
     _MayGrow("*._next_sequence", None, "frames are numbered"),
     _MayGrow("executor._link._expected_sequence", None, "frames are numbered"),
     _MayGrow("*._acknowledged", None, "frames are numbered"),
     _MayGrow("*next_step", None, "steps are numbered"),
     _MayGrow("executor._link._failed_step", None, "the number of a step"),
-    _MayGrow("engine.fleet.cells[0].core.*._ask_again_at", None, "the number of a step"),
-    _MayGrow("engine.fleet.cells[0].core.*_uncounted_fence", None, "the number of a step"),
-    _MayGrow("engine.fleet.cells[0].core.*observer._next_*", None, "numbers of steps"),
-    _MayGrow("engine.fleet.cells[0].core.*num_started", None, "requests are numbered"),
-    _MayGrow("engine.fleet.cells[0].core.*num_arrivals", None, "requests are numbered"),
-    _MayGrow("engine.fleet.cells[0].core.*_last_number", None, "runs of cached blocks are numbered"),
-    _MayGrow("engine.fleet.cells[0].core.*_log._*_index", None, "changes of the cache are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*._ask_again_at", None, "the number of a step"),
+    _MayGrow("engine.fleet.cells[].core.*_uncounted_fence", None, "the number of a step"),
+    _MayGrow("engine.fleet.cells[].core.*observer._next_*", None, "numbers of steps"),
+    _MayGrow("engine.fleet.cells[].core.*num_started", None, "requests are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*num_arrivals", None, "requests are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*_last_number", None, "runs of cached blocks are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*_log._*_index", None, "changes of the cache are numbered"),
     _MayGrow("engine.gateways._last_owner", None, "links are numbered"),
     _MayGrow("engine.gateways._links[].owner", None, "links are numbered"),
     _MayGrow("*.number", None, "links are numbered"),
@@ -100,7 +105,7 @@ MAY_GROW = (
     _MayGrow("gateway._last_call_id", None, "calls are numbered"),
     _MayGrow("gateway.*_version", None, "changes are numbered"),
     _MayGrow("engine.recorder._[in]*", None, "records are numbered"),
-    _MayGrow("engine.fleet.num_answers", None, "a total"),
+    _MayGrow("engine.fleet.cells[].num_answers", None, "a total"),
     _MayGrow("*.num_damaged_frames", None, "a total"),
     _MayGrow("*counters.*", None, "totals"),
     _MayGrow("gateway.num_steps", None, "a total, as the scheduler told it"),
@@ -109,104 +114,94 @@ MAY_GROW = (
     _MayGrow("engine.statistics.prediction_error.*", None, "totals"),
     _MayGrow("executor.statistics.num_[er]*", None, "totals of epochs and errors"),
     _MayGrow("executor.statistics.num_*_tokens", None, "totals"),
-    _MayGrow("engine.fleet.brake._num_failures", None, "steps that failed since one was answered"),
+    _MayGrow("engine.fleet.cells[]._pause._num_failures", None, "steps that failed since one was answered"),
     _MayGrow("*._a[sn]*_limit", None, "the most tokens that an executor takes"),
     # What was learned.
-    _MayGrow("engine.fleet.cells[0].core.*lengths._num_*", None, "what was learned of outputs, in columns of one size"),
+    _MayGrow("engine.fleet.cells[].core.*lengths._num_*", None, "what was learned of outputs, in columns of one size"),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*lengths._slot_of_key)",
-        lambda world: 1023,
-        "a curve each, dropped for new ones",
+        "len(engine.fleet.cells[].core.*lengths._slot_of_key)", lambda world: 1023, "a curve each, dropped for new ones"
     ),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*lengths._unpublished)",
+        "len(engine.fleet.cells[].core.*lengths._unpublished)",
         lambda world: 3 * 64,
         "observations that do not show yet",
     ),
+    _MayGrow("size(engine.fleet.cells[].core.*lengths._*)", lambda world: 1 << 24, "columns made when first asked for"),
+    _MayGrow("engine.fleet.cells[].core.*step_times.*", None, "what was learned of step times: seven numbers"),
     _MayGrow(
-        "size(engine.fleet.cells[0].core.*lengths._*)", lambda world: 1 << 24, "columns made when first asked for"
+        "engine.fleet.cells[].core.*observer.is_wanted", None, "once somebody has asked for step times they are learned"
     ),
-    _MayGrow("engine.fleet.cells[0].core.*step_times.*", None, "what was learned of step times: seven numbers"),
+    _MayGrow("engine.fleet.cells[].core.*budget.*", None, "the largest step so far"),
     _MayGrow(
-        "engine.fleet.cells[0].core.*observer.is_wanted",
-        None,
-        "once somebody has asked for step times they are learned",
+        "len(engine.fleet.cells[].core.*budget._tail._before)", lambda world: 4, "the newest values of one number"
     ),
-    _MayGrow("engine.fleet.cells[0].core.*budget.*", None, "the largest step so far"),
-    _MayGrow(
-        "len(engine.fleet.cells[0].core.*budget._tail._before)", lambda world: 4, "the newest values of one number"
-    ),
-    _MayGrow("engine.fleet.cells[0].core.*._first_pause", None, "what was learned of proposals: one number"),
+    _MayGrow("engine.fleet.cells[].core.*._first_pause", None, "what was learned of proposals: one number"),
     # What is to be told or looked at next time.
-    _MayGrow("len(engine.fleet.cells[0].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
+    _MayGrow("len(engine.fleet.cells[].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
     _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),
-    _MayGrow("size(engine.fleet.cells[0].core.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
-    _MayGrow("size(engine.fleet.cells[0].core.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
-    _MayGrow("size(engine.fleet.cells[0].core.*._origins.*)", _num_rows, "of the rows that sampled last"),
-    _MayGrow("engine.fleet.cells[0].core.rows.end", None, "the highest row that was ever live"),
+    _MayGrow("size(engine.fleet.cells[].core.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
+    _MayGrow("size(engine.fleet.cells[].core.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
+    _MayGrow("size(engine.fleet.cells[].core.*._origins.*)", _num_rows, "of the rows that sampled last"),
+    _MayGrow("engine.fleet.cells[].core.rows.end", None, "the highest row that was ever live"),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"
+        "len(engine.fleet.cells[].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"
     ),
-    _MayGrow("engine.fleet.cells[0].core.*._any_decoded", None, "asked again when somebody starts"),
-    _MayGrow("engine.fleet.cells[0].core.*.budget_in_force", None, "of the newest step with prompts"),
-    _MayGrow("engine.fleet.cells[0].core.*.num_tokens_alone", None, "of no meaning while nobody runs alone"),
-    _MayGrow("engine.fleet.cells[0].core.*.window._[wn]*", None, "of no meaning while nobody needs a place"),
-    _MayGrow("engine.fleet.cells[0].core.*queue._num_*starts", None, "starts since a promotion"),
+    _MayGrow("engine.fleet.cells[].core.*._any_decoded", None, "asked again when somebody starts"),
+    _MayGrow("engine.fleet.cells[].core.*.budget_in_force", None, "of the newest step with prompts"),
+    _MayGrow("engine.fleet.cells[].core.*.num_tokens_alone", None, "of no meaning while nobody runs alone"),
+    _MayGrow("engine.fleet.cells[].core.*.window._[wn]*", None, "of no meaning while nobody needs a place"),
+    _MayGrow("engine.fleet.cells[].core.*queue._num_*starts", None, "starts since a promotion"),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*queue._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"
+        "len(engine.fleet.cells[].core.*queue._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"
     ),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*queue._arrivals)",
+        "len(engine.fleet.cells[].core.*queue._arrivals)",
         lambda world: waiting_queue._MAX_HOLES,
         "holes, skipped later",
     ),
-    _MayGrow("engine.fleet.cells[0].core.*decoding._is_changed", None, "looked at when the next step is made"),
+    _MayGrow("engine.fleet.cells[].core.*decoding._is_changed", None, "looked at when the next step is made"),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*first_tokens._due)",
-        lambda world: _core(world)._state.first_tokens._prune_at,
+        "len(engine.fleet.*first_tokens._due)",
+        _num_watched,
         "objectives are looked at when their time comes, or when there are many",
     ),
-    _MayGrow(
-        "engine.fleet.cells[0].core.*first_tokens._prune_at", None, "how many are many: twice those that there were"
-    ),
+    _MayGrow("engine.fleet.*first_tokens._prune_at", None, "how many are many: twice those that there were"),
     # Caches, and what was asked to be kept.
-    _MayGrow("engine.fleet.cells[0].core.*num_cached", None, "blocks in the prefix cache"),
-    _MayGrow("len(engine.fleet.cells[0].core.*cache._runs)", _num_blocks, "each has a block"),
-    _MayGrow("len(engine.fleet.cells[0].core.*cache._branches)", _num_blocks, "each has a block"),
-    _MayGrow("engine.fleet.cells[0].core.*_evictable.num_queued", None, "cached blocks"),
-    _MayGrow("engine.fleet.cells[0].core.*_plain_top", None, "cached blocks are not on the stack"),
-    _MayGrow("len(engine.fleet.cells[0].core.pinned_prefixes._*)", _num_pins, "an operator's pins"),
-    _MayGrow("len(engine.fleet.cells[0].core.*_pins)", _num_pins, "an operator's pins"),
-    _MayGrow("len(engine.fleet.cells[0].core.*_awaited)", _num_pins, "one for each pin"),
+    _MayGrow("engine.fleet.cells[].core.*num_cached", None, "blocks in the prefix cache"),
+    _MayGrow("len(engine.fleet.cells[].core.*cache._runs)", _num_blocks, "each has a block"),
+    _MayGrow("len(engine.fleet.cells[].core.*cache._branches)", _num_blocks, "each has a block"),
+    _MayGrow("engine.fleet.cells[].core.*_evictable.num_queued", None, "cached blocks"),
+    _MayGrow("engine.fleet.cells[].core.*_plain_top", None, "cached blocks are not on the stack"),
+    _MayGrow("len(engine.fleet.cells[].core.pinned_prefixes._*)", _num_pins, "an operator's pins"),
+    _MayGrow("len(engine.fleet.cells[].core.*_pins)", _num_pins, "an operator's pins"),
+    _MayGrow("len(engine.fleet.cells[].core.*_awaited)", _num_pins, "one for each pin"),
     # The newest of many.
     _MayGrow("len(engine.administration._ended)", lambda world: administration.MAX_REMEMBERED_ENDS, "the newest ids"),
     _MayGrow(
         "len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway, or was shed"
     ),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*queue._tenants)",
-        lambda world: fair_queue.MAX_IDLE_TENANTS,
-        "the order's books",
+        "len(engine.fleet.cells[].core.*queue._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"
     ),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"
+        "len(engine.fleet.cells[].core.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"
     ),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*queue._names)",
+        "len(engine.fleet.cells[].core.*queue._names)",
         lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),
         "places in them",
     ),
     _MayGrow(
-        "len(engine.fleet.cells[0].core.*queue._free_indices)",
+        "len(engine.fleet.cells[].core.*queue._free_indices)",
         lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),
         "places in them",
     ),
-    _MayGrow("engine.fleet.cells[0].core.*queue._last_to_leave", None, "the place of a tenant in the order's books"),
+    _MayGrow("engine.fleet.cells[].core.*queue._last_to_leave", None, "the place of a tenant in the order's books"),
     _MayGrow("len(engine.*statistics.tenants)", lambda world: serving_statistics.MAX_TENANTS, "those heard of last"),
     # A kind each.
     _MayGrow("len(engine.statistics.ends)", lambda world: 5, "one count for each way to end"),
-    _MayGrow("len(engine.fleet.cells[0].core.*counters.*)", lambda world: 6, "one count for each reason"),
+    _MayGrow("len(engine.fleet.cells[].core.*counters.*)", lambda world: 6, "one count for each reason"),
     _MayGrow("len(executor.statistics.failures)", lambda world: 2, "one count for each kind of error"),
     _MayGrow("len(engine.statistics._totals)", lambda world: 2, "the newest marks"),
     _MayGrow("len(engine.statistics.*_s._marks)", lambda world: 12, "the newest marks"),
@@ -265,35 +260,36 @@ def _differences(world: "FaultWorld", now: dict[str, float], at_rest: dict[str, 
 
 
 def _before_any_work(world: "FaultWorld") -> tuple[SchedulerEngine, IngressLink]:
-    """A scheduler and one of its gateways, with an executor and as many gateways as there are."""
+    """A scheduler and one of its gateways, with as many executors and gateways as there are."""
     engine = world.scheduler.engine
     info = world.executors[-1].info if engine.fleet.info is None else engine.fleet.info
     recorder = recorder_into(MemoryLog(), engine.limits) if isinstance(engine.recorder, FlightRecorder) else None
-    fresh = SchedulerEngine(engine.limits, 1, recorder)
+    fresh = SchedulerEngine(engine.limits, 1, recorder, world.schedule.settings.max_executors)
     links = [IngressLink(incarnation=number, now=0.0) for number in range(len(world.gateways))]
-    cycle = _executor_of(info)
-    _join(fresh, cycle, links)
+    cycles = [_executor_of(info, 1 + number) for number in range(_num_cells(world))]
+    _join(fresh, cycles, links)
     if recorder is not None:
-        recorder.flush(0.0, fresh.core)
-    for outgoing in (fresh.executor_link.outgoing, fresh.gateways.outgoing):
+        recorder.flush(0.0, None)
+    for outgoing in (fresh.fleet.links.outgoing, fresh.gateways.outgoing):
         outgoing.clear()
     fresh.notices.take()
     return fresh, links[0]
 
 
-def _join(fresh: SchedulerEngine, cycle: StepCycle, links: list[IngressLink]) -> None:
-    """Let an executor and gateways say hello and hear the answer."""
+def _join(fresh: SchedulerEngine, cycles: list[StepCycle], links: list[IngressLink]) -> None:
+    """Let executors and gateways say hello and hear the answer."""
     now = 0.0
-    for frame in cycle.tick(now):
-        fresh.executor_frame(b"executor", frame, now)
+    for number, cycle in enumerate(cycles):
+        for frame in cycle.tick(now):
+            fresh.executor_frame(bytes([number]), frame, now)
     for number, link in enumerate(links):
         link.tick(now)
         for frame in link.take_frames():
             fresh.gateway_frame(bytes([number]), frame, now)
     fresh.run(now)
-    for _, frame in fresh.executor_link.outgoing:
-        for answer in cycle.receive(frame, now):
-            fresh.executor_frame(b"executor", answer, now)
+    for peer, frame in fresh.fleet.links.outgoing:
+        for answer in cycles[peer[0]].receive(frame, now):
+            fresh.executor_frame(peer, answer, now)
     for peer, frame in fresh.gateways.outgoing:
         links[peer[0]].receive(frame, now)
     for number, link in enumerate(links):
@@ -301,6 +297,6 @@ def _join(fresh: SchedulerEngine, cycle: StepCycle, links: list[IngressLink]) ->
             fresh.gateway_frame(bytes([number]), frame, now)
 
 
-def _executor_of(info: BackendInfo) -> StepCycle:
-    link = StepLink(incarnation=1, info=info)
+def _executor_of(info: BackendInfo, incarnation: int = 1) -> StepCycle:
+    link = StepLink(incarnation=incarnation, info=info)
     return StepCycle(link=link, state=BatchState(info), backend=None, log=Silent(), wake=lambda: None)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
 
-EXECUTOR, SCHEDULER, FIRST_GATEWAY = 0, 1, 2
+EXECUTOR, SCHEDULER, FIRST_GATEWAY, SECOND_EXECUTOR = 0, 1, 2, 100
 UP, DOWN, BOTH = 0, 1, 2
 VOCABULARY = 40
 END_TOKEN = 1
@@ -73,6 +73,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_speculative_tokens: int = 0
     executor_after_s: float = 0.0
     """When the first executor starts."""
+    max_executors: int = 1
+    """The most cells of the scheduler."""
+    more_executors_after_s: tuple[float, ...] = ()
+    """When each of the other executors starts."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,8 +104,13 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     wants_prompt_logprobs: bool = False
 
 
+def executor_slots(settings: Settings) -> tuple[int, ...]:
+    """The places of the executors."""
+    return (EXECUTOR, *range(SECOND_EXECUTOR, SECOND_EXECUTOR + len(settings.more_executors_after_s)))
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """At ``at``, something goes wrong with a process (or its link): ``target`` is EXECUTOR, SCHEDULER or FIRST_GATEWAY + n.
+    """At ``at``, something goes wrong with a process (or its link): ``target`` is EXECUTOR, SCHEDULER, FIRST_GATEWAY + n or SECOND_EXECUTOR + n.
 
     ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
     number of the request that is cancelled or whose prompt an operator pins. An executor that crashes comes back smaller if

@@ -36,7 +36,18 @@ from simulation.fault_gateway import Client, GatewayProcess
 from simulation.fault_invariants import Violation
 from simulation.fault_process import START_S, Process
 from simulation.fault_rest import leftovers
-from simulation.fault_schedule import BOTH, DOWN, EXECUTOR, FIRST_GATEWAY, SCHEDULER, UP, Fault, Schedule
+from simulation.fault_schedule import (
+    BOTH,
+    DOWN,
+    EXECUTOR,
+    FIRST_GATEWAY,
+    SCHEDULER,
+    SECOND_EXECUTOR,
+    UP,
+    Fault,
+    Schedule,
+    executor_slots,
+)
 from simulation.fault_scheduler import SchedulerProcess
 
 HEALED_WITHIN_S = 60.0
@@ -94,12 +105,11 @@ class FaultWorld:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         settings = schedule.settings
         self._wire_s = settings.wire_s
-        self.links = {slot: Link() for slot in (EXECUTOR, *range(FIRST_GATEWAY, FIRST_GATEWAY + settings.num_gateways))}
+        gateways = range(FIRST_GATEWAY, FIRST_GATEWAY + settings.num_gateways)
+        self.links = {slot: Link() for slot in (*executor_slots(settings), *gateways)}
         self.scheduler = SchedulerProcess(self, self._next_life())
-        self.executors = [ExecutorProcess(self, self._next_life(), EXECUTOR)]
-        self.gateways = [
-            GatewayProcess(self, self._next_life(), FIRST_GATEWAY + number) for number in range(settings.num_gateways)
-        ]
+        self.executors = [ExecutorProcess(self, self._next_life(), slot) for slot in executor_slots(settings)]
+        self.gateways = [GatewayProcess(self, self._next_life(), slot) for slot in gateways]
         self.clients = {plan.number: Client(self, plan) for plan in schedule.requests}
         self.num_open = len(self.clients)
 
@@ -119,7 +129,10 @@ class FaultWorld:
     def _run(self) -> None:
         for process in (self.scheduler, *self.gateways):
             process.wake()
-        self.at(START_S + self.schedule.settings.executor_after_s, self.executors[0].wake)
+        settings = self.schedule.settings
+        joins_s = (settings.executor_after_s, *settings.more_executors_after_s)
+        for executor, after_s in zip(self.executors, joins_s, strict=True):
+            self.at(START_S + after_s, executor.wake)
         for client in self.clients.values():
             self.at(START_S + client.plan.at, client.ask)
             if client.plan.deadline_s:
@@ -153,8 +166,8 @@ class FaultWorld:
 
     def _is_quiet(self) -> bool:
         engine = self.scheduler.engine
-        core = engine.fleet.cells[0].core
-        return not engine.num_unfinished and not engine.live and (core is None or not core.num_in_flight)
+        is_busy = any(core.num_in_flight for core in engine.fleet.cores)
+        return not engine.num_unfinished and not engine.live and not is_busy
 
     def client_of(self, request_id: str) -> Client:
         return self.clients[int(request_id.rpartition("-")[2])]
@@ -214,11 +227,13 @@ class FaultWorld:
         """From the scheduler to a peer; False if the transport knows that it is not there."""
         process: ExecutorProcess | GatewayProcess | None
         if name.startswith(b"e"):
-            process, link = self.executor_named(name), self.links[EXECUTOR]
+            process = self.executor_named(name)
         else:
             process = self.gateways[int(name[1 : name.index(b"-")]) - FIRST_GATEWAY]
-            link = self.links[process.slot]
-        if process is None or process.is_dead or self.now < link.down_until:
+        if process is None or process.is_dead:
+            return False
+        link = self.links[process.slot]
+        if self.now < link.down_until:
             return False
         if process.name != name:
             return self.now < link.believed_until
@@ -311,7 +326,7 @@ class FaultWorld:
         if fault.target == SCHEDULER:
             for slot in self.links:
                 self.reconnect(slot, 0.0)
-        elif fault.target >= FIRST_GATEWAY:
+        elif not _is_executor(fault.target):
             self._lose_streams(self.gateways[fault.target - FIRST_GATEWAY])
         self.at(self.now + fault.seconds, lambda: self._restart(fault.target, process, fault.count - 1))
 
@@ -326,9 +341,10 @@ class FaultWorld:
         process: Process
         if target == SCHEDULER:
             process = self.scheduler = SchedulerProcess(self, self._next_life())
-        elif target == EXECUTOR:
-            process = ExecutorProcess(self, self._next_life(), EXECUTOR, shrunk)
-            self.executors = [executor for executor in self.executors if not executor.is_dead] + [process]
+        elif _is_executor(target):
+            process = ExecutorProcess(self, self._next_life(), target, shrunk)
+            others = [executor for executor in self.executors if not executor.is_dead or executor.slot != target]
+            self.executors = [*others, process]
         else:
             process = GatewayProcess(self, self._next_life(), target)
             self.gateways[target - FIRST_GATEWAY] = process
@@ -369,26 +385,26 @@ class FaultWorld:
 
     def _inflict_rival(self, fault: Fault) -> None:
         """A second executor, beside the one that there is."""
-        if len(self.executors) < 3:
-            rival = ExecutorProcess(self, self._next_life(), EXECUTOR)
+        if len(self._executors_at(fault.target)) < 3:
+            rival = ExecutorProcess(self, self._next_life(), fault.target)
             self.executors.append(rival)
             rival.wake()
 
     def _inflict_supplant(self, fault: Fault) -> None:
         """An executor freezes, another takes its place, and the first comes back."""
-        self._stall(self._process(EXECUTOR), 1.2 + fault.seconds)
+        self._stall(self._process(fault.target), 1.2 + fault.seconds)
         self._inflict_rival(fault)
 
     def _inflict_fail(self, fault: Fault) -> None:
-        for executor in self.executors:
+        for executor in self._executors_at(fault.target):
             executor.num_failing += fault.count
 
     def _inflict_memory(self, fault: Fault) -> None:
-        for executor in self.executors:
+        for executor in self._executors_at(fault.target):
             executor.memory_tokens = fault.count
 
     def _inflict_flip(self, fault: Fault) -> None:
-        for executor in self.executors:
+        for executor in self._executors_at(fault.target):
             executor.flip()
 
     def _inflict_cancel(self, fault: Fault) -> None:
@@ -420,13 +436,17 @@ class FaultWorld:
         self.num_to_cancel += 1
 
     def _process(self, target: int) -> Process:
-        """Of executors the one that the scheduler uses, or else the newest."""
+        """Of the executors at one place one that the scheduler uses, or else the newest."""
         if target == SCHEDULER:
             return self.scheduler
-        if target >= FIRST_GATEWAY:
+        if not _is_executor(target):
             return self.gateways[target - FIRST_GATEWAY]
-        used = self.executor_named(self.scheduler.engine.fleet.links[0]._peer or b"")
-        return used or self.executors[-1]
+        there = self._executors_at(target)
+        in_use = [self.executor_named(cell.link.peer or b"") for cell in self.scheduler.engine.fleet.cells]
+        return next((executor for executor in in_use if executor in there), there[-1])  # type: ignore[return-value]
+
+    def _executors_at(self, slot: int) -> list[ExecutorProcess]:
+        return [executor for executor in self.executors if executor.slot == slot]
 
     def heal(self) -> None:
         """Nothing goes wrong any more: what is cut is joined, what is stalled goes on, what is dead comes back."""
@@ -449,6 +469,10 @@ class FaultWorld:
             process.wake()
         for slot in self.links:
             self._operate(slot, "resume")
+
+
+def _is_executor(target: int) -> bool:
+    return target == EXECUTOR or target >= SECOND_EXECUTOR
 
 
 def _directions(fault: Fault) -> tuple[int, ...]:

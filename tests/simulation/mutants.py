@@ -519,11 +519,11 @@ def end_told_twice(original):
 @_mutant("the scheduler forgets a cancelled request and lets it run", (SchedulerEngine, "_on_abort"))
 def abort_ignored(original):
     def on_abort(self, owner, abort, now):
-        core, self.core = self.core, None
+        self.fleet.abort = lambda origin, why, now: None
         try:
             original(self, owner, Abort(handles=abort.handles), now)
         finally:
-            self.core = core
+            del self.fleet.abort
 
     return on_abort
 
@@ -531,11 +531,11 @@ def abort_ignored(original):
 @_mutant("the requests of a gateway that is gone run on", (SchedulerEngine, "_on_gateway_gone"))
 def orphans_of_a_gateway(original):
     def on_gateway_gone(self, event, now):
-        core, self.core = self.core, None
+        self.fleet.abort = lambda origin, why, now: None
         try:
             original(self, event, now)
         finally:
-            self.core = core
+            del self.fleet.abort
 
     return on_gateway_gone
 
@@ -680,7 +680,7 @@ def held_tokens_counted_for_ever(original):
 
 @_mutant("an abort before an executor has joined is ignored", (SchedulerEngine, "_on_abort"))
 def abort_before_the_executor_ignored(original):
-    return lambda self, owner, abort, now: None if self.core is None else original(self, owner, abort, now)
+    return lambda self, owner, abort, now: None if not self.fleet.cores else original(self, owner, abort, now)
 
 
 @_mutant("tokens of who gave up before an executor joined count as waiting", (EarlySubmissions, "remove"))
@@ -698,11 +698,12 @@ def ended_ids_kept(original):
 @_mutant("the brake is not told of a client's abort", (SchedulerEngine, "_on_abort"))
 def brake_not_told_of_an_abort(original):
     def on_abort(self, owner, abort, now):
-        forget, self.brake.forget = self.brake.forget, lambda name: None
+        brake = self.fleet.brake
+        forget, brake.forget = brake.forget, lambda name: None
         try:
             original(self, owner, abort, now)
         finally:
-            self.brake.forget = forget
+            brake.forget = forget
 
     return on_abort
 
@@ -710,11 +711,12 @@ def brake_not_told_of_an_abort(original):
 @_mutant("the brake is not told of an end", (SchedulerEngine, "_deliver_end"))
 def brake_not_told_of_an_end(original):
     def deliver_end(self, end, now):
-        forget, self.brake.forget = self.brake.forget, lambda name: None
+        brake = self.fleet.brake
+        forget, brake.forget = brake.forget, lambda name: None
         try:
             original(self, end, now)
         finally:
-            self.brake.forget = forget
+            brake.forget = forget
 
     return deliver_end
 

@@ -84,8 +84,8 @@ def test_what_an_engine_holds_is_seen_wherever_it_is() -> None:
     engine.held_since_today = OrderedDict(a=1)
     engine.fleet.cells[0].core._state.waiting.room._tenants["nobody"] = [1, 7]
     assert leftovers(world) == [
-        "len(engine.fleet.cells[0].core._state.waiting.room._tenants) is 1, 0 at rest",
-        "len(engine.fleet.cells[0].core._state.waiting.room._tenants[]) is 2, 0 at rest",
+        "len(engine.fleet.cells[].core._state.waiting.room._tenants) is 1, 0 at rest",
+        "len(engine.fleet.cells[].core._state.waiting.room._tenants[]) is 2, 0 at rest",
         "len(engine.held_since_today) is 1, 0 at rest",
     ]
 
@@ -100,7 +100,7 @@ def test_attributes_are_seen_in_every_kind_of_object() -> None:
     assert found["it.deque[].num_requests"] == 0
     assert found["len(it.deque[]._tenants)"] == 0
     assert found["size(it.record[])"] == 7
-    assert found["it.brake._num_failures"] == 0
+    assert found["it.fleet.cells[]._pause._num_failures"] == 0
 
 
 def draw_limits():

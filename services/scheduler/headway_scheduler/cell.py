@@ -81,7 +81,7 @@ class Cell:
         """Whether its requests go elsewhere, and no others come."""
         self.num_answers = 0
         self.lost_steps_had: tuple[Origin, ...] = ()
-        """The requests of the newest steps that were lost."""
+        """The requests of the newest steps that were lost, until the next epoch."""
         self._leaving: dict[Origin, None] = {}
         """Requests that are to be released as soon as no step owes them a token."""
         self._serving = serving
@@ -264,6 +264,7 @@ class Cell:
                 return
             self._others.state_lost(self, now)
             self._serving.deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
+        self.lost_steps_had = ()
         self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
         is_news, self.info = self.info != info, info
         notices.add(

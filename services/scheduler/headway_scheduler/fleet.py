@@ -238,12 +238,14 @@ class Fleet:
         self._host.fleet_changed(now)
 
     def _take_all(self, cell: Cell, now: float) -> None:
-        self._unproven.update(dict.fromkeys(cell.lost_steps_had))
-        cell.lost_steps_had = ()
-        self.take_back(cell.release_all(now))
+        lost, cell.lost_steps_had = cell.lost_steps_had, ()
+        requests = cell.release_all(now)
+        self._unproven.update({request.new.origin: None for request in requests if request.new.origin in lost})
+        self.take_back(requests)
 
     def _end_all(self, now: float) -> None:
         """Another model: no tokens would follow from those of the requests that wait."""
+        self._unproven.clear()
         for request in self.placement.requests():
             self._unproven.pop(request.new.origin, None)
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
