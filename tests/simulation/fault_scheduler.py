@@ -209,7 +209,8 @@ class SchedulerProcess(Process):
     def check(self) -> None:
         """After each beat, if anything may have changed."""
         fleet = self.engine.fleet
-        is_news = any([watch.check() for watch in self._cells])
+        found = [watch.check() for watch in self._cells]
+        is_news = any(found)
         if self.world.num_to_cancel:
             for core in fleet.cores:
                 self._cancel_preempted(list(core._requests.values()))

@@ -4,13 +4,15 @@ Owns: how steps, answers, losses and epochs of one executor act on one core. Mus
 what carries frames.
 """
 
+import contextlib
 from typing import Protocol
 
+from headway_proto.columns import Int32Array, encode_column
 from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.blame import Blame
 from headway_scheduler.brake import Brake, FailurePause
-from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
@@ -157,6 +159,22 @@ class Cell:
         """Keep a prefix in the cache, as ``commands.pin``."""
         assert self.core is not None
         return commands.pin(self.core, self.recorder, name, tenant, token_ids)
+
+    def pin_as(self, other: Scheduler) -> None:
+        """Pin what another core has pinned; what does not fit here is left out."""
+        assert self.core is not None
+        known = self.core.pinned_prefixes.contents()
+        for name, (tenant, token_ids) in other.pinned_prefixes.contents().items():
+            if name not in known:
+                with contextlib.suppress(PinRefused):
+                    self.pin(name, tenant, encode_column(token_ids))
+
+    def restore_pin(self, name: str, before: tuple[str, Int32Array] | None) -> None:
+        """Make a pin what it was; None: there was none."""
+        if before is None:
+            self.unpin(name)
+        else:
+            self.pin(name, before[0], encode_column(before[1]))
 
     def unpin(self, name: str) -> bool:
         """Undo ``pin``. Return whether there was such a pin."""

@@ -6,7 +6,6 @@ With one cell, its core queues every request. With more, ``Placement`` does, and
 cell whose executor is lost hands its requests back, so that others go on with them at once.
 """
 
-import contextlib
 from typing import Protocol
 
 from headway_proto.step import BackendInfo
@@ -48,7 +47,6 @@ class Fleet:
         self._recorder = recorder
         self._placement_recorder = recorder.of_cell(PLACEMENT)
         self._is_paused = False
-        self._pins: dict[str, tuple[str, bytes]] = {}
         self._unproven: dict[Origin, None] = {}
         """Requests of lost steps that wait for a cell."""
         self.cells: list[Cell] = []
@@ -106,38 +104,22 @@ class Fleet:
         Raises:
             PinRefused: a cell cannot keep it; all pins stay as they were.
         """
+        before = self.cores[0].pinned_prefixes.contents().get(name)
         pinned: dict[int, PinnedPrefix] = {}
         for cell in self.cells:
             try:
                 if cell.core is not None:
                     pinned[cell.number] = cell.pin(name, tenant, token_ids)
             except PinRefused:
-                self._undo_pin(name, [self.cells[number] for number in pinned])
+                for number in pinned:
+                    self.cells[number].restore_pin(name, before)
                 raise
-        self._pins[name] = tenant, token_ids
         return next(iter(pinned.values()))
-
-    def _undo_pin(self, name: str, cells: list[Cell]) -> None:
-        before = self._pins.get(name)
-        for cell in cells:
-            if before is None:
-                cell.unpin(name)
-            else:
-                cell.pin(name, *before)
 
     def unpin(self, name: str) -> bool:
         """Undo ``pin``. Return whether there was such a pin."""
         were_there = [cell.unpin(name) for cell in self.cells if cell.core is not None]
-        return self._pins.pop(name, None) is not None or any(were_there)
-
-    def _pin_all(self, cell: Cell) -> None:
-        """Apply the pins to a cell that has just come."""
-        assert cell.view is not None
-        known = {pinned.name for pinned in cell.view.pinned_prefixes()}
-        for name, (tenant, token_ids) in self._pins.items():
-            if name not in known:
-                with contextlib.suppress(PinRefused):
-                    cell.pin(name, tenant, token_ids)
+        return any(were_there)
 
     # ---------------------------------------------------------------------------------------------------------- beats
 
@@ -226,7 +208,7 @@ class Fleet:
                     self.take_back(other.release_waiting())
                 else:
                     self._take_all(other, now)
-            self._pin_all(cell)
+            cell.pin_as(self.cores[0])
             self.placement.cell_opened(cell.core.capacity)
             if not same_model:
                 self._end_all(now)

@@ -75,6 +75,10 @@ class PinnedPrefixes:
         """All pins, oldest first."""
         return tuple(map(self._described, self._tokens))
 
+    def contents(self) -> dict[str, tuple[str, Int32Array]]:
+        """Tenant and tokens of each pin, oldest first."""
+        return dict(self._tokens)
+
     def _described(self, name: str) -> PinnedPrefix:
         tenant, token_ids = self._tokens[name]
         num_blocks = self._num_blocks.get(name, 0)
