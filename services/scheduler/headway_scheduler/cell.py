@@ -7,7 +7,6 @@ what carries frames.
 import contextlib
 from typing import Protocol
 
-from headway_proto.columns import Int32Array, encode_column
 from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.blame import Blame
@@ -163,18 +162,18 @@ class Cell:
     def pin_as(self, other: Scheduler) -> None:
         """Pin what another core has pinned; what does not fit here is left out."""
         assert self.core is not None
-        known = self.core.pinned_prefixes.contents()
-        for name, (tenant, token_ids) in other.pinned_prefixes.contents().items():
+        known = commands.pins(self.core)
+        for name, (tenant, token_ids) in commands.pins(other).items():
             if name not in known:
                 with contextlib.suppress(PinRefused):
-                    self.pin(name, tenant, encode_column(token_ids))
+                    self.pin(name, tenant, token_ids)
 
-    def restore_pin(self, name: str, before: tuple[str, Int32Array] | None) -> None:
+    def restore_pin(self, name: str, before: tuple[str, bytes] | None) -> None:
         """Make a pin what it was; None: there was none."""
         if before is None:
             self.unpin(name)
         else:
-            self.pin(name, before[0], encode_column(before[1]))
+            self.pin(name, *before)
 
     def unpin(self, name: str) -> bool:
         """Undo ``pin``. Return whether there was such a pin."""

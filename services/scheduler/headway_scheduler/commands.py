@@ -3,7 +3,7 @@
 Owns: the core's call for each command. Must not know: who gives it.
 """
 
-from headway_proto.columns import decode_column
+from headway_proto.columns import decode_column, encode_column
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.flight.recorder import NullRecorder
@@ -36,3 +36,9 @@ def unpin(core: Scheduler, recorder: NullRecorder, name: str) -> bool:
     """Return whether the pin existed."""
     recorder.unpinned(name)
     return core.pinned_prefixes.unpin(name)
+
+
+def pins(core: Scheduler) -> dict[str, tuple[str, bytes]]:
+    """Tenant and int32 column of each pin, oldest first."""
+    contents = core.pinned_prefixes.contents()
+    return {name: (tenant, encode_column(token_ids)) for name, (tenant, token_ids) in contents.items()}

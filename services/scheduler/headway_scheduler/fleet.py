@@ -9,6 +9,7 @@ cell whose executor is lost hands its requests back, so that others go on with t
 from typing import Protocol
 
 from headway_proto.step import BackendInfo
+from headway_scheduler import commands
 from headway_scheduler.brake import Brake
 from headway_scheduler.cell import Cell, Serving
 from headway_scheduler.core.admission.door import check_request, limit_of
@@ -104,7 +105,7 @@ class Fleet:
         Raises:
             PinRefused: a cell cannot keep it; all pins stay as they were.
         """
-        before = self.cores[0].pinned_prefixes.contents().get(name)
+        before = commands.pins(self.cores[0]).get(name)
         pinned: dict[int, PinnedPrefix] = {}
         for cell in self.cells:
             try:
