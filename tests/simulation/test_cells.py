@@ -5,9 +5,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from headway_proto.columns import encode_column
-from headway_proto.ingress import PRIORITY_LOW, PRIORITY_REALTIME
+from headway_proto.columns import decode_column, encode_column
+from headway_proto.ingress import PRIORITY_LOW, PRIORITY_REALTIME, Finished
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.brake import MAX_LOSSES
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
@@ -270,3 +271,24 @@ def test_a_pinned_prefix_is_pinned_in_executors_that_join_later() -> None:
     assert pins == [[16], [16]]
     assert fleet.unpin("system")
     assert not any(cell.view.pinned_prefixes() for cell in fleet.cells if cell.view is not None)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("num_executors", [2, 3])
+def test_one_bad_request_costs_a_few_executors_and_no_other_request(num_executors: int, seed: int) -> None:
+    world = world_of(num_executors, seed)
+    submit_some(world, 30)
+    sequences = [sequence for gateway in world.gateways for sequence in gateway.sequences]
+    begins = {int(decode_column(sequence.submission.token_ids)[0]) for sequence in sequences}
+    world.poison = max(set(range(97)) - begins)
+    for executor in world.executors:
+        assert executor is not None
+        executor.poison = world.poison
+    gateway = world.gateways[0]
+    bad = gateway.submit("bad", [world.poison, 1, 2], 20, SamplingParams())
+    world.run_until(world.all_ended, 200)
+    gateway.sequences.remove(bad)
+    assert isinstance(bad.end, Finished)
+    assert "the executor was lost 3 times" in bad.end.error
+    assert world.engine.statistics.num_executor_losses <= MAX_LOSSES + 1
+    finish(world)

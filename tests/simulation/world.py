@@ -17,7 +17,7 @@ from headway_executor.batch_state import BatchState, ImpossibleDiff
 from headway_executor.step_link import EpochBegan, LinkOutcome, StepLink, StepReady
 from headway_gateway.ingress_link import IngressLink
 from headway_gateway.live_sequence import LiveSequence
-from headway_proto.columns import encode_column
+from headway_proto.columns import decode_column, encode_column
 from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
@@ -55,9 +55,13 @@ class SimulatedExecutor:
         self.link = StepLink(incarnation=incarnation, info=self.info)
         self.state = BatchState(self.info)
         self.outbox: list[bytes] = []
+        self.poison: int | None = None
+        """A prompt that begins with this token kills the process."""
+        self.is_dead = False
 
     def receive(self, data: bytes, now: float) -> None:
-        self.act(self.link.receive(data, now), now)
+        if not self.is_dead:
+            self.act(self.link.receive(data, now), now)
 
     def tick(self, now: float) -> None:
         self.act(self.link.tick(now), now)
@@ -72,6 +76,9 @@ class SimulatedExecutor:
 
     def execute(self, event: StepReady, now: float) -> None:
         output = event.output
+        if any(decode_column(new.token_ids)[0] == self.poison for new in output.scheduled_new_reqs):
+            self.is_dead = True
+            return
         try:
             applied = self.state.apply(output)
         except ImpossibleDiff as error:
@@ -144,6 +151,8 @@ class World:
         self._wire: list[_Delivery] = []
         self._last_delivery: dict[tuple[bytes, str], float] = {}
         self.num_troubled = 0
+        self.poison: int | None = None
+        """A prompt that begins with this token kills the executor that runs it; it is started again at once."""
         self._num_executors = num_executors
         self.recorder: NullRecorder | None = None
         """What the next life of the scheduler records into."""
@@ -168,6 +177,7 @@ class World:
         """A new life of an executor."""
         self._lives += 1
         self._newest = self.executors[number] = SimulatedExecutor(self._lives, self.config)
+        self._newest.poison = self.poison
 
     def kill_executor(self, number: int) -> None:
         """The end of an executor; nobody starts it again."""
@@ -186,6 +196,9 @@ class World:
         while self._wire and self._wire[0].at <= self.now:
             heapq.heappop(self._wire).deliver()
         self.engine.run(self.now)
+        for number, executor in enumerate(self.executors):
+            if executor is not None and executor.is_dead:
+                self.start_executor(number)
         for executor in self._live_executors():
             executor.tick(self.now)
         for gateway in self.gateways:
