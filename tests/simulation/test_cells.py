@@ -292,3 +292,16 @@ def test_one_bad_request_costs_a_few_executors_and_no_other_request(num_executor
     assert "the executor was lost 3 times" in bad.end.error
     assert world.engine.statistics.num_executor_losses <= MAX_LOSSES + 1
     finish(world)
+
+
+def test_a_preempted_request_goes_on_where_there_are_blocks() -> None:
+    config = msgspec.structs.replace(CONFIG, num_kv_blocks=40)
+    world = World(LIMITS, config, num_gateways=1, seed=1, num_executors=2)
+    world.run_until(lambda: len(world.engine.fleet.open_cells) == 2, 2)
+    gateway = world.gateways[0]
+    for number in range(8):  # placed by turns: those with an even number grow long
+        gateway.submit(f"r{number}", [number] * 8, 90 if number % 2 == 0 else 8, SamplingParams())
+    finish(world)
+    cores = [cell.core for cell in world.engine.fleet.cells if cell.core is not None]
+    assert sum(core.counters.num_preemptions for core in cores) > 0
+    assert all(core.counters.num_output_tokens > 100 for core in cores), "the long ones shared both"

@@ -139,6 +139,8 @@ class Fleet:
 
     def schedule(self, now: float) -> None:
         """Place what waits, and send each executor its steps."""
+        if len(self.cells) > 1:
+            self._relieve()
         if len(self.placement):
             self._place(now)
         for cell in self.cells:
@@ -234,6 +236,17 @@ class Fleet:
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)
+
+    def _relieve(self) -> None:
+        """A request that a cell has preempted for want of blocks goes on where there are some."""
+        if self._is_paused or not any(core.num_preempted for core in self.cores):
+            return
+        loads = self._loads()
+        for load in loads:
+            request = load.stranded()
+            others = [other for other in loads if other is not load and other.accepts]
+            if request is not None and any(other.can_hold(request) and other.has_room_for(request) for other in others):
+                self.take_back(self.cells[load.number].release([request.new.origin]))
 
     def _place(self, now: float) -> None:
         """Give waiting requests to the cells that can start them soon."""

@@ -317,10 +317,9 @@ class Scheduler:
         """The tokens of a live request."""
         return self.rows.num_tokens_of(request)
 
-    def ahead_of(self, request: Request) -> list[Request]:
-        """The waiting requests before this one; O(n log n)."""
-        in_order = self._state.waiting.queue.in_order()
-        return in_order[: in_order.index(request)]
+    def waiting(self) -> list[Request]:
+        """The waiting requests in service order, for operators; O(n log n)."""
+        return self._state.waiting.queue.in_order()
 
     def steps_until_shortage(self) -> int | None:
         """See ``Admission``."""

@@ -110,6 +110,11 @@ class SchedulerView:
         return self._core.num_waiting_tokens
 
     @property
+    def num_preempted(self) -> int:
+        """Requests that wait because they lost their row."""
+        return self._core.num_preempted
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds."""
         return self._core.pool.num_free
@@ -181,7 +186,12 @@ class SchedulerView:
 
     def ahead_of(self, request: Request) -> list[Request]:
         """The waiting requests before this one; O(n log n)."""
-        return self._core.ahead_of(request)
+        in_order = self.waiting()
+        return in_order[: in_order.index(request)]
+
+    def waiting(self) -> list[Request]:
+        """The waiting requests in service order; O(n log n)."""
+        return self._core.waiting()
 
     def num_tokens_of(self, request: Request) -> int:
         """The tokens of a live request."""

@@ -4,7 +4,7 @@ Owns: these answers. Must not know: other cells, or which request is next.
 """
 
 from headway_scheduler.core.admission.door import asks_too_much, limit_of
-from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
 
 
@@ -39,6 +39,21 @@ class CellLoad:
     def may_make_room_for(self, request: Request) -> bool:
         """Whether one of a lower class runs that would make way for it, and nothing else waits here."""
         return not self._view.num_waiting and self._view.lowest_running_class() > request.new.priority
+
+    def stranded(self) -> Request | None:
+        """The first preempted request that waits here and has nothing here that it could go on with."""
+        if not self._view.num_preempted:
+            return None
+        return next(
+            (
+                request
+                for request in self._view.waiting()
+                if request.status is RequestStatus.PREEMPTED
+                and not request.num_unreturned
+                and not request.num_swapped_tokens
+            ),
+            None,
+        )
 
     @property
     def num_running(self) -> int:
