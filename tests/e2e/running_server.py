@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-READY = re.compile(r"^headway is ready on (?P<address>\S+) \(model \S+, (?P<runs_on>\S+), [\d.]+ s\)$")
+READY = re.compile(r"^headway is ready on (?P<address>\S+) \(model \S+, (?P<runs_on>\S+), (\d+ executors, )?[\d.]+ s\)$")
 
 
 def environment(**extra: str) -> dict[str, str]:
