@@ -108,7 +108,10 @@ def test_cores_are_shared_out_as_far_as_each_executor_gets_one(
     [
         (("--executors", "0"), r"^--executors: '0' is not allowed; allowed: a whole number, at least 1, at most 64"),
         (("--executors", "65"), r"^--executors: '65' is not allowed"),
-        (("--device", "cuda:1"), r"^--device: 'cuda:1' .* allowed: cuda, of which each of 2 executors takes one, or cpu"),
+        (
+            ("--device", "cuda:1"),
+            r"^--device: 'cuda:1' .* allowed: cuda, of which each of 2 executors takes one, or cpu",
+        ),
         (
             ("--device", "cuda:1", "--replicas", "2"),
             r"^--device: 'cuda:1' .* allowed: cuda, of which each of 4 executors takes one, or cpu",
