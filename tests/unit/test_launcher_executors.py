@@ -1,5 +1,6 @@
 """``serve --executors``: what each executor has of its own, what is refused, and when all is ready."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,13 @@ def test_cores_are_shared_out_as_far_as_each_executor_gets_one(
     cores: list[int], words: tuple[str, ...], own: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(headway.plan, "_own_cores", lambda: list(cores))
-    plan = plan_of(*TWO, *words)
-    assert list(plan.cores.values()) == own
-    assert flag_of(plan, "executor-1", "--num-threads") == "1" if list(cores) == [0] else True
+    assert list(plan_of(*TWO, *words).cores.values()) == own
+
+
+def test_executors_compute_in_one_thread_where_cores_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headway.plan, "_own_cores", lambda: [0])
+    assert flag_of(plan_of(*TWO), "executor-1", "--num-threads") == "1"
+    assert flag_of(plan_of(*TWO, "--num-threads", "2"), "executor-1", "--num-threads") == "2"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,8 @@ async def test_ready_means_that_every_executor_works(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(readiness, "PROGRESS_INTERVAL_S", 0.0)
     monkeypatch.setattr(readiness, "_model_if_serving", lambda _: MODEL)
     watch, reports = PulseWatch(0), []
-    pulses = {name: Pulse(watch.open(name)) for name in ("executor-0", "executor-1")}
+    ends = {name: watch.open(name) for name in ("executor-0", "executor-1")}
+    pulses = {name: Pulse(end) for name, end in ends.items()}
     pulses["executor-0"].beat(0.0)
 
     def report(text: str) -> None:
@@ -148,5 +154,6 @@ async def test_ready_means_that_every_executor_works(monkeypatch: pytest.MonkeyP
         "no sign of executor-1",
     ]
     assert line.startswith("headway is ready on h:1 (model m, b/d/t, 2 executors, ")
-    for name in pulses:
+    for name, end in ends.items():
+        os.close(end)
         watch.close(name)
