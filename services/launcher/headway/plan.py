@@ -92,17 +92,8 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     # Another server may answer at the gateway's address; only one of these gateways answers under this name.
     health_name = Given(secrets.token_hex(16), "the launcher")
     layout = Layout(serve.replicas, serve.executors)
-    addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), serve.replicas)
     metrics_ports = _metrics_ports(serve, values_of["gateway"])
-    settled = []
-    for replica, (address, ports) in enumerate(zip(addresses, metrics_ports, strict=True)):
-        own = {
-            "grpc_address": address,
-            "launcher_health_name": health_name,
-            "max_executors": _given_by_launcher(serve.executors),
-            **_links(layout, replica, directory),
-        }
-        settled += _settled(layout.members(replica), values_of, own, ports)
+    settled = _settle_all(layout, values_of, health_name, metrics_ports, directory)
     gateways = [each.config for each in settled if isinstance(each.config, GatewayConfig)]
     listeners = _listeners(serve, gateways, metrics_ports)
     check_apart(listeners)
@@ -158,6 +149,26 @@ def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
             f"because {len(ports)} ports are needed"
         )
     return [ports[first : first + num_own] for first in range(0, len(ports), num_own)]
+
+
+def _settle_all(
+    layout: Layout,
+    values_of: Mapping[str, Layer],
+    health_name: Given,
+    metrics_ports: Sequence[range],
+    directory: Path,
+) -> list[Settled]:
+    addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), layout.num_replicas)
+    settled = []
+    for replica, (address, ports) in enumerate(zip(addresses, metrics_ports, strict=True)):
+        own = {
+            "grpc_address": address,
+            "launcher_health_name": health_name,
+            "max_executors": _given_by_launcher(layout.num_executors),
+            **_links(layout, replica, directory),
+        }
+        settled += _settled(layout.members(replica), values_of, own, ports)
+    return settled
 
 
 def _settled(
