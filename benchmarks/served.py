@@ -16,7 +16,6 @@ from pathlib import Path
 
 import headway
 from headway.plan import without_settings
-from torch_cpu import write_checkpoint
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 _READY = re.compile(r"headway is ready on (?P<address>\S+) ")
@@ -50,6 +49,8 @@ def served(*flags: str) -> Iterator[str]:
 
 def write_random_model(directory: Path, seed: int, shape: Mapping[str, object]) -> None:
     """Write a checkpoint of random weights in this shape, with the demo model's tokenizer."""
+    from torch_cpu import write_checkpoint  # torch is slow to import, and few benchmarks need it
+
     write_checkpoint(directory, seed, dict(shape))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)

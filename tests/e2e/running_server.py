@@ -15,7 +15,9 @@ from pathlib import Path
 
 import psutil
 
-READY = re.compile(r"^headway is ready on (?P<address>\S+) \(model \S+, (?P<runs_on>\S+), [\d.]+ s\)$")
+READY = re.compile(
+    r"^headway is ready on (?P<address>\S+) \(model \S+, (?P<runs_on>\S+), (\d+ executors, )?[\d.]+ s\)$"
+)
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -118,6 +120,21 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextlib.contextmanager
+def free_ports(count: int) -> Iterator[int]:
+    """The first of so many consecutive ports that are free now."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+        yield first
+        return
 
 
 def wait_until(condition, timeout_s: float, what: str) -> None:

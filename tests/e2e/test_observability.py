@@ -1,7 +1,6 @@
 """Metrics, logs and the dashboard against a whole running Headway: what an operator sets up finds what it looks for."""
 
 import asyncio
-import contextlib
 import json
 import re
 import socket
@@ -14,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from e2e.running_server import Command, command, wait_until
+from e2e.running_server import Command, command, free_ports, wait_until
 from headway.client import AsyncClient
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
@@ -42,21 +41,6 @@ def selectors_in(expression: str) -> Iterator[tuple[str, set[str]]]:
 
 def grouped_by(expression: str) -> set[str]:
     return {label.strip() for labels in re.findall(r"\bby \(([^)]*)\)", expression) for label in labels.split(",")}
-
-
-@contextlib.contextmanager
-def free_ports(count: int) -> Iterator[int]:
-    """The first of so many consecutive ports that are free now."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-        yield first
-        return
 
 
 def scrape(port: int) -> Series:

@@ -402,6 +402,20 @@ def test_metrics_overhead(tmp_path):
         assert min(row["count_us"], record["gateway_count_us"]) > 0
 
 
+def test_executor_loss(tmp_path):
+    pytest.importorskip("psutil", reason="needs processes to kill (extra dev)")
+    result = tmp_path / "result.json"
+    load = ("--moments", "1", "--streams", "4", "--prompt", "8", "--tokens", "16", "--step-ms", "10")
+    printed = run("executor_loss.py", *load, "--serve-flags=--order,fair", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert record["num_equal"] == record["num_streams"] == 4
+    (row,) = record["rows"]
+    assert 0 <= row["moved"] <= 4
+    assert row["alone_gap_p99_ms"] > 0
+    assert "4 of 4 streams equal" in printed
+
+
 def test_fleet(tmp_path):
     for module in ("smg", "smg_grpc_proto", "aiohttp", "psutil", "matplotlib"):
         pytest.importorskip(module, reason="needs smg, a client of its API and pictures (extras smg and dev)")

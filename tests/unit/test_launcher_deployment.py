@@ -54,6 +54,14 @@ def test_the_profile_openai_has_whole_headways_that_only_smg_reaches():
     assert replica["scale"] == "${REPLICAS:-2}"
 
 
+def test_as_many_executors_start_on_the_cpu_as_the_scheduler_gives_work_to():
+    executor, scheduler = COMPOSE["services"]["executor"], COMPOSE["services"]["scheduler"]
+    assert executor["scale"] == "${EXECUTORS:-1}"
+    assert f"--max-executors={executor['scale']}" in scheduler["command"]
+    assert "--num-threads=${EXECUTOR_THREADS:-0}" in executor["command"]
+    assert "ports" not in executor
+
+
 def test_smg_knows_every_flag_that_it_is_given_here():
     smg_arguments = pytest.importorskip("smg.router_args", reason="needs smg (extra smg)").RouterArgs
     parser = argparse.ArgumentParser(exit_on_error=False)

@@ -13,9 +13,9 @@ from headway.configuration import Given
 from headway.plan import Plan, make_plan
 from headway.processes import ChildExited, Children
 from headway.pulse_watch import PulseWatch
-from headway.replicas import Replica, free_ports
+from headway.replicas import Layout, Member, free_ports
 from headway.settings import ConfigurationError
-from headway_process.logs import REPLICA_VARIABLE, replica_field
+from headway_process.logs import REPLICA_VARIABLE, fleet_fields
 
 THREE = ("--replicas", "3", "--grpc-address", "127.0.0.1:50900")
 
@@ -48,7 +48,7 @@ def test_each_replica_is_complete_and_its_processes_have_a_name_a_port_and_links
                 assert address == f"ipc:///run/x/{link}-{index}"
     for name in plan.start_order:
         assert plan.environments[name] == {REPLICA_VARIABLE: name.rpartition("-")[2]}
-        assert replica_field(plan.environments[name]) == {"replica": int(name.rpartition("-")[2])}
+        assert fleet_fields(plan.environments[name]) == {"replica": int(name.rpartition("-")[2])}
 
 
 def test_one_replica_is_served_as_ever() -> None:
@@ -57,7 +57,7 @@ def test_one_replica_is_served_as_ever() -> None:
     assert flag_of(plan, "scheduler", "--flight-log") == "log"
     assert flag_of(plan, "executor", "--device") == "cuda:1"
     assert plan.environments == plan.cores == {}
-    assert replica_field({}) == {}
+    assert fleet_fields({}) == {}
 
 
 def test_port_0_is_another_free_port_for_each() -> None:
@@ -159,7 +159,7 @@ def test_free_ports_differ() -> None:
 
 def test_a_setting_that_is_not_given_is_not_derived() -> None:
     given = {"max_num_seqs": Given(3, "--max-num-seqs")}
-    assert Replica(index=1, count=2).of_its_own(given) == given
+    assert Member("executor", 1, layout=Layout(2)).of_its_own(given) == given
 
 
 async def test_a_child_keeps_to_the_cores_that_it_is_given(tmp_path: Path) -> None:

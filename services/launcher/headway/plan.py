@@ -13,7 +13,7 @@ import msgspec
 from headway import openai_front
 from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
 from headway.health import Target, client_certificate
-from headway.replicas import LAST_PORT, LOOPBACK, Replica, check_apart, free_ports, grpc_addresses, replicas_of
+from headway.replicas import EXECUTOR, LAST_PORT, LOOPBACK, Layout, Member, check_apart, free_ports, grpc_addresses
 from headway.serve_config import DEMO_MODEL, ServeConfig
 from headway.services import SERVE, SERVICES, Service, serve_settings, sources_in_file, with_model_directory
 from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
@@ -21,13 +21,10 @@ from headway.supervision import RestartPolicy
 from headway_executor.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
 from headway_process.installation import install_advice
-from headway_process.logs import REPLICA_VARIABLE
 
 SMG = "smg"
 START_ORDER = ("executor", "scheduler", "gateway")
 STOP_ORDER = ("gateway", "scheduler", "executor")
-METRICS_ORDER = ("scheduler", "executor", "gateway")
-"""The services whose metrics are at a replica's first metrics port, and at the following ones."""
 STOP_GRACE_S = 5.0
 _NOTHING = Given("", "")
 _ONE_WORKER = Given(1, "")
@@ -37,9 +34,14 @@ _GRPC_ADDRESS = Given(settings_of(GatewayConfig)["grpc_address"].default, "--grp
 class Settled(msgspec.Struct, frozen=True):
     """One process's configuration, with its sources."""
 
-    service: Service
+    member: Member
     given: Layer
     config: msgspec.Struct
+
+    @property
+    def service(self) -> Service:
+        """The service that it runs."""
+        return SERVICES[self.member.service]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``commands`` are in the order of the start. ``stop_stages`` have seconds from SIGTERM to SIGKILL by name. A process
     that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways. ``directory``
-    is private. ``settled`` and ``listeners`` (process and HOST:PORT) are checked before the start.
+    is private. ``settled`` and ``listeners`` (process and HOST:PORT) are checked before the start. ``awaited``: the
+    executors that must work before all is ready; empty if serving shows that.
     """
 
     commands: dict[str, list[str]]
@@ -62,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     smg_flags: tuple[str, ...] = ()
     environments: dict[str, dict[str, str]] = {}
     cores: dict[str, frozenset[int]] = {}
+    awaited: tuple[str, ...] = ()
 
     @property
     def start_order(self) -> list[str]:
@@ -87,30 +91,26 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
     probe_token = _probe_token(values_of["gateway"])
     # Another server may answer at the gateway's address; only one of these gateways answers under this name.
     health_name = Given(secrets.token_hex(16), "the launcher")
-    replicas = replicas_of(serve.replicas)
+    layout = Layout(serve.replicas, serve.executors)
     metrics_ports = _metrics_ports(serve, values_of["gateway"])
-    addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), len(replicas))
-    settled = []
-    for replica, address, ports in zip(replicas, addresses, metrics_ports, strict=True):
-        own = {"grpc_address": address, "launcher_health_name": health_name, **_links(replica, directory)}
-        settled.append(_settled(replica, values_of, own, ports))
-    configs = [{name: each.config for name, each in of_replica.items()} for of_replica in settled]
-    listeners = _listeners(serve, configs, metrics_ports)
+    settled = _settle_all(layout, values_of, health_name, metrics_ports, directory)
+    gateways = [each.config for each in settled if isinstance(each.config, GatewayConfig)]
+    listeners = _listeners(serve, gateways, metrics_ports)
     check_apart(listeners)
-    gateways = [_gateway_of(of_replica) for of_replica in configs]
     return Plan(
-        commands=_commands(serve, replicas, configs),
+        commands=_commands(serve, settled, gateways),
         restart_policy=RestartPolicy(max_restarts=serve.max_restarts, window_s=serve.restart_window_s),
         hang_s=serve.hang_s,
         targets=[_target(gateway, serve, probe_token) for gateway in gateways],
-        stop_stages=_stop_stages(serve, replicas, configs),
+        stop_stages=_stop_stages(serve, settled, gateways),
         directory=directory,
-        settled=[each for of_replica in settled for each in of_replica.values()],
+        settled=settled,
         listeners=listeners,
         openai_address=serve.openai_address,
         smg_flags=serve.smg_flags,
-        environments=_environments(replicas),
-        cores=_cores(replicas, configs),
+        environments={each.member.name: each.member.environment for each in settled if each.member.environment},
+        cores=_cores(settled),
+        awaited=_awaited(layout, settled),
     )
 
 
@@ -136,16 +136,12 @@ def _values_of_services(
     return result
 
 
-Configs = Mapping[str, msgspec.Struct]
-"""A replica's configurations, by service."""
-
-
 def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
-    """Each service and further gateway worker has a port."""
+    """Each process and further gateway worker has a port."""
     if not serve.metrics_port:
         return [range(0)] * serve.replicas
     num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway itself refuses 0.
-    num_own = len(METRICS_ORDER) - 1 + num_workers
+    num_own = 1 + serve.executors + num_workers
     ports = range(serve.metrics_port, serve.metrics_port + serve.replicas * num_own)
     if ports[-1] > LAST_PORT:
         raise ConfigurationError(
@@ -155,25 +151,45 @@ def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
     return [ports[first : first + num_own] for first in range(0, len(ports), num_own)]
 
 
-def _settled(
-    replica: Replica, values_of: Mapping[str, Layer], from_launcher: Layer, metrics_ports: range
-) -> dict[str, Settled]:
-    settled = {}
-    for service in SERVICES.values():
-        own = dict(from_launcher)
-        if metrics_ports:
-            port = metrics_ports[METRICS_ORDER.index(service.name)]
-            own["metrics_address"] = _given_by_launcher(f"{LOOPBACK}:{port}")
-        values = replica.of_its_own(values_of[service.name])
-        given = merged((_known_to(service, own), _known_to(service, _threads(replica, values)), values))
-        settled[service.name] = Settled(service, given, service.build(given))
+def _settle_all(
+    layout: Layout,
+    values_of: Mapping[str, Layer],
+    health_name: Given,
+    metrics_ports: Sequence[range],
+    directory: Path,
+) -> list[Settled]:
+    addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), layout.num_replicas)
+    settled = []
+    for replica, (address, ports) in enumerate(zip(addresses, metrics_ports, strict=True)):
+        own = {
+            "grpc_address": address,
+            "launcher_health_name": health_name,
+            "max_executors": _given_by_launcher(layout.num_executors),
+            **_links(layout, replica, directory),
+        }
+        settled += _settled(layout.members(replica), values_of, own, ports)
     return settled
 
 
-def _links(replica: Replica, directory: Path) -> Layer:
+def _settled(
+    members: Sequence[Member], values_of: Mapping[str, Layer], from_launcher: Layer, metrics_ports: range
+) -> list[Settled]:
+    settled = []
+    for index, member in enumerate(members):
+        service = SERVICES[member.service]
+        own = dict(from_launcher)
+        if metrics_ports:
+            own["metrics_address"] = _given_by_launcher(f"{LOOPBACK}:{metrics_ports[index]}")
+        values = member.of_its_own(values_of[member.service])
+        given = merged((_known_to(service, own), _known_to(service, _threads(member, values)), values))
+        settled.append(Settled(member, given, service.build(given)))
+    return settled
+
+
+def _links(layout: Layout, replica: int, directory: Path) -> Layer:
     return {
-        "ingress_address": _given_by_launcher(f"ipc://{directory}/{replica.named('ingress')}"),
-        "step_address": _given_by_launcher(f"ipc://{directory}/{replica.named('step')}"),
+        "ingress_address": _given_by_launcher(f"ipc://{directory}/{layout.named('ingress', replica)}"),
+        "step_address": _given_by_launcher(f"ipc://{directory}/{layout.named('step', replica)}"),
         "exit_with_parent": _given_by_launcher(True),
     }
 
@@ -186,27 +202,19 @@ def _known_to(service: Service, layer: Layer) -> Layer:
     return {name: given for name, given in layer.items() if name in service.settings}
 
 
-def _gateway_of(configs: Configs) -> GatewayConfig:
-    gateway = configs["gateway"]
-    assert isinstance(gateway, GatewayConfig)
-    return gateway
-
-
-def _threads(replica: Replica, values: Layer) -> Layer:
-    """With fewer than two cores per executor, use one thread."""
-    if replica.is_alone or replica.share_of(_own_cores()) or "num_threads" in values:
+def _threads(member: Member, values: Layer) -> Layer:
+    """Without cores of its own beside others, an executor uses one thread."""
+    if member.layout.total_executors == 1 or member.share_of(_own_cores()) or "num_threads" in values:
         return {}
     return {"num_threads": _given_by_launcher(1)}
 
 
-def _cores(replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, frozenset[int]]:
+def _cores(settled: Sequence[Settled]) -> dict[str, frozenset[int]]:
     cores = {}
-    for replica, of_replica in zip(replicas, configs, strict=True):
-        executor = of_replica["executor"]
-        assert isinstance(executor, ExecutorConfig)
-        own = replica.share_of(_own_cores())
-        if own and executor.device == "cpu" and not executor.num_threads:
-            cores[replica.named("executor")] = own
+    for each in settled:
+        config, own = each.config, each.member.share_of(_own_cores())
+        if isinstance(config, ExecutorConfig) and own and config.device == "cpu" and not config.num_threads:
+            cores[each.member.name] = own
     return cores
 
 
@@ -214,44 +222,44 @@ def _own_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def _commands(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> dict[str, list[str]]:
+def _of(service: str, settled: Sequence[Settled]) -> list[Settled]:
+    return [each for each in settled if each.member.service == service]
+
+
+def _awaited(layout: Layout, settled: Sequence[Settled]) -> tuple[str, ...]:
+    """A scheduler serves as soon as it has one of its executors."""
+    return tuple(each.member.name for each in _of(EXECUTOR, settled)) if layout.num_executors > 1 else ()
+
+
+def _commands(
+    serve: ServeConfig, settled: Sequence[Settled], gateways: Sequence[GatewayConfig]
+) -> dict[str, list[str]]:
     commands = {
-        replica.named(name): _command(name, of_replica[name])
-        for name in START_ORDER
-        for replica, of_replica in zip(replicas, configs, strict=True)
+        each.member.name: _command(service, each.config) for service in START_ORDER for each in _of(service, settled)
     }
     if serve.openai_address:
-        commands[SMG] = _smg_command(serve, [_gateway_of(of_replica) for of_replica in configs])
+        commands[SMG] = _smg_command(serve, gateways)
     return commands
 
 
-def _stop_stages(serve: ServeConfig, replicas: Sequence[Replica], configs: Sequence[Configs]) -> list[dict[str, float]]:
+def _stop_stages(
+    serve: ServeConfig, settled: Sequence[Settled], gateways: Sequence[GatewayConfig]
+) -> list[dict[str, float]]:
     """Each service has its time and a margin."""
     stages = [
-        {
-            replica.named(name): getattr(of_replica[name], "grace_s", 0.0) + STOP_GRACE_S
-            for replica, of_replica in zip(replicas, configs, strict=True)
-        }
-        for name in STOP_ORDER
+        {each.member.name: getattr(each.config, "grace_s", 0.0) + STOP_GRACE_S for each in _of(service, settled)}
+        for service in STOP_ORDER
     ]
     if not serve.openai_address:
         return stages
-    return [{SMG: _gateway_of(configs[0]).grace_s + STOP_GRACE_S}, *stages]
+    return [{SMG: gateways[0].grace_s + STOP_GRACE_S}, *stages]
 
 
-def _environments(replicas: Sequence[Replica]) -> dict[str, dict[str, str]]:
-    """Name the replica in log lines."""
-    return {
-        replica.named(name): {REPLICA_VARIABLE: str(replica.index)}
-        for replica in replicas
-        for name in START_ORDER
-        if not replica.is_alone
-    }
-
-
-def _listeners(serve: ServeConfig, configs: Sequence[Configs], metrics_ports: Sequence[range]) -> list[tuple[str, str]]:
+def _listeners(
+    serve: ServeConfig, gateways: Sequence[GatewayConfig], metrics_ports: Sequence[range]
+) -> list[tuple[str, str]]:
     """Return pairs of a flag and HOST:PORT."""
-    listeners = [("--grpc-address", _gateway_of(of_replica).grpc_address) for of_replica in configs]
+    listeners = [("--grpc-address", gateway.grpc_address) for gateway in gateways]
     if serve.openai_address:
         listeners.append(("--openai-address", serve.openai_address))
     listeners += [("--metrics-port", f"{LOOPBACK}:{port}") for ports in metrics_ports for port in ports]

@@ -31,6 +31,10 @@ class PulseWatch:
         if reader is not None:
             os.close(reader)
 
+    def has_begun(self, name: str) -> bool:
+        """Return whether ``look`` has seen a sign of a child that lives."""
+        return name in self._silent_looks
+
     def look(self) -> list[str]:
         """Return newly silent children."""
         silent = []

@@ -13,23 +13,45 @@ POLL_INTERVAL_S = 0.1
 PROGRESS_INTERVAL_S = 5.0
 
 
-async def wait_until_serving(targets: Sequence[Target], *, started: float, report: Callable[[str], None]) -> str:
-    """Return the readiness line; report now and then until then."""
+async def wait_until_serving(
+    targets: Sequence[Target],
+    executors: Sequence[str],
+    *,
+    started: float,
+    report: Callable[[str], None],
+    has_begun: Callable[[str], bool],
+) -> str:
+    """Return the readiness line; report now and then until then.
+
+    It waits for all ``targets``, then for all ``executors``: a target serves with one of them.
+    """
     next_word = started + PROGRESS_INTERVAL_S
     waiting = list(targets)
-    while waiting:
-        model = await asyncio.to_thread(_model_if_serving, waiting[0])
-        if model is not None:
+    model = None
+
+    def late() -> list[str]:
+        return [name for name in executors if not has_begun(name)]
+
+    while waiting or late():
+        answer = await asyncio.to_thread(_model_if_serving, waiting[0]) if waiting else None
+        if answer is not None:
+            model = answer
             del waiting[0]
             continue
         now = time.monotonic()
         if now >= next_word:
-            of_several = f": {waiting[0].address} does not serve" if len(targets) > 1 else ""
-            report(f"not ready after {now - started:.0f} s{of_several}")
+            report(f"not ready after {now - started:.0f} s{_why(waiting if len(targets) > 1 else (), late())}")
             next_word = now + PROGRESS_INTERVAL_S
         await asyncio.sleep(POLL_INTERVAL_S)
     assert model is not None
-    return readiness_line([target.address for target in targets], model, time.monotonic() - started)
+    took_s = time.monotonic() - started
+    return readiness_line([target.address for target in targets], model, took_s, num_executors=len(executors))
+
+
+def _why(waiting: Sequence[Target], late: Sequence[str]) -> str:
+    if waiting:
+        return f": {waiting[0].address} does not serve"
+    return f": no sign of {', '.join(late)}" if late else ""
 
 
 def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
@@ -41,7 +63,10 @@ def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
         return None
 
 
-def readiness_line(addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float) -> str:
+def readiness_line(
+    addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float, *, num_executors: int = 0
+) -> str:
     """Return the line with model and addresses."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"
-    return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {took_s:.1f} s)"
+    several = f"{num_executors} executors, " if num_executors else ""
+    return f"headway is ready on {','.join(addresses)} (model {model.name}, {runs_on}, {several}{took_s:.1f} s)"

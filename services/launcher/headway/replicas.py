@@ -1,5 +1,6 @@
-"""The differences between the replicas of ``headway serve --replicas N``. A single replica has every setting as
-given.
+"""The processes of ``headway serve --replicas N --executors M``, and the differences between them.
+
+A process that is the only one of its service has every setting as given.
 """
 
 import contextlib
@@ -11,60 +12,111 @@ import msgspec
 
 from headway.configuration import Given, Layer
 from headway.settings import ConfigurationError, shown
+from headway_process.logs import EXECUTOR_VARIABLE, REPLICA_VARIABLE
 
 REPLICA_NAMES = "replica-"
 LAST_PORT = 65535
 LOOPBACK = "127.0.0.1"
+SERVICE_ORDER = ("scheduler", "executor", "gateway")
+"""The services of a replica, in the order of their metrics ports."""
+EXECUTOR = "executor"
 _ANY_HOST = frozenset(("0.0.0.0", "[::]"))  # noqa: S104 (addresses that clash with every other, not ones to bind)
 _CPU = "cpu"
 _CUDA = "cuda"
 _ONE_FILE_OPTION = "step_log"
+_LEAST_SHARE_OF_REPLICA = 2
+"""Cores; with one each, an executor could not give way to its replica's other processes."""
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One of ``count`` replicas, numbered from 0."""
+class Layout(msgspec.Struct, frozen=True):
+    """How many replicas there are, and how many executors each has."""
 
-    index: int
-    count: int
+    num_replicas: int = 1
+    num_executors: int = 1
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it is the only one."""
-        return self.count == 1
+    def total_executors(self) -> int:
+        """The executors of all replicas."""
+        return self.num_replicas * self.num_executors
 
-    def named(self, name: str) -> str:
-        """Name a process or link."""
-        return name if self.is_alone else f"{name}-{self.index}"
+    @property
+    def in_words(self) -> str:
+        """The executors, as users count them."""
+        return f"{self.num_replicas} replicas" if self.num_executors == 1 else f"{self.total_executors} executors"
+
+    def named(self, name: str, replica: int) -> str:
+        """Name a process or link of a replica."""
+        return name if self.num_replicas == 1 else f"{name}-{replica}"
+
+    def members(self, replica: int) -> "list[Member]":
+        """Return a replica's processes, in ``SERVICE_ORDER``."""
+        return [
+            Member(service, replica, index, self)
+            for service in SERVICE_ORDER
+            for index in range(self.num_executors if service == EXECUTOR else 1)
+        ]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One process. ``executor``: its number among its replica's executors."""
+
+    service: str
+    replica: int = 0
+    executor: int = 0
+    layout: Layout = Layout()
+
+    @property
+    def name(self) -> str:
+        """The name of the process."""
+        name = self.layout.named(self.service, self.replica)
+        return f"{name}-{self.executor}" if self._is_one_of_several_here else name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that name it in its log lines."""
+        variables = {}
+        if self.layout.num_replicas > 1:
+            variables[REPLICA_VARIABLE] = str(self.replica)
+        if self._is_one_of_several_here:
+            variables[EXECUTOR_VARIABLE] = str(self.executor)
+        return variables
+
+    @property
+    def _is_one_of_several_here(self) -> bool:
+        return self.service == EXECUTOR and self.layout.num_executors > 1
+
+    @property
+    def _number(self) -> int:
+        """Its number among the executors of all replicas."""
+        return self.replica * self.layout.num_executors + self.executor
 
     def of_its_own(self, given: Layer) -> dict[str, Given]:
-        """Return a service's settings, changed where needed.
+        """Return its settings, changed where needed.
 
         Raises:
             ConfigurationError: no change is possible.
         """
         result = dict(given)
-        if self.is_alone:
-            return result
-        for name, derive in (
-            ("flight_log", self._directory),
-            ("device", self._device),
-            ("backend_options", self._backend_options),
+        for name, count, derive in (
+            ("flight_log", self.layout.num_replicas, self._directory),
+            ("device", self.layout.total_executors, self._device),
+            ("backend_options", self.layout.total_executors, self._backend_options),
         ):
-            if name in result:
+            if name in result and count > 1:
                 result[name] = Given(derive(result[name]), result[name].origin)
         return result
 
     def _directory(self, given: Given) -> str:
-        return str(Path(given.value) / f"{REPLICA_NAMES}{self.index}") if given.value else ""
+        return str(Path(given.value) / f"{REPLICA_NAMES}{self.replica}") if given.value else ""
 
     def _device(self, given: Given) -> str:
-        """``cuda`` becomes device ``index``."""
+        """``cuda`` becomes a device for each executor."""
         device: str = given.value
         if device == _CUDA:
-            return f"{_CUDA}:{self.index}"
+            return f"{_CUDA}:{self._number}"
         if device.startswith(f"{_CUDA}:"):
             raise ConfigurationError(
-                f"{given.origin}: {shown(device)} is not allowed; allowed: {_CUDA}, of which each of {self.count} replicas "
+                f"{given.origin}: {shown(device)} is not allowed; allowed: {_CUDA}, of which each of {self.layout.in_words} "
                 f"takes one, or {_CPU}"
             )
         return device
@@ -73,22 +125,18 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         options: Mapping[str, str] = given.value
         if _ONE_FILE_OPTION in options:
             raise ConfigurationError(
-                f"{given.origin}: {_ONE_FILE_OPTION} is not allowed; allowed: without it, because {self.count} replicas "
+                f"{given.origin}: {_ONE_FILE_OPTION} is not allowed; allowed: without it, because {self.layout.in_words} "
                 "would write one file"
             )
         return options
 
     def share_of(self, cores: Sequence[int]) -> frozenset[int]:
-        """Return an equal share, or none below two cores each."""
-        num_own = len(cores) // self.count
-        if self.is_alone or num_own < 2:
+        """Return an executor's equal share; none if it is alone, or if the cores are too few."""
+        num_own = len(cores) // self.layout.total_executors
+        least = 1 if self.layout.num_executors > 1 else _LEAST_SHARE_OF_REPLICA
+        if self.layout.total_executors == 1 or num_own < least:
             return frozenset()
-        return frozenset(sorted(cores)[self.index * num_own : (self.index + 1) * num_own])
-
-
-def replicas_of(count: int) -> list[Replica]:
-    """Return this many replicas."""
-    return [Replica(index=index, count=count) for index in range(count)]
+        return frozenset(sorted(cores)[self._number * num_own : (self._number + 1) * num_own])
 
 
 def grpc_addresses(given: Given, count: int) -> list[Given]:

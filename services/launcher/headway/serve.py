@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from headway import openai_front, preflight
-from headway.health import Target
 from headway.plan import Plan, make_plan, without_settings
 from headway.processes import ChildExited, Children
 from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
@@ -72,7 +71,7 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
     }
     children = Children(plan.commands, environments, plan.cores, events.put_nowait, pulses)
     _deliver_signals(events)
-    attendant = asyncio.create_task(_attend(plan.targets, when_ready, events))
+    attendant = asyncio.create_task(_attend(plan, pulses, when_ready, events))
     watcher = asyncio.create_task(_watch_pulses(pulses, events))
     announcer = asyncio.create_task(
         _announce_openai(plan.openai_address, [each.reachable_address for each in plan.targets])
@@ -106,11 +105,13 @@ async def _watch_pulses(pulses: PulseWatch, events: "asyncio.Queue[Event]") -> N
             events.put_nowait(ChildHangs(name))
 
 
-async def _attend(targets: Sequence[Target], when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
+async def _attend(plan: Plan, pulses: PulseWatch, when_ready: WhenReady, events: "asyncio.Queue[Event]") -> None:
     keep_serving = False
     try:
-        readiness_line = await wait_until_serving(targets, started=time.monotonic(), report=say)
-        keep_serving = await when_ready(readiness_line, targets[0].address)
+        readiness_line = await wait_until_serving(
+            plan.targets, plan.awaited, started=time.monotonic(), report=say, has_begun=pulses.has_begun
+        )
+        keep_serving = await when_ready(readiness_line, plan.targets[0].address)
     finally:
         if not keep_serving:
             events.put_nowait(StopRequested(signal.SIGTERM))

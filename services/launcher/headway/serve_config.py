@@ -27,6 +27,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             "(or on a free port, if that is 0); docs/openai.md lists what else differs",
         ),
     ] = 1
+    executors: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="executors behind the scheduler, or behind each replica's; with cuda, each has a device of its own; "
+            "see docs/executors.md",
+        ),
+    ] = 1
     max_restarts: Annotated[
         int, Meta(ge=0, le=1000, description="most restarts of one process within restart_window_s")
     ] = 10
@@ -43,7 +52,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=65000,
-            description="loopback port for the scheduler's Prometheus metrics; the next ports are for the executor and each "
+            description="loopback port for the scheduler's Prometheus metrics; the next ports are for each executor and each "
             "gateway worker, then for the next replica; 0: none",
         ),
     ] = 0

@@ -38,6 +38,7 @@ SETTLED_BY_SERVE = frozenset(
     {
         "ingress_address",
         "step_address",
+        "max_executors",
         "curve_keys",
         "exit_with_parent",
         "reuse_port",
@@ -174,7 +175,7 @@ def announce(name: str, config: msgspec.Struct) -> None:
     """Log the effective configuration at level debug."""
     import structlog
 
-    from headway_process.logs import replica_field
+    from headway_process.logs import fleet_fields
 
     settings = effective(config)
     if settings.get("log_level") != "debug":
@@ -188,5 +189,5 @@ def announce(name: str, config: msgspec.Struct) -> None:
         structlog.WriteLogger(cast(TextIO, sink)),
         processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"), renderer],
     )
-    log.debug("configuration", service=name, **replica_field(os.environ), **settings)
+    log.debug("configuration", service=name, **fleet_fields(os.environ), **settings)
     sink.drain(_LOG_DRAIN_S)

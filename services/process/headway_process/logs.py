@@ -1,7 +1,8 @@
 """The log format: readable lines, or one JSON object per line.
 
 Owns: how a line is made. Must not know: what is logged, ``log_sink``.
-JSON has ``event``, ``level``, ``timestamp`` (UTC), ``process``; perhaps ``replica``, ``request_id``, ``trace_id``.
+JSON has ``event``, ``level``, ``timestamp`` (UTC), ``process``; perhaps ``replica``, ``executor``,
+``request_id``, ``trace_id``.
 """
 
 import logging
@@ -15,7 +16,10 @@ from structlog.typing import FilteringBoundLogger, Processor
 from headway_process.log_sink import LogSink
 
 REPLICA_VARIABLE = "_HEADWAY_REPLICA"
-"""This process's replica, if there are several."""
+"""The number of this process's replica, if there are several."""
+EXECUTOR_VARIABLE = "_HEADWAY_EXECUTOR"
+"""The number of this executor, if its scheduler has several."""
+_FIELDS = (("replica", REPLICA_VARIABLE), ("executor", EXECUTOR_VARIABLE))
 
 
 def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
@@ -25,22 +29,22 @@ def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> 
         processors=_processors(log_format),
         wrapper_class=_wrapper_class(level),
     )
-    return logger.bind(process=process, **replica_field(os.environ))
+    return logger.bind(process=process, **fleet_fields(os.environ))
 
 
-def replica_field(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return ``replica``, if there are several."""
-    replica = environment.get(REPLICA_VARIABLE, "")
-    return {"replica": int(replica)} if replica.isascii() and replica.isdigit() else {}
+def fleet_fields(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return ``replica`` and ``executor``, each if there are several."""
+    given = ((field, environment.get(variable, "")) for field, variable in _FIELDS)
+    return {field: int(number) for field, number in given if number.isascii() and number.isdigit()}
 
 
 def configure(process: str, *, level: str, log_format: str, sink: LogSink) -> None:
     """Set up ``structlog.get_logger``."""
-    replica = replica_field(os.environ)
+    fields = fleet_fields(os.environ)
 
     def name_process(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
         line.setdefault("process", process)
-        line.update(replica)
+        line.update(fields)
         return line
 
     structlog.configure(

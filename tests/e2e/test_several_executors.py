@@ -1,0 +1,87 @@
+"""``headway serve --executors 2`` as real processes: one executor is killed under load, and comes back."""
+
+import asyncio
+import contextlib
+import random
+import urllib.request
+
+import psutil
+
+from e2e.running_server import Command, command, eventually, free_ports
+from headway.client import AsyncClient
+from headway_process.logs import EXECUTOR_VARIABLE
+
+NUM_STREAMS = 16
+NUM_TOKENS = 100
+NUM_BEFORE_THE_KILL = 30
+SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=10000", "--grpc-address", "127.0.0.1:0")
+PROMPTS = [random.Random(number).choices(range(1, 1000), k=40) for number in range(NUM_STREAMS)]
+
+
+def executors_of(server: Command) -> dict[int, psutil.Process]:
+    found = {}
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            number = child.environ().get(EXECUTOR_VARIABLE)
+            if number is not None:
+                found[int(number)] = child
+    return found
+
+
+def rows_run_by(port: int) -> float:
+    """The rows of all steps of the executor with this metrics port; 0 while it is away."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            lines = page.read().decode().splitlines()
+    except OSError:
+        return 0.0
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("headway_executor_step_rows_sum"))
+
+
+class Streams:
+    """As many streams as there are prompts."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.tokens: list[list[int]] = [[] for _ in PROMPTS]
+
+    async def run(self) -> list[list[int]]:
+        await asyncio.gather(*(self._follow(number) for number in range(len(PROMPTS))))
+        return self.tokens
+
+    async def _follow(self, number: int) -> None:
+        options = {"seed": number, "temperature": 1.0, "ignore_eos": True}
+        async for delta in self._client.generate(PROMPTS[number], max_tokens=NUM_TOKENS, **options):
+            assert delta.first_token_index == len(self.tokens[number]), "a token is missing or repeated"
+            self.tokens[number] += delta.token_ids
+
+
+async def test_a_killed_executor_loses_nothing_and_works_again_when_it_is_back() -> None:
+    with (
+        free_ports(4) as port,
+        command("serve", "--executors", "2", *SIMULATED, "--metrics-port", str(port)) as server,
+    ):
+        executors = (port + 1, port + 2)
+        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready)) as client:
+            undisturbed = await Streams(client).run()
+            assert all(map(rows_run_by, executors)), "both executors had work"
+            before = executors_of(server)
+            assert set(before) == {0, 1}
+
+            streams = Streams(client)
+            running = asyncio.create_task(streams.run())
+            await eventually(lambda: min(map(len, streams.tokens)) >= NUM_BEFORE_THE_KILL)
+            before[1].kill()
+            assert await running == undisturbed
+
+            await eventually(lambda: sum("reason='an executor joined'" in line for line in server.err) == 3)
+            num_rows = rows_run_by(executors[1])
+            assert await Streams(client).run() == undisturbed
+            assert rows_run_by(executors[1]) > num_rows, "the one that is back took work"
+        after = executors_of(server)
+        assert after[0] == before[0], "nobody has touched the other one"
+        assert after[1] != before[1]
+        (ended,) = (line for line in server.err if "executor-1 ended" in line)
+        assert "executor-1 ended (signal 9); starting it again" in ended
+        assert server.stop() == 0
+    assert [line for line in server.err if "Traceback" in line] == []
