@@ -101,6 +101,7 @@ MAY_GROW = (
     _MayGrow("gateway.*_version", None, "changes are numbered"),
     _MayGrow("engine.recorder._[in]*", None, "records are numbered"),
     _MayGrow("engine.fleet.num_answers", None, "a total"),
+    _MayGrow("engine.fleet.num_moved", None, "a total"),
     _MayGrow("*.num_damaged_frames", None, "a total"),
     _MayGrow("*counters.*", None, "totals"),
     _MayGrow("gateway.num_steps", None, "a total, as the scheduler told it"),
