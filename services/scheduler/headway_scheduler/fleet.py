@@ -208,11 +208,11 @@ class Fleet:
 
     def _end_all(self, now: float) -> None:
         """Another model: no tokens would follow from those of the requests that wait."""
-        self._left.clear()
         for request in self.placement.requests():
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)
+        self._left.clear()
 
     def _place(self, now: float) -> None:
         """Give waiting requests to the cells that can start them soon."""
