@@ -13,7 +13,7 @@ from rich.console import Console
 from headway.__main__ import main
 from headway.settings import ConfigurationError
 from headway_lab.top import command, figures
-from headway_lab.top.controls import Controls, Order, OrderKind
+from headway_lab.top.controls import HELP, Controls, Order, OrderKind
 from headway_lab.top.frame import Frame
 from headway_lab.top.history import RATE_WINDOW_S, History, Look
 from headway_lab.top.keyboard import keys_of
@@ -535,7 +535,9 @@ def test_panels_stand_in_the_place_of_the_tables_until_they_are_closed():
     assert "It arrived 1.0 s ago" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
     controls.press("?", ())
-    assert any("pause: admit no more" in line for line in lines_of(busy_history(), controls))
+    shown = lines_of(busy_history(), controls)
+    assert any("pause: admit no more" in line for line in shown)
+    assert [line for line in HELP if f"  {line}" not in shown] == [], "all of it stands on 80 by 24"
     controls.press("escape", ())
     assert line_of(lines_of(busy_history(), controls), "  first")
 

@@ -19,7 +19,7 @@ HELP = (
     "p        pause: admit no more waiting requests; running ones go on",
     "r        resume: admit again",
     "d        drain: refuse new requests from now on; asks first",
-    "x, u     drain one executor, so that its requests go on elsewhere; use it again",
+    "x, u     drain one executor: its requests go on elsewhere; use it again",
     "j, k     select the next or previous request, as the arrow keys do",
     "c        cancel the selected request; asks first",
     "e        explain why the selected request is where it is",

@@ -47,7 +47,8 @@ MAX_REMEMBERED_ENDS = 16384
 """Cancelling an ended request is no error while its id is kept."""
 
 
-_NEED_EXECUTOR = {*("pause", "resume", "flush", "cache", "pins", "pin", "unpin", "drain_executor", "undrain_executor")}
+_ABOUT_ONE_EXECUTOR = {"drain_executor", "undrain_executor", "cache", "pins"}
+_ABOUT_ALL_EXECUTORS = {"pause", "resume", "flush", "pin", "unpin"}
 _reply = partial(AdminReply, call_id=0)
 
 
@@ -101,12 +102,16 @@ class Administration:
                 return self._explain(call.request_id, now)
             case "flight_log":
                 return self._flight_log(call.place or FlightLogPlace(), now)
-        if call.method not in _NEED_EXECUTOR:
+        if call.method not in _ABOUT_ONE_EXECUTOR | _ABOUT_ALL_EXECUTORS:
             return _refusal(f"unknown method {call.method!r:.64}")
         cells = [cell for cell in self._scheduler.fleet.cells if cell.core is not None]
-        return self._with_executors(call, cells, now) if cells else _refusal(NOT_YET)
+        if not cells:
+            return _refusal(NOT_YET)
+        if call.method in _ABOUT_ONE_EXECUTOR:
+            return self._with_one_executor(call, cells)
+        return self._with_all_executors(call, cells, now)
 
-    def _with_executors(self, call: AdminCall, cells: list[Cell], now: float) -> AdminReply:
+    def _with_all_executors(self, call: AdminCall, cells: list[Cell], now: float) -> AdminReply:
         """Do what the call asks for in every cell."""
         match call.method:
             case "pause" | "resume":
@@ -117,8 +122,6 @@ class Administration:
                 for cell in cells:
                     cell.drop_cached()
                 return _reply(status=status_of(self._scheduler, now))
-            case "drain_executor" | "undrain_executor" | "cache" | "pins":
-                return self._with_one_executor(call, cells)
         if call.prefix is None:
             return _refusal("prefix: there is none; allowed: one with a name")
         if call.method == "pin":
