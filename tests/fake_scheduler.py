@@ -38,6 +38,7 @@ from headway_proto.ingress import (
 from headway_proto.operations import (
     AdminCall,
     AdminReply,
+    ExecutorStatus,
     FlightLogFile,
     FlightLogPart,
     FlightLogPlace,
@@ -115,6 +116,7 @@ class FakeScheduler:
         self.admin_calls: list[AdminCall] = []
         self.flight_log: bytes | None = None
         """One segment, told in pieces of 1000 bytes; None: nothing is recorded."""
+        self.executors: tuple[ExecutorStatus, ...] = ()
         self.seen_request_ids: set[str] = set()
         self.num_steps = 0
         self._reader = scheduler_frame_reader()
@@ -316,10 +318,14 @@ class FakeScheduler:
                 num_blocks=1,
                 num_preemptions=0,
                 age_ms=1.0,
+                executor=sequence.submit.index - 1,
             )
             for sequence in self.running
         )
         reply = AdminReply(call_id=call.call_id)
+        if call.executor > 1:
+            error = f"executor: {call.executor} is not known; allowed: 0, 1"
+            return msgspec.structs.replace(reply, error=error)
         if call.method in {"cancel", "explain"} and call.request_id not in self.seen_request_ids:
             return msgspec.structs.replace(reply, error="not found")
         if call.method == "cancel":
@@ -335,5 +341,5 @@ class FakeScheduler:
             required = Status.__struct_fields__[: -len(Status.__struct_defaults__)]
             figures = dict.fromkeys(required, 0)
             figures |= {"scheduler_state": self.state, "executor_state": "ready", "num_running": len(states)}
-            return msgspec.structs.replace(reply, status=Status(**figures))
+            return msgspec.structs.replace(reply, status=Status(**figures, executors=self.executors))
         return reply

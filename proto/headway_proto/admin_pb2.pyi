@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants", "steps_until_shortage", "num_swapped_out_blocks", "num_host_blocks", "num_free_host_blocks", "uptime_s", "num_epochs", "num_executor_losses", "num_in_flight_steps", "max_steps_in_flight", "num_waiting_tokens", "num_budget_tokens", "budget_margin", "prompt_tokens_per_s", "output_tokens_per_s", "ttft", "itl", "queue", "e2e", "preemptions", "wasted_tokens", "ends", "step_time_model", "prediction_error", "executor", "policies", "tenant_services", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("scheduler_state", "executor_state", "epoch", "step", "num_running", "num_waiting", "num_preempted", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_finished", "num_prefix_query_tokens", "num_prefix_hit_tokens", "max_num_batched_tokens", "max_num_seqs", "num_gateways", "num_prefix_queries", "num_prefix_hits", "num_prefix_resumed_tokens", "num_evicted_blocks", "num_reused_blocks", "num_pinned_blocks", "recent_prefix_hit_rate", "tenants", "steps_until_shortage", "num_swapped_out_blocks", "num_host_blocks", "num_free_host_blocks", "uptime_s", "num_epochs", "num_executor_losses", "num_in_flight_steps", "max_steps_in_flight", "num_waiting_tokens", "num_budget_tokens", "budget_margin", "prompt_tokens_per_s", "output_tokens_per_s", "ttft", "itl", "queue", "e2e", "preemptions", "wasted_tokens", "ends", "step_time_model", "prediction_error", "executor", "policies", "tenant_services", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "executors", "num_unplaced", "num_moved")
     SCHEDULER_STATE_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,9 @@ class GetStatusResponse(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNPLACED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
     scheduler_state: str
     executor_state: str
     epoch: int
@@ -127,7 +130,10 @@ class GetStatusResponse(_message.Message):
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ..., steps_until_shortage: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., uptime_s: _Optional[float] = ..., num_epochs: _Optional[int] = ..., num_executor_losses: _Optional[int] = ..., num_in_flight_steps: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_budget_tokens: _Optional[int] = ..., budget_margin: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., ttft: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., itl: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., queue: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., e2e: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptionCount, _Mapping]]] = ..., wasted_tokens: _Optional[_Iterable[_Union[WastedTokens, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[EndCount, _Mapping]]] = ..., step_time_model: _Optional[_Union[StepTimeModelState, _Mapping]] = ..., prediction_error: _Optional[_Union[PredictionErrorState, _Mapping]] = ..., executor: _Optional[_Union[ExecutorState, _Mapping]] = ..., policies: _Optional[_Union[PolicyNames, _Mapping]] = ..., tenant_services: _Optional[_Iterable[_Union[TenantServiceState, _Mapping]]] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    executors: _containers.RepeatedCompositeFieldContainer[ExecutorStatus]
+    num_unplaced: int
+    num_moved: int
+    def __init__(self, scheduler_state: _Optional[str] = ..., executor_state: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_prefix_resumed_tokens: _Optional[int] = ..., num_evicted_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., recent_prefix_hit_rate: _Optional[float] = ..., tenants: _Optional[_Iterable[_Union[TenantPrefixUse, _Mapping]]] = ..., steps_until_shortage: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., uptime_s: _Optional[float] = ..., num_epochs: _Optional[int] = ..., num_executor_losses: _Optional[int] = ..., num_in_flight_steps: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_budget_tokens: _Optional[int] = ..., budget_margin: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., ttft: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., itl: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., queue: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., e2e: _Optional[_Union[RecentPercentiles, _Mapping]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptionCount, _Mapping]]] = ..., wasted_tokens: _Optional[_Iterable[_Union[WastedTokens, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[EndCount, _Mapping]]] = ..., step_time_model: _Optional[_Union[StepTimeModelState, _Mapping]] = ..., prediction_error: _Optional[_Union[PredictionErrorState, _Mapping]] = ..., executor: _Optional[_Union[ExecutorState, _Mapping]] = ..., policies: _Optional[_Union[PolicyNames, _Mapping]] = ..., tenant_services: _Optional[_Iterable[_Union[TenantServiceState, _Mapping]]] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., executors: _Optional[_Iterable[_Union[ExecutorStatus, _Mapping]]] = ..., num_unplaced: _Optional[int] = ..., num_moved: _Optional[int] = ...) -> None: ...
 
 class RecentPercentiles(_message.Message):
     __slots__ = ("count", "p50_ms", "p90_ms", "p99_ms")
@@ -221,6 +227,34 @@ class ExecutorState(_message.Message):
     last_step_age_s: float
     def __init__(self, backend: _Optional[str] = ..., model_name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., age_s: _Optional[float] = ..., last_step_us: _Optional[int] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
 
+class ExecutorStatus(_message.Message):
+    __slots__ = ("number", "state", "epoch", "is_draining", "details", "num_running", "num_waiting", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage", "num_steps")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    state: str
+    epoch: int
+    is_draining: bool
+    details: ExecutorState
+    num_running: int
+    num_waiting: int
+    num_total_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    kv_usage: float
+    num_steps: int
+    def __init__(self, number: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., is_draining: _Optional[bool] = ..., details: _Optional[_Union[ExecutorState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
 class PolicyNames(_message.Message):
     __slots__ = ("order", "batching", "budget", "preemption")
     ORDER_FIELD_NUMBER: _ClassVar[int]
@@ -264,7 +298,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestState(_message.Message):
-    __slots__ = ("request_id", "state", "priority", "tenant", "num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_blocks", "num_preemptions", "age_ms")
+    __slots__ = ("request_id", "state", "priority", "tenant", "num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_blocks", "num_preemptions", "age_ms", "executor")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +309,7 @@ class RequestState(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     priority: int
@@ -285,7 +320,8 @@ class RequestState(_message.Message):
     num_blocks: int
     num_preemptions: int
     age_ms: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., age_ms: _Optional[float] = ...) -> None: ...
+    executor: int
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., age_ms: _Optional[float] = ..., executor: _Optional[int] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)
@@ -341,6 +377,26 @@ class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DrainExecutorRequest(_message.Message):
+    __slots__ = ("executor",)
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    executor: int
+    def __init__(self, executor: _Optional[int] = ...) -> None: ...
+
+class DrainExecutorResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainExecutorRequest(_message.Message):
+    __slots__ = ("executor",)
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    executor: int
+    def __init__(self, executor: _Optional[int] = ...) -> None: ...
+
+class UndrainExecutorResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PinPrefixRequest(_message.Message):
     __slots__ = ("name", "text", "token_ids", "chat", "tenant")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -386,8 +442,10 @@ class UnpinPrefixResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ListPinnedPrefixesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("executor",)
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    executor: int
+    def __init__(self, executor: _Optional[int] = ...) -> None: ...
 
 class ListPinnedPrefixesResponse(_message.Message):
     __slots__ = ("prefixes",)

@@ -69,6 +69,16 @@ class AdminStub:
                 request_serializer=headway__proto_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=headway__proto_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.DrainExecutor = channel.unary_unary(
+                '/headway.v1.Admin/DrainExecutor',
+                request_serializer=headway__proto_dot_admin__pb2.DrainExecutorRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.DrainExecutorResponse.FromString,
+                _registered_method=True)
+        self.UndrainExecutor = channel.unary_unary(
+                '/headway.v1.Admin/UndrainExecutor',
+                request_serializer=headway__proto_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.UndrainExecutorResponse.FromString,
+                _registered_method=True)
         self.PinPrefix = channel.unary_unary(
                 '/headway.v1.Admin/PinPrefix',
                 request_serializer=headway__proto_dot_admin__pb2.PinPrefixRequest.SerializeToString,
@@ -136,6 +146,20 @@ class AdminServicer:
     def Drain(self, request, context):
         """Refuses new requests; accepted ones finish.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainExecutor(self, request, context):
+        """Starts nothing more on one executor: its requests continue on the others. It stays drained, even if it restarts, until
+        UndrainExecutor. FAILED_PRECONDITION for an unknown number, or if no other executor takes requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainExecutor(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -208,6 +232,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=headway__proto_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=headway__proto_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'DrainExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainExecutor,
+                    request_deserializer=headway__proto_dot_admin__pb2.DrainExecutorRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.DrainExecutorResponse.SerializeToString,
+            ),
+            'UndrainExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainExecutor,
+                    request_deserializer=headway__proto_dot_admin__pb2.UndrainExecutorRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.UndrainExecutorResponse.SerializeToString,
             ),
             'PinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.PinPrefix,
@@ -419,6 +453,60 @@ class Admin:
             '/headway.v1.Admin/Drain',
             headway__proto_dot_admin__pb2.DrainRequest.SerializeToString,
             headway__proto_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/DrainExecutor',
+            headway__proto_dot_admin__pb2.DrainExecutorRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.DrainExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/UndrainExecutor',
+            headway__proto_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.UndrainExecutorResponse.FromString,
             options,
             channel_credentials,
             insecure,

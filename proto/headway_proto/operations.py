@@ -39,9 +39,11 @@ class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """``method``: status, list, explain, cancel, pause, resume, drain, pin, unpin, pins, flush, cache, flight_log.
+    """``method``: status, list, explain, cancel, pause, resume, drain, drain_executor, undrain_executor, pin, unpin, pins,
+    flush, cache, flight_log.
 
-    ``prefix`` is for pins, ``position`` for cache, ``place`` for flight_log.
+    ``prefix`` is for pins, ``position`` for cache, ``place`` for flight_log. ``executor``: the number of the one that
+    drain_executor, undrain_executor, pins and cache are about.
     """
 
     call_id: int
@@ -50,6 +52,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True):
     prefix: PrefixToPin | None = None
     position: CachePosition | None = None
     place: FlightLogPlace | None = None
+    executor: int = 0
 
 
 class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -117,6 +120,23 @@ class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     age_s: float
     last_step_us: int
     last_step_age_s: float
+
+
+class ExecutorStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One executor of several, or the only one. ``state``: absent, ready or silent; ``details``: None while absent."""
+
+    number: int
+    state: str
+    epoch: int
+    is_draining: bool
+    details: ExecutorState | None
+    num_running: int
+    num_waiting: int
+    num_total_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    kv_usage: float
+    num_steps: int
 
 
 class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -198,6 +218,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    executors: tuple[ExecutorStatus, ...] = ()
+    num_unplaced: int = 0
+    num_moved: int = 0
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -219,7 +242,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """``state``: waiting, running or preempted."""
+    """``state``: waiting, running or preempted. ``executor``: -1 while it waits for one."""
 
     request_id: str
     index: int
@@ -232,6 +255,7 @@ class SequenceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_blocks: int
     num_preemptions: int
     age_ms: float
+    executor: int = -1
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):

@@ -68,6 +68,41 @@ TO_SCHEDULER = (step.executor_frame_writer, step.scheduler_frame_reader)
 TO_GATEWAY = (ingress.scheduler_frame_writer, ingress.gateway_frame_reader)
 FROM_GATEWAY = (ingress.gateway_frame_writer, ingress.scheduler_frame_reader)
 FINISHED = ingress.Finished(handle=5, reason=ingress.FINISH_STOP, num_output_tokens=1, stop_token_id=11)
+EXECUTOR = operations.ExecutorStatus(
+    number=1,
+    state="ready",
+    epoch=2,
+    is_draining=True,
+    details=None,
+    num_running=3,
+    num_waiting=4,
+    num_total_blocks=64,
+    num_free_blocks=16,
+    num_cached_blocks=5,
+    kv_usage=0.75,
+    num_steps=6,
+)
+STATUS = operations.Status(
+    **dict.fromkeys(operations.Status.__struct_fields__[: -len(operations.Status.__struct_defaults__)], 0)
+    | {"scheduler_state": "serving", "executor_state": "ready"},
+    executors=(EXECUTOR,),
+    num_unplaced=7,
+    num_moved=8,
+)
+SEQUENCE = operations.SequenceState(
+    request_id="a",
+    index=0,
+    state="running",
+    priority=3,
+    tenant="t",
+    num_prompt_tokens=3,
+    num_output_tokens=1,
+    num_computed_tokens=3,
+    num_blocks=1,
+    num_preemptions=0,
+    age_ms=0.5,
+    executor=1,
+)
 PAIR = np.array([[2], [4]], dtype=np.int32)
 
 MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]], msgspec.Struct]] = [
@@ -133,6 +168,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             "cache",
             position=operations.CachePosition(1, 5),
             place=operations.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6),
+            executor=7,
         ),
     ),
     (
@@ -208,14 +244,16 @@ ADDED = {
     ingress.Tokens: {"prompt_logprobs": ()},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
-    operations.AdminCall: {"place": None},
+    operations.AdminCall: {"place": None, "executor": 0},
+    operations.Status: {"executors": (), "num_unplaced": 0, "num_moved": 0},
+    operations.SequenceState: {"executor": -1},
     operations.AdminReply: {"flight_log": None},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }
 
 
 @pytest.mark.parametrize(
-    "body", [INFO, FINISHED, SAMPLING, MODEL, *(body for _, body in MESSAGES if type(body) in ADDED)]
+    "body", [INFO, FINISHED, SAMPLING, MODEL, STATUS, SEQUENCE, *(body for _, body in MESSAGES if type(body) in ADDED)]
 )
 def test_a_message_of_an_older_side_reads_as_not_known(body: msgspec.Struct) -> None:
     added = ADDED[type(body)]

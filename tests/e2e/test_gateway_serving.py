@@ -50,6 +50,7 @@ from headway_proto.ingress import (
     Rejected,
     Submit,
 )
+from headway_proto.operations import ExecutorState, ExecutorStatus
 from headway_proto.sampling import SamplingParams
 from refusals import status_of
 
@@ -394,6 +395,56 @@ async def test_admin_calls():
         with pytest.raises(InvalidRequestError, match="request_id: '' is not allowed"):
             await on.client.cancel("")
         assert [call.method for call in scheduler.admin_calls] == ["status", "cancel", "cancel", "cancel"]
+
+
+async def test_executors_are_seen_and_drained_one_by_one():
+    executor = ExecutorStatus(
+        number=1,
+        state="ready",
+        epoch=7,
+        is_draining=True,
+        details=ExecutorState(
+            backend="torch",
+            model_name="m",
+            device="cpu",
+            dtype="float32",
+            age_s=1.5,
+            last_step_us=9,
+            last_step_age_s=-1.0,
+        ),
+        num_running=2,
+        num_waiting=3,
+        num_total_blocks=64,
+        num_free_blocks=16,
+        num_cached_blocks=4,
+        kv_usage=0.75,
+        num_steps=5,
+    )
+    gone = msgspec.structs.replace(executor, number=2, state="absent", details=None)
+    async with served(step_interval_s=0.005) as (on, scheduler):
+        scheduler.executors = executor, gone
+        first, second = (await on.client.status()).executors
+        for name in executor.__struct_fields__:
+            if name != "details":
+                assert getattr(first, name) == getattr(executor, name)
+        assert (first.details.backend, first.details.age_s, first.details.last_step_age_s) == ("torch", 1.5, -1.0)
+        assert (second.number, second.state, second.HasField("details")) == (2, "absent", False)
+
+        await anext(on.client.generate("x", request_id="r", n=2))
+        await eventually(lambda: len(scheduler.running) == 2)
+        waiting, placed = sorted(await on.client.requests(), key=lambda state: state.HasField("executor"))
+        assert (waiting.HasField("executor"), placed.HasField("executor"), placed.executor) == (False, True, 0)
+
+        scheduler.admin_calls.clear()
+        await on.client.drain_executor(1)
+        await on.client.undrain_executor(1)
+        await on.client.pinned_prefixes(executor=1)
+        for call in (on.client.drain_executor(7), on.client.undrain_executor(7), on.client.pinned_prefixes(executor=7)):
+            with pytest.raises(InvalidRequestError, match="executor: 7 is not known; allowed: 0, 1"):
+                await call
+        called = [(call.method, call.executor) for call in scheduler.admin_calls]
+        methods = ("drain_executor", "undrain_executor", "pins")
+        assert called == [(method, executor) for executor in (1, 7) for method in methods]
 
 
 async def test_tokenize_detokenize_and_model():

@@ -75,6 +75,16 @@ class CannedAdmin(api_grpc.AdminServicer):
         self.state = "draining"
         return api.DrainResponse()
 
+    def DrainExecutor(self, request, context):  # noqa: N802
+        if request.executor > 1:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "executor: 7 is not known; allowed: 0, 1")
+        self.orders.append(f"drain executor {request.executor}")
+        return api.DrainExecutorResponse()
+
+    def UndrainExecutor(self, request, context):  # noqa: N802
+        self.orders.append(f"use executor {request.executor}")
+        return api.UndrainExecutorResponse()
+
 
 class CannedServer:
     """Serves a ``CannedAdmin`` on a port of loopback that stays the same when it is started again."""
@@ -218,6 +228,22 @@ def test_keys_steer_the_server(server):
         terminal.press("q")
         assert terminal.end() == 0
         terminal.assert_is_as_before()
+
+
+def test_keys_drain_one_executor(server):
+    with top(server.address) as terminal:
+        terminal.wait_for("older")
+        terminal.press("x1")
+        terminal.wait_for("drain executor, by its number and Enter: 1_")
+        terminal.press("\r")
+        terminal.wait_for("executor 1 is draining")
+        terminal.press("u1\r")
+        terminal.wait_for("executor 1 takes requests again")
+        assert server.admin.orders == ["drain executor 1", "use executor 1"]
+        terminal.press("x7\r")
+        terminal.wait_for("drain executor: FAILED_PRECONDITION: executor: 7 is not known; allowed: 0, 1")
+        terminal.press("q")
+        assert terminal.end() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -13,7 +13,7 @@ from rich.console import Console
 from headway.__main__ import main
 from headway.settings import ConfigurationError
 from headway_lab.top import command, figures
-from headway_lab.top.controls import Controls, Order, OrderKind
+from headway_lab.top.controls import HELP, Controls, Order, OrderKind
 from headway_lab.top.frame import Frame
 from headway_lab.top.history import RATE_WINDOW_S, History, Look
 from headway_lab.top.keyboard import keys_of
@@ -240,6 +240,64 @@ def test_a_shortage_is_told_where_outputs_are_predicted():
     assert "in about 0 steps" in line_of(lines, "shortage")
 
 
+def executor(number: int, **changes) -> api.ExecutorStatus:
+    fields = {
+        "state": "ready",
+        "num_running": 24,
+        "num_waiting": number,
+        "num_total_blocks": 500,
+        "num_free_blocks": 125,
+        "num_cached_blocks": 300,
+        "kv_usage": 0.75,
+        "num_steps": 2500 + 100 * number,
+        "details": api.ExecutorState(backend="torch", last_step_us=5120),
+    }
+    return api.ExecutorStatus(number=number, **{**fields, **changes})
+
+
+def history_of_executors(*executors: api.ExecutorStatus, requests=REQUESTS) -> History:
+    later = [api.ExecutorStatus.FromString(entry.SerializeToString()) for entry in executors]
+    for entry in later:
+        entry.num_steps += 50 * (1 + entry.number)
+    looks = Look(10.0, status(executors=executors), requests), Look(12.0, status(executors=later), requests)
+    return history_of(*looks)
+
+
+def test_one_executor_has_no_table_and_no_column():
+    alone = history_of_executors(executor(0))
+    for size in ({}, {"width": 120, "height": 40}):
+        without = lines_of(history_of(*(Look(at, status(), REQUESTS) for at in (10.0, 12.0))), **size)
+        assert lines_of(alone, **size) == without
+
+
+def test_several_executors_have_a_table():
+    gone = executor(2, state="absent", num_running=0, num_free_blocks=500, kv_usage=0)
+    gone.ClearField("details")
+    lines = lines_of(history_of_executors(executor(0), executor(1, is_draining=True), gone), height=40)
+    header = next(line for line in lines if line.startswith("executor  ") and "steps/s" in line)
+    assert header.split() == ["executor", "running", "waiting", "blocks", "in", "use", "cached", "steps/s", "last"]
+    assert line_of(lines, "0 ready").split() == ["0", "ready", "24", "0", "375", "75.0%", "300", "25.0", "5.12", "ms"]
+    assert line_of(lines, "1 draining").split()[2:] == ["24", "1", "375", "75.0%", "300", "50.0", "5.12", "ms"]
+    assert line_of(lines, "2 absent").split()[2:] == ["0", "2", "0", "0.0%", "300", "75.0", "-"]
+    assert "2 of 3 ready" in next(line for line in lines if line.startswith("executor   "))
+    assert "48 of 128 " in line_of(lines, "running"), "each that is connected has max_num_seqs rows"
+    assert "1 of 4 in flight" in line_of(lines, "steps")
+
+
+def test_many_executors_leave_room_for_requests():
+    lines = lines_of(history_of_executors(*map(executor, range(64))))
+    assert len(lines) == 24
+    assert any(line.startswith("executor (3 of 64)") for line in lines)
+    assert any(line.startswith("  request") for line in lines)
+
+
+def test_a_wide_terminal_tells_where_each_request_is():
+    requests = (request("first", executor=0), request("second", executor=1), request("third", state="waiting"))
+    lines = lines_of(history_of_executors(executor(0), executor(1), requests=requests), width=120, height=40)
+    assert line_of(lines, "  request").endswith("computed preempted executor")
+    assert [line_of(lines, f"  {name}").split()[-1] for name in ("first", "second", "third")] == ["0", "1", "-"]
+
+
 def test_counts_of_a_large_pool_fit():
     pool = {
         "num_total_blocks": 99_280,
@@ -386,7 +444,7 @@ def test_keys_that_need_no_request_order_at_once():
     controls = Controls()
     assert controls.press("p", ()) == Order(OrderKind.PAUSE)
     assert controls.press("r", ()) == Order(OrderKind.RESUME)
-    assert controls.press("x", ()) is None
+    assert controls.press("z", ()) is None
     controls.press("q", ())
     assert controls.wants_to_quit
 
@@ -401,6 +459,28 @@ def test_drain_asks_and_takes_only_y_for_yes(answer):
     assert (controls.question, controls.message, controls.wants_to_quit) == ("", "drain: not done", False)
     controls.press("d", ())
     assert controls.press("y", ()) == Order(OrderKind.DRAIN)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("x", OrderKind.DRAIN_EXECUTOR, "drain executor"),
+        ("u", OrderKind.UNDRAIN_EXECUTOR, "use executor"),
+    ],
+)
+def test_an_executor_is_named_by_its_number(key, kind, words):
+    controls = Controls()
+    for typed, shown in (("", "_"), ("1", "1_"), ("3", "13_"), ("\x7f", "1_"), ("2", "12_")):
+        assert controls.press(typed or key, ()) is None
+        assert controls.question == f"{words}, by its number and Enter: {shown}"
+    assert controls.press("\n", ()) == Order(kind, executor=12)
+    assert controls.question == ""
+    for keys in ("\n", "1q", "12345", "1\x7f\n", ["1", "escape"]):
+        controls.press(key, ())
+        assert [controls.press(typed, ()) for typed in keys] == [None] * len(keys)
+        assert (controls.question, controls.message, controls.wants_to_quit) == ("", f"{words}: not done", False)
+    controls.press(key, ())
+    assert controls.question.endswith("Enter: _"), "nothing is left of the number that was given up"
 
 
 def test_cancel_and_explain_are_about_the_selected_request():
@@ -455,7 +535,9 @@ def test_panels_stand_in_the_place_of_the_tables_until_they_are_closed():
     assert "It arrived 1.0 s ago" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
     controls.press("?", ())
-    assert any("pause: admit no more" in line for line in lines_of(busy_history(), controls))
+    shown = lines_of(busy_history(), controls)
+    assert any("pause: admit no more" in line for line in shown)
+    assert [line for line in HELP if f"  {line}" not in shown] == [], "all of it stands on 80 by 24"
     controls.press("escape", ())
     assert line_of(lines_of(busy_history(), controls), "  first")
 

@@ -12,16 +12,19 @@ from headway_lab.top.figures import printable
 from headway_proto import admin_pb2
 
 UP, DOWN, ESCAPE = "up", "down", "escape"
+ENTER, BACKSPACE = {"\r", "\n"}, {"\x08", "\x7f"}
+_DIGITS = set("0123456789")
+_MOST_DIGITS = 4
 HELP = (
     "p        pause: admit no more waiting requests; running ones go on",
     "r        resume: admit again",
     "d        drain: refuse new requests from now on; asks first",
+    "x, u     drain one executor: its requests go on elsewhere; use it again",
     "j, k     select the next or previous request, as the arrow keys do",
     "c        cancel the selected request; asks first",
     "e        explain why the selected request is where it is",
     "s        sort requests by age, tokens, blocks, state or tenant",
-    "Escape   close what is open, then select none",
-    "q        quit",
+    "Escape   close what is open, then select none; q quits",
 )
 
 
@@ -31,18 +34,27 @@ class OrderKind(Enum):
     PAUSE = "pause"
     RESUME = "resume"
     DRAIN = "drain"
+    DRAIN_EXECUTOR = "drain executor"
+    UNDRAIN_EXECUTOR = "use executor"
     CANCEL = "cancel"
     EXPLAIN = "explain"
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One order; without ``request_id`` it concerns the whole server."""
+    """One order, about a request, or an executor, or the whole server."""
 
     kind: OrderKind
     request_id: str = ""
+    executor: int = -1
 
 
 _ORDERS = {"p": Order(OrderKind.PAUSE), "r": Order(OrderKind.RESUME)}
+_ABOUT_EXECUTORS = {OrderKind.DRAIN_EXECUTOR, OrderKind.UNDRAIN_EXECUTOR}
+_ASKED_FIRST = {
+    "d": Order(OrderKind.DRAIN),
+    "x": Order(OrderKind.DRAIN_EXECUTOR),
+    "u": Order(OrderKind.UNDRAIN_EXECUTOR),
+}
 _MOVES = {"j": 1, DOWN: 1, "k": -1, UP: -1}
 
 Request = admin_pb2.RequestState
@@ -69,12 +81,16 @@ class Controls:
         self.shows_help = False
         self.wants_to_quit = False
         self._asked: Order | None = None
+        self._digits = ""
+        """Of an executor's number, while that is asked for."""
 
     @property
     def question(self) -> str:
         """The question that the next key answers."""
         if self._asked is None:
             return ""
+        if self._asked.kind in _ABOUT_EXECUTORS:
+            return f"{self._asked.kind.value}, by its number and Enter: {self._digits}_"
         if self._asked.kind is OrderKind.DRAIN:
             return "drain? New requests will be refused until the scheduler is restarted. y/n"
         return f"cancel {printable(self._asked.request_id)}? y/n"
@@ -86,17 +102,16 @@ class Controls:
     def press(self, key: str, requests: Sequence[Request]) -> Order | None:
         """Process one key; return its order, if any."""
         if self._asked is not None:
-            return self._answer(key)
+            return self._type(key) if self._asked.kind in _ABOUT_EXECUTORS else self._answer(key)
         self.message = ""
         if key in _ORDERS:
             return _ORDERS[key]
+        self._asked = _ASKED_FIRST.get(key)
         if key in _MOVES:
             self._move(_MOVES[key], requests)
         match key:
             case "q":
                 self.wants_to_quit = True
-            case "d":
-                self._asked = Order(OrderKind.DRAIN)
             case "c" | "e":
                 return self._about_selected(key, requests)
             case "s":
@@ -117,10 +132,23 @@ class Controls:
 
     def _answer(self, key: str) -> Order | None:
         order, self._asked = self._asked, None
+        digits, self._digits = self._digits, ""
         assert order is not None
         if key == "y":
-            return order
+            return msgspec.structs.replace(order, executor=int(digits)) if digits else order
         self.message = f"{order.kind.value}: not done"
+        return None
+
+    def _type(self, key: str) -> Order | None:
+        """Take one key of an executor's number. Any key but a digit, Backspace and Enter gives up."""
+        assert self._asked is not None
+        if key in BACKSPACE:
+            self._digits = self._digits[:-1]
+        elif key in _DIGITS and len(self._digits) < _MOST_DIGITS:
+            self._digits += key
+        else:
+            is_number = key in ENTER and self._digits != ""
+            return self._answer("y" if is_number else "n")
         return None
 
     def _about_selected(self, key: str, requests: Sequence[Request]) -> Order | None:

@@ -23,13 +23,14 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class _Totals(msgspec.Struct, frozen=True):
-    """One look's counters; ``by_tenant`` are output tokens."""
+    """One look's counters; ``by_tenant`` are output tokens, ``by_executor`` steps."""
 
     taken_at: float
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int
     by_tenant: dict[str, int]
+    by_executor: dict[int, int]
 
 
 class History:
@@ -71,6 +72,12 @@ class History:
         now = last.by_tenant.get(tenant, 0)
         return _rate(first.by_tenant.get(tenant, now), now, last.taken_at - first.taken_at)
 
+    def executor_steps_per_s(self, number: int) -> float:
+        """Return an executor's rate of steps."""
+        first, last = self._window()
+        now = last.by_executor.get(number, 0)
+        return _rate(first.by_executor.get(number, now), now, last.taken_at - first.taken_at)
+
     @property
     def output_rates(self) -> list[float]:
         """Output tokens per second between looks, the oldest first."""
@@ -98,6 +105,7 @@ def _totals_of(look: Look) -> _Totals:
         num_prompt_tokens=status.num_prompt_tokens,
         num_output_tokens=status.num_output_tokens,
         by_tenant={service.tenant: service.num_output_tokens for service in status.tenant_services},
+        by_executor={executor.number: executor.num_steps for executor in status.executors},
     )
 
 

@@ -55,6 +55,12 @@ class Server:
             case OrderKind.DRAIN:
                 await _answer(self._client.drain())
                 return "draining: new requests are refused"
+            case OrderKind.DRAIN_EXECUTOR:
+                await _answer(self._client.drain_executor(order.executor))
+                return f"executor {order.executor} is draining: its requests go on elsewhere until u undoes it"
+            case OrderKind.UNDRAIN_EXECUTOR:
+                await _answer(self._client.undrain_executor(order.executor))
+                return f"executor {order.executor} takes requests again"
             case OrderKind.CANCEL:
                 await _answer(self._client.cancel(order.request_id))
                 return f"cancelled {order.request_id}"

@@ -56,6 +56,10 @@ def _bar(share: float, frame: Frame, style: str) -> tuple[str, str]:
 def _executor(status: admin_pb2.GetStatusResponse) -> Text:
     state = status.executor_state
     parts = [(printable(state), f"bold {STATE_STYLES.get(state, 'red')}")]
+    if len(status.executors) > 1:
+        num_ready = sum(executor.state == "ready" for executor in status.executors)
+        style = "green" if num_ready == len(status.executors) else "yellow" if num_ready else "red"
+        parts = [(f"{num_ready} of {len(status.executors)} ready", f"bold {style}")]
     losses = numbered(status.num_executor_losses, "loss", "losses")
     if not status.HasField("executor"):
         return _line("executor", *parts, f"   {losses} so far")
@@ -72,14 +76,20 @@ def _steps(history: History) -> Text:
     if status.HasField("executor") and status.executor.last_step_age_s >= 0:
         took, ended = status.executor.last_step_us / 1e6, status.executor.last_step_age_s
         last = f"   last {duration(took)}, {age(ended)} ago"
-    in_flight = f"   {status.num_in_flight_steps} of {status.max_steps_in_flight} in flight   epoch {status.epoch}"
+    in_flight = f"   {status.num_in_flight_steps} of {_num_connected(status) * status.max_steps_in_flight} in flight   epoch {status.epoch}"
     return _line("steps", speed, last, in_flight)
 
 
+def _num_connected(status: admin_pb2.GetStatusResponse) -> int:
+    """The executors that share the work; limits are those of one."""
+    return sum(executor.HasField("details") for executor in status.executors) or 1
+
+
 def _running(status: admin_pb2.GetStatusResponse, frame: Frame) -> Text:
-    share = status.num_running / max(status.max_num_seqs, 1)
+    num_rows = _num_connected(status) * status.max_num_seqs
+    share = status.num_running / max(num_rows, 1)
     waiting = f"{count(status.num_waiting)} waiting ({count(status.num_preempted)} preempted)"
-    numbers = f"{status.num_running} of {status.max_num_seqs}   {waiting}"
+    numbers = f"{status.num_running} of {num_rows}   {waiting}"
     return _line("running", _bar(share, frame, "green"), numbers)
 
 

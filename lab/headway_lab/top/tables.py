@@ -1,4 +1,4 @@
-"""The tables of a picture: tenants and requests."""
+"""The tables of a picture: executors, tenants and requests."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from headway_lab.top.controls import Controls
-from headway_lab.top.figures import age, count, percent, printable, rate
+from headway_lab.top.figures import age, count, duration, percent, printable, rate
 from headway_lab.top.frame import STATE_STYLES, Frame
 from headway_lab.top.history import History
 from headway_proto import admin_pb2
@@ -24,6 +24,14 @@ class Column(msgspec.Struct, frozen=True):
     is_number: bool = True
 
 
+_EXECUTOR_COLUMNS = (
+    Column("running", 9),
+    Column("waiting", 9),
+    Column("blocks in use", 15),
+    Column("cached", 9),
+    Column("steps/s", 9),
+    Column("last", 9),
+)
 _TENANT_COLUMNS = (
     Column("running", 9),
     Column("waiting", 9),
@@ -40,6 +48,37 @@ _REQUEST_COLUMNS = (
     Column("age", 7),
 )
 _WIDE_REQUEST_COLUMNS = (*_REQUEST_COLUMNS, Column("computed", 9), Column("preempted", 10))
+_EXECUTOR_OF_REQUEST = Column("executor", 9)
+
+
+def executor_table(history: History, frame: Frame, height: int) -> list[Text]:
+    """Return the executors by number, at most ``height`` lines; none if there is only one."""
+    executors = history.latest.status.executors
+    if len(executors) < 2 or height < 2:
+        return []
+    shown = executors[: height - 1]
+    title = f"executor ({len(shown)} of {len(executors)})" if len(shown) < len(executors) else "executor"
+    rows = [_row(_executor(executor, history), _EXECUTOR_COLUMNS, frame, _style_of(executor)) for executor in shown]
+    return [_header(title, _EXECUTOR_COLUMNS, frame), *rows]
+
+
+def _executor(executor: admin_pb2.ExecutorStatus, history: History) -> Sequence[str]:
+    is_connected = executor.HasField("details")
+    state = "draining" if executor.is_draining and is_connected else executor.state
+    used = executor.num_total_blocks - executor.num_free_blocks
+    return (
+        f"{executor.number} {state}",
+        str(executor.num_running),
+        str(executor.num_waiting),
+        f"{count(used)} {percent(executor.kv_usage)}",
+        count(executor.num_cached_blocks),
+        rate(history.executor_steps_per_s(executor.number)),
+        duration(executor.details.last_step_us / 1e6) if is_connected else "-",
+    )
+
+
+def _style_of(executor: admin_pb2.ExecutorStatus) -> str:
+    return "yellow" if executor.is_draining else STATE_STYLES.get(executor.state, "red")
 
 
 def tenant_table(history: History, frame: Frame, height: int) -> list[Text]:
@@ -72,6 +111,8 @@ def request_table(history: History, controls: Controls, frame: Frame, height: in
         return []
     requests = history.latest.requests
     columns = _WIDE_REQUEST_COLUMNS if frame.width >= _WIDE_CELLS else _REQUEST_COLUMNS
+    if frame.width >= _WIDE_CELLS and len(history.latest.status.executors) > 1:
+        columns = (*columns, _EXECUTOR_OF_REQUEST)
     header = _header(f"  request, by {controls.sort_order}", columns, frame)
     if requests is None:
         return [
@@ -101,6 +142,7 @@ def _request(request: admin_pb2.RequestState, controls: Controls, columns: Seque
         age(request.age_ms / 1e3),
         count(request.num_computed_tokens),
         count(request.num_preemptions),
+        str(request.executor) if request.HasField("executor") else "-",
     )
     style = "reverse" if is_selected else STATE_STYLES.get(request.state, "")
     return _row(cells[: 1 + len(columns)], columns, frame, style)

@@ -11,7 +11,7 @@ from headway_lab.top.figures import age, numbered, printable
 from headway_lab.top.frame import STATE_STYLES, Frame
 from headway_lab.top.history import History
 from headway_lab.top.server_lines import server_lines
-from headway_lab.top.tables import request_table, tenant_table
+from headway_lab.top.tables import executor_table, request_table, tenant_table
 
 KEY_HINTS = "p pause  r resume  d drain  c cancel  e explain  s sort  ? help  q quit"
 NO_KEYS_HINT = "keys are off, since stdin is no terminal; Ctrl-C quits"
@@ -52,8 +52,10 @@ def _lower_part(history: History, controls: Controls, frame: Frame, height: int)
         return _panel("why", textwrap.wrap(controls.explanation, max(frame.width - 2, 20)), height)
     trouble = [Text(line, "red") for line in textwrap.wrap(printable(frame.trouble), max(frame.width, 20))][:height]
     height -= len(trouble)
+    executors = executor_table(history, frame, 2 * height // 5)
+    height -= len(executors)
     tenants = tenant_table(history, frame, 2 * height // 5)
-    return [*trouble, *tenants, *request_table(history, controls, frame, height - len(tenants))]
+    return [*trouble, *executors, *tenants, *request_table(history, controls, frame, height - len(tenants))]
 
 
 def _panel(title: str, lines: Iterable[str], height: int) -> list[Text]:

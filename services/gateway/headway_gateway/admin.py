@@ -72,6 +72,18 @@ class AdminServicer(api_grpc.AdminServicer):
         await self._call("drain", context)
         return api.DrainResponse()
 
+    async def DrainExecutor(  # noqa: N802
+        self, request: api.DrainExecutorRequest, context: Context
+    ) -> api.DrainExecutorResponse:
+        await self._call("drain_executor", context, executor=request.executor)
+        return api.DrainExecutorResponse()
+
+    async def UndrainExecutor(  # noqa: N802
+        self, request: api.UndrainExecutorRequest, context: Context
+    ) -> api.UndrainExecutorResponse:
+        await self._call("undrain_executor", context, executor=request.executor)
+        return api.UndrainExecutorResponse()
+
     async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
         check_pin(request)
         try:
@@ -92,10 +104,10 @@ class AdminServicer(api_grpc.AdminServicer):
 
     async def ListPinnedPrefixes(  # noqa: N802
         self,
-        request: api.ListPinnedPrefixesRequest,  # noqa: ARG002
+        request: api.ListPinnedPrefixesRequest,
         context: Context,
     ) -> api.ListPinnedPrefixesResponse:
-        reply = await self._call("pins", context)
+        reply = await self._call("pins", context, executor=request.executor)
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
 
     async def ReadFlightLog(  # noqa: N802
@@ -128,9 +140,10 @@ class AdminServicer(api_grpc.AdminServicer):
         *,
         prefix: PrefixToPin | None = None,
         place: FlightLogPlace | None = None,
+        executor: int = 0,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
-        reply = await ask(self._client, context, method, request_id, prefix=prefix, place=place)
+        reply = await ask(self._client, context, method, request_id, prefix=prefix, place=place, executor=executor)
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)
         if reply.error:
@@ -176,4 +189,5 @@ def _request_state(state: SequenceState) -> api.RequestState:
         num_blocks=state.num_blocks,
         num_preemptions=state.num_preemptions,
         age_ms=state.age_ms,
+        executor=state.executor if state.executor >= 0 else None,
     )

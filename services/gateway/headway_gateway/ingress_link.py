@@ -139,10 +139,11 @@ class IngressLink:
         prefix: PrefixToPin | None = None,
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
+        executor: int = 0,
     ) -> int:
         """Send an operator's call until it is answered."""
         self._last_call_id += 1
-        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place)
+        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place, executor)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

@@ -24,6 +24,7 @@ async def ask(
     *,
     prefix: PrefixToPin | None = None,
     place: FlightLogPlace | None = None,
+    executor: int = 0,
 ) -> AdminReply:
     """Return the scheduler's answer.
 
@@ -31,6 +32,8 @@ async def ask(
         CallRefusedError: UNAVAILABLE.
     """
     try:
-        return await client.call_admin(method, request_id, prefix, place=place, timeout_s=time_left_s(context))
+        return await client.call_admin(
+            method, request_id, prefix, place=place, executor=executor, timeout_s=time_left_s(context)
+        )
     except SchedulerUnavailableError as error:
         raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error

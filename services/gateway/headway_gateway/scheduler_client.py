@@ -126,6 +126,7 @@ class SchedulerClient:
         *,
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
+        executor: int = 0,
         timeout_s: float,
     ) -> AdminReply:
         """Send an operator's call.
@@ -133,7 +134,7 @@ class SchedulerClient:
         Raises:
             SchedulerUnavailableError: no answer came within ``timeout_s``.
         """
-        call_id = self._link.call_admin(method, request_id, prefix, position, place)
+        call_id = self._link.call_admin(method, request_id, prefix, position, place, executor)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._admin_waiters[call_id] = waiter
         self._flush()

@@ -28,26 +28,27 @@ from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.request import Request
-from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.core.view import RequestFigures, SchedulerView
 from headway_scheduler.fleet import Fleet
+from headway_scheduler.fleet_view import NO_EXECUTOR
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
-from headway_scheduler.placement.placement import Placed
 from headway_scheduler.status_report import Reported, status_of
-from headway_scheduler.wait_sentences import sentence_for
+from headway_scheduler.wait_sentences import sentence_for, sentence_for_placed, sentence_for_unplaced
 
 MAX_PIN_NAME_BYTES = 128
 MOST_TOKENS_IN_A_REPLY = 1 << 18
 """In cache changes; if there are more, the reply says so."""
 
-NO_EXECUTOR = "no executor has joined yet"
+NOT_YET = "no executor has joined yet"
 NO_FLIGHT_LOG = "flight_log: the scheduler records nothing; allowed: a directory (--flight-log DIRECTORY)"
 
 MAX_REMEMBERED_ENDS = 16384
 """Cancelling an ended request is no error while its id is kept."""
 
 
-_NEED_EXECUTOR = {"pause", "resume", "flush", "cache", "pins", "pin", "unpin"}
+_ABOUT_ONE_EXECUTOR = {"drain_executor", "undrain_executor", "cache", "pins"}
+_ABOUT_ALL_EXECUTORS = {"pause", "resume", "flush", "pin", "unpin"}
 _reply = partial(AdminReply, call_id=0)
 
 
@@ -101,14 +102,17 @@ class Administration:
                 return self._explain(call.request_id, now)
             case "flight_log":
                 return self._flight_log(call.place or FlightLogPlace(), now)
-        if call.method not in _NEED_EXECUTOR:
+        if call.method not in _ABOUT_ONE_EXECUTOR | _ABOUT_ALL_EXECUTORS:
             return _refusal(f"unknown method {call.method!r:.64}")
         cells = [cell for cell in self._scheduler.fleet.cells if cell.core is not None]
-        return self._with_executors(call, cells, now) if cells else _refusal(NO_EXECUTOR)
+        if not cells:
+            return _refusal(NOT_YET)
+        if call.method in _ABOUT_ONE_EXECUTOR:
+            return self._with_one_executor(call, cells)
+        return self._with_all_executors(call, cells, now)
 
-    def _with_executors(self, call: AdminCall, cells: list[Cell], now: float) -> AdminReply:
+    def _with_all_executors(self, call: AdminCall, cells: list[Cell], now: float) -> AdminReply:
         """Do what the call asks for in every cell."""
-        views = [SchedulerView(core) for core in self._scheduler.fleet.cores]
         match call.method:
             case "pause" | "resume":
                 self._scheduler.fleet.pause(is_paused=call.method == "pause")
@@ -118,15 +122,30 @@ class Administration:
                 for cell in cells:
                     cell.drop_cached()
                 return _reply(status=status_of(self._scheduler, now))
-            case "cache":
-                return _cache_changes(views[0], call.position)
-            case "pins":
-                return _reply(pinned_prefixes=tuple(map(_pinned, views[0].pinned_prefixes())))
         if call.prefix is None:
             return _refusal("prefix: there is none; allowed: one with a name")
         if call.method == "pin":
             return _pin(self._scheduler.fleet, call.prefix)
         return _reply() if self._scheduler.fleet.unpin(call.prefix.name) else _refusal("not found")
+
+    def _with_one_executor(self, call: AdminCall, cells: list[Cell]) -> AdminReply:
+        """Do what the call asks for in the cell that it names."""
+        cell = next((cell for cell in cells if cell.number == call.executor), None)
+        if cell is None or cell.core is None:
+            numbers = ", ".join(str(cell.number) for cell in cells)
+            return _refusal(f"executor: {call.executor} is not known; allowed: {numbers}")
+        view = SchedulerView(cell.core)
+        match call.method:
+            case "cache":
+                return _cache_changes(view, call.position)
+            case "pins":
+                return _reply(pinned_prefixes=tuple(map(_pinned, view.pinned_prefixes())))
+        is_draining = call.method == "drain_executor"
+        others = [other for other in self._scheduler.fleet.open_cells if other is not cell and not other.is_draining]
+        if is_draining and not others:
+            return _refusal(f"executor: {call.executor} cannot drain, because no other executor takes requests")
+        self._scheduler.fleet.drain_cell(call.executor, is_draining=is_draining)
+        return _reply()
 
     def _tenants(self) -> tuple[TenantPrefixUse, ...]:
         view = self._scheduler.view
@@ -140,7 +159,10 @@ class Administration:
         view = self._scheduler.view
         if view is None:
             return ()
-        return tuple(_state_of(view.view_of(request), request, now) for request in view.requests())
+        return tuple(
+            _state_of(request, view.figures_of(request, executor), executor, now)
+            for request, executor in view.requests()
+        )
 
     def _explain(self, request_id: str, now: float) -> AdminReply:
         fleet, view = self._scheduler.fleet, self._scheduler.view
@@ -153,18 +175,20 @@ class Administration:
         if view is None or request is None:
             return _refusal("not found")
         explanation = f"It arrived {now - request.arrival_time:.1f} s ago"
+        executor = NO_EXECUTOR if cell is None else cell.number
         if not fleet.open_cells:
             explanation += ". No executor is connected, so nothing runs; it keeps its place."
         elif cell is None or cell.core is None:
-            explanation += f" and waits for an executor behind {fleet.placement.num_ahead_of(request)} others: " + (
-                "admission is paused." if fleet.is_paused else "none of them could start it soon."
-            )
-        elif request.row >= 0:
-            explanation += _why_running(SchedulerView(cell.core), request)
+            explanation += _why_unplaced(fleet, request)
         else:
-            explanation += _why_waiting(cell.core, SchedulerView(cell.core), request)
-        explanation += _why_there(fleet.placement.placed(request.new.origin))
-        return _reply(sequences=(_state_of(view.view_of(request), request, now),), explanation=explanation)
+            where = f" on executor {executor}" if len(fleet.cells) > 1 else ""
+            why = _why_waiting if request.row < 0 else _why_running
+            explanation += why(cell.core, request, where)
+        placed = fleet.placement.placed(request.new.origin)
+        if placed is not None:
+            explanation += f" {sentence_for_placed(placed)}"
+        state = _state_of(request, view.figures_of(request, executor), executor, now)
+        return _reply(sequences=(state,), explanation=explanation)
 
     def _cancel(self, request_id: str, now: float) -> AdminReply:
         found = self._scheduler.live.of_request(request_id)
@@ -187,31 +211,29 @@ class Administration:
         return _reply(flight_log=pieces.piece(place))
 
 
-def _why_running(view: SchedulerView, request: Request) -> str:
-    figures, record = view.figures_of(request), request.speculation
+def _why_running(core: Scheduler, request: Request, where: str) -> str:
+    figures, record = SchedulerView(core).figures_of(request), request.speculation
     preempted = f" It was preempted {request.num_preemptions} times." if request.num_preemptions else ""
     proposed = f" Of {record.num_proposed_tokens} tokens proposed for it {record.num_accepted_tokens} were right."
     return (
-        f" and runs: {figures.num_computed_tokens} of {figures.num_tokens} known tokens are computed, "
+        f" and runs{where}: {figures.num_computed_tokens} of {figures.num_tokens} known tokens are computed, "
         f"in {figures.num_blocks} blocks.{preempted}{proposed if record.num_proposed_tokens else ''}"
     )
 
 
-def _why_waiting(core: Scheduler, view: SchedulerView, request: Request) -> str:
-    preempted = f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
-    num_ahead = len(view.ahead_of(request))
-    return f"{preempted} and waits behind {num_ahead} others: {sentence_for(core, request)}."
+def _why_waiting(core: Scheduler, request: Request, where: str) -> str:
+    num_ahead = len(SchedulerView(core).ahead_of(request))
+    return f"{_preempted(request)} and waits{where} behind {num_ahead} others: {sentence_for(core, request)}."
 
 
-def _why_there(placed: Placed | None) -> str:
-    """Why placement chose its executor; empty where there was no choice."""
-    if placed is None or placed.num_choices < 2:
-        return ""
-    return (
-        f" Of {placed.num_choices} executors that could start it soon, number {placed.cell} was expected to be first: it "
-        f"had {placed.num_cached_tokens} of its tokens in the prefix cache and {placed.num_tokens_ahead} tokens to compute "
-        "before it."
-    )
+def _why_unplaced(fleet: Fleet, request: Request) -> str:
+    num_ahead = fleet.placement.num_ahead_of(request)
+    why = sentence_for_unplaced(request, fleet.loads(), is_paused=fleet.is_paused)
+    return f"{_preempted(request)} and waits for an executor behind {num_ahead} others: {why}."
+
+
+def _preempted(request: Request) -> str:
+    return f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
 
 
 def _pin(fleet: Fleet, prefix: PrefixToPin) -> AdminReply:
@@ -252,8 +274,8 @@ def _pinned(pinned: CorePinnedPrefix) -> PinnedPrefix:
     return PinnedPrefix(**msgspec.structs.asdict(pinned))
 
 
-def _state_of(view: SchedulerView, request: Request, now: float) -> SequenceState:
-    figures, new = view.figures_of(request), request.new
+def _state_of(request: Request, figures: RequestFigures, executor: int, now: float) -> SequenceState:
+    new = request.new
     return SequenceState(
         request_id=new.request_id,
         index=new.index,
@@ -266,4 +288,5 @@ def _state_of(view: SchedulerView, request: Request, now: float) -> SequenceStat
         num_blocks=figures.num_blocks,
         num_preemptions=request.num_preemptions,
         age_ms=(now - request.arrival_time) * 1e3,
+        executor=executor,
     )

@@ -59,8 +59,10 @@ class SchedulerEngine:
     @property
     def view(self) -> FleetView | None:
         """What may be read from the cores; None before an executor joins."""
-        cores = self.fleet.cores
-        return FleetView([SchedulerView(core) for core in cores], self.fleet.placement) if cores else None
+        fleet = self.fleet
+        views = {cell.number: SchedulerView(cell.core) for cell in fleet.cells if cell.core is not None}
+        connected = [cell.number for cell in fleet.open_cells]
+        return FleetView(views, connected, fleet.placement) if views else None
 
     @property
     def next_deadline(self) -> float:

@@ -50,6 +50,10 @@ class Fleet:
         self._is_paused = False
         self._unproven: dict[Origin, None] = {}
         """Requests of lost steps that wait for a cell."""
+        self._left: dict[Origin, int] = {}
+        """The cells that waiting requests came from."""
+        self.num_moved = 0
+        """How often a request went from one cell to another."""
         self.cells: list[Cell] = []
         self._add_cell()
 
@@ -159,12 +163,13 @@ class Fleet:
             return
         capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self.placement.add(new, self._loads(), now)
+        self.placement.add(new, self.loads(), now)
         self._placement_recorder.arrived(now, new)
 
     def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
         """Abort a request, wherever it is; None if it is unknown (it may just have ended)."""
         self._unproven.pop(origin, None)
+        self._left.pop(origin, None)
         for cell in self.cells:
             end = cell.abort(origin, why, now)
             if end is not None:
@@ -187,6 +192,8 @@ class Fleet:
     def take_back(self, requests: list[Request]) -> None:
         """Let these requests wait for a cell."""
         for request in requests:
+            placed = self.placement.placed(request.new.origin)
+            self._left[request.new.origin] = 0 if placed is None else placed.cell
             self.placement.take_back(request)
 
     # ---------------------------------------------------------------------------------------------------------- cells
@@ -236,12 +243,13 @@ class Fleet:
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)
+        self._left.clear()
 
     def _relieve(self) -> None:
         """A request that a cell has preempted for want of blocks goes on where there are some."""
         if self._is_paused or not any(core.num_preempted for core in self.cores):
             return
-        loads = self._loads()
+        loads = self.loads()
         for load in loads:
             request = load.stranded()
             others = [other for other in loads if other is not load and other.accepts]
@@ -252,16 +260,19 @@ class Fleet:
         """Give waiting requests to the cells that can start them soon."""
         if self._is_paused:
             return
-        loads = self._loads()
+        loads = self.loads()
         while (placed := self.placement.place_next(loads, now)) is not None:
             origin = placed.request.new.origin
             was_lost = origin in self._unproven
             self._unproven.pop(origin, None)
+            self.num_moved += self._left.pop(origin, placed.cell) != placed.cell
             self.cells[placed.cell].adopt(placed.request, slowly=was_lost)
         for end in self.placement.take_shed():
+            self._left.pop(end.origin, None)
             self._host.refuse_late(end, 0.0, now)
 
-    def _loads(self) -> list[CellLoad]:
+    def loads(self) -> list[CellLoad]:
+        """What placement asks of the cells with an executor."""
         return [
             CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
             for cell in self.open_cells

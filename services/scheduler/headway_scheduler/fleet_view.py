@@ -12,18 +12,26 @@ from headway_scheduler.core.policies.step_time import StepTimeFigures
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request
-from headway_scheduler.core.view import SchedulerFigures, SchedulerView
+from headway_scheduler.core.view import RequestFigures, SchedulerFigures, SchedulerView
 from headway_scheduler.placement.placement import Placement
 
-_LARGEST = {"step", "budget_margin"}
+NO_EXECUTOR = -1
+"""The number for a request that waits in placement."""
+
+_LARGEST = {"step", "num_budget_tokens", "budget_margin"}
 """Figures of which the largest counts; the others are added."""
 
 
 class FleetView:
-    """Reads from the cores of all cells, at least one, and from placement."""
+    """Reads from the cores of all cells, by number, at least one, and from placement.
 
-    def __init__(self, views: list[SchedulerView], placement: Placement) -> None:
-        self._views = views
+    Totals are those of all cells. Figures of the moment are those of the ``connected`` cells, if there is one.
+    """
+
+    def __init__(self, views: dict[int, SchedulerView], connected: list[int], placement: Placement) -> None:
+        self._by_number = views
+        self._views = list(views.values())
+        self._connected = {number: views[number] for number in connected} or views
         self._placement = placement
 
     @property
@@ -46,12 +54,12 @@ class FleetView:
     @property
     def max_num_batched_tokens(self) -> int:
         """The most tokens of a step of any cell."""
-        return max(view.max_num_batched_tokens for view in self._views)
+        return max(view.max_num_batched_tokens for view in self._connected.values())
 
     @property
     def max_running(self) -> int:
         """The most requests at once."""
-        return sum(view.max_running for view in self._views)
+        return sum(view.max_running for view in self._connected.values())
 
     @property
     def num_running(self) -> int:
@@ -66,8 +74,8 @@ class FleetView:
     @property
     def kv_usage(self) -> float:
         """Share of all blocks that are in use, 0 to 1."""
-        num_blocks = [view.capacity.num_blocks for view in self._views]
-        used = sum(view.kv_usage * count for view, count in zip(self._views, num_blocks, strict=True))
+        num_blocks = [view.capacity.num_blocks for view in self._connected.values()]
+        used = sum(view.kv_usage * count for view, count in zip(self._connected.values(), num_blocks, strict=True))
         return used / sum(num_blocks)
 
     @property
@@ -75,9 +83,13 @@ class FleetView:
         """The model of step times of the first cell that has learned one."""
         return next((view.step_times for view in self._views if view.step_times is not None), None)
 
-    def figures(self) -> SchedulerFigures:
-        """The figures of this moment; O(blocks)."""
-        parts = [view.figures() for view in self._views]
+    def figures_by_executor(self) -> dict[int, SchedulerFigures]:
+        """The figures of this moment by the executor's number; O(blocks)."""
+        return {number: view.figures() for number, view in self._by_number.items()}
+
+    def figures(self, by_executor: dict[int, SchedulerFigures]) -> SchedulerFigures:
+        """These figures in one, with those of placement."""
+        parts = [by_executor[number] for number in self._connected]
         if len(parts) == 1 and not len(self._placement):
             return parts[0]
         columns = {name: [getattr(part, name) for part in parts] for name in SchedulerFigures._fields}
@@ -90,21 +102,16 @@ class FleetView:
             **totals, recent_prefix_hit_rate=sum(rates) / len(rates), steps_until_shortage=min(shortages, default=None)
         )
 
-    def requests(self) -> list[Request]:
-        """All live requests by arrival; O(n log n)."""
-        if len(self._views) == 1 and not len(self._placement):
-            return self._views[0].requests()
-        found = [request for view in self._views for request in view.requests()]
-        return sorted([*found, *self._placement.requests()], key=lambda request: request.arrival)
+    def requests(self) -> list[tuple[Request, int]]:
+        """All live requests by arrival, with the executor's number or ``NO_EXECUTOR``; O(n log n)."""
+        found = [(request, number) for number, view in self._by_number.items() for request in view.requests()]
+        found += [(request, NO_EXECUTOR) for request in self._placement.requests()]
+        return sorted(found, key=lambda entry: entry[0].arrival)
 
-    def view_of(self, request: Request) -> SchedulerView:
-        """The view of the core that has this request; any, if it waits in placement."""
-        origin = request.new.origin
-        return next((view for view in self._views if view.find(origin) is request), self._views[0])
-
-    def num_tokens_of(self, request: Request) -> int:
-        """The tokens of a live request, prompt and received output."""
-        return len(request.token_ids) if request.row < 0 else self.view_of(request).num_tokens_of(request)
+    def figures_of(self, request: Request, executor: int) -> RequestFigures:
+        """The figures of a live request of this executor, or of ``NO_EXECUTOR``."""
+        view = self._by_number.get(executor)
+        return RequestFigures(len(request.token_ids), 0, 0) if view is None else view.figures_of(request)
 
     def prefix_use(self) -> dict[str, TenantPrefixUse]:
         """The prefix cache's use by tenant, the most recent last."""

@@ -70,6 +70,8 @@ def families_of(snapshot: SchedulerSnapshot) -> "Iterable[Metric]":
     _work(families, status)
     _step_times(families, status)
     _executor(families, status)
+    if len(status.executors) > 1:
+        _each_executor(families, status)
     _tenants(families, status)
     for name, histogram in snapshot.histograms.items():
         families.histogram(f"headway_{name}", _HISTOGRAMS[name][1], histogram)
@@ -174,6 +176,26 @@ def _executor(families: "MetricFamilies", status: Status) -> None:
     families.gauge("headway_executor_up", "Whether an executor is connected.", float(status.executor is not None))
     families.counter("headway_executor_losses", "Lost executors.", status.num_executor_losses)
     families.counter("headway_epochs", "Epochs: each begins with an executor without state.", status.num_epochs)
+
+
+def _each_executor(families: "MetricFamilies", status: Status) -> None:
+    """Only where there are several: the figures without this label are those of all."""
+    by_number = {(str(executor.number),): executor for executor in status.executors}
+    for name, description, field in (
+        ("headway_executor_requests_running", "Requests with a row of an executor.", "num_running"),
+        ("headway_executor_requests_waiting", "Requests that wait for a row of an executor.", "num_waiting"),
+        ("headway_executor_kv_cache_usage_perc", "Share of an executor's KV blocks in use, 0 to 1.", "kv_usage"),
+        ("headway_executor_epoch", "The epoch of an executor.", "epoch"),
+        ("headway_executor_draining", "Whether an executor is drained.", "is_draining"),
+    ):
+        values = {label: float(getattr(executor, field)) for label, executor in by_number.items()}
+        families.gauge(name, description, values, "executor")
+    ready = {label: float(executor.state == "ready") for label, executor in by_number.items()}
+    families.gauge("headway_executor_ready", "Whether an executor is connected and heard.", ready, "executor")
+    steps = {label: executor.num_steps for label, executor in by_number.items()}
+    families.counter("headway_executor_steps", "Steps sent to an executor.", steps, "executor")
+    families.gauge("headway_num_requests_unplaced", "Waiting requests without an executor.", status.num_unplaced)
+    families.counter("headway_requests_moved", "Moves of requests between executors.", status.num_moved)
 
 
 def _tenants(families: "MetricFamilies", status: Status) -> None:

@@ -215,10 +215,10 @@ class ServingStatistics:
         running: Counter[str] = Counter()
         waiting: Counter[str] = Counter()
         num_new_tokens: Counter[str] = Counter()
-        for request in view.requests():
+        for request, executor in view.requests():
             new = request.new
             (running if request.row >= 0 else waiting)[new.tenant] += 1
-            num_new_tokens[new.tenant] += view.num_tokens_of(request) - len(new.token_ids)
+            num_new_tokens[new.tenant] += view.figures_of(request, executor).num_tokens - len(new.token_ids)
         return [
             TenantService(
                 tenant=name,

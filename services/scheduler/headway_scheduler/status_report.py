@@ -11,6 +11,7 @@ from headway_process.histogram import Histogram
 from headway_proto.operations import (
     EndCount,
     ExecutorState,
+    ExecutorStatus,
     PolicyNames,
     PredictionErrorState,
     PreemptionCount,
@@ -60,7 +61,8 @@ def status_of(scheduler: Reported, now: float) -> Status:
     cells = scheduler.fleet.cells
     first = next((cell for cell in cells if cell.link.is_open), cells[0])
     counters = SchedulerCounters() if view is None else view.counters
-    figures = SchedulerFigures() if view is None else view.figures()
+    by_executor = {} if view is None else view.figures_by_executor()
+    figures = SchedulerFigures() if view is None else view.figures(by_executor)
     status = Status(
         **figures._asdict(),
         **{name: getattr(counters, name) for name in _TOTALS},
@@ -84,6 +86,7 @@ def status_of(scheduler: Reported, now: float) -> Status:
         executor=_executor(first.info, statistics.executors[first.number], now),
     )
     status = _with_statistics(status, statistics, now)
+    status = _with_executors(status, scheduler, by_executor, now)
     return status if view is None else _with_rates(status, statistics, view, now)
 
 
@@ -101,6 +104,35 @@ def _with_statistics(status: Status, statistics: ServingStatistics, now: float) 
         e2e=_percentiles(statistics.request_s),
         ends=tuple(EndCount(reason=reason, count=count) for reason, count in ends),
         prediction_error=PredictionErrorState(**msgspec.structs.asdict(error)) if error.count else None,
+    )
+
+
+def _with_executors(
+    status: Status, scheduler: Reported, by_executor: dict[int, SchedulerFigures], now: float
+) -> Status:
+    fleet, statistics = scheduler.fleet, scheduler.statistics.executors
+    executors = []
+    for number, figures in by_executor.items():
+        cell = fleet.cells[number]
+        assert cell.view is not None
+        executors.append(
+            ExecutorStatus(
+                number=number,
+                state=cell.link.executor_state(now),
+                epoch=cell.link.epoch,
+                is_draining=cell.is_draining,
+                details=_executor(cell.info, statistics[number], now),
+                num_running=figures.num_running,
+                num_waiting=figures.num_waiting,
+                num_total_blocks=figures.num_total_blocks,
+                num_free_blocks=figures.num_free_blocks,
+                num_cached_blocks=figures.num_cached_blocks,
+                kv_usage=1.0 - figures.num_free_blocks / figures.num_total_blocks,
+                num_steps=cell.view.counters.num_steps,
+            )
+        )
+    return msgspec.structs.replace(
+        status, executors=tuple(executors), num_unplaced=len(fleet.placement), num_moved=fleet.num_moved
     )
 
 

@@ -3,9 +3,16 @@
 Owns: the words. Must not know: how ``core.admission`` decided.
 """
 
+from collections.abc import Sequence
+
 from headway_scheduler.core.admission.refusals import Reason
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.placement.cell_load import CellLoad, Lack
+from headway_scheduler.placement.placement import Placed
+
+MOST_NAMED = 8
+"""Executors that a sentence names."""
 
 
 def sentence_for(core: Scheduler, request: Request) -> str:
@@ -30,6 +37,44 @@ def sentence_for(core: Scheduler, request: Request) -> str:
         case Reason.OBJECTIVE:
             return "with one more, running requests would miss their inter-token objective"
     return f"the budget of {core.max_num_batched_tokens} tokens per step is taken, or it is next"
+
+
+def sentence_for_unplaced(request: Request, cells: Sequence[CellLoad], *, is_paused: bool) -> str:
+    """Why placement gives a request to none of these cells, at least one."""
+    if is_paused:
+        return "admission is paused"
+    reasons = "; ".join(f"executor {cell.number} {_why_not_there(request, cell)}" for cell in cells[:MOST_NAMED])
+    num_more = len(cells) - MOST_NAMED
+    return reasons if num_more <= 0 else f"{reasons}; and {num_more} more executors"
+
+
+def sentence_for_placed(placed: Placed) -> str:
+    """Why placement chose its executor."""
+    if placed.num_choices < 2:
+        return f"Executor {placed.cell} was the only one that could start it soon."
+    return (
+        f"Of {placed.num_choices} executors that could start it soon, number {placed.cell} was expected to be first: it "
+        f"had {placed.num_cached_tokens} of its tokens in the prefix cache and {placed.num_tokens_ahead} tokens to compute "
+        "before it."
+    )
+
+
+def _why_not_there(request: Request, cell: CellLoad) -> str:
+    if not cell.can_hold(request):
+        return f"cannot run its {len(request.token_ids)} tokens"
+    if not cell.accepts:
+        return "is draining"
+    shortage = cell.shortage_for(request)
+    if shortage is None:
+        return "has room, and it starts there when its turn comes"
+    match shortage.lack:
+        case Lack.ROWS:
+            return f"has {shortage.num_needed - 1} requests in {shortage.num_there} rows"
+        case Lack.TOKENS:
+            waiting = shortage.num_needed - len(request.token_ids)
+            return f"has {waiting} waiting tokens, and a step takes {shortage.num_there}"
+        case Lack.BLOCKS:
+            return f"must find {shortage.num_needed} blocks for all that waits, and {shortage.num_there} are free"
 
 
 def _blocks_missing(core: Scheduler, request: Request) -> str:

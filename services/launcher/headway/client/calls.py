@@ -110,6 +110,14 @@ def drain() -> Call[None]:
     return Call("admin", "Drain", admin_pb2.DrainRequest(), _nothing)
 
 
+def drain_executor(executor: int) -> Call[None]:
+    return Call("admin", "DrainExecutor", admin_pb2.DrainExecutorRequest(executor=executor), _nothing)
+
+
+def undrain_executor(executor: int) -> Call[None]:
+    return Call("admin", "UndrainExecutor", admin_pb2.UndrainExecutorRequest(executor=executor), _nothing)
+
+
 def cancel(request_id: str) -> Call[None]:
     return Call("admin", "Cancel", admin_pb2.CancelRequest(request_id=request_id), _nothing)
 
@@ -122,6 +130,6 @@ def unpin_prefix(name: str) -> Call[None]:
     return Call("admin", "UnpinPrefix", admin_pb2.UnpinPrefixRequest(name=name), _nothing)
 
 
-def pinned_prefixes() -> Call[list[admin_pb2.PinnedPrefix]]:
-    request = admin_pb2.ListPinnedPrefixesRequest()
+def pinned_prefixes(executor: int) -> Call[list[admin_pb2.PinnedPrefix]]:
+    request = admin_pb2.ListPinnedPrefixesRequest(executor=executor)
     return Call("admin", "ListPinnedPrefixes", request, lambda response: list(response.prefixes))

@@ -127,6 +127,12 @@ class AsyncClient:
     async def drain(self) -> None:
         await self._call(calls.drain())
 
+    async def drain_executor(self, executor: int) -> None:
+        await self._call(calls.drain_executor(executor))
+
+    async def undrain_executor(self, executor: int) -> None:
+        await self._call(calls.undrain_executor(executor))
+
     async def cancel(self, request_id: str) -> None:
         await self._call(calls.cancel(request_id))
 
@@ -136,8 +142,8 @@ class AsyncClient:
     async def unpin_prefix(self, name: str) -> None:
         await self._call(calls.unpin_prefix(name))
 
-    async def pinned_prefixes(self) -> list[admin_pb2.PinnedPrefix]:
-        return await self._call(calls.pinned_prefixes())
+    async def pinned_prefixes(self, *, executor: int = 0) -> list[admin_pb2.PinnedPrefix]:
+        return await self._call(calls.pinned_prefixes(executor))
 
     async def read_flight_log(self) -> AsyncIterator[admin_pb2.ReadFlightLogResponse]:
         with own_errors():

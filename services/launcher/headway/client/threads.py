@@ -39,6 +39,22 @@ class GenerationStream:
         """The prompt; complete before the first delta of continuation 0."""
         return self._generation.prompt
 
+    def drain_executor(self, executor: int) -> None:
+        """Start nothing more on one executor; its requests go on elsewhere. Its restart does not end this.
+
+        Raises:
+            InvalidRequestError: there is no such number, or no other executor takes requests.
+        """
+        self._call(calls.drain_executor(executor))
+
+    def undrain_executor(self, executor: int) -> None:
+        """Use an executor again.
+
+        Raises:
+            InvalidRequestError: there is no such number.
+        """
+        self._call(calls.undrain_executor(executor))
+
     def cancel(self) -> None:
         """End the stream; the server stops generating. Further iteration raises ``StreamCancelledError``."""
         self._generation.is_cancelled = True
@@ -189,9 +205,9 @@ class Client:
         """
         self._call(calls.unpin_prefix(name))
 
-    def pinned_prefixes(self) -> list[admin_pb2.PinnedPrefix]:
-        """Return the pins, and how many blocks of each are cached."""
-        return self._call(calls.pinned_prefixes())
+    def pinned_prefixes(self, *, executor: int = 0) -> list[admin_pb2.PinnedPrefix]:
+        """Return the pins, and how many blocks of each an executor has cached."""
+        return self._call(calls.pinned_prefixes(executor))
 
     def read_flight_log(self) -> Iterator[admin_pb2.ReadFlightLogResponse]:
         """Read the flight log up to now in pieces, with the token ids of prompts and answers.

@@ -3,9 +3,28 @@
 Owns: these answers. Must not know: other cells, or which request is next.
 """
 
+from enum import Enum
+from typing import NamedTuple
+
 from headway_scheduler.core.admission.door import asks_too_much, limit_of
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
+
+
+class Lack(Enum):
+    """What a cell has too little of for a request to start soon."""
+
+    ROWS = "rows"
+    TOKENS = "tokens of a step"
+    BLOCKS = "blocks"
+
+
+class Shortage(NamedTuple):
+    """With the request and all that is before it, a cell needs more than it has."""
+
+    lack: Lack
+    num_needed: int
+    num_there: int
 
 
 class CellLoad:
@@ -25,16 +44,21 @@ class CellLoad:
 
     def has_room_for(self, request: Request) -> bool:
         """Whether it would start soon: it finds a row and blocks, and at most a step's worth of tokens waits here."""
+        return self.shortage_for(request) is None
+
+    def shortage_for(self, request: Request) -> Shortage | None:
+        """Why it would not start soon here; None if it would."""
         view, num_tokens = self._view, len(request.token_ids)
         num_here = view.num_running + view.num_waiting
         if not num_here:
-            return True
+            return None
         if num_here >= view.max_running:
-            return False
-        if view.num_waiting and view.num_waiting_tokens + num_tokens > view.max_num_batched_tokens:
-            return False
-        block_size = view.capacity.block_size
-        return (view.num_waiting_tokens + num_tokens) // block_size + view.num_waiting < view.num_free_blocks
+            return Shortage(Lack.ROWS, num_here + 1, view.max_running)
+        num_tokens += view.num_waiting_tokens
+        if view.num_waiting and num_tokens > view.max_num_batched_tokens:
+            return Shortage(Lack.TOKENS, num_tokens, view.max_num_batched_tokens)
+        num_blocks = num_tokens // view.capacity.block_size + view.num_waiting + 1
+        return Shortage(Lack.BLOCKS, num_blocks, view.num_free_blocks) if num_blocks > view.num_free_blocks else None
 
     def may_make_room_for(self, request: Request) -> bool:
         """Whether one of a lower class runs that would make way for it, and nothing else waits here."""
