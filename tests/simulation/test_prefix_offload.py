@@ -31,9 +31,9 @@ def asked_again(offload: str, **limits: object) -> Scheduler:
 
 def test_a_working_set_beyond_the_device_is_found_again() -> None:
     without, kept = asked_again("off").counters, asked_again("always").counters
-    assert without.num_restored_blocks == without.num_offloaded_blocks == 0
+    assert without.num_restored_tokens == without.num_offloaded_blocks == 0
     num_asked_again = 3 * 12 * 10
-    found = kept.num_restored_blocks + kept.num_prefix_hit_tokens // 4
+    found = (kept.num_restored_tokens + kept.num_prefix_hit_tokens) // 4
     assert found >= 0.9 * num_asked_again
     assert without.num_prefix_hit_tokens // 4 < 0.1 * num_asked_again
 
@@ -60,7 +60,7 @@ def test_requests_and_prefixes_share_the_host(seed: int, preemption: str) -> Non
     assert_quiet(world)
     core = world.engine.fleet.cells[0].core
     assert core is not None
-    assert core.counters.num_restored_blocks > 0
+    assert core.counters.num_restored_tokens > 0
     assert core.swapping.num_free_host_blocks == core.swapping.num_host_blocks
 
 

@@ -169,7 +169,7 @@ class Admission:
         row = self._running.take_row(request, table, len(shared))
         if len(offloaded):
             self._epoch.swapping.restore(offloaded, table[len(shared) : len(shared) + len(offloaded)])
-            self._state.counters.num_restored_blocks += len(offloaded)
+            self._state.counters.num_restored_tokens += len(offloaded) * rows.block_size
         request.cache_node = node
         plan.new_requests.append(
             NewRequest(

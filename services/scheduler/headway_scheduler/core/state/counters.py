@@ -77,8 +77,8 @@ class SchedulerCounters(msgspec.Struct):
     num_accepted_tokens: int = 0
     num_offloaded_blocks: int = 0
     """Blocks of prefixes that were copied to the host."""
-    num_restored_blocks: int = 0
-    """Blocks of prefixes that came back from there instead of being computed."""
+    num_restored_tokens: int = 0
+    """Tokens of prefixes that came back from there instead of being computed."""
     preemptions: Counter[Preemption] = msgspec.field(default_factory=Counter)
     """``num_preemptions`` by kind."""
     wasted_tokens: Counter[WasteReason] = msgspec.field(default_factory=Counter)
