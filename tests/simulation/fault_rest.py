@@ -43,6 +43,11 @@ class _MayGrow(NamedTuple):
     why: str
 
 
+def _num_host_blocks(world: "FaultWorld") -> int:
+    """Each at most once in the cache, and in what a step reads and writes."""
+    return 4 * world.schedule.settings.num_host_blocks + 4
+
+
 def _num_blocks(world: "FaultWorld") -> int:
     return world.schedule.settings.num_blocks
 
@@ -138,6 +143,11 @@ MAY_GROW = (
     ),
     _MayGrow("engine.fleet.cells[].core.*._first_pause", None, "what was learned of proposals: one number"),
     # What is to be told or looked at next time.
+    _MayGrow("len(*.swapping._kept*)", _num_host_blocks, "prefixes that the next step copies to the host"),
+    _MayGrow("size(*.swapping._kept*)", _num_host_blocks, "prefixes that the next step copies to the host"),
+    _MayGrow("len(*.swapping._prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
+    _MayGrow("size(*.swapping._prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
+    _MayGrow("*.swapping._prefixes.*", None, "numbers of blocks and runs"),
     _MayGrow("len(engine.fleet.cells[].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
     _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),

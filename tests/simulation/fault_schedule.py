@@ -73,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_speculative_tokens: int = 0
     executor_after_s: float = 0.0
     """When the first executor starts."""
+    prefix_offload: str = "off"
     max_executors: int = 1
     """The most cells of the scheduler."""
     more_executors_after_s: tuple[float, ...] = ()
@@ -153,7 +154,10 @@ def draw(seed: int) -> Schedule:
     # From another stream: schedules of seeds that were drawn before there was speculation stay what they were.
     most = random.Random(f"speculation {seed}").choice((0, 0, 1, 3, 6))
     after_s = random.Random(f"executor {seed}").choice((0.0, 0.0, 0.0, 0.03, 0.2))
-    settings = msgspec.structs.replace(settings, max_speculative_tokens=most, executor_after_s=after_s)
+    offload = random.Random(f"offload {seed}").choice(("off", "off", "off", "always", "auto"))
+    settings = msgspec.structs.replace(
+        settings, max_speculative_tokens=most, executor_after_s=after_s, prefix_offload=offload
+    )
     requests = _draw_requests(rng, settings)
     if rng.random() < FLOOD_SHARE:
         settings, requests = _flooded(rng, settings, requests)

@@ -225,6 +225,16 @@ def test_policies_objectives(tmp_path):
     assert {row["order"] for row in record["backlog"]} == {"fair", "fcfs"}
 
 
+def test_prefix_offload(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run("prefix_offload.py", "--requests", "80", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    rates = {row["offload"]: row["restore_rate"] for row in record["rows"]}
+    assert rates["off"] == 0 < rates["always"]
+    assert f"{rates['auto']:.1%}" in printed
+
+
 def test_reliability_overhead(tmp_path):
     result = tmp_path / "result.json"
     sizes = ("--running", "4", "--steps", "20", "--round-trips", "50", "--rounds", "1")

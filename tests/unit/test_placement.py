@@ -8,6 +8,7 @@ import pytest
 from headway_proto.ingress import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.admission.door import RequestRejected
+from headway_scheduler.core.policies.step_time import StepTimeFigures
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -33,6 +34,7 @@ class Core:
         self.cached = 0
         self.us_per_token: float | None = 10.0
         self.lowest_class = 0
+        self.step_times: StepTimeFigures | None = None
         for name, value in figures.items():
             assert hasattr(self, name)
             setattr(self, name, value)
@@ -93,6 +95,12 @@ def test_a_cached_prefix_outweighs_tokens_ahead_as_far_as_it_saves_more() -> Non
 def test_the_speed_of_a_cell_counts() -> None:
     loads = cells(Core(us_per_token=30.0), Core(us_per_token=10.0, num_prompt_tokens_left=10))
     assert chosen(placement_of(new_request(1)), loads).cell == 1
+
+
+def test_cells_are_level_as_far_as_their_models_can_tell() -> None:
+    for us_per_token, expected in ((10.9, 1), (11.5, 0)):
+        loads = cells(Core(num_running=3), Core(num_running=2, us_per_token=us_per_token))
+        assert chosen(placement_of(new_request(1)), loads).cell == expected
 
 
 def test_while_a_speed_is_unknown_tokens_decide() -> None:

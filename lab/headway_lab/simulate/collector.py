@@ -46,6 +46,7 @@ class SimulationTotals(Totals, frozen=True, kw_only=True):
     num_preemptions: int
     virtual_s: float
     prefix_hit_rate: float
+    prefix_restore_rate: float
     mean_batch_size: float
     mean_step_tokens: float
     mean_step_ms: float
@@ -174,6 +175,7 @@ class RunCollector:
             itl_ms=measurement.itl_ms(range(self._first_measured, len(self._arrival_s))),
             end_to_end_ms=measurement.end_to_end_ms(measured),
             prefix_hit_rate=ratio(counters.num_prefix_hit_tokens, counters.num_prefix_query_tokens),
+            prefix_restore_rate=ratio(counters.num_restored_tokens, counters.num_prefix_query_tokens),
             mean_batch_size=ratio(sum(step.num_rows for step in steps), len(steps)),
             mean_step_tokens=ratio(sum(step.num_tokens for step in steps), len(steps)),
             mean_step_ms=ratio(busy_s * 1e3, len(steps)),

@@ -118,6 +118,8 @@ def _note(result: CaseResult) -> str:
     parts = []
     if totals.num_rejected:
         parts.append(f"{totals.num_rejected} of {totals.num_requests} requests were refused")
+    if totals.prefix_restore_rate:
+        parts.append(f"{100 * totals.prefix_restore_rate:.1f}% of the prompts' tokens came back from the host")
     if totals.num_swapped_blocks:
         parts.append(f"{totals.num_swapped_blocks} blocks swapped in {100 * totals.swap_share:.1f}% of the busy time")
     name = f"{result.case.label}: " * bool(result.case.label)

@@ -17,7 +17,7 @@ def pause(core: Scheduler, recorder: NullRecorder, *, is_paused: bool) -> None:
 
 def drop_cached(core: Scheduler, recorder: NullRecorder) -> None:
     """Drop cached blocks that no request holds."""
-    core.pool.drop_cached()
+    core.drop_cached()
     recorder.cache_dropped()
 
 

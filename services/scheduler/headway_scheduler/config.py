@@ -15,7 +15,7 @@ from headway_process.addresses import check_link_address, check_metrics_address
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 from headway_scheduler.core.admission.orders import ORDERS
-from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.memory.preemption import OFFLOADS, PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
 from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     ReserveName: TypeAlias = str
     BudgetName: TypeAlias = str
     PreemptionName: TypeAlias = str
+    OffloadName: TypeAlias = str
 else:
     # A new policy is one file and one entry in its registry.
     OrderName = Literal[tuple(ORDERS)]
@@ -34,6 +35,7 @@ else:
     ReserveName = Literal[("auto", *RESERVATIONS)]
     BudgetName = Literal[tuple(TOKEN_BUDGETS)]
     PreemptionName = Literal[tuple(PREEMPTIONS)]
+    OffloadName = Literal[tuple(OFFLOADS)]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         PreemptionName,
         Meta(description="what a preempted request does: compute again, swap to the host, or what costs less (auto)"),
     ] = "auto"
+    prefix_offload: Annotated[
+        OffloadName,
+        Meta(
+            description="copy prefixes that requests leave behind into the executor's swap space, and bring them back "
+            "instead of computing them: never, always, or where that is known to be cheaper"
+        ),
+    ] = "off"
     aging_s: Annotated[float, Meta(description="seconds after which a waiting request may overtake the order")] = 30.0
     tenant_weights: Annotated[
         dict[str, float], Meta(description="shares of tenants with order fair, NAME=WEIGHT; other tenants have 1")

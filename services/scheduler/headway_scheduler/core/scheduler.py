@@ -43,7 +43,6 @@ from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.memory.preemption import PreemptionCosts
 from headway_scheduler.core.memory.swapping import Swapping
-from headway_scheduler.core.policies.step_time import StepTimeFigures
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -83,7 +82,13 @@ class Scheduler:
             limits,
             capacity,
             state.counters,
-            Swapping(capacity.num_host_blocks, state.preemption, costs),
+            Swapping(
+                capacity.num_host_blocks,
+                state.preemption,
+                costs,
+                block_size=capacity.block_size,
+                offload=state.offload if limits.enable_prefix_caching else None,
+            ),
             number=number,
             num_batches=num_batches,
         )
@@ -294,10 +299,10 @@ class Scheduler:
         """The request that runs alone."""
         return self._state.losses.alone
 
-    @property
-    def step_time_figures(self) -> StepTimeFigures | None:
-        """The model of step times; None at first."""
-        return self._state.step_times.figures
+    def drop_cached(self) -> None:
+        """Drop the cached blocks that no request holds, and what the host keeps of prefixes."""
+        self.pool.drop_cached()
+        self.swapping.drop_offloaded()
 
     @property
     def budget_margin(self) -> float:

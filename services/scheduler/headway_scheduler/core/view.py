@@ -143,7 +143,7 @@ class SchedulerView:
     @property
     def step_times(self) -> StepTimeFigures | None:
         """The model of step times; None at first."""
-        return self._core.step_time_figures
+        return self._core.step_times.figures
 
     @property
     def alone(self) -> Request | None:

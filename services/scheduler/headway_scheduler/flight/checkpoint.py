@@ -29,6 +29,8 @@ _STAYS = {
     ("CoreState", "batching"),
     ("CoreState", "reservation"),
     ("CoreState", "preemption"),
+    ("CoreState", "offload"),
+    ("Swapping", "_offload"),
     ("Passes", "_batching"),
     ("Swapping", "_policy"),
     # Views of token_ids and of block_table.

@@ -157,7 +157,7 @@ class Replay:
             case Unpinned():
                 self._core.pinned_prefixes.unpin(record.name)
             case CacheDropped():
-                self._core.pool.drop_cached()
+                self._core.drop_cached()
 
     @property
     def _core(self) -> Scheduler:

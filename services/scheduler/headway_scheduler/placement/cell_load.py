@@ -89,6 +89,12 @@ class CellLoad:
         """Tokens of prompts that are to be computed before those of a request that comes now."""
         return self._view.num_prompt_tokens_left
 
+    @property
+    def relative_error(self) -> float:
+        """The mean error of the step-time model, as a share of the time; 0 while it has learned nothing."""
+        model = self._view.step_times
+        return 0.0 if model is None else model.relative_error
+
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of its prompt that need not be computed here."""
         return self._view.num_cached_tokens(request)

@@ -24,6 +24,9 @@ from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimit
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.placement.cell_load import CellLoad
 
+LEAST_ERROR, MOST_ERROR = 0.1, 0.5
+"""Predicted times that differ by a smaller share are level; the models' own error counts between these bounds."""
+
 
 class Placed(NamedTuple):
     """A request goes to a cell, chosen among ``num_choices``. The figures say why, in tokens."""
@@ -190,8 +193,15 @@ class Placement:
         waits = [_first_token_s(cell, option) for cell, option in zip(choices, options, strict=True)]
         if None in waits:
             waits = [float(_num_tokens_to_compute(option)) for option in options]  # a cell has not learned its speed
-        ranked = zip(waits, [cell.num_running for cell in choices], options, strict=True)
-        placed = min(ranked, key=lambda entry: (entry[0], entry[1], entry[2].cell))[2]
+        # Predictions that differ by less than they err are level: then it goes where the fewest run.
+        error = max(LEAST_ERROR, *(cell.relative_error for cell in choices))
+        level = min(wait for wait in waits if wait is not None) * (1.0 + min(error, MOST_ERROR))
+        ranked = [
+            (cell.num_running, option.cell, option)
+            for cell, option, wait in zip(choices, options, waits, strict=True)
+            if wait is not None and wait <= level
+        ]
+        placed = min(ranked)[2]
         self._leave(request)
         self._waiting.queue.record_start(request)
         self._placed[request.new.origin] = placed

@@ -142,7 +142,8 @@ class Admission:
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
         shared, node = self._prefixes.find(request, token_bytes, num_tokens)
-        start = max(len(shared) * rows.block_size, request.num_swapped_tokens)
+        offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared))
+        start = max((len(shared) + len(offloaded)) * rows.block_size, request.num_swapped_tokens)
         if self._prefix_wait.waits(plan, request, start):
             return Refused(Reason.PREFIX, request)
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
@@ -166,6 +167,9 @@ class Admission:
         self._losses.window.record_start(request)
         table = pool.allocate_behind(shared, -(-(start + chunk) // rows.block_size))
         row = self._running.take_row(request, table, len(shared))
+        if len(offloaded):
+            self._epoch.swapping.restore(offloaded, table[len(shared) : len(shared) + len(offloaded)])
+            self._state.counters.num_restored_tokens += len(offloaded) * rows.block_size
         request.cache_node = node
         plan.new_requests.append(
             NewRequest(

@@ -8,7 +8,7 @@ from headway_scheduler.core.admission.loss_recovery import LossRecovery
 from headway_scheduler.core.admission.objectives import FirstTokenWatch
 from headway_scheduler.core.admission.orders import ORDERS, QueueSettings
 from headway_scheduler.core.admission.waiting_requests import WaitingRequests
-from headway_scheduler.core.memory.preemption import PREEMPTIONS
+from headway_scheduler.core.memory.preemption import OFFLOADS, PREEMPTIONS
 from headway_scheduler.core.memory.prefix_statistics import PrefixStatistics
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.output_lengths import OutputLengths
@@ -35,10 +35,13 @@ class CoreState:
         self.batching = BATCHING_POLICIES[limits.batching]
         self.reservation = RESERVATIONS[self.batching.reservation if limits.reserve == "auto" else limits.reserve]
         self.preemption = PREEMPTIONS[limits.preemption]
+        self.offload = OFFLOADS[limits.prefix_offload]
         self.lengths = OutputLengths(is_used=order.predicts or self.reservation.predicts)
         self.step_times = StepTimeModel()
         self.budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self.step_times)
-        self.observer = StepObserver(self.budget, is_wanted=self.preemption.needs_costs)
+        self.observer = StepObserver(
+            self.budget, is_wanted=self.preemption.needs_costs or limits.prefix_offload == "auto"
+        )
         self.requests: dict[Origin, Request] = {}
         queue = order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)

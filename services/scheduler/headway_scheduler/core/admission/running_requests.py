@@ -80,6 +80,8 @@ class RunningRequests:
         if cache and num_tokens > request.num_admitted_tokens:
             # Each token sampled in this stay came from a step that had computed all tokens before it.
             self._prefixes.register(request, row, num_tokens - 1)
+        if cache and self._epoch.swapping.offloads:
+            self._state.counters.num_offloaded_blocks += self._prefixes.offload(request, row)
         fence = self._fence_of(row)
         for step in epoch.in_flight:
             if row not in step.leavers:

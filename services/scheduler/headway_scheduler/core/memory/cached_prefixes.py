@@ -1,4 +1,4 @@
-"""The prefix cache as requests see it.
+"""The prefix cache, and its second tier on the host, as requests see them.
 
 Owns: which part of a prompt is cached. Must not know: what is evicted.
 """
@@ -18,13 +18,13 @@ class CachedPrefixes:
         self.by_tenant = limits.prefix_cache_scope == "tenant"
         self._cache = epoch.cache
         self._rows = epoch.rows
+        self._swapping = epoch.swapping
 
     def find(self, request: Request, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
         """The cached blocks that the request may use, and the last node."""
         if not self._is_enabled:
             return NO_BLOCKS, ROOT_NODE
-        scope = request.new.tenant if self.by_tenant else ""
-        return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), scope)
+        return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), self._scope_of(request))
 
     def most_blocks(self, request: Request, num_tokens: int) -> int:
         """The most cached blocks that the request may use."""
@@ -42,6 +42,23 @@ class CachedPrefixes:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
         blocks = rows.block_table[row, first:end].copy()
-        scope = request.new.tenant if self.by_tenant else ""
-        request.cache_node = self._cache.register(request.cache_node, token_bytes, blocks, scope)
+        request.cache_node = self._cache.register(request.cache_node, token_bytes, blocks, self._scope_of(request))
         request.num_cached_blocks = end
+
+    def find_offloaded(self, request: Request, token_bytes: bytes, num_shared: int) -> BlockIndices:
+        """The host blocks that hold what follows ``num_shared`` cached blocks, if bringing them back pays."""
+        if not self._is_enabled or request.num_swapped_tokens:
+            return NO_BLOCKS
+        most_blocks = self.most_blocks(request, len(request.token_ids))
+        return self._swapping.find_offloaded(token_bytes, num_shared, most_blocks, self._scope_of(request))
+
+    def offload(self, request: Request, row: int) -> int:
+        """Copy the cached blocks of a row that is given up to the host; return how many are copied."""
+        rows, end = self._rows, request.num_cached_blocks
+        if not end or not self._is_enabled:
+            return 0
+        token_bytes = rows.token_ids[row, : end * rows.block_size].tobytes()
+        return self._swapping.offload(token_bytes, rows.block_table[row, :end].copy(), self._scope_of(request))
+
+    def _scope_of(self, request: Request) -> str:
+        return request.new.tenant if self.by_tenant else ""

@@ -101,6 +101,9 @@ class CheaperOfBoth:
 
 PREEMPTIONS: dict[str, PreemptionPolicy] = {"recompute": Recompute(), "swap": Swap(), "auto": CheaperOfBoth()}
 
+OFFLOADS: dict[str, PreemptionPolicy | None] = {"off": None, "always": Swap(), "auto": CheaperOfBoth()}
+"""When the host keeps a prefix: a copy there is to its computation what a swap is to a recomputation."""
+
 
 def choose_victim(rows: RowTable, pool: BlockPool, row: int, planned: Collection[int]) -> int | None:
     """The row that must give ``row`` a block: ``row`` itself if it is the last.

@@ -75,6 +75,10 @@ class SchedulerCounters(msgspec.Struct):
     """How often tokens were proposed for a request in a step."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_offloaded_blocks: int = 0
+    """Blocks of prefixes that were copied to the host."""
+    num_restored_tokens: int = 0
+    """Tokens of prefixes that came back from there instead of being computed."""
     preemptions: Counter[Preemption] = msgspec.field(default_factory=Counter)
     """``num_preemptions`` by kind."""
     wasted_tokens: Counter[WasteReason] = msgspec.field(default_factory=Counter)

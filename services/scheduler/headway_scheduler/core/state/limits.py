@@ -23,6 +23,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     reserve: str = "auto"
     budget: str = "fixed"
     preemption: str = "auto"
+    prefix_offload: str = "off"
     aging_s: float = 30.0
     tenant_weights: dict[str, float] = {}
     default_ttft_slo_ms: int = 0
