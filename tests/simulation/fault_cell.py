@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway_proto.columns import decode_column, decode_columns
 from headway_proto.step import SchedulerOutput
+from headway_scheduler.blame import Verdict
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
@@ -49,6 +50,8 @@ class CellWatch:
         self._send_step, self._on_answer = cell.link.send_step, cell._on_answer
         cell.link.send_step = self._watched_send  # type: ignore[method-assign]
         cell._on_answer = self._watched_answer  # type: ignore[method-assign]
+        self._judge = cell._blame.judge
+        cell._blame.judge = self._watched_judge  # type: ignore[method-assign]
 
     def _watched_send(self, output: SchedulerOutput) -> None:
         self.on_step(output)
@@ -70,6 +73,13 @@ class CellWatch:
             key = (self._incarnation, output.epoch, output.step)
             if key in process.world.must_reopen:
                 raise Violation("MIRROR", f"the state digest of step {output.step} differs, and the epoch goes on")
+
+    def _watched_judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
+        verdict = self._judge(core, reason, step)
+        if verdict is not None:
+            in_flight = [core.find(origin) for origin in verdict.in_flight]
+            self._process.num_losses.update(request.new.request_id for request in in_flight if request is not None)
+        return verdict
 
     def follow_peer(self, before: bytes | None, heard: dict[bytes, float]) -> None:
         """After each frame. ``before``: the peer until then. ``heard``: when frames of each executor came."""
@@ -112,6 +122,8 @@ class CellWatch:
             for request in core._requests.values()
         }
         invariants.no_starvation(self._served)
+        if not is_trial:
+            self._process.placement.count_step()
         if output.scheduled_new_reqs and self._promotes and not is_trial:
             self._count_overtaking(core, output)
         self.check_blocks(core)

@@ -162,7 +162,8 @@ class Client:
         self._num_ends += 1
         invariants.terminal_once(self._num_ends, who)
         answer = self.answer
-        if invariants.is_found_guilty(self.world.scheduler.engine, end):
+        num_losses = self.world.scheduler.num_losses[sequence.submission.request_id]
+        if invariants.is_found_guilty(num_losses, end):
             self.close()
             return
         invariants.ends_as_it_should(end.reason, len(sequence.tokens), answer.reason, len(answer.tokens), who)

@@ -19,7 +19,7 @@ from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.executor_link import EPOCHS_OF_A_CELL, FIRST_EPOCHS
+from headway_scheduler.fleet import Fleet
 from headway_scheduler.live_sequences import Name
 
 NAMES = (
@@ -50,6 +50,9 @@ _OF_PROGRESS = frozenset({"token_ids", "has_run", "num_prompt_logprobs"})
 
 MOST_UNSERVED_STEPS = 250
 """Steps that may be sent while somebody who could run gets nothing; no schedule needs half as many."""
+
+MOST_WAIT_BESIDE_ROOM_S = 1.0
+"""Seconds that all requests of placement may wait while a cell has room for each: four heartbeats."""
 
 MOST_MEMORY_ERRORS = 24
 """Of one executor: six halvings, and some that a lost frame hides from the scheduler."""
@@ -181,10 +184,23 @@ def _place(request: Request) -> tuple[int, int, int]:
     return request.rank, int(lane), request.arrival
 
 
+def placed_in_order(placed: Request, waiting: Collection[Request]) -> None:
+    """No request goes to a cell before another of its rank that was preempted or came first."""
+    first = min((_place(request) for request in waiting if not is_promoted(request.rank)), default=None)
+    require(first is None or _place(placed) < first, "FCFS", f"{_place(placed)} is placed before {first}")
+
+
 def no_starvation(unserved_steps: dict[int, int]) -> None:
     """Everybody who waits or runs gets something within a bounded number of steps. By arrival: steps since it did."""
     for arrival, count in unserved_steps.items():
         require(count <= MOST_UNSERVED_STEPS, "NO-STARVATION", f"arrival {arrival} got nothing for {count} steps")
+
+
+def no_starvation_above(waited_steps: dict[int, int], num_cells: int) -> None:
+    """A request waits in placement for a bounded number of steps of all cells. By arrival: steps since it waits there."""
+    for arrival, count in waited_steps.items():
+        most = MOST_UNSERVED_STEPS * num_cells
+        require(count <= most, "NO-STARVATION", f"arrival {arrival} waits in placement for {count} steps")
 
 
 def no_endless_overtaking(overtaken: dict[int, int], num_older: dict[int, int]) -> None:
@@ -227,6 +243,39 @@ def in_one_place(live: Collection[Origin], places: Sequence[Mapping[Origin, Requ
     require(live == set(held), "ONE-PLACE", f"{len(live)} requests are live, {len(held)} are held")
     arrivals = {request.arrival for place in places for request in place.values()}
     require(len(arrivals) == len(held), "ONE-PLACE", f"{len(held)} requests have {len(arrivals)} arrival numbers")
+
+
+def cells_without_executor_are_empty(fleet: Fleet) -> None:
+    """With several cells, one that is lost holds nothing while another is open, and one that drains only what is in flight."""
+    if len(fleet.cells) == 1:
+        return
+    for cell in fleet.cells:
+        core = cell.core
+        is_lost = not cell.link.is_open and bool(fleet.open_cells)
+        if core is not None and (is_lost or (cell.is_draining and not core.num_in_flight)):
+            what = "lost" if is_lost else "draining"
+            num_held = len(core._requests)
+            require(not num_held, "ONE-PLACE", f"cell {cell.number} is {what} and holds {num_held} requests")
+
+
+def no_idle_cell(number: int, arrivals: Collection[int]) -> None:
+    """No request waits in placement for a whole beat while a cell that takes it has nothing to do."""
+    require(not arrivals, "LIVENESS", f"cell {number} is idle, arrivals {sorted(arrivals)} wait in placement")
+
+
+def has_blocks_for(core: Scheduler, request: Request) -> bool:
+    """Whether a request that comes now would find blocks for all of its tokens, and one to go on with."""
+    return -(-len(request.token_ids) // core.rows.block_size) < core.pool.num_free
+
+
+def no_wait_beside_room(room_since: Mapping[tuple[int, int], float], arrivals: Collection[int], now: float) -> None:
+    """Of the requests in placement, one goes soon to a cell with room. By cell and arrival: since when there is room."""
+    waited = {
+        arrival: max((now - since for (_, other), since in room_since.items() if other == arrival), default=0.0)
+        for arrival in arrivals
+    }
+    least = min(waited.values())
+    require(least <= MOST_WAIT_BESIDE_ROOM_S, "LIVENESS", f"arrivals {sorted(waited)} wait {least:.1f} s beside room")
 
 
 def credits_kept(sequence: int, acknowledged: int, window: int) -> None:
@@ -357,17 +406,15 @@ def ends_as_it_should(reason: str, num_tokens: int, expected: str, num_expected:
     require(ends[0] == ends[1], "ORACLE-EQUAL", f"{who} ended as {ends[0]}, not {ends[1]}")
 
 
-def is_found_guilty(engine: SchedulerEngine, end: Finished) -> bool:
+def is_found_guilty(num_losses: int, end: Finished) -> bool:
     """Whether the brake ended a request for executors lost while it ran, which it may after so many losses, and not before.
 
     A request that makes no progress while the plug is pulled again and again cannot be told from one that pulls it.
+    ``num_losses``: how often steps of it were lost.
     """
     if not end.error.startswith("the executor was lost"):
         return False
-    links = [cell.link for cell in engine.fleet.cells]
-    first = [engine.incarnation % FIRST_EPOCHS + link.number * EPOCHS_OF_A_CELL for link in links]
-    num_epochs = sum(link.epoch for link in links) - sum(first)
-    require(num_epochs >= MAX_LOSSES, "ISOLATION", f"found guilty in epoch {num_epochs} of this scheduler")
+    require(num_losses >= MAX_LOSSES, "ISOLATION", f"found guilty after {num_losses} losses")
     return True
 
 

@@ -100,7 +100,7 @@ MAY_GROW = (
     _MayGrow("engine.fleet.cells[].core.*_uncounted_fence", None, "the number of a step"),
     _MayGrow("engine.fleet.cells[].core.*observer._next_*", None, "numbers of steps"),
     _MayGrow("engine.fleet.cells[].core.*num_started", None, "requests are numbered"),
-    _MayGrow("engine.fleet.cells[].core.*num_arrivals", None, "requests are numbered"),
+    _MayGrow("engine.fleet.*num_arrivals", None, "requests are numbered"),
     _MayGrow("engine.fleet.cells[].core.*_last_number", None, "runs of cached blocks are numbered"),
     _MayGrow("engine.fleet.cells[].core.*_log._*_index", None, "changes of the cache are numbered"),
     _MayGrow("engine.gateways._last_owner", None, "links are numbered"),
@@ -109,7 +109,8 @@ MAY_GROW = (
     _MayGrow("gateway._link_number", None, "links are numbered"),
     _MayGrow("gateway._last_call_id", None, "calls are numbered"),
     _MayGrow("gateway.*_version", None, "changes are numbered"),
-    _MayGrow("engine.recorder._[in]*", None, "records are numbered"),
+    _MayGrow("engine.*recorder._[in]*", None, "records are numbered"),
+    _MayGrow("engine.recorder._latest.cell", None, "the cell of the newest record"),
     _MayGrow("engine.fleet.cells[].num_answers", None, "a total"),
     _MayGrow("*.num_damaged_frames", None, "a total"),
     _MayGrow("engine.fleet.num_moved", None, "a total"),
@@ -123,16 +124,14 @@ MAY_GROW = (
     _MayGrow("engine.fleet.cells[]._pause._num_failures", None, "steps that failed since one was answered"),
     _MayGrow("*._a[sn]*_limit", None, "the most tokens that an executor takes"),
     # What was learned.
-    _MayGrow("engine.fleet.cells[].core.*lengths._num_*", None, "what was learned of outputs, in columns of one size"),
+    _MayGrow("engine.fleet.*lengths._num_*", None, "what was learned of outputs, in columns of one size"),
+    _MayGrow("len(engine.fleet.*lengths._slot_of_key)", lambda world: 1023, "a curve each, dropped for new ones"),
     _MayGrow(
-        "len(engine.fleet.cells[].core.*lengths._slot_of_key)", lambda world: 1023, "a curve each, dropped for new ones"
-    ),
-    _MayGrow(
-        "len(engine.fleet.cells[].core.*lengths._unpublished)",
+        "len(engine.fleet.*lengths._unpublished)",
         lambda world: 3 * 64,
         "observations that do not show yet",
     ),
-    _MayGrow("size(engine.fleet.cells[].core.*lengths._*)", lambda world: 1 << 24, "columns made when first asked for"),
+    _MayGrow("size(engine.fleet.*lengths._*)", lambda world: 1 << 24, "columns made when first asked for"),
     _MayGrow("engine.fleet.cells[].core.*step_times.*", None, "what was learned of step times: seven numbers"),
     _MayGrow(
         "engine.fleet.cells[].core.*observer.is_wanted", None, "once somebody has asked for step times they are learned"
@@ -151,8 +150,8 @@ MAY_GROW = (
     _MayGrow("len(engine.fleet.cells[].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
     _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),
-    _MayGrow("size(engine.fleet.cells[].core.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
-    _MayGrow("size(engine.fleet.cells[].core.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
+    _MayGrow("size(engine.fleet.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
+    _MayGrow("size(engine.fleet.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
     _MayGrow("size(engine.fleet.cells[].core.*._origins.*)", _num_rows, "of the rows that sampled last"),
     _MayGrow("engine.fleet.cells[].core.rows.end", None, "the highest row that was ever live"),
     _MayGrow(
@@ -162,12 +161,10 @@ MAY_GROW = (
     _MayGrow("engine.fleet.cells[].core.*.budget_in_force", None, "of the newest step with prompts"),
     _MayGrow("engine.fleet.cells[].core.*.num_tokens_alone", None, "of no meaning while nobody runs alone"),
     _MayGrow("engine.fleet.cells[].core.*.window._[wn]*", None, "of no meaning while nobody needs a place"),
-    _MayGrow("engine.fleet.cells[].core.*queue._num_*starts", None, "starts since a promotion"),
+    _MayGrow("engine.fleet.*queue._num_*starts", None, "starts since a promotion"),
+    _MayGrow("len(engine.fleet.*queue._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"),
     _MayGrow(
-        "len(engine.fleet.cells[].core.*queue._heap)", lambda world: waiting_queue._MAX_HOLES, "holes, skipped later"
-    ),
-    _MayGrow(
-        "len(engine.fleet.cells[].core.*queue._arrivals)",
+        "len(engine.fleet.*queue._arrivals)",
         lambda world: waiting_queue._MAX_HOLES,
         "holes, skipped later",
     ),
@@ -189,27 +186,22 @@ MAY_GROW = (
     _MayGrow("len(engine.fleet.cells[].core.*_awaited)", _num_pins, "one for each pin"),
     # The newest of many.
     _MayGrow("len(engine.administration._ended)", lambda world: administration.MAX_REMEMBERED_ENDS, "the newest ids"),
+    _MayGrow("len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway"),
+    _MayGrow("len(engine.fleet.*queue._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
+    _MayGrow("len(engine.fleet.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
     _MayGrow(
-        "len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway, or was shed"
-    ),
-    _MayGrow(
-        "len(engine.fleet.cells[].core.*queue._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"
-    ),
-    _MayGrow(
-        "len(engine.fleet.cells[].core.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"
-    ),
-    _MayGrow(
-        "len(engine.fleet.cells[].core.*queue._names)",
+        "len(engine.fleet.*queue._names)",
         lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),
         "places in them",
     ),
     _MayGrow(
-        "len(engine.fleet.cells[].core.*queue._free_indices)",
+        "len(engine.fleet.*queue._free_indices)",
         lambda world: fair_queue.MAX_IDLE_TENANTS + _num_tenants(world),
         "places in them",
     ),
-    _MayGrow("engine.fleet.cells[].core.*queue._last_to_leave", None, "the place of a tenant in the order's books"),
+    _MayGrow("engine.fleet.*queue._last_to_leave", None, "the place of a tenant in the order's books"),
     _MayGrow("len(engine.*statistics.tenants)", lambda world: serving_statistics.MAX_TENANTS, "those heard of last"),
+    _MayGrow("len(engine.fleet.links._by_peer)", _num_cells, "connections in use; a cell may have lost its executor"),
     # A kind each.
     _MayGrow("len(engine.statistics.ends)", lambda world: 5, "one count for each way to end"),
     _MayGrow("len(engine.fleet.cells[].core.*counters.*)", lambda world: 6, "one count for each reason"),
@@ -273,11 +265,11 @@ def _differences(world: "FaultWorld", now: dict[str, float], at_rest: dict[str, 
 def _before_any_work(world: "FaultWorld") -> tuple[SchedulerEngine, IngressLink]:
     """A scheduler and one of its gateways, with as many executors and gateways as there are."""
     engine = world.scheduler.engine
-    info = world.executors[-1].info if engine.fleet.info is None else engine.fleet.info
+    infos = [cell.info or world.executors[-1].info for cell in engine.fleet.cells]
     recorder = recorder_into(MemoryLog(), engine.limits) if isinstance(engine.recorder, FlightRecorder) else None
     fresh = SchedulerEngine(engine.limits, 1, recorder, world.schedule.settings.max_executors)
     links = [IngressLink(incarnation=number, now=0.0) for number in range(len(world.gateways))]
-    cycles = [_executor_of(info, 1 + number) for number in range(_num_cells(world))]
+    cycles = [_executor_of(info, 1 + number) for number, info in enumerate(infos)]
     _join(fresh, cycles, links)
     if recorder is not None:
         recorder.flush(0.0, None)

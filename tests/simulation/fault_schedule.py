@@ -35,8 +35,13 @@ PROCESS_FAULTS = ("crash", "stall", "rival", "supplant")
 STEP_FAULTS = ("fail", "memory", "flip")
 CLIENT_FAULTS = ("cancel", "cancel_preempted")
 OPERATOR_FAULTS = ("pause", "pin", "unpin")
+CELL_FAULTS = ("kill", "drain")
+"""Only where there are several executors: one is lost for good, and an operator drains a cell."""
 _MIXED = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
-KINDS = (*_MIXED, "sleep")
+KINDS = (*_MIXED, "sleep", *CELL_FAULTS)
+
+SEVERAL_WEIGHTS = (70, 20, 10)
+"""How often there are one, two and three executors."""
 
 _SHORT_S = (0.01, 0.03, 0.1, 0.3)
 _LONG_S = (0.6, 1.1, 2.0, 5.5)
@@ -147,8 +152,8 @@ def from_json(line: str) -> Schedule:
     return msgspec.json.decode(line, type=Schedule)
 
 
-def draw(seed: int) -> Schedule:
-    """The schedule of a seed."""
+def draw(seed: int, num_executors: int | None = None) -> Schedule:
+    """The schedule of a seed. ``num_executors``: None to draw it as well."""
     rng = random.Random(seed)
     settings = _draw_settings(rng)
     # From another stream: schedules of seeds that were drawn before there was speculation stay what they were.
@@ -164,6 +169,7 @@ def draw(seed: int) -> Schedule:
     faults = _draw_faults(rng, settings, min(len(requests), MOST_REQUESTS))
     faults = _with_sleeps(random.Random(f"sleeps {seed}"), settings, faults)
     settings, requests = _with_prompts(random.Random(~seed), settings, requests)
+    settings, faults = _with_executors(random.Random(f"executors {seed}"), settings, faults, num_executors)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
@@ -178,6 +184,38 @@ def _with_prompts(
     return settings, tuple(
         msgspec.structs.replace(request, wants_prompt_logprobs=rng.random() < share) for request in requests
     )
+
+
+def _with_executors(
+    rng: random.Random, settings: Settings, faults: tuple[Fault, ...], num_executors: int | None
+) -> tuple[Settings, tuple[Fault, ...]]:
+    """Several executors, and faults of any of them; drawn by itself as well."""
+    drawn = rng.choices((1, 2, 3), SEVERAL_WEIGHTS)[0]
+    num_executors = num_executors or drawn
+    if num_executors == 1:
+        return settings, faults
+    settings = msgspec.structs.replace(
+        settings,
+        max_executors=rng.choice((num_executors, num_executors, num_executors, 2, 3)),
+        more_executors_after_s=tuple(rng.choice((0.0, 0.0, 0.03, 0.1, 0.4)) for _ in range(num_executors - 1)),
+    )
+    slots = executor_slots(settings)
+    moved = [
+        msgspec.structs.replace(fault, target=rng.choice(slots)) if fault.target == EXECUTOR else fault
+        for fault in faults
+    ]
+    added = [
+        Fault(
+            at=round(rng.random() * 0.4, 4),
+            kind=rng.choice((*CELL_FAULTS, *CELL_FAULTS, "crash", "stall", "drop", "reset", "fail", "hold")),
+            target=rng.choice(slots),
+            direction=rng.choice((UP, DOWN)),
+            seconds=round(rng.choice((*_SHORT_S, *_LONG_S)) * (0.5 + rng.random()), 4),
+            count=rng.choice((1, 1, 2, 3)),
+        )
+        for _ in range(rng.choice((0, 1, 1, 2, 4)))
+    ]
+    return settings, tuple(sorted((*moved, *added), key=lambda fault: fault.at))
 
 
 def _with_sleeps(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:

@@ -4,6 +4,7 @@ Owns: where the invariants of the scheduler are looked at, and what has to be re
 Must not know: what goes wrong, or why.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from headway_proto.columns import decode_columns
@@ -22,6 +23,8 @@ from headway_scheduler.ingress_link import GatewayGone
 from headway_scheduler.live_sequences import Name
 from simulation import fault_invariants as invariants
 from simulation.fault_cell import CellWatch
+from simulation.fault_executor import ExecutorProcess
+from simulation.fault_placement import PlacementWatch
 from simulation.fault_process import Process
 from simulation.fault_schedule import TENANTS
 
@@ -109,13 +112,29 @@ class SchedulerProcess(Process):
         """When frames of an executor that was in use came; damaged ones count, as life is all that matters here."""
         self._seen: tuple[int, ...] = ()
         self._reader = gateway_frame_reader()
+        self.num_losses: Counter[str] = Counter()
+        """By request id: how often its steps were lost."""
+        self.placement = PlacementWatch(self)
         self._cells: list[CellWatch] = []
         for cell in self.engine.fleet.cells:
             self.watch(cell)
 
     def watch(self, cell: Cell) -> None:
-        """This cell is new."""
+        """Watch a new cell."""
         self._cells.append(CellWatch(self, cell))
+
+    def cell_number_of(self, executor: ExecutorProcess) -> int | None:
+        """The cell of this executor; None if it has none."""
+        names = [(watch.cell.number, watch.cell.link.peer) for watch in self._cells]
+        return next((number for number, name in names if name == executor.name), None)
+
+    def drain(self, number: int, *, is_draining: bool) -> None:
+        """Do as an operator does."""
+        if self.is_dead or self.is_stalled or self.engine.fleet.cells[number].is_draining == is_draining:
+            return
+        with self.world.watching():
+            self.engine.fleet.drain_cell(number, is_draining=is_draining)
+        self.wake()
 
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:
         world, engine = self.world, self.engine
@@ -209,14 +228,15 @@ class SchedulerProcess(Process):
     def check(self) -> None:
         """After each beat, if anything may have changed."""
         fleet = self.engine.fleet
-        found = [watch.check() for watch in self._cells]
-        is_news = any(found)
+        num_changed = sum(watch.check() for watch in self._cells)
         if self.world.num_to_cancel:
-            for core in fleet.cores:
-                self._cancel_preempted(list(core._requests.values()))
+            for place in (fleet.placement, *fleet.cores):
+                self._cancel_preempted(list(place._requests.values()))
+        self.placement.check()
         placement = fleet.placement
         seen = len(placement), len(placement._placed), placement.num_arrivals
-        if is_news or seen != self._seen:
+        if num_changed or seen != self._seen:
             self._seen = seen
             invariants.bounded(self.engine)
             invariants.nobody_gone_is_suspected(self.engine, self.without_a_gateway)
+            invariants.cells_without_executor_are_empty(fleet)

@@ -330,6 +330,18 @@ class FaultWorld:
             self._lose_streams(self.gateways[fault.target - FIRST_GATEWAY])
         self.at(self.now + fault.seconds, lambda: self._restart(fault.target, process, fault.count - 1))
 
+    def _inflict_kill(self, fault: Fault) -> None:
+        """It does not come back, unless no other is left."""
+        self._process(fault.target).is_dead = True
+
+    def _inflict_drain(self, fault: Fault) -> None:
+        scheduler, executor = self.scheduler, self._process(fault.target)
+        assert isinstance(executor, ExecutorProcess)
+        number = scheduler.cell_number_of(executor)
+        if number is not None:
+            scheduler.drain(number, is_draining=True)
+            self.at(self.now + fault.seconds, lambda: scheduler.drain(number, is_draining=False))
+
     def _lose_streams(self, gateway: GatewayProcess) -> None:
         for client in self.clients.values():
             if client.gateway is gateway and not client.is_done:
@@ -463,12 +475,17 @@ class FaultWorld:
                 self._restart(gateway.slot, gateway)
         for executor in self.executors:
             executor.num_failing = executor.memory_tokens = 0
+        self._wake_all()
+        for cell in self.scheduler.engine.fleet.cells:
+            self.scheduler.drain(cell.number, is_draining=False)
+        for slot in self.links:
+            self._operate(slot, "resume")
+
+    def _wake_all(self) -> None:
         for process in (self.scheduler, *self.executors, *self.gateways):
             if process.stalled_until > self.now:
                 process.stalled_until = 0.0
             process.wake()
-        for slot in self.links:
-            self._operate(slot, "resume")
 
 
 def _is_executor(target: int) -> bool:

@@ -78,20 +78,24 @@ def report_of(schedule: Schedule, shrink_within_s: float = 20.0) -> str | None:
     )
 
 
-def soak(seeds: Iterable[int], seconds: float, say: bool = True) -> tuple[Totals, list[str]]:
-    """Run ``seeds`` for so long; what was done, and a report of each failure."""
+def soak(
+    seeds: Iterable[int], seconds: float, say: bool = True, num_executors: int | None = None
+) -> tuple[Totals, list[str]]:
+    """Run ``seeds`` for so long; what was done, and a report of each failure. ``num_executors``: None if it is drawn."""
     totals, reports = Totals(), []
     gc.freeze()  # what is imported stays: looking through it again and again costs a schedule in thirty
     start, cpu_start = time.monotonic(), time.process_time()
     told_at = start
     for seed in seeds:
-        world = run(draw(seed))
+        world = run(draw(seed, num_executors))
         totals.num_schedules += 1
         totals.num_steps += world.num_steps
         totals.num_faults += world.num_faults
         if world.violation is not None:
             totals.num_failures += 1
-            reports.append(report_of(draw(seed)) or f"seed {seed} failed once and not again: {world.violation}\n")
+            reports.append(
+                report_of(draw(seed, num_executors)) or f"seed {seed} failed once and not again: {world.violation}\n"
+            )
             _say(reports[-1], say)
         totals.seconds, totals.cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
         if time.monotonic() - told_at >= PROGRESS_EVERY_S:
@@ -113,16 +117,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="how long (default: until interrupted)")
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: drawn)")
     parser.add_argument("--once", action="store_true", help="run only this one seed")
+    parser.add_argument("--executors", type=int, default=None, help="how many executors (default: drawn, mostly one)")
     options = parser.parse_args()
     seeds = new_seeds(options.seed)
     first = next(seeds)
     _say(f"seeds from {first}\n", say=True)
     if options.once:
-        report = report_of(draw(first))
+        report = report_of(draw(first, options.executors))
         _say(report or "every invariant holds\n", say=True)
         return 1 if report else 0
     try:
-        totals, reports = soak(_from(first, seeds), options.minutes * 60)
+        totals, reports = soak(_from(first, seeds), options.minutes * 60, num_executors=options.executors)
     except KeyboardInterrupt:
         return 130
     _say(totals.line() + "\n", say=True)

@@ -2,13 +2,27 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from simulation import fault_invariants as invariants
-from simulation.fault_schedule import KINDS, Fault, Schedule, draw, from_json
+from simulation.fault_schedule import (
+    CELL_FAULTS,
+    EXECUTOR,
+    FRAME_FAULTS,
+    KINDS,
+    LINK_FAULTS,
+    PROCESS_FAULTS,
+    SECOND_EXECUTOR,
+    STEP_FAULTS,
+    Fault,
+    Schedule,
+    draw,
+    from_json,
+)
 from simulation.fault_shrink import shrink
 from simulation.fault_world import FaultWorld, run
 from simulation.mutants import FIRST_SEED, MUTANTS, TABLE, infected
@@ -85,7 +99,8 @@ def story(schedule: Schedule) -> tuple[object, ...]:
 
 
 def test_the_same_seed_runs_the_same_way():
-    assert [story(draw(seed)) for seed in range(20)] == [story(draw(seed)) for seed in range(20)]
+    schedules = [draw(seed, num_executors) for seed in range(10) for num_executors in (1, 2, 3)]
+    assert [story(schedule) for schedule in schedules] == [story(schedule) for schedule in schedules]
 
 
 def test_a_schedule_is_the_same_after_it_was_written_down():
@@ -97,6 +112,26 @@ def test_every_kind_of_fault_is_drawn_and_every_policy():
     assert {fault.kind for schedule in schedules for fault in schedule.faults} == set(KINDS)
     for field, count in {"order": 5, "batching": 5, "reserve": 5, "preemption": 3, "max_steps_in_flight": 4}.items():
         assert len({getattr(schedule.settings, field) for schedule in schedules}) == count
+
+
+def test_mostly_one_executor_is_drawn_and_its_schedule_does_not_depend_on_the_others():
+    schedules = [draw(seed) for seed in range(300)]
+    counts = Counter(1 + len(schedule.settings.more_executors_after_s) for schedule in schedules)
+    assert set(counts) == {1, 2, 3}
+    assert counts[1] > 150
+    for schedule in schedules:
+        alone, several = draw(schedule.seed, 1), draw(schedule.seed, 3)
+        assert schedule == alone or schedule.settings.more_executors_after_s
+        assert not any(fault.kind in CELL_FAULTS or fault.target >= SECOND_EXECUTOR for fault in alone.faults)
+        assert alone.requests == several.requests
+        assert len(alone.faults) <= len(several.faults)
+
+
+def test_every_kind_of_fault_hits_every_executor():
+    schedules = [draw(seed, 2) for seed in range(600)]
+    hit = {(fault.kind, fault.target) for schedule in schedules for fault in schedule.faults}
+    for kind in {*FRAME_FAULTS, *LINK_FAULTS, *PROCESS_FAULTS, *STEP_FAULTS, *CELL_FAULTS, "sleep"}:
+        assert {(kind, EXECUTOR), (kind, SECOND_EXECUTOR)} <= hit
 
 
 def test_a_failing_schedule_is_made_small():

@@ -9,9 +9,10 @@ from simulation.fault_world import FaultWorld, small_constants
 SEEDS = range(7000, 7040)
 
 
+@pytest.mark.parametrize("num_executors", [1, 2, 3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_schedule_of_faults_replays_identically(seed: int):
-    schedule = draw(seed)
+def test_a_schedule_of_faults_replays_identically(seed: int, num_executors: int):
+    schedule = draw(seed, num_executors)
     world = FaultWorld(schedule, records=True)
     assert world.run() is None
     assert world.flights

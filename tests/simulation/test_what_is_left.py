@@ -46,6 +46,8 @@ def settings_of(**changes: object) -> Settings:
         "digest_every": 64,
         "max_speculative_tokens": 0,
         "executor_after_s": 0.0,
+        "max_executors": 1,
+        "more_executors_after_s": (),
     }
     return msgspec.structs.replace(draw(0).settings, **plain | changes)
 

@@ -21,6 +21,7 @@ from headway_scheduler.executor_link import (
     StepEvent,
     StepFailed,
 )
+from headway_scheduler.executor_links import ExecutorLinks
 from headway_scheduler.ingress_link import MAX_HELD_TOKENS, MAX_LINKS, Announcement, GatewayGone, IngressLinks
 
 
@@ -99,6 +100,53 @@ def test_an_executor_that_was_given_up_and_lives_is_taken_back(link: ExecutorLin
     assert link.is_open
     assert executor.running
     assert executor.epoch == link.epoch
+
+
+def frames_to(links: ExecutorLinks, peer: bytes) -> list[bytes]:
+    frames = [frame for name, frame in links.outgoing if name == peer]
+    links.outgoing[:] = [(name, frame) for name, frame in links.outgoing if name != peer]
+    return frames
+
+
+def talk_to_cells(links: ExecutorLinks, executors: dict[bytes, StepLink], now: float) -> None:
+    """Let these executors, and no others, hear and answer until nothing more is said."""
+    waiting = {peer: executor.tick(now).frames for peer, executor in executors.items()}
+    while any(waiting.values()):
+        for peer, executor in executors.items():
+            for frame in waiting[peer]:
+                links.receive(peer, frame, now)
+            waiting[peer] = [
+                answer for frame in frames_to(links, peer) for answer in executor.receive(frame, now).frames
+            ]
+
+
+def test_an_executor_without_a_link_joins_again_and_the_others_notice_nothing() -> None:
+    """It thinks that it still serves, in an epoch of the second cell; the first is open."""
+    links = ExecutorLinks(77, most=2)
+    executors = {peer: StepLink(incarnation=number, info=INFO) for number, peer in enumerate((b"a", b"b"), start=1)}
+    talk_to_cells(links, executors, 0.0)
+    first, second = executors.values()
+    epoch = first.epoch
+    links.unreachable(b"b")
+    talk_to_cells(links, {b"a": first, b"new": second}, 0.3)
+    assert [links[0].peer, links[1].peer] == [b"a", b"new"]
+    assert second.running
+    assert second.epoch == links[1].epoch
+    assert first.running
+    assert (first.epoch, first._expected_sequence) == (epoch, links[0]._writer.next_sequence)
+
+
+def test_an_executor_that_comes_to_another_cell_gets_a_later_epoch() -> None:
+    links = ExecutorLinks(77, most=2)
+    first, second, third = (StepLink(incarnation=number, info=INFO) for number in (1, 2, 3))
+    talk_to_cells(links, {b"a": first, b"b": second}, 0.0)
+    links.unreachable(b"b")
+    talk_to_cells(links, {b"c": third}, 0.1)
+    links.unreachable(b"a")
+    talk_to_cells(links, {b"b": second}, 0.3)
+    assert [links[0].peer, links[1].peer] == [b"b", b"c"]
+    assert second.running
+    assert second.epoch == links[0].epoch
 
 
 def test_repeated_hellos_do_not_open_more_epochs(link: ExecutorLink) -> None:

@@ -234,12 +234,12 @@ class Cell:
 
     def release_all(self, now: float) -> list[Request]:
         """The executor is lost: give up every request of the core."""
-        if self.core is None or not self.core.num_unfinished:
+        if self.core is None or not (self.core.num_unfinished or self.core.num_in_flight):
             return []
         self._leaving.clear()
         self._serving.deliver(StepEvents(admitted=self.core.admission.take_admitted()), now)
         self.recorder.released_all()
-        return self.core.moving.release_all()
+        return self.core.release_all()
 
     # ------------------------------------------------------------------------------------------------------- executor
 

@@ -200,7 +200,9 @@ class SchedulerEngine:
     def refuse_late(self, end: FinishedEvent, expected_prefill_s: float, now: float) -> None:
         """Refuse a request that can no longer meet its objective; nothing of it has run."""
         self._count_end(end, now)
-        self._forget(end.origin)
+        live = self._forget(end.origin)
+        if live is not None:
+            self.fleet.brake.forget(live.name)
         message = "the first token can no longer come within its objective (ttft_slo_ms)"
         retry_s = max(UNKNOWN_S, expected_prefill_s)
         rejected = Problem(ingress.REJECT_OVERLOADED, "", message).rejection(end.origin.handle, retry_s)

@@ -32,7 +32,6 @@ SILENCE_TIMEOUT_S = 10.0
 REOPEN_INTERVAL_S = 0.5
 MAX_EPOCH = (1 << 32) - 1
 FIRST_EPOCHS = 1 << 30
-EPOCHS_OF_A_CELL = 1 << 24
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -72,16 +71,38 @@ class ExecutorRefused(msgspec.Struct, frozen=True):
 StepEvent = EpochOpened | StepAnswered | ExecutorLost | ExecutorRefused
 
 
+class EpochNumbers:
+    """Numbers the epochs of all cells.
+
+    An executor enters only an epoch with a higher number than its last, and it may come from another cell.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        # Epochs of two scheduler lives must not be mistaken for one another.
+        self.newest_epoch = incarnation % FIRST_EPOCHS
+
+    def next(self) -> int:
+        """A number above all others."""
+        self.newest_epoch = self.newest_epoch % MAX_EPOCH + 1
+        return self.newest_epoch
+
+
 class ExecutorLink:
     """Takes frames and the time (seconds, monotonic); fills ``outgoing`` with (peer, frame). ``number``: of its cell."""
 
-    def __init__(self, incarnation: int, number: int = 0, outgoing: list[tuple[bytes, bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        incarnation: int,
+        number: int = 0,
+        outgoing: list[tuple[bytes, bytes]] | None = None,
+        epochs: EpochNumbers | None = None,
+    ) -> None:
         self.incarnation = incarnation
         self.number = number
         self.outgoing: list[tuple[bytes, bytes]] = [] if outgoing is None else outgoing
         self.num_damaged_frames = 0
-        # Epochs of two scheduler lives, or of two cells, must not be mistaken for one another.
-        self.epoch = incarnation % FIRST_EPOCHS + number * EPOCHS_OF_A_CELL
+        self._epochs = epochs or EpochNumbers(incarnation)
+        self.epoch = self._epochs.newest_epoch
         self._reader = scheduler_frame_reader()
         self._writer = scheduler_frame_writer()
         self._peer: bytes | None = None
@@ -263,5 +284,5 @@ class ExecutorLink:
         return [ExecutorLost(reason)]
 
     def _leave_epoch(self) -> None:
-        self.epoch = self.epoch % MAX_EPOCH + 1
+        self.epoch = self._epochs.next()
         self._writer.begin_epoch(self.epoch)

@@ -7,8 +7,14 @@ With one cell, a second executor is a spare: it joins when the first is gone. Wi
 """
 
 from headway_proto.framing import FramingError
-from headway_proto.step import BackendInfo, ExecutorHello, scheduler_frame_reader
-from headway_scheduler.executor_link import ExecutorLink, ExecutorRefused, StepEvent
+from headway_proto.step import (
+    BackendInfo,
+    ExecutorHello,
+    SchedulerHeartbeat,
+    scheduler_frame_reader,
+    scheduler_frame_writer,
+)
+from headway_scheduler.executor_link import EpochNumbers, ExecutorLink, ExecutorRefused, StepEvent
 
 _MUST_AGREE = ("model_fingerprint", "vocab_size", "max_model_len")
 
@@ -20,9 +26,12 @@ class ExecutorLinks:
         self.outgoing: list[tuple[bytes, bytes]] = []
         self._incarnation = incarnation
         self._most = most
-        self._links = [ExecutorLink(incarnation, 0, self.outgoing)]
+        self._epochs = EpochNumbers(incarnation)
+        self._links = [ExecutorLink(incarnation, 0, self.outgoing, self._epochs)]
         self._by_peer: dict[bytes, ExecutorLink] = {}
         self._reader = scheduler_frame_reader()
+        self._writer = scheduler_frame_writer()
+        """For executors without a link; the frames of each link are numbered."""
         self._refused = 0
         """The executor that was refused last."""
         self._model: BackendInfo | None = None
@@ -44,9 +53,10 @@ class ExecutorLinks:
         """Take one frame in. Return the number of its cell, and what follows for it."""
         link = self._by_peer.get(peer)
         if link is None or link.peer != peer:
-            link = self._links[0] if self._most == 1 else self._link_for(peer, data, now)
-            if link is None:
-                return 0, self._refuse(data)
+            found = self._links[0] if self._most == 1 else self._link_for(peer, data, now)
+            if not isinstance(found, ExecutorLink):
+                return 0, found
+            link = found
         events = link.receive(peer, data, now)
         if link.peer == peer and peer not in self._by_peer:
             self._by_peer = {link.peer: link for link in self._links if link.peer is not None}
@@ -65,27 +75,26 @@ class ExecutorLinks:
         """An executor has joined: others that join must run the same model."""
         self._model = info
 
-    def _link_for(self, peer: bytes, data: bytes, now: float) -> ExecutorLink | None:
-        """The link for a frame of a peer that no link uses; None if its executor is refused."""
+    def _link_for(self, peer: bytes, data: bytes, now: float) -> ExecutorLink | list[StepEvent]:
+        """The link for a frame of a peer that no link uses, or the events instead if its executor gets none now."""
         try:
             body = self._reader.decode(data).body
         except FramingError:
             return self._links[0]  # which counts it
         if not isinstance(body, ExecutorHello):
-            spare = self._spare(now)
-            if spare is None and len(self._links) < self._most:
-                self._links[0].announce_to(peer)  # it comes from an earlier life of ours, and says hello then
-            return spare or self._links[0]
+            if self._spare(now) is not None or len(self._links) < self._most:
+                self._ask_for_hello(peer)
+            return []
         for link in self._links:
             if link.executor == body.incarnation:
                 return link
         others = [link for link in self._links if link.is_open and not link.may_be_taken_over(now)]
         if others and self._differs(body.info):
-            return None
+            return self._refuse(body)
         spare = self._spare(now)
         if (spare is None or spare.is_open) and len(self._links) < self._most:
             # Rather than the link of an executor that is silent: it may only be slow.
-            spare = ExecutorLink(self._incarnation, len(self._links), self.outgoing)
+            spare = ExecutorLink(self._incarnation, len(self._links), self.outgoing, self._epochs)
             self._links.append(spare)
         return spare or self._links[0]
 
@@ -98,13 +107,15 @@ class ExecutorLinks:
         model = self._model
         return model is not None and any(getattr(info, name) != getattr(model, name) for name in _MUST_AGREE)
 
-    def _refuse(self, data: bytes) -> list[StepEvent]:
-        hello = self._reader.decode(data).body
-        assert isinstance(hello, ExecutorHello)
+    def _ask_for_hello(self, peer: bytes) -> None:
+        """This executor served an earlier life of ours, or was given up. A heartbeat of a later epoch makes it say hello."""
+        self._writer.begin_epoch(self._epochs.next())
+        self.outgoing.append((peer, self._writer.encode(SchedulerHeartbeat(self._incarnation))))
+
+    def _refuse(self, hello: ExecutorHello) -> list[StepEvent]:
         if hello.incarnation == self._refused:
             return []
         self._refused = hello.incarnation
         assert self._model is not None
-        return [
-            ExecutorRefused(f"it runs {hello.info.model_name!r:.64}, another model than {self._model.model_name!r:.64}")
-        ]
+        it, ours = hello.info.model_name, self._model.model_name
+        return [ExecutorRefused(f"it runs {it!r:.64}, another model than {ours!r:.64}")]

@@ -258,9 +258,9 @@ class Fleet:
 
     def _place(self, now: float) -> None:
         """Give waiting requests to the cells that can start them soon."""
-        if self._is_paused:
-            return
         loads = self.loads()
+        if self._is_paused or not loads:
+            return
         while (placed := self.placement.place_next(loads, now)) is not None:
             origin = placed.request.new.origin
             was_lost = origin in self._unproven

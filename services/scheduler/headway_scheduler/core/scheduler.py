@@ -243,6 +243,12 @@ class Scheduler:
                 finished.append(self._endings.finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
 
+    def release_all(self) -> list[Request]:
+        """The executor is lost, with all that it computed: give up every request, by arrival, and all that was in flight."""
+        self.moving.recall()
+        self._begin(self.capacity, self.epoch)
+        return self.moving.release_all()
+
     # ------------------------------------------------------------------------------------------------- for operators
 
     @property

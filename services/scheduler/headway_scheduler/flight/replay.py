@@ -137,7 +137,7 @@ class Replay:
             case ReleasedWaiting():
                 self._keep(self._core.moving.release_waiting())
             case ReleasedAll():
-                self._keep(self._core.moving.release_all())
+                self._keep(self._core.release_all())
             case Adopted():
                 request = self._moving.pop(record.origin, None)
                 if request is None:

@@ -104,8 +104,8 @@ class Placement:
         queue = self._waiting.queue
         if self._placed.pop(request.new.origin, None) is None:
             queue.adopt(request)
-        elif request.status is RequestStatus.WAITING:
-            queue.forget(request)  # as it enters, it is counted anew
+        else:
+            self._forget_to_enter_again(request)
         self.number_after([request])
         self._enter(request)
 
@@ -114,6 +114,7 @@ class Placement:
         if self._capacity is None or capacity.max_request_tokens > self._capacity.max_request_tokens:
             self._capacity = capacity
         for request in self._homeless.values():
+            self._forget_to_enter_again(request)
             self._waiting.enter(request)
         self._homeless.clear()
 
@@ -233,6 +234,11 @@ class Placement:
         request.curve = self._lengths.curve_of(request.new.tenant, request.new.num_prompt_tokens)
         self._requests[request.new.origin] = request
         self._waiting.enter(request)
+
+    def _forget_to_enter_again(self, request: Request) -> None:
+        """As it enters the queue again, a request that has not run is counted anew."""
+        if request.status is RequestStatus.WAITING:
+            self._waiting.queue.forget(request)
 
     def _leave(self, request: Request) -> None:
         del self._requests[request.new.origin]

@@ -51,8 +51,7 @@ class Moving:
         return waiting
 
     def release_all(self) -> list[Request]:
-        """The executor is lost, with all that it computed: give up every request, by arrival."""
-        self.recall()
+        """The executor is lost, with all that it computed, and no request has a row: give up all, by arrival."""
         requests = sorted(self._state.requests.values(), key=lambda request: request.arrival)
         for request in requests:
             request.forget_executor()
@@ -84,6 +83,9 @@ class Moving:
     def _let_go(self, request: Request) -> None:
         """Remove a waiting request from everything that this core keeps of it."""
         state = self._state
+        for step in self._epoch.in_flight:
+            # Its row may soon have the same number elsewhere, so the answer must not find it here.
+            step.chunks = [chunk for chunk in step.chunks if chunk.request is not request]
         state.waiting.leave(request)
         if request.num_swapped_tokens:
             self._epoch.swapping.forget(request)
