@@ -150,7 +150,7 @@ class SchedulerProcess(Process):
             engine.run(now)
             self._send_step_frames()
             self._send_news()
-            engine.recorder.flush(now, engine.fleet.cells[0].core)
+            engine.recorder.flush(now, engine.fleet)
             engine.notices.take()
             self.check()
         self.wake_at(engine.next_deadline)

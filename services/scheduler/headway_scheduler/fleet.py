@@ -19,11 +19,13 @@ from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import StepEvent
 from headway_scheduler.executor_links import ExecutorLinks
+from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 
 ANOTHER_MODEL = "the executor that took over runs another model"
+TOO_LATE = "its first token can no longer come within its objective"
 
 
 class Host(Serving, Protocol):
@@ -62,9 +64,10 @@ class Fleet:
         return [cell.core for cell in self.cells if cell.core is not None]
 
     @property
-    def only_core(self) -> Scheduler | None:
-        """The core, while there is one cell."""
-        return self.cells[0].core if len(self.cells) == 1 else None
+    def state(self) -> FleetState:
+        """All cores, and the requests that no core has; a replay can go on from it."""
+        cores = {cell.number: cell.core for cell in self.cells if cell.core is not None}
+        return FleetState(cores, {request.new.origin: request for request in self.placement.requests()})
 
     @property
     def next_deadline(self) -> float:
@@ -202,6 +205,7 @@ class Fleet:
     def _end_all(self, now: float) -> None:
         """Another model: no tokens would follow from those of the requests that wait."""
         for request in self.placement.requests():
+            self._placement_recorder.aborted(now, request.new.origin, "", ANOTHER_MODEL)
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)
@@ -217,6 +221,7 @@ class Fleet:
             self._unproven.pop(origin, None)
             self.cells[placed.cell].adopt(placed.request, slowly=was_lost)
         for end in self.placement.take_shed():
+            self._placement_recorder.aborted(now, end.origin, TOO_LATE)
             self._host.refuse_late(end, 0.0, now)
 
     def _loads(self) -> list[CellLoad]:
