@@ -225,6 +225,18 @@ def test_policies_objectives(tmp_path):
     assert {row["order"] for row in record["backlog"]} == {"fair", "fcfs"}
 
 
+def test_placement(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run("placement.py", "--requests", "20", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert {row["workload"] for row in record["results"]} == {"skewed", "prefixes"}
+    for row in record["results"]:
+        assert row["replicas"]["share_of_requests"] == [0.5, 0.5]
+        assert row["one_queue"]["ttft_ms"]["p99"] > 0
+        assert f"ratio {row['ttft_p99_ratio']}" in printed
+
+
 def test_reliability_overhead(tmp_path):
     result = tmp_path / "result.json"
     sizes = ("--running", "4", "--steps", "20", "--round-trips", "50", "--rounds", "1")

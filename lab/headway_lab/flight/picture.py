@@ -73,13 +73,17 @@ def _lanes(steps: Sequence[TimelineStep]) -> dict[int, _Lane]:
 
 
 def _grid(steps: Sequence[TimelineStep], lanes: dict[int, _Lane]) -> NDArray[np.int8]:
-    """What each row does, ``[rows, steps]``. During a step of another executor, a row goes on with what it did."""
+    """What each row does, ``[rows, steps]``. While a step is under way, its rows stay in the steps of other executors."""
     grid = np.zeros((sum(lane.num_rows for lane in lanes.values()), len(steps)), dtype=np.int8)
     preempted = 1 + _KINDS.index(Kind.PREEMPTED)
+    newest: dict[int, TimelineStep] = {}
     for column, step in enumerate(steps):
-        if column:
-            before = grid[:, column - 1]
-            grid[:, column] = np.where(before == preempted, 0, before)
+        for executor, before in newest.items():
+            if step.sent_s <= before.answered_s < float("inf"):
+                rows = slice(lanes[executor].first, lanes[executor].first + lanes[executor].num_rows)
+                held = grid[rows, column - 1]
+                grid[rows, column] = np.where(held == preempted, 0, held)
+        newest[step.executor] = step
         lane = lanes[step.executor]
         grid[lane.first : lane.first + lane.num_rows, column] = 0
         for cell in step.cells:
