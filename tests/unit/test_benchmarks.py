@@ -227,7 +227,7 @@ def test_policies_objectives(tmp_path):
 
 def test_placement(tmp_path):
     result = tmp_path / "result.json"
-    printed = run("placement.py", "--requests", "20", "--json", str(result), cwd=tmp_path)
+    printed = run("placement.py", "--requests", "10", "--json", str(result), cwd=tmp_path)
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
     assert {row["workload"] for row in record["results"]} == {"skewed", "prefixes"}
