@@ -72,7 +72,8 @@ class Fleet:
     @property
     def next_deadline(self) -> float:
         """The time of the next call of ``run``."""
-        return min(self.links.next_deadline, *(cell.next_deadline for cell in self.cells), float("inf"))
+        pauses = [cell.next_deadline for cell in self.cells if cell.has_news]
+        return min([self.links.next_deadline, *pauses])
 
     @property
     def num_answers(self) -> int:
@@ -119,8 +120,10 @@ class Fleet:
         """Place what waits, and send each executor its steps."""
         if len(self.placement):
             self._place(now)
+        all_have_news = len(self.cells) == 1 or self.brake.has_suspects
         for cell in self.cells:
-            cell.schedule_steps(now)
+            if cell.has_news or all_have_news:
+                cell.schedule_steps(now)
 
     # ------------------------------------------------------------------------------------------- requests come and go
 
