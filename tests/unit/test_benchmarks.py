@@ -225,6 +225,18 @@ def test_policies_objectives(tmp_path):
     assert {row["order"] for row in record["backlog"]} == {"fair", "fcfs"}
 
 
+def test_fleet_cost(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--executors", "1,3", "--rows", "8", "--rounds", "3")
+    printed = run("fleet_cost.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE | {"is_core_compiled"}
+    assert [row["executors"] for row in record["results"]] == [1, 3]
+    for row in record["results"]:
+        assert min(row["one_by_one_us"], row["together_churn_us"]) > 0
+        assert f"{row['executors']} executors of 8 rows" in printed
+
+
 def test_placement(tmp_path):
     result = tmp_path / "result.json"
     printed = run("placement.py", "--requests", "10", "--json", str(result), cwd=tmp_path)

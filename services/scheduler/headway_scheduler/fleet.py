@@ -51,6 +51,8 @@ class Fleet:
         self._unproven: dict[Origin, None] = {}
         """Requests of lost steps that wait for a cell."""
         self.cells: list[Cell] = []
+        self._known_loads: list[CellLoad] | None = None
+        """Of the open cells, until an executor comes, goes or drains."""
         self._add_cell()
 
     @property
@@ -144,22 +146,24 @@ class Fleet:
     def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
         """Abort a request, wherever it is; None if it is unknown (it may just have ended)."""
         self._unproven.pop(origin, None)
-        for cell in self.cells:
-            end = cell.abort(origin, why, now)
-            if end is not None:
-                return end
+        cell = self.cell_of(origin)
+        if cell is not None:
+            return cell.abort(origin, why, now)
         if self.placement.find(origin) is not None:
             self._placement_recorder.aborted(now, origin, why)
         return self.placement.finish(origin, FinishReason.ABORT)
 
     def cell_of(self, origin: Origin) -> Cell | None:
         """The cell whose core has this request."""
-        return next((cell for cell in self.cells if cell.core is not None and cell.core.find(origin) is not None), None)
+        placed = self.placement.placed(origin)
+        cells = self.cells if placed is None else [self.cells[placed.cell]]
+        return next((cell for cell in cells if cell.core is not None and cell.core.find(origin) is not None), None)
 
     def drain_cell(self, number: int, *, is_draining: bool) -> None:
         """Let a cell's requests go on elsewhere and give it no others, or end that."""
         cell = self.cells[number]
         cell.is_draining = is_draining
+        self._known_loads = None
         if is_draining and cell.core is not None:
             self.take_back(cell.release([request.new.origin for request in cell.core.requests()]))
 
@@ -180,6 +184,7 @@ class Fleet:
         """An executor joined, or began anew: what waits may start there."""
         assert cell.core is not None
         assert cell.info is not None
+        self._known_loads = None
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)
@@ -197,6 +202,7 @@ class Fleet:
 
     def cell_lost(self, cell: Cell, now: float) -> None:
         """An executor is gone."""
+        self._known_loads = None
         self.state_lost(cell, now)
         self._host.fleet_changed(now)
 
@@ -228,11 +234,13 @@ class Fleet:
             self._host.refuse_late(end, 0.0, now)
 
     def _loads(self) -> list[CellLoad]:
-        return [
-            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
-            for cell in self.open_cells
-            if cell.core is not None
-        ]
+        if self._known_loads is None:
+            self._known_loads = [
+                CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
+                for cell in self.open_cells
+                if cell.core is not None
+            ]
+        return self._known_loads
 
     def _act(self, number: int, events: list[StepEvent], now: float) -> None:
         while number >= len(self.cells):
