@@ -48,7 +48,7 @@ class Truth(NamedTuple):
 def truth_of(log: Path) -> Truth:
     flight, recording = Flight(str(log)), Recording()
     for event in flight.events("the truth"):
-        recording.record(event, flight.replay.core)
+        recording.record(event, flight.replay)
     measured = [request for request in recording.measurement().requests() if request.tenant == TENANT]
     return Truth(
         ttft_ms=percentiles([request.ttft_s * 1e3 for request in measured]),

@@ -69,7 +69,7 @@ class RecordedBench(DrawingBench):
         step_us = super().beat()
         started = time.thread_time_ns()
         assert self.recorder is not None
-        self.recorder.flush(self.now, self.engine.fleet.cells[0].core)
+        self.recorder.flush(self.now, self.engine.fleet)
         self.flush_us += (time.thread_time_ns() - started) / 1e3
         self._let_device_work()
         return step_us
@@ -101,7 +101,7 @@ def by_turns(num_running: int, steps: int, seed: int, directory: Path) -> dict[s
         for bench, times in ((plain, without), (recorded, with_it))[:: 1 if number % 2 else -1]:
             times.append(bench.beat())
     assert recorded.recorder is not None
-    recorded.recorder.close(recorded.now, recorded.engine.fleet.cells[0].core)
+    recorded.recorder.close(recorded.now, recorded.engine.fleet)
     thread_us = ((time.process_time() - cpu_before) - (time.thread_time() - main_before)) * 1e6
     written = sum(path.stat().st_size for path in directory.iterdir()) - before
     return {
@@ -117,11 +117,10 @@ def stall_ms(num_running: int, seed: int, directory: Path) -> float:
     """Return how long a scheduler stops while a checkpoint's process is forked."""
     bench = RecordedBench(num_running, seed, directory)
     checkpointer = ForkingCheckpointer(bench.log)
-    assert bench.engine.fleet.cells[0].core is not None
     times = []
     for _ in range(5):
         started = time.perf_counter()
-        checkpointer(bench.engine.fleet.cells[0].core)
+        checkpointer(bench.engine.fleet.state)
         times.append((time.perf_counter() - started) * 1e3)
         while checkpointer._is_child_alive():  # noqa: SLF001 (a second one would not be made beside it)
             time.sleep(0.01)

@@ -189,7 +189,7 @@ def recorded(log: Path) -> tuple[list[SimulatedRequest], float]:
     first_s = 0.0
     for event in flight.events("the truth"):
         first_s = first_s or event.now
-        recording.record(event, flight.replay.core)
+        recording.record(event, flight.replay)
     return recording.measurement().requests(), first_s
 
 

@@ -30,6 +30,7 @@ from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import Disturbance, VirtualDevice
 from headway_lab.simulate.loop import Simulation
 from headway_lab.simulate.options import SimulationOptions
+from headway_lab.simulate.stations import InTurn, Station
 from headway_lab.simulate.world import World, make_world, simulate
 from headway_lab.workload.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
 from headway_lab.workload.lengths import parse_lengths
@@ -295,7 +296,7 @@ def run_requests(
             raise Seen
 
     with suppress(Seen):
-        Simulation(scheduler, device, arrivals, prompts, measurement, after_step).run()
+        Simulation(InTurn([Station(scheduler, device)]), arrivals, prompts, measurement, after_step).run()
     return measurement
 
 

@@ -43,6 +43,7 @@ from headway_lab.simulate.hardware import Accelerator
 from headway_lab.simulate.loop import Simulation
 from headway_lab.simulate.model_shapes import ModelShape
 from headway_lab.simulate.roofline import Roofline
+from headway_lab.simulate.stations import InTurn, Station
 from headway_lab.workload.arrivals import OpenArrivals
 from headway_lab.workload.requests import SAMPLED_TOKENS, PlannedRequest, PromptSource, rng_of
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
@@ -314,7 +315,7 @@ def run_ratio(
     )
     source = PromptSource(arguments.seed, model.vocab_size)
     arrivals = OpenArrivals(planned, [0.0] * num_requests)
-    Simulation(Scheduler(limits, capacity), device, arrivals, source, measurement).run()
+    Simulation(InTurn([Station(Scheduler(limits, capacity), device)]), arrivals, source, measurement).run()
     measured_s, simulated_s = float(np.percentile(times, 25)), measurement.steps[-1].end_s
     return {
         "requests": num_requests,

@@ -16,7 +16,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.flight.checkpoint import encode_core, restore_core
+from headway_scheduler.flight.checkpoint import FleetState, encode_state, restore_state
 from headway_scheduler.flight.log import FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.records import Header, Record
@@ -105,7 +105,8 @@ class RecordedCore:
 
     def restore(self) -> None:
         """Go on with a core that was restored from a checkpoint of the present one."""
-        self._core = restore_core(encode_core(self._core), self._core.limits)
+        payload = encode_state(FleetState({0: self._core}, {}))
+        self._core = restore_state(payload, self._core.limits).cores[0]
 
     def abort(self, origin: Origin) -> FinishedEvent | None:
         self._recorder.aborted(0.0, origin, "test")

@@ -149,7 +149,7 @@ class SchedulerProcess(Process):
             engine.run(now)
             self._send_step_frames()
             self._send_news()
-            engine.recorder.flush(now, engine.fleet.only_core)
+            engine.recorder.flush(now, engine.fleet)
             engine.notices.take()
             self.check()
         self.wake_at(engine.next_deadline)

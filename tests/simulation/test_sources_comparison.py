@@ -17,6 +17,7 @@ from headway_lab.simulate.loop import Simulation
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.roofline import Roofline
+from headway_lab.simulate.stations import InTurn, Station
 from headway_lab.simulate.world import make_world, simulate
 from headway_lab.workload.arrivals import OpenArrivals
 from headway_lab.workload.requests import PlannedRequest, PromptSource, rng_of
@@ -121,7 +122,9 @@ def iteration_ms(prompt, accelerator):
     device = VirtualDevice(Roofline(accelerator, shape, 1), capacity, rng_of(0, 0), host_bandwidth=1e9)
     measurement = RunCollector(len(planned))
     scheduler = Scheduler(limits, capacity)
-    Simulation(scheduler, device, OpenArrivals(planned, times_s), PromptSource(0, 32_000), measurement).run()
+    Simulation(
+        InTurn([Station(scheduler, device)]), OpenArrivals(planned, times_s), PromptSource(0, 32_000), measurement
+    ).run()
     step = next(step for step in measurement.steps if step.num_decodes == 8)
     assert step.num_tokens == prompt + 8
     return (step.end_s - step.start_s) * 1e3

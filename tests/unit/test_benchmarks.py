@@ -235,6 +235,30 @@ def test_prefix_offload(tmp_path):
     assert f"{rates['auto']:.1%}" in printed
 
 
+def test_fleet_cost(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--executors", "1,3", "--rows", "8", "--rounds", "3")
+    printed = run("fleet_cost.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE | {"is_core_compiled"}
+    assert [row["executors"] for row in record["results"]] == [1, 3]
+    for row in record["results"]:
+        assert min(row["one_by_one_us"], row["together_churn_us"]) > 0
+        assert f"{row['executors']} executors of 8 rows" in printed
+
+
+def test_placement(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run("placement.py", "--requests", "10", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert {row["workload"] for row in record["results"]} == {"skewed", "prefixes"}
+    for row in record["results"]:
+        assert row["replicas"]["share_of_requests"] == [0.5, 0.5]
+        assert row["one_queue"]["ttft_ms"]["p99"] > 0
+        assert f"ratio {row['ttft_p99_ratio']}" in printed
+
+
 def test_reliability_overhead(tmp_path):
     result = tmp_path / "result.json"
     sizes = ("--running", "4", "--steps", "20", "--round-trips", "50", "--rounds", "1")

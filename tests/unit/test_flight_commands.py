@@ -164,7 +164,7 @@ def test_a_picture_and_a_trace(run: RecordedExactCore, log: str, tmp_path: Path)
 def test_cells_add_up_to_the_steps(run: RecordedExactCore):
     collector, replay = StepCollector(StepRange(0, 1 << 30)), Replay(LIMITS)
     for event in replay.run(run.log.records):
-        collector.record(event, replay.core)
+        collector.record(event, replay)
     assert collector.num_steps == len(collector.steps) == run.core.counters.num_steps
     for step in collector.steps:
         assert sum(cell.num_tokens for cell in step.cells) == step.num_tokens
@@ -173,7 +173,7 @@ def test_cells_add_up_to_the_steps(run: RecordedExactCore):
     part = StepCollector(StepRange(10, 20))
     replay = Replay(LIMITS)
     for event in replay.run(run.log.records):
-        part.record(event, replay.core)
+        part.record(event, replay)
     assert part.steps == collector.steps[10:20]
 
 
@@ -230,7 +230,7 @@ def test_a_run_that_speculated_is_replayed_and_tells_how_often_that_was_right():
     run.recorder.flush(run.now, None, is_final=True)
     replay = Replay(run.limits)
     for event in replay.run(run.log.records):
-        recording.record(event, replay.core)
+        recording.record(event, replay)
     counters = run.core.counters
     assert replay.core.counters == counters
     assert counters.num_accepted_tokens > 10

@@ -31,7 +31,7 @@ def life_of(run: RecordedExactCore, handle: int) -> Life:
     run.recorder.flush(run.now, None, is_final=True)
     follower, replay = Follower(str(handle)), Replay(run.limits)
     for event in replay.run(run.log.records):
-        follower.record(event, replay.core)
+        follower.record(event, replay)
     assert len(follower.lives) == 1
     return follower.lives[0]
 
@@ -209,7 +209,7 @@ def test_a_refused_request_is_told_why():
     run.recorder.flush(run.now, None, is_final=True)
     replay = Replay(run.limits)
     for event in replay.run([*run.log.records, refused]):
-        follower.record(event, replay.core)
+        follower.record(event, replay)
     assert explanation(follower.lives[0], 1.0) == (
         "Request 7 (tenant a, 9 tokens) was refused (overloaded): 4 requests are waiting; allowed: 4, 0.500 s into it.\n"
     )

@@ -15,7 +15,13 @@ from headway_proto.sampling import SamplingParams
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight import log as flight_log
-from headway_scheduler.flight.checkpoint import CheckpointError, ForkingCheckpointer, restore_core
+from headway_scheduler.flight.checkpoint import (
+    CheckpointError,
+    FleetState,
+    ForkingCheckpointer,
+    encode_state,
+    restore_state,
+)
 from headway_scheduler.flight.log import FlightLog, FlightLogError, FlightLogWriter, segments_in
 from headway_scheduler.flight.recorder import FlightRecorder, NullRecorder
 from headway_scheduler.flight.records import LOG_VERSION, Header, Paused, Record, Turn
@@ -188,7 +194,7 @@ class RecordedWorld(World):
     def beat(self) -> None:
         super().beat()
         segment = self.log.segment
-        self.engine.recorder.flush(self.now, self.engine.fleet.cells[0].core)
+        self.engine.recorder.flush(self.now, self.engine.fleet)
         if self.log.segment != segment:
             wait_for(lambda: not self.checkpointer._is_child_alive())
             drain(self.log)
@@ -206,8 +212,8 @@ class RecordedWorld(World):
 def replay_from_disk(directory: Path) -> tuple[FlightLog, Replay]:
     log = FlightLog(directory)
     checkpoint = log.checkpoint()
-    core = None if checkpoint is None else restore_core(checkpoint, log.header.limits)
-    replay = Replay(log.header.limits, core)
+    state = None if checkpoint is None else restore_state(checkpoint, log.header.limits)
+    replay = Replay(log.header.limits, state)
     for _ in replay.run(log.records()):
         pass
     return log, replay
@@ -224,7 +230,7 @@ def test_old_segments_go_and_the_rest_can_be_replayed(tmp_path: Path):
         assert not log.failure
         if segments_in(tmp_path)[0][1] > 1:
             break
-    world.engine.recorder.close(world.now, world.engine.fleet.cells[0].core)
+    world.engine.recorder.close(world.now, world.engine.fleet)
     assert not log.failure
     kept = segments_in(tmp_path)
     assert len(kept) > 1
@@ -250,15 +256,15 @@ def test_without_checkpoints_recording_stops_at_the_bound(tmp_path: Path):
     for _ in range(8):
         world.ask_for(30)
     assert "no checkpoint allows deleting the oldest" in world.engine.recorder.take_failure()
-    world.engine.recorder.close(world.now, world.engine.fleet.cells[0].core)
+    world.engine.recorder.close(world.now, world.engine.fleet)
     assert replay_from_disk(tmp_path)[1].num_steps > 10
 
 
 def test_a_damaged_checkpoint_is_an_error(tmp_path: Path):
     with pytest.raises(CheckpointError, match="does not fit"):
-        restore_core(msgspec.msgpack.encode([1, 2, 3]), LIMITS)
+        restore_state(msgspec.msgpack.encode([1, 2, 3]), LIMITS)
     with pytest.raises(CheckpointError, match="does not fit"):
-        restore_core(os.urandom(100), LIMITS)
+        restore_state(os.urandom(100), LIMITS)
 
 
 def test_a_core_with_something_strange_in_it_is_refused():
@@ -270,10 +276,8 @@ def test_a_core_with_something_strange_in_it_is_refused():
     with pytest.raises(CheckpointError, match="Path"):
         flight_encode(core)
     core._shed[:] = [np.float64(1.5)]
-    assert restore_core(flight_encode(core), WORLD_LIMITS)._shed == [1.5]
+    assert restore_state(flight_encode(core), WORLD_LIMITS).cores[0]._shed == [1.5]
 
 
 def flight_encode(core) -> bytes:
-    from headway_scheduler.flight.checkpoint import encode_core
-
-    return encode_core(core)
+    return encode_state(FleetState({0: core}, {}))

@@ -362,3 +362,46 @@ def test_proposals_that_are_often_right_make_more_of_a_step(capsys, tmp_path):
         assert totals["num_finished"] == 24
         rates.append(totals["output_tokens_per_s"])
     assert rates[1] > 1.3 * rates[0]
+
+
+EXECUTORS = ("--executors", "3", "--replicas", "--arrivals", "poisson", "--rate", "40", "--num-requests", "90")
+
+
+def test_several_executors_and_replicas(tmp_path, capsys):
+    documents = []
+    for name in "ab":
+        path = tmp_path / name
+        assert main(["simulate", *EXECUTORS, "--prefixes", "3", "--prefix-tokens", "500", "--json", str(path)]) == 0
+        documents.append(path.read_bytes())
+    assert documents[0] == documents[1]
+    one_queue, replicas = json.loads(documents[0])["cases"]
+    assert replicas["label"] == "replicas"
+    for case in (one_queue, replicas):
+        assert case["totals"]["num_finished"] == 90
+        assert len(case["executors"]) == 3
+        assert sum(one["share_of_requests"] for one in case["executors"]) == pytest.approx(1.0)
+        assert 0 < case["totals"]["device_busy_share"] <= 1
+    assert [round(one["share_of_requests"], 3) for one in replicas["executors"]] == [0.333] * 3
+    assert one_queue["totals"]["prefix_hit_rate"] > replicas["totals"]["prefix_hit_rate"]
+    printed = capsys.readouterr().out
+    assert "3 executors of 1 x h100 each" in printed
+    assert "replicas: by executor: 33/33/33% of the requests" in printed
+
+
+def test_one_executor_has_no_figures_of_its_own(tmp_path):
+    assert main(["simulate", "--num-requests", "20", "--json", str(tmp_path / "one")]) == 0
+    assert "executors" not in json.loads((tmp_path / "one").read_bytes())["cases"][0]
+
+
+def test_replicas_need_executors(capsys):
+    assert main(["simulate", "--replicas", "--num-requests", "20"]) == 2
+    assert "replicas" in capsys.readouterr().err
+
+
+def test_late_requests_are_shed_from_the_one_queue(tmp_path):
+    arguments = [*EXECUTORS, "--ttft-slo-ms", "300", "--order", "deadline", "--shed-late", "--prompt-tokens", "6000"]
+    assert main(["simulate", *arguments, "--json", str(tmp_path / "shed")]) == 0
+    for case in json.loads((tmp_path / "shed").read_bytes())["cases"]:
+        totals = case["totals"]
+        assert totals["num_rejected"] > 0
+        assert totals["num_finished"] + totals["num_rejected"] == totals["num_requests"] == 90

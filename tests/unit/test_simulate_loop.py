@@ -13,6 +13,7 @@ from headway_lab.simulate.loop import NoProgress, Simulation
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.roofline import Roofline, StepTime
+from headway_lab.simulate.stations import InTurn, Station
 from headway_lab.simulate.world import make_world, simulate
 from headway_lab.workload.arrivals import OpenArrivals
 from headway_lab.workload.requests import STEP_NOISE, Objectives, PlannedRequest, PromptSource, rng_of
@@ -48,7 +49,9 @@ def measured(limits, requests, times_s, *, num_blocks=64, paused=False, objectiv
     roofline = OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
     device = VirtualDevice(roofline, capacity, rng_of(0, 0), host_bandwidth=1e9)
     measurement = RunCollector(len(planned))
-    Simulation(scheduler, device, OpenArrivals(planned, times_s), PromptSource(0, 100), measurement).run()
+    Simulation(
+        InTurn([Station(scheduler, device)]), OpenArrivals(planned, times_s), PromptSource(0, 100), measurement
+    ).run()
     return measurement, measurement.totals(scheduler.counters, None)
 
 

@@ -7,11 +7,10 @@ import msgspec
 from headway.settings import ConfigurationError, shown
 from headway_proto.columns import decode_columns
 from headway_proto.step import SchedulerOutput
-from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, EpochBegan, Turn
-from headway_scheduler.flight.replay import Event
+from headway_scheduler.flight.replay import Event, Replay
 
 _NEVER = float("inf")
 
@@ -35,7 +34,10 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class TimelineStep(msgspec.Struct):
-    """A step from ``begin_s`` to ``answered_s`` by the scheduler's clock."""
+    """A step of ``executor``, from ``begin_s`` to ``answered_s`` by the scheduler's clock.
+
+    ``number`` counts the steps of all executors.
+    """
 
     number: int
     epoch: int
@@ -45,6 +47,7 @@ class TimelineStep(msgspec.Struct):
     num_waiting: int
     num_tokens: int
     cells: tuple[Cell, ...]
+    executor: int = 0
     begin_s: float = _NEVER
     answered_s: float = _NEVER
     device_s: float = 0.0
@@ -76,48 +79,61 @@ class StepCollector:
 
     def __init__(self, wanted: StepRange) -> None:
         self._wanted = wanted
-        self._under_way: dict[int, TimelineStep] = {}
-        self._owners: dict[int, Request] = {}
-        self._last_answer_s = 0.0
+        self._under_way: dict[tuple[int, int], TimelineStep] = {}
+        """By executor and number of the step."""
+        self._owners: dict[int, dict[int, Request]] = {}
+        """By executor: the requests of its rows after its newest step."""
+        self._last_answer_s: dict[int, float] = {}
         self.num_steps = 0
         """Of the whole recording, so far."""
         self.steps: list[TimelineStep] = []
 
-    def record(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, replay: Replay) -> None:
         """Process one event."""
         match event.record:
-            case Turn() if event.output is not None and core is not None:
-                self._on_step(event.output, event.now, SchedulerView(core))
+            case Turn() if event.output is not None:
+                self._on_step(event.output, event, replay)
             case Answered() if not event.record.mismatch:
-                self._on_answer(event.record)
+                self._on_answer(event.record, event.cell)
             case EpochBegan():
-                self._under_way.clear()
-                self._owners.clear()
+                for place in [place for place in self._under_way if place[0] == event.cell]:
+                    del self._under_way[place]
+                self._owners.pop(event.cell, None)
 
-    def _on_step(self, output: SchedulerOutput, now: float, view: SchedulerView) -> None:
+    def _on_step(self, output: SchedulerOutput, event: Event, replay: Replay) -> None:
+        view = SchedulerView(replay.cores[event.cell])
         is_wanted = self._wanted.first <= self.num_steps < self._wanted.end
-        # The step before the first counts too: it shows which requests lose a row in the first.
-        cells = self._cells(output, view) if is_wanted or self.num_steps == self._wanted.first - 1 else ()
+        if self.num_steps < self._wanted.first:
+            # It shows which requests lose a row in the first wanted step of this executor.
+            self._owners[event.cell] = view.owners()
         if is_wanted:
-            total = output.total_num_scheduled_tokens
             step = TimelineStep(
-                self.num_steps, output.epoch, output.step, now, view.num_running, view.num_waiting, total, cells
+                number=self.num_steps,
+                epoch=output.epoch,
+                step=output.step,
+                sent_s=event.now,
+                num_running=view.num_running,
+                num_waiting=view.num_waiting + len(replay.moving),
+                num_tokens=output.total_num_scheduled_tokens,
+                cells=self._cells(output, event.cell, view),
+                executor=event.cell,
             )
             self.steps.append(step)
-            self._under_way[output.step] = step
+            self._under_way[event.cell, output.step] = step
         self.num_steps += 1
 
-    def _cells(self, output: SchedulerOutput, view: SchedulerView) -> tuple[Cell, ...]:
+    def _cells(self, output: SchedulerOutput, executor: int, view: SchedulerView) -> tuple[Cell, ...]:
         exceptions: dict[int, int] = {}
         if output.num_scheduled_tokens:
             exceptions = dict(zip(*decode_columns(output.num_scheduled_tokens, 2).tolist(), strict=True))
-        before, self._owners = self._owners, view.owners()
+        before = self._owners.get(executor, {})
+        owners = self._owners[executor] = view.owners()
         cells = {
             row: Cell(row, request.new.request_id, Kind.PREEMPTED, 0)
             for row, request in before.items()
-            if request.status is RequestStatus.PREEMPTED and self._owners.get(row) is not request
+            if request.status is RequestStatus.PREEMPTED and owners.get(row) is not request
         }
-        for row, request in self._owners.items():
+        for row, request in owners.items():
             num_tokens = exceptions.get(row, 1)
             num_before = view.figures_of(request).num_computed_tokens - num_tokens
             kind = Kind.IDLE
@@ -126,10 +142,10 @@ class StepCollector:
             cells[row] = Cell(row, request.new.request_id, kind, num_tokens)
         return tuple(cells[row] for row in sorted(cells))
 
-    def _on_answer(self, record: Answered) -> None:
-        step = self._under_way.pop(record.output.step, None)
+    def _on_answer(self, record: Answered, executor: int) -> None:
+        step = self._under_way.pop((executor, record.output.step), None)
         if step is not None:
-            step.begin_s = max(step.sent_s, self._last_answer_s)
+            step.begin_s = max(step.sent_s, self._last_answer_s.get(executor, 0.0))
             step.answered_s = record.now
             step.device_s = record.output.device_time_us / 1e6
-        self._last_answer_s = record.now
+        self._last_answer_s[executor] = record.now

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _explain(flight: Flight, request_id: str) -> int:
     follower = Follower(request_id)
     for event in flight.events(request_id):
-        follower.record(event, flight.replay.core)
+        follower.record(event, flight.replay)
     flight.report_notice()
     if not follower.lives:
         older = ", or it arrived before the oldest segment that is left" if flight.log.header.segment else ""

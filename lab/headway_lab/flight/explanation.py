@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
-from headway_lab.flight.life import FlightStep, Life, Wait, few_names
+from headway_lab.flight.life import FlightStep, Life, Wait, counted, few_names
 from headway_lab.workload.requests import PRIORITY_NAMES
 
 _STANDS_OUT = 2.5
@@ -43,7 +43,7 @@ def _lines(life: Life, first_s: float) -> Iterator[str]:
     yield _at(
         life, life.arrival_s, f"It arrived, {life.arrival_s - first_s:.3f} s into the recording. {_company(life)}"
     )
-    sections = [*_stays(life), *_first_token(life)]
+    sections = [*_choices(life), *_stays(life), *_first_token(life)]
     for _, lines in sorted(sections, key=lambda section: section[0]):
         yield from lines
     yield from _gaps(life)
@@ -66,16 +66,14 @@ def _ms(seconds: float) -> str:
 
 
 def _company(life: Life) -> str:
-    running = f"{_count(life.num_running, 'request')} ran"
+    running = f"{counted(life.num_running, 'request')} ran"
     if not life.num_waiting:
         return f"{running}, none was waiting."
+    if life.ahead is None:
+        return f"{running}, {life.num_waiting} were waiting."
     if not life.ahead:
         return f"{running}, {life.num_waiting} were waiting, all to be served after it."
     return f"{running}, {life.num_waiting} were waiting, {len(life.ahead)} of them before it: {few_names(life.ahead)}."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _stays(life: Life) -> Iterator[_Section]:
@@ -97,7 +95,7 @@ def _waited(waits: list[Wait]) -> Iterator[str]:
     texts: dict[str, str] = {}
     for wait in waits:
         by_reason[wait.reason] = by_reason.get(wait.reason, 0.0) + wait.end_s - wait.start_s
-        behind = f"behind {_count(wait.num_ahead, 'other')}; " if wait.num_ahead else ""
+        behind = f"behind {counted(wait.num_ahead, 'other')}; " if wait.num_ahead else ""
         texts.setdefault(wait.reason, f"{behind}{wait.text}")
     total = sum(by_reason.values())
     if total < _LEAST_WAIT_S:
@@ -113,7 +111,7 @@ def _waited(waits: list[Wait]) -> Iterator[str]:
 
 def _admitted(life: Life, place: int) -> str:
     admission = life.admissions[place]
-    text = f"It got a row in step {admission.step}"
+    text = f"It got a row in step {admission.step}{_on_executor(life, admission.executor)}"
     if admission.num_held_tokens and place and life.setbacks[place - 1].num_swapped_tokens:
         return f"{text}: {admission.num_held_tokens} of its {admission.num_tokens} tokens came back from the host."
     if admission.num_held_tokens:
@@ -121,15 +119,27 @@ def _admitted(life: Life, place: int) -> str:
     return f"{text}, with all of its {admission.num_tokens} tokens to compute."
 
 
+def _on_executor(life: Life, executor: int) -> str:
+    return f" of executor {executor}" if life.choices else ""
+
+
+def _choices(life: Life) -> Iterator[_Section]:
+    before: int | None = None
+    for choice in life.choices:
+        again = "" if before is None else " again" if before == choice.executor else f" after executor {before}"
+        yield choice.at_s, [_at(life, choice.at_s, f"It was given to executor {choice.executor}{again}.")]
+        before = choice.executor
+
+
 def _chunks(life: Life, place: int) -> Iterator[str]:
     chunks = _chunks_of(life, place)
     if not chunks:
         return
-    count = len(chunks)
-    yield _more(f"What was to compute ran in {_count(count, 'chunk')}:")
+    num_chunks = len(chunks)
+    yield _more(f"What was to compute ran in {counted(num_chunks, 'chunk')}:")
     for step in chunks[:_MOST_CHUNKS]:
         yield _more(_chunk_text(step), 1)
-    if count > _MOST_CHUNKS:
+    if num_chunks > _MOST_CHUNKS:
         rest = chunks[_MOST_CHUNKS:]
         yield _more(f"and {len(rest)} more with {sum(step.num_own_tokens for step in rest)} tokens", 1)
 
@@ -147,7 +157,7 @@ def _chunks_of(life: Life, place: int) -> list[FlightStep]:
 
 
 def _chunk_text(step: FlightStep) -> str:
-    text = f"step {step.step}: {_count(step.num_own_tokens, 'token')}{_beside(step)}"
+    text = f"step {step.step}: {counted(step.num_own_tokens, 'token')}{_beside(step)}"
     if step.answered_s == float("inf"):
         return f"{text}, never answered"
     return (
@@ -162,7 +172,7 @@ def _beside(step: FlightStep) -> str:
     if num_prompt_tokens:
         parts.append(f"{num_prompt_tokens} prompt tokens of {few_names([name for name, _ in step.prompts])}")
     if num_decodes > 0:
-        parts.append(_count(num_decodes, "decode"))
+        parts.append(counted(num_decodes, "decode"))
     return f" beside {' and '.join(parts)}" if parts else " alone"
 
 
@@ -246,7 +256,7 @@ def _gap_cause(life: Life, start_s: float, end_s: float) -> str:
     names = list(dict.fromkeys(name for step in steps for name, _ in step.prompts))
     num_prompt_tokens = sum(count for step in steps for _, count in step.prompts)
     sat_out = sum(not step.num_own_tokens for step in steps)
-    text = f"{_count(len(steps), 'step')} of {sum(step.num_tokens for step in steps)} tokens"
+    text = f"{counted(len(steps), 'step')} of {sum(step.num_tokens for step in steps)} tokens"
     if num_prompt_tokens:
         text += f", {num_prompt_tokens} of them of the prompts of {few_names(names)}"
     if sat_out:

@@ -1,4 +1,4 @@
-"""A request's life, read from a replayed core. Must not know: how it is described."""
+"""A request's life, read from the replayed cores. Must not know: how it is described."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,27 @@ from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.flight.records import Aborted, Answered, Arrived, EpochBegan, ExecutorGone, Refused, Turn
-from headway_scheduler.flight.replay import Event
+from headway_scheduler.flight.recorder import PLACEMENT
+from headway_scheduler.flight.records import (
+    Aborted,
+    Adopted,
+    Answered,
+    Arrived,
+    EpochBegan,
+    ExecutorGone,
+    Refused,
+    Released,
+    ReleasedAll,
+    ReleasedWaiting,
+    Turn,
+)
+from headway_scheduler.flight.replay import Event, Replay
 from headway_scheduler.wait_sentences import sentence_for
 
 NO_EXECUTOR = "no executor was connected"
+ABOVE = "no executor could start it soon"
+ITS_EXECUTOR = "its executor was not connected"
+MOVED = "its executor gave it up, for another to go on with it"
 PIPE_FULL = "the steps under way had to return before another was decided"
 _NAMES = 3
 _NEVER = float("inf")
@@ -47,6 +63,13 @@ class FlightStep(msgspec.Struct):
     device_s: float = 0.0
 
 
+class Choice(msgspec.Struct):
+    """The request was given to an executor."""
+
+    at_s: float
+    executor: int
+
+
 class Admission(msgspec.Struct):
     """The request got a row."""
 
@@ -54,6 +77,7 @@ class Admission(msgspec.Struct):
     step: int
     num_tokens: int
     num_held_tokens: int
+    executor: int = 0
 
 
 class Setback(msgspec.Struct):
@@ -76,9 +100,12 @@ class Life(msgspec.Struct, kw_only=True):
     max_tokens: int
     arrival_s: float
     num_running: int = 0
-    """The time of its arrival; the next two are times as well."""
+    """At its arrival, as the next two."""
     num_waiting: int = 0
-    ahead: tuple[str, ...] = ()
+    ahead: tuple[str, ...] | None = ()
+    """None: it waited for several executors, and the recording does not hold the order of that queue."""
+    choices: list[Choice] = msgspec.field(default_factory=list)
+    """Only where there were several executors."""
     waits: list[Wait] = msgspec.field(default_factory=list)
     admissions: list[Admission] = msgspec.field(default_factory=list)
     setbacks: list[Setback] = msgspec.field(default_factory=list)
@@ -95,9 +122,11 @@ class Life(msgspec.Struct, kw_only=True):
 
 
 class _Followed:
-    def __init__(self, life: Life, request: Request) -> None:
+    def __init__(self, life: Life, request: Request, cell: int) -> None:
         self.life = life
         self.request = request
+        self.cell = cell
+        """The one whose core has it, or ``PLACEMENT``."""
         self.num_computed_tokens = 0
         self.num_preemptions = request.num_preemptions
         self.num_ways_made = request.num_ways_made
@@ -121,6 +150,21 @@ class _Followed:
         if waits and waits[-1].end_s == _NEVER:
             waits[-1].end_s = now
 
+    def loses_row(self, now: float, why: str) -> None:
+        """It begins again, if it had one."""
+        self.open_steps.clear()
+        if self.had_row:
+            self.had_row = False
+            self.life.setbacks.append(Setback(now, why, self.num_computed_tokens, 0))
+        self.num_computed_tokens = 0
+
+    def leaves(self, now: float) -> None:
+        """It waits above the cores. The steps of others that it saw there are no longer of interest."""
+        self.loses_row(now, MOVED)
+        self.num_preemptions, self.num_ways_made = self.request.num_preemptions, self.request.num_ways_made
+        self.life.steps = [step for step in self.life.steps if step.answered_s != _NEVER or step.num_own_tokens]
+        self.cell = PLACEMENT
+
 
 class Follower:
     """Follows all sequences of one request id."""
@@ -128,43 +172,42 @@ class Follower:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._followed: dict[Origin, _Followed] = {}
-        self._has_executor = True
-        self._under_way: dict[int, FlightStep] = {}
+        self._lost: set[int] = set()
+        """The cells whose executor is gone."""
+        self._under_way: dict[tuple[int, int], FlightStep] = {}
+        """By cell and number of the step."""
         self.lives: list[Life] = []
         """By arrival; an id that was used again has several."""
 
-    def record(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, replay: Replay) -> None:
         """Process one event."""
         record = event.record
-        if core is None:
-            return
-        view = SchedulerView(core)
         match record:
             case Arrived() if record.request_id == self._request_id:
-                self._on_arrival(record, view)
+                self._on_arrival(record, event.cell, replay)
             case Refused() if record.request_id == self._request_id:
                 self.lives.append(_refused(record))
             case ExecutorGone():
-                self._has_executor = False
-                self._lose_executor(record.now, f"the executor was lost: {record.reason}")
-                for followed in self._followed.values():
-                    followed.waits_for(NO_EXECUTOR, record.reason, 0, record.now)
+                self._on_executor_gone(record, event.cell, replay)
             case EpochBegan():
-                self._has_executor = True
-                self._lose_executor(record.now, f"the executor had to begin anew: {record.reason}")
+                self._lost.discard(event.cell)
+                self._lose_executor(event.cell, record.now, f"the executor had to begin anew: {record.reason}")
             case Turn():
-                self._on_turn(event, view, core)
+                self._on_turn(event, replay.cores[event.cell])
             case Answered() if not record.mismatch:
-                self._under_way.pop(record.output.step, None)
+                self._under_way.pop((event.cell, record.output.step), None)
                 self._on_answer(record, event)
+            case Adopted() if record.origin in self._followed:
+                self._on_adopted(self._followed[record.origin], event, SchedulerView(replay.cores[event.cell]))
+            case Released() | ReleasedWaiting() | ReleasedAll():
+                self._on_released(event, replay)
         why = record.why if isinstance(record, Aborted) else ""
         for end in (*event.events.finished, *event.shed):
             self._on_end(end, event.now, why)
 
-    def _on_arrival(self, record: Arrived, view: SchedulerView) -> None:
-        request = view.find(record.origin)
-        assert request is not None
-        ahead = view.ahead_of(request)
+    def _on_arrival(self, record: Arrived, cell: int, replay: Replay) -> None:
+        views = [SchedulerView(core) for core in replay.cores.values()]
+        num_above = len(replay.moving)
         life = Life(
             request_id=record.request_id,
             index=record.index,
@@ -173,37 +216,88 @@ class Follower:
             num_prompt_tokens=record.num_prompt_tokens,
             max_tokens=record.max_tokens,
             arrival_s=record.now,
-            num_running=view.num_running,
-            num_waiting=view.num_waiting - 1,
-            ahead=tuple([other.new.request_id for other in ahead]),
+            num_running=sum(view.num_running for view in views),
+            num_waiting=sum(view.num_waiting for view in views) + num_above - 1,
         )
-        followed = _Followed(life, request)
-        for step in self._under_way.values():
-            followed.record_step(msgspec.structs.replace(step))
-        if not self._has_executor:
-            followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, len(ahead), record.now)
-        elif view.num_in_flight >= view.limits.max_steps_in_flight:
-            followed.waits_for(PIPE_FULL, f"{view.num_in_flight} steps are under way", len(ahead), record.now)
         self.lives.append(life)
+        if cell == PLACEMENT:
+            followed = _Followed(life, replay.moving[record.origin], cell)
+            life.ahead = None
+            self._waits_above(followed, record.now, replay)
+        else:
+            view = SchedulerView(replay.cores[cell])
+            request = view.find(record.origin)
+            assert request is not None
+            followed = _Followed(life, request, cell)
+            life.ahead = tuple([other.new.request_id for other in view.ahead_of(request)])
+            self._waits_in_core(followed, view, record.now)
         self._followed[record.origin] = followed
 
-    def _lose_executor(self, now: float, why: str) -> None:
-        """Running requests begin again."""
-        self._under_way.clear()
-        for followed in self._followed.values():
-            followed.open_steps.clear()
-            if followed.had_row:
-                followed.had_row = False
-                followed.life.setbacks.append(Setback(now, why, followed.num_computed_tokens, 0))
-            followed.num_computed_tokens = 0
+    def _waits_in_core(self, followed: _Followed, view: SchedulerView, now: float) -> None:
+        """It has just come into this core."""
+        for (cell, _), step in self._under_way.items():
+            if cell == followed.cell:
+                followed.record_step(msgspec.structs.replace(step))
+        num_ahead = len(view.ahead_of(followed.request))
+        if followed.cell in self._lost:
+            followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, num_ahead, now)
+        elif view.num_in_flight >= view.limits.max_steps_in_flight:
+            followed.waits_for(PIPE_FULL, f"{view.num_in_flight} steps are under way", num_ahead, now)
 
-    def _on_turn(self, event: Event, view: SchedulerView, core: Scheduler) -> None:
-        output = event.output
+    def _waits_above(self, followed: _Followed, now: float, replay: Replay) -> None:
+        if self._lost.issuperset(replay.cores):
+            followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, 0, now)
+            return
+        num_free = sum(SchedulerView(core).num_free_blocks for core in replay.cores.values())
+        text = f"{counted(len(replay.moving) - 1, 'other')} waited for any executor, {num_free} KV blocks were free"
+        followed.waits_for(ABOVE, text, 0, now)
+
+    def _on_adopted(self, followed: _Followed, event: Event, view: SchedulerView) -> None:
+        """An executor's core has the request now."""
+        followed.cell = event.cell
+        followed.life.choices.append(Choice(event.now, event.cell))
+        followed.stops_waiting(event.now)
+        self._waits_in_core(followed, view, event.now)
+
+    def _on_released(self, event: Event, replay: Replay) -> None:
+        """A core gave up requests; a running one loses its row, perhaps before it can leave."""
+        for origin, followed in self._followed.items():
+            if followed.cell != event.cell:
+                continue
+            if origin in replay.moving:
+                followed.leaves(event.now)
+                self._waits_above(followed, event.now, replay)
+            elif followed.had_row and followed.request.row < 0:
+                followed.loses_row(event.now, MOVED)
+                followed.num_preemptions = followed.request.num_preemptions
+
+    def _on_executor_gone(self, record: ExecutorGone, cell: int, replay: Replay) -> None:
+        self._lost.add(cell)
+        self._lose_executor(cell, record.now, f"the executor was lost: {record.reason}")
+        is_last = self._lost.issuperset(replay.cores)
+        for followed in self._followed.values():
+            if followed.cell == cell or (is_last and followed.cell == PLACEMENT):
+                followed.waits_for(NO_EXECUTOR if is_last else ITS_EXECUTOR, record.reason, 0, record.now)
+
+    def _lose_executor(self, cell: int, now: float, why: str) -> None:
+        """Running requests begin again."""
+        for place in [place for place in self._under_way if place[0] == cell]:
+            del self._under_way[place]
+        for followed in self._followed.values():
+            if followed.cell == cell:
+                followed.loses_row(now, why)
+
+    def _on_turn(self, event: Event, core: Scheduler) -> None:
+        output, view = event.output, SchedulerView(core)
         if output is not None:
             prompts = tuple([(name, count) for _, name, count in prompts_in(output, view)])
             num_tokens = output.total_num_scheduled_tokens
-            self._under_way[output.step] = FlightStep(output.epoch, output.step, event.now, num_tokens, 0, prompts)
+            self._under_way[event.cell, output.step] = FlightStep(
+                output.epoch, output.step, event.now, num_tokens, 0, prompts
+            )
         for followed in self._followed.values():
+            if followed.cell != event.cell:
+                continue
             self._look_for_setback(followed, event, view)
             if output is not None:
                 self._on_step(followed, output, event.now, view)
@@ -228,10 +322,12 @@ class Follower:
                 followed.stops_waiting(now)
                 start = next(new.num_computed_tokens for new in output.scheduled_new_reqs if new.row == request.row)
                 followed.num_computed_tokens = start
-                followed.life.admissions.append(Admission(now, output.step, request.num_admitted_tokens, start))
+                followed.life.admissions.append(
+                    Admission(now, output.step, request.num_admitted_tokens, start, followed.cell)
+                )
             computed = view.figures_of(request).num_computed_tokens
             num_own_tokens, followed.num_computed_tokens = computed - followed.num_computed_tokens, computed
-        step = self._under_way[output.step]
+        step = self._under_way[followed.cell, output.step]
         prompts = tuple(entry for entry in step.prompts if not num_own_tokens or entry[0] != request.new.request_id)
         followed.record_step(msgspec.structs.replace(step, num_own_tokens=num_own_tokens, prompts=prompts))
 
@@ -245,6 +341,8 @@ class Follower:
     def _on_answer(self, record: Answered, event: Event) -> None:
         columns = event.events
         for origin, followed in self._followed.items():
+            if followed.cell != event.cell:
+                continue
             if followed.open_steps and followed.open_steps[0].step == record.output.step:
                 step = followed.open_steps.pop(0)
                 step.answered_s = event.now
@@ -271,6 +369,11 @@ def prompts_in(output: SchedulerOutput, view: SchedulerView) -> Iterator[tuple[i
         for row, count in zip(rows, counts, strict=True):
             if count > 1:
                 yield row, view.request_in(row).new.request_id, count
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def few_names(names: tuple[str, ...] | list[str]) -> str:

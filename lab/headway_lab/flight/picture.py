@@ -1,8 +1,9 @@
-"""The picture of a flight: rows against steps."""
+"""The picture of a flight: rows against steps. Several executors stand below each other, each with its own rows."""
 
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from headway_lab.flight.cells import Kind, TimelineStep
 
@@ -35,14 +37,15 @@ def draw(path: Path, title: str, steps: Sequence[TimelineStep]) -> None:
 
 def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
     """Draw rows, tokens and waiting requests against steps."""
-    num_rows = 1 + max((cell.row for step in steps for cell in step.cells), default=0)
+    lanes = _lanes(steps)
+    num_rows = sum(lane.num_rows for lane in lanes.values())
     width = min(max(7.0, _INCHES_PER_STEP * len(steps)), 24.0)
     height = min(max(2.5, _INCHES_PER_ROW * num_rows), 14.0)
     figure = Figure(figsize=(width, height + 2 * _INCHES_PER_CURVE + 0.9), layout="constrained", dpi=110)
     figure.suptitle(title, fontsize=9)
     ratios = [height, _INCHES_PER_CURVE, _INCHES_PER_CURVE]
     rows, tokens, waiting = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
-    _draw_cells(rows, steps, num_rows, characters_per_step=width / len(steps) / _INCHES_PER_CHARACTER)
+    _draw_cells(rows, steps, lanes, characters_per_step=width / len(steps) / _INCHES_PER_CHARACTER)
     first = steps[0].number
     _draw_curve(tokens, "tokens", first, [step.num_tokens for step in steps], "#555555")
     _draw_curve(waiting, "requests\nwaiting", first, [step.num_waiting for step in steps], "#b3261e")
@@ -51,11 +54,48 @@ def figure_of(title: str, steps: Sequence[TimelineStep]) -> Figure:
     return figure
 
 
-def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, characters_per_step: float) -> None:
-    grid = np.zeros((num_rows, len(steps)), dtype=np.int8)
+class _Lane(NamedTuple):
+    """The rows of one executor in the picture, from ``first`` on."""
+
+    first: int
+    num_rows: int
+
+
+def _lanes(steps: Sequence[TimelineStep]) -> dict[int, _Lane]:
+    """By executor."""
+    lanes: dict[int, _Lane] = {}
+    first = 0
+    for executor in sorted({step.executor for step in steps}):
+        cells = [cell for step in steps if step.executor == executor for cell in step.cells]
+        lanes[executor] = _Lane(first, 1 + max((cell.row for cell in cells), default=0))
+        first += lanes[executor].num_rows
+    return lanes
+
+
+def _grid(steps: Sequence[TimelineStep], lanes: dict[int, _Lane]) -> NDArray[np.int8]:
+    """What each row does, ``[rows, steps]``. While a step is under way, its rows stay in the steps of other executors."""
+    grid = np.zeros((sum(lane.num_rows for lane in lanes.values()), len(steps)), dtype=np.int8)
+    preempted = 1 + _KINDS.index(Kind.PREEMPTED)
+    newest: dict[int, TimelineStep] = {}
     for column, step in enumerate(steps):
+        for executor, before in newest.items():
+            if step.sent_s <= before.answered_s < float("inf"):
+                rows = slice(lanes[executor].first, lanes[executor].first + lanes[executor].num_rows)
+                held = grid[rows, column - 1]
+                grid[rows, column] = np.where(held == preempted, 0, held)
+        newest[step.executor] = step
+        lane = lanes[step.executor]
+        grid[lane.first : lane.first + lane.num_rows, column] = 0
         for cell in step.cells:
-            grid[cell.row, column] = 1 + _KINDS.index(cell.kind)
+            grid[lane.first + cell.row, column] = 1 + _KINDS.index(cell.kind)
+    return grid
+
+
+def _draw_cells(
+    axes: Axes, steps: Sequence[TimelineStep], lanes: dict[int, _Lane], *, characters_per_step: float
+) -> None:
+    grid = _grid(steps, lanes)
+    num_rows = len(grid)
     colors = ListedColormap([_EMPTY, *(_COLORS[kind] for kind in _KINDS)])
     first = steps[0].number
     extent = (first - 0.5, first + len(steps) - 0.5, num_rows - 0.5, -0.5)
@@ -66,9 +106,15 @@ def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, cha
         axes.set_yticks(np.arange(num_rows) - 0.5, minor=True)
         axes.grid(which="minor", color="white", linewidth=0.8)
         axes.tick_params(which="minor", length=0)
-        _name_cells(axes, steps, characters_per_step, counts=num_cells <= _MOST_COUNTED_CELLS)
-    axes.set_ylabel("row")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        _name_cells(axes, steps, lanes, characters_per_step, counts=num_cells <= _MOST_COUNTED_CELLS)
+    if len(lanes) == 1:
+        axes.set_ylabel("row")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        middles = [lane.first + (lane.num_rows - 1) / 2 for lane in lanes.values()]
+        axes.set_yticks(middles, [f"executor {executor}" for executor in lanes], rotation=90, va="center")
+        for lane in lanes.values():
+            axes.axhline(lane.first - 0.5, color="#333333", linewidth=0.8)
     handles = [Patch(color=_COLORS[kind], label=kind.value) for kind in _KINDS]
     handles.append(Patch(facecolor=_EMPTY, edgecolor="#bbbbbb", label="free"))
     axes.legend(
@@ -76,11 +122,13 @@ def _draw_cells(axes: Axes, steps: Sequence[TimelineStep], num_rows: int, *, cha
     )
 
 
-def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: float, *, counts: bool) -> None:
+def _name_cells(
+    axes: Axes, steps: Sequence[TimelineStep], lanes: dict[int, _Lane], characters_per_step: float, *, counts: bool
+) -> None:
     """Write the id where a request begins, and chunks' sizes, if there is room."""
     names = short_names({cell.request_id for step in steps for cell in step.cells})
     named: set[tuple[int, int]] = set()
-    for row, stays in _stays(steps).items():
+    for row, stays in _stays(steps, lanes).items():
         ends = [number for number, _ in stays[1:]] + [steps[-1].number + 1]
         for (number, request_id), end in zip(stays, ends, strict=True):
             name = fitting(names[request_id], int((end - number) * characters_per_step))
@@ -90,16 +138,19 @@ def _name_cells(axes: Axes, steps: Sequence[TimelineStep], characters_per_step: 
     if counts:
         for step in steps:
             for cell in step.cells:
-                if cell.kind is Kind.PREFILL and (cell.row, step.number) not in named:
-                    axes.text(step.number, cell.row, str(cell.num_tokens), fontsize=5.5, va="center", ha="center")
+                row = lanes[step.executor].first + cell.row
+                if cell.kind is Kind.PREFILL and (row, step.number) not in named:
+                    axes.text(step.number, row, str(cell.num_tokens), fontsize=5.5, va="center", ha="center")
 
 
-def _stays(steps: Sequence[TimelineStep]) -> dict[int, list[tuple[int, str]]]:
+def _stays(steps: Sequence[TimelineStep], lanes: dict[int, _Lane]) -> dict[int, list[tuple[int, str]]]:
     begun: dict[int, list[tuple[int, str]]] = {}
     for step in steps:
         for cell in step.cells:
-            stays = begun.setdefault(cell.row, [])
-            if cell.kind is not Kind.PREEMPTED and (not stays or stays[-1][1] != cell.request_id):
+            if cell.kind is Kind.PREEMPTED:
+                continue
+            stays = begun.setdefault(lanes[step.executor].first + cell.row, [])
+            if not stays or stays[-1][1] != cell.request_id:
                 stays.append((step.number, cell.request_id))
     return begun
 

@@ -1,4 +1,4 @@
-"""A recording's arrivals under other policies: the real core, in virtual time, with learned step times.
+"""A recording's arrivals under other policies: the real cores, in virtual time, with learned step times.
 
 The table begins with the recording and its simulation; their difference is the simulation's error.
 """
@@ -16,13 +16,15 @@ from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import VirtualDevice
 from headway_lab.simulate.loop import Simulation
 from headway_lab.simulate.report import CaseResult, table
-from headway_lab.simulate.world import queue_columns, step_columns
+from headway_lab.simulate.stations import Station
+from headway_lab.simulate.world import queue_columns, router_of, step_columns
 from headway_lab.workload.arrivals import OpenArrivals
 from headway_lab.workload.requests import SAMPLED_TOKENS, rng_of
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.fleet_view import sum_of
 
 _SEED = 0
 AS_RECORDED = "simulated as recorded"
@@ -51,7 +53,11 @@ def compared(recording: Recording, counters: SchedulerCounters, cases: Sequence[
     costs = FittedCosts(recording.steps, recording.capacity.swap_us_per_block)
     measured = recording.measurement()
     limits = cases[0].limits
-    results = [_result(Case(label=RECORDED, limits=limits), measured, counters, measured.steps[-1].end_s)]
+    results = [
+        _result(
+            Case(label=RECORDED, limits=limits), measured, counters, measured.steps[-1].end_s, recording.num_executors
+        )
+    ]
     return results + [_simulated(recording, costs, case) for case in cases]
 
 
@@ -73,24 +79,35 @@ def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResu
     num_rows = max(recording.capacity.max_num_rows, case.limits.max_num_seqs)
     capacity = msgspec.structs.replace(recording.capacity, max_num_rows=num_rows)
     requests, times_s = recording.requests()
-    device = VirtualDevice(
-        costs,
-        capacity,
-        rng_of(_SEED, SAMPLED_TOKENS),
-        host_bandwidth=1.0,
-        lengths={request.number: request.num_output_tokens for request in requests if request.is_stopped},
-        acceptance=recording.acceptance,
-    )
-    scheduler, measurement = Scheduler(case.limits, capacity), RunCollector(len(requests))
+    lengths = {request.number: request.num_output_tokens for request in requests if request.is_stopped}
+    stations = [
+        Station(
+            Scheduler(case.limits, capacity),
+            VirtualDevice(
+                costs,
+                capacity,
+                rng_of(_SEED, SAMPLED_TOKENS, *((number,) if number else ())),
+                host_bandwidth=1.0,
+                lengths=lengths,
+                acceptance=recording.acceptance,
+            ),
+        )
+        for number in range(recording.num_executors)
+    ]
+    measurement = RunCollector(len(requests))
     started = time.perf_counter()
-    Simulation(scheduler, device, OpenArrivals(requests, times_s), recording.prompts(), measurement).run()
-    return _result(case, measurement, SchedulerView(scheduler).counters, time.perf_counter() - started)
+    router = router_of(stations, case.limits)
+    Simulation(router, OpenArrivals(requests, times_s), recording.prompts(), measurement).run()
+    counters = sum_of(SchedulerView(station.core).counters for station in stations)
+    return _result(case, measurement, counters, time.perf_counter() - started, len(stations))
 
 
-def _result(case: Case, measurement: RunCollector, counters: SchedulerCounters, wall_s: float) -> CaseResult:
+def _result(
+    case: Case, measurement: RunCollector, counters: SchedulerCounters, wall_s: float, num_executors: int
+) -> CaseResult:
     return CaseResult(
         case=case,
-        totals=measurement.totals(counters, None),
+        totals=measurement.totals(counters, None, num_executors),
         requests=measurement.requests(),
         steps=step_columns(measurement),
         queue=queue_columns(measurement),

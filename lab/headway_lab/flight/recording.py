@@ -14,14 +14,13 @@ from headway_lab.workload.requests import Objectives, PlannedRequest
 from headway_proto.columns import Int32Array, decode_column, decode_columns
 from headway_proto.step import ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.policies.step_time import StepTimeModel
-from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.step_shape import StepShape, prefill_pairs
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, Arrived, EpochBegan, Turn
-from headway_scheduler.flight.replay import Event
+from headway_scheduler.flight.replay import Event, Replay
 
 
 class RunStep(NamedTuple):
@@ -96,14 +95,16 @@ class Recording:
         self._first_s: float | None = None
         self.capacity: ExecutorCapacity | None = None
         """The newest executor's."""
+        self.num_executors = 1
         self.steps: list[RunStep] = []
         self._arrivals: list[Arrived] = []
         self._number_of: dict[tuple[int, int], int] = {}
         self._num_output: dict[int, int] = {}
         self._ends: list[tuple[int, FinishedEvent, float]] = []
         self._tokens: list[tuple[Int32Array, float]] = []
-        self._under_way: dict[int, _Sent] = {}
-        self._last_answer_s = float("-inf")
+        self._under_way: dict[tuple[int, int], _Sent] = {}
+        """By executor and number of the step."""
+        self._last_answer_s: dict[int, float] = {}
         self._queue: list[tuple[float, int, int]] = []
         self._num_proposed = 0
         self._num_accepted = 0
@@ -113,7 +114,7 @@ class Recording:
         """The share of accepted proposed tokens."""
         return self._num_accepted / max(self._num_proposed, 1)
 
-    def record(self, event: Event, core: Scheduler | None) -> None:
+    def record(self, event: Event, replay: Replay) -> None:
         """Process one event."""
         record = event.record
         if self._first_s is None and event.now:
@@ -122,25 +123,29 @@ class Recording:
         match record:
             case EpochBegan():
                 self.capacity = record.capacity
-                self._under_way.clear()
+                self.num_executors = max(self.num_executors, len(replay.cores))
+                for place in [place for place in self._under_way if place[0] == event.cell]:
+                    del self._under_way[place]
             case Arrived():
                 self._number_of[record.origin.owner, record.origin.handle] = len(self._arrivals)
                 self._arrivals.append(msgspec.structs.replace(record, now=now))
-            case Turn() if event.output is not None and core is not None:
-                self._under_way[event.output.step] = _sent(event.output, now, SchedulerView(core))
-            case Answered() if not record.mismatch and core is not None:
-                self._on_answer(record.output, event, now, SchedulerView(core))
+            case Turn() if event.output is not None:
+                view = SchedulerView(replay.cores[event.cell])
+                self._under_way[event.cell, event.output.step] = _sent(event.output, now, view)
+            case Answered() if not record.mismatch:
+                self._on_answer(record.output, event, now, replay)
         for end in (*event.events.finished, *event.shed):
             number = self._number_of.get((end.origin.owner, end.origin.handle))
             if number is not None:
                 self._ends.append((number, end, now))
 
-    def _on_answer(self, output: ExecutorOutput, event: Event, now: float, view: SchedulerView) -> None:
-        sent = self._under_way.pop(output.step, None)
+    def _on_answer(self, output: ExecutorOutput, event: Event, now: float, replay: Replay) -> None:
+        sent = self._under_way.pop((event.cell, output.step), None)
         if sent is None:
             return  # it was sent before the recording begins
         device_s = output.device_time_us / 1e6
-        start_s = max(sent.sent_s, self._last_answer_s)
+        last_answer_s = self._last_answer_s.get(event.cell, float("-inf"))
+        start_s = max(sent.sent_s, last_answer_s)
         _, num_proposed, num_accepted = decode_columns(output.accepted_tokens, 3).sum(axis=1).tolist()
         self._num_proposed += num_proposed
         self._num_accepted += num_accepted
@@ -149,16 +154,18 @@ class Recording:
         record = StepRecord(
             start_s, now, shape.num_tokens, shape.num_rows, sent.num_decodes, sent.num_swapped_blocks, swap_s
         )
-        at_once = sent.sent_s < self._last_answer_s
+        at_once = sent.sent_s < last_answer_s
         self.steps.append(RunStep(shape, record, device_s or now - start_s, at_once))
-        self._last_answer_s = now
+        self._last_answer_s[event.cell] = now
         owners, handles = event.events.owners.tolist(), event.events.handles.tolist()
         found = map(self._number_of.get, zip(owners, handles, strict=True))
         numbers = [number for number in found if number is not None]  # others arrived before the recording begins
         for number in numbers:
             self._num_output[number] = self._num_output.get(number, 0) + 1
         self._tokens.append((np.asarray(numbers, dtype=np.int32), now))
-        self._queue.append((now, view.num_running, view.num_waiting))
+        views = [SchedulerView(core) for core in replay.cores.values()]
+        num_waiting = sum(view.num_waiting for view in views) + len(replay.moving)
+        self._queue.append((now, sum(view.num_running for view in views), num_waiting))
 
     def requests(self) -> tuple[list[PlannedRequest], list[float]]:
         """Return every request that got a token, and the arrival times."""

@@ -16,8 +16,8 @@ from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.report import CaseResult, as_json
-from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.fleet_view import sum_of
 from headway_scheduler.flight.replay import Divergence
 
 DIVERGED_EXIT_CODE = 1
@@ -84,8 +84,7 @@ def _run(flight: Flight, arguments: argparse.Namespace) -> int:
 
 
 def _compare(flight: Flight, recording: Recording, cases: Sequence[Case]) -> list[CaseResult]:
-    core = flight.replay.core
-    counters = SchedulerCounters() if core is None else SchedulerView(core).counters
+    counters = sum_of(SchedulerView(core).counters for core in flight.replay.cores.values())
     results = compared(recording, counters, cases)
     sys.stdout.write(f"\n{comparison_text(recording, results)}")
     return results
@@ -105,7 +104,7 @@ def replayed(flight: Flight, recording: Recording | None = None) -> ReplayResult
     try:
         for event in flight.events("replay"):
             if recording is not None:
-                recording.record(event, flight.replay.core)
+                recording.record(event, flight.replay)
     except Divergence as found:
         difference = str(found)
     replay = flight.replay

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.progress import ProgressLine
 from headway.settings import ConfigurationError
-from headway_scheduler.flight.checkpoint import CheckpointError, restore_core
+from headway_scheduler.flight.checkpoint import CheckpointError, restore_state
 from headway_scheduler.flight.log import FlightLog, FlightLogError
 from headway_scheduler.flight.replay import Event, Replay
 
@@ -29,10 +29,10 @@ class Flight:
         try:
             self.log = FlightLog(Path(path))
             limits, checkpoint = self.log.header.limits, self.log.checkpoint()
-            core = None if checkpoint is None else restore_core(checkpoint, limits)
+            state = None if checkpoint is None else restore_state(checkpoint, limits)
         except (FlightLogError, CheckpointError) as error:
             raise ConfigurationError(str(error)) from None
-        self.replay = Replay(limits, core)
+        self.replay = Replay(limits, state)
         self.first_s = 0.0
         """When the first event was, in seconds of the scheduler's clock."""
 

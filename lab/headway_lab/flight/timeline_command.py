@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
     flight = Flight(path)
     collector = StepCollector(wanted)
     for event in flight.events("timeline"):
-        collector.record(event, flight.replay.core)
+        collector.record(event, flight.replay)
     flight.report_notice()
     steps = collector.steps
     if not steps:
@@ -80,7 +80,7 @@ def _steps_of(path: str, request_id: str) -> StepRange:
     flight = Flight(path)
     collector = StepCollector(_ALL_STEPS)
     for event in flight.events(request_id):
-        collector.record(event, flight.replay.core)
+        collector.record(event, flight.replay)
     numbers = [step.number for step in collector.steps if any(cell.request_id == request_id for cell in step.cells)]
     if not numbers:
         raise ConfigurationError(f"--request: {shown(request_id)} is not allowed; allowed: a request that ran")

@@ -143,7 +143,9 @@ class RunCollector:
             arrival_s=rounded(float(self._arrival_s[number])),
         )
 
-    def totals(self, counters: SchedulerCounters, asked_requests_per_s: float | None) -> SimulationTotals:
+    def totals(
+        self, counters: SchedulerCounters, asked_requests_per_s: float | None, num_executors: int = 1
+    ) -> SimulationTotals:
         """Return the run's figures without the warm-up."""
         measured = [number for number in sorted(self._ends) if number >= self._first_measured]
         measurement = self.measurement()
@@ -180,7 +182,7 @@ class RunCollector:
             mean_step_tokens=ratio(sum(step.num_tokens for step in steps), len(steps)),
             mean_step_ms=ratio(busy_s * 1e3, len(steps)),
             mean_concurrency=ratio(float((end_s - arrival_s).sum()), window_s),
-            device_busy_share=ratio(busy_s, window_s),
+            device_busy_share=ratio(busy_s, window_s * num_executors),
             num_swapped_blocks=sum(step.num_swapped_blocks for step in steps),
             swap_share=ratio(sum(step.swap_s for step in steps), busy_s),
             tenants=measurement.by_tenant(measured, group),

@@ -25,6 +25,7 @@ from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.report import CaseResult, as_json, knee_of, table
 from headway_lab.simulate.world import World, make_world, simulate
 
+REPLICAS = "replicas"
 STOPPED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 
@@ -110,6 +111,9 @@ def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
                 )
 
             results.append(simulate(world, case, show))
+            if world.options.replicas:
+                named = msgspec.structs.replace(case, label=f"{case.label}, replicas" if case.label else REPLICAS)
+                results.append(simulate(world, named, show, as_replicas=True))
     finally:
         progress.erase()
     return results
@@ -118,6 +122,8 @@ def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
 def _title(world: World) -> str:
     options, capacity = world.options, world.capacity
     devices = f"{options.tensor_parallel} x {world.roofline.accelerator.name}"
+    if options.executors > 1:
+        devices = f"{options.executors} executors of {devices} each"
     return (
         f"{world.roofline.shape.name} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
         f"{len(world.load.requests)} requests, {world.load.title}; seed {options.seed}"

@@ -1,4 +1,4 @@
-"""Virtual time: arrivals and ends of steps in order, and the real core in between. Must not know: costs or decisions.
+"""Virtual time: arrivals and ends of steps in order, and the real cores in between. Must not know: costs or decisions.
 
 As in the scheduler process, an answer is processed, new requests are queued, and ``schedule`` is called until it
 returns nothing. At the same instant, ends of steps come before arrivals, and arrivals come in the order of their
@@ -6,16 +6,17 @@ numbers.
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headway_lab.simulate.collector import RunCollector
-from headway_lab.simulate.device import VirtualDevice, stop_token_of
+from headway_lab.simulate.device import stop_token_of
+from headway_lab.simulate.stations import Router, Station
 from headway_lab.workload.arrivals import Arrival, Arrivals
 from headway_lab.workload.requests import PlannedRequest, Prompts
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.admission.door import RequestRejected
-from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent
 
 _OWNER = 0
 _NEVER = float("inf")
@@ -30,20 +31,19 @@ class Simulation:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        device: VirtualDevice,
+        router: Router,
         arrivals: Arrivals,
         prompts: Prompts,
         measurement: RunCollector,
         on_progress: Callable[[RunCollector, float], None] | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._device = device
+        self._router = router
+        self._stations = router.stations
         self._arrivals = arrivals
         self._prompts = prompts
         self._measurement = measurement
         self._on_progress = on_progress
-        self._stop_token_ids = frozenset({stop_token_of(scheduler.capacity.vocab_size)})
+        self._stop_token_ids = frozenset({stop_token_of(self._stations[0].core.capacity.vocab_size)})
         self._pending: list[Arrival] = list(arrivals.first())
         heapq.heapify(self._pending)
 
@@ -54,36 +54,45 @@ class Simulation:
             NoProgress: the scheduler stopped for ever.
         """
         while True:
-            end_s = self._device.next_end_s
+            ends = [(station.next_end_s, number) for number, station in enumerate(self._stations)]
+            end_s, number = min([(end, number) for end, number in ends if end is not None], default=(_NEVER, 0))
             arrival_s = self._pending[0].time_s if self._pending else _NEVER
-            if end_s is None and arrival_s == _NEVER:
+            now = min(end_s, arrival_s)
+            if now == _NEVER:
                 break
-            if end_s is not None and end_s <= arrival_s:
-                now = end_s
-                self._take_answer(now)
-            else:
-                now = arrival_s
+            if end_s <= arrival_s:
+                self._take_answer(self._stations[number], now)
             while self._pending and self._pending[0].time_s <= now:
                 self._submit(heapq.heappop(self._pending))
             self._schedule(now)
-        if self._scheduler.num_unfinished:
-            raise NoProgress(f"{self._scheduler.num_unfinished} requests wait and nothing runs")
+        num_unfinished = self._router.num_waiting + sum(station.core.num_unfinished for station in self._stations)
+        if num_unfinished:
+            raise NoProgress(f"{num_unfinished} requests wait and nothing runs")
 
     def _schedule(self, now: float) -> None:
-        while (output := self._scheduler.schedule(now)) is not None:
-            self._device.take(output, now)
-        for _ in self._scheduler.take_shed():
+        self._end_shed(self._router.place(now), now)
+        for station in self._stations:
+            if station.has_news:
+                shed = station.schedule(now)
+                for end in shed:
+                    self._router.count_end(end)
+                self._end_shed(shed, now)
+
+    def _end_shed(self, shed: Sequence[FinishedEvent], now: float) -> None:
+        for _ in shed:
             self._measurement.rejected()
             self._expect(self._arrivals.after_end(now, rejected=True))
 
-    def _take_answer(self, now: float) -> None:
-        step, answer = self._device.answer()
-        events = self._scheduler.update(answer, now)
+    def _take_answer(self, station: Station, now: float) -> None:
+        step, events = station.take_answer(now)
         measurement = self._measurement
         measurement.steps.append(step)
-        measurement.queue.append((now, self._scheduler.num_running, self._scheduler.num_waiting))
+        num_running = sum(station.core.num_running for station in self._stations)
+        num_waiting = self._router.num_waiting + sum(station.core.num_waiting for station in self._stations)
+        measurement.queue.append((now, num_running, num_waiting))
         measurement.tokens(events.handles, now)
         for event in events.finished:
+            self._router.count_end(event)
             measurement.finished(event, now)
             self._expect(self._arrivals.after_end(now))
         if self._on_progress is not None:
@@ -93,7 +102,7 @@ class Simulation:
         request = arrival.request
         self._measurement.arrived(request, arrival.time_s)
         try:
-            self._scheduler.add_request(self._event(request), arrival.time_s)
+            self._router.add(self._event(request), arrival.time_s)
         except RequestRejected:
             self._measurement.rejected()
             self._expect(self._arrivals.after_end(arrival.time_s, rejected=True))

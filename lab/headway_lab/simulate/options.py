@@ -37,6 +37,13 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     tensor_parallel: Annotated[
         int, Meta(ge=1, le=64, description="devices that share the model over NVLink, a power of two")
     ] = 1
+    executors: Annotated[
+        int, Meta(ge=1, le=256, description="executors behind one scheduler, each with its own devices")
+    ] = 1
+    replicas: Annotated[
+        bool,
+        Meta(description="beside --executors: as many replicas with a scheduler each, which get the requests in turn"),
+    ] = False
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[
         int, Meta(ge=0, le=1 << 24, description="KV blocks; 0: as many as fit beside the weights")
@@ -90,6 +97,8 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
             raise ValueError(f"slowdown: {error}") from None
         if self.model == MEASURED_MODEL and not self.hardware_file:
             raise ValueError(f"model: {self.model} is not allowed without --hardware-file; allowed: another model")
+        if self.replicas and self.executors == 1:
+            raise ValueError("replicas: true is not allowed with one executor; allowed: --executors of 2 or more")
         for field in ("tensor_parallel", "block_size"):
             value = getattr(self, field)
             if value & (value - 1):

@@ -50,6 +50,14 @@ class QueueColumns(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: list[int]
 
 
+class ExecutorFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several executors; shares from 0 to 1."""
+
+    share_of_requests: float
+    busy_share: float
+    prefix_hit_rate: float
+
+
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one case."""
 
@@ -59,6 +67,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepColumns
     queue: QueueColumns
     wall_s: float
+    executors: list[ExecutorFigures] = []
+    """Each of them, if there are several."""
 
     @property
     def speed(self) -> float:
@@ -78,6 +88,7 @@ def table(results: Sequence[CaseResult], knee: CaseResult | None) -> str:
         rows = [row[:_GOODPUT_COLUMN] + row[_GOODPUT_COLUMN + 1 :] for row in rows]
     lines = aligned(rows)
     notes = [note for result in results if (note := _note(result))]
+    notes += [f"{_name(result)}{_executors_note(result.executors)}" for result in results if result.executors]
     if knee is not None:
         notes.append("* the knee: beyond it, latency grows faster than throughput")
     return "\n".join((*lines, *notes, ""))
@@ -122,8 +133,18 @@ def _note(result: CaseResult) -> str:
         parts.append(f"{100 * totals.prefix_restore_rate:.1f}% of the prompts' tokens came back from the host")
     if totals.num_swapped_blocks:
         parts.append(f"{totals.num_swapped_blocks} blocks swapped in {100 * totals.swap_share:.1f}% of the busy time")
-    name = f"{result.case.label}: " * bool(result.case.label)
-    return name + ", ".join(parts) if parts else ""
+    return _name(result) + ", ".join(parts) if parts else ""
+
+
+def _name(result: CaseResult) -> str:
+    return f"{result.case.label}: " * bool(result.case.label)
+
+
+def _executors_note(executors: Sequence[ExecutorFigures]) -> str:
+    shares = "/".join(f"{100 * one.share_of_requests:.0f}" for one in executors)
+    busy = "/".join(f"{100 * one.busy_share:.0f}" for one in executors)
+    hits = "/".join(f"{100 * one.prefix_hit_rate:.0f}" for one in executors)
+    return f"by executor: {shares}% of the requests, busy {busy}% of the time, prefix hits {hits}%"
 
 
 def knee_of(results: Sequence[CaseResult]) -> CaseResult | None:
@@ -163,6 +184,7 @@ def as_json(
                 "requests": result.requests,
                 "steps": result.steps,
                 "queue": result.queue,
+                **({"executors": result.executors} if result.executors else {}),
             }
             for result in results
         ],

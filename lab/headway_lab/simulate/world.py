@@ -1,12 +1,13 @@
-"""One device and one workload, and its runs under different limits."""
+"""One kind of device and one workload, and its runs under different limits."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from headway.settings import ConfigurationError, shown
+from headway_lab.percentiles import ratio
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.device import Disturbance, VirtualDevice, parse_slowdowns
@@ -15,13 +16,15 @@ from headway_lab.simulate.hardware import ACCELERATORS, Accelerator
 from headway_lab.simulate.loop import Simulation
 from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
 from headway_lab.simulate.options import MEASURED_MODEL, SimulationOptions
-from headway_lab.simulate.report import CaseResult, QueueColumns, StepColumns
+from headway_lab.simulate.report import CaseResult, ExecutorFigures, QueueColumns, StepColumns
 from headway_lab.simulate.roofline import Roofline
+from headway_lab.simulate.stations import InTurn, OneQueue, Router, Station
 from headway_lab.workload.load import Load, make_load
 from headway_lab.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.state.limits import ExecutorCapacity
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.fleet_view import sum_of
 
 
 class World(NamedTuple):
@@ -97,8 +100,14 @@ def _host_bandwidth(options: SimulationOptions, accelerator: Accelerator) -> flo
     return options.host_bandwidth_gb_s * 1e9 or accelerator.host_bandwidth * accelerator.host_share
 
 
-def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, float], None] | None = None) -> CaseResult:
-    """Run one case.
+def simulate(
+    world: World,
+    case: Case,
+    on_progress: Callable[[RunCollector, float], None] | None = None,
+    *,
+    as_replicas: bool = False,
+) -> CaseResult:
+    """Run one case. ``as_replicas``: the executors have a scheduler each, and requests go to them in turn.
 
     Raises:
         ConfigurationError: the scheduler refuses these limits.
@@ -107,37 +116,66 @@ def simulate(world: World, case: Case, on_progress: Callable[[RunCollector, floa
     # The device has a row for each request that may run, like an executor with the same settings.
     capacity = msgspec.structs.replace(world.capacity, max_num_rows=case.limits.max_num_seqs)
     try:
-        scheduler = Scheduler(case.limits, capacity)
+        stations = [_station(world, case, capacity, number) for number in range(world.options.executors)]
     except (KeyError, ValueError) as error:
         raise ConfigurationError(f"{case.label or 'the limits'}: the scheduler refuses {error}") from None
-    device = VirtualDevice(
-        world.roofline,
-        capacity,
-        rng_of(world.options.seed, SAMPLED_TOKENS),
-        host_bandwidth=world.host_bandwidth,
-        disturbance=_disturbance(world.options),
-        lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
-        acceptance=world.options.speculative_acceptance,
-    )
     measurement = RunCollector(len(world.load.requests), world.options.warmup_requests)
     started = time.perf_counter()
     prompts = PromptSource(world.options.seed, capacity.vocab_size)
-    Simulation(scheduler, device, world.load.arrivals(), prompts, measurement, on_progress).run()
+    router = InTurn(stations) if as_replicas else router_of(stations, case.limits)
+    Simulation(router, world.load.arrivals(), prompts, measurement, on_progress).run()
     wall_s = time.perf_counter() - started
+    counters = sum_of(SchedulerView(station.core).counters for station in stations)
     return CaseResult(
         case=case,
-        totals=measurement.totals(SchedulerView(scheduler).counters, world.load.asked_requests_per_s),
+        totals=measurement.totals(counters, world.load.asked_requests_per_s, len(stations)),
         requests=measurement.requests(),
         steps=step_columns(measurement),
         queue=queue_columns(measurement),
         wall_s=wall_s,
+        executors=executor_figures(stations, measurement) if len(stations) > 1 else [],
     )
 
 
-def _disturbance(options: SimulationOptions) -> Disturbance | None:
+def router_of(stations: Sequence[Station], limits: SchedulerLimits) -> Router:
+    """Return what a scheduler does: with one executor, its core queues every request."""
+    return InTurn(stations) if len(stations) == 1 else OneQueue(stations, limits)
+
+
+def executor_figures(stations: Sequence[Station], measurement: RunCollector) -> list[ExecutorFigures]:
+    """Return what each executor did in the whole run, warm-up included."""
+    num_ended = sum(station.num_ended for station in stations)
+    span_s = measurement.steps[-1].end_s if measurement.steps else 0.0
+    counters = [SchedulerView(station.core).counters for station in stations]
+    return [
+        ExecutorFigures(
+            share_of_requests=ratio(station.num_ended, num_ended),
+            busy_share=ratio(station.busy_s, span_s),
+            prefix_hit_rate=ratio(counted.num_prefix_hit_tokens, counted.num_prefix_query_tokens),
+        )
+        for station, counted in zip(stations, counters, strict=True)
+    ]
+
+
+def _station(world: World, case: Case, capacity: ExecutorCapacity, number: int) -> Station:
+    options = world.options
+    own_stream = (number,) if number else ()
+    device = VirtualDevice(
+        world.roofline,
+        capacity,
+        rng_of(options.seed, SAMPLED_TOKENS, *own_stream),
+        host_bandwidth=world.host_bandwidth,
+        disturbance=_disturbance(options, own_stream),
+        lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
+        acceptance=options.speculative_acceptance,
+    )
+    return Station(Scheduler(case.limits, capacity), device)
+
+
+def _disturbance(options: SimulationOptions, own_stream: tuple[int, ...]) -> Disturbance | None:
     if not options.noise and not options.slowdown:
         return None
-    return Disturbance(options.noise, parse_slowdowns(options.slowdown), rng_of(options.seed, STEP_NOISE))
+    return Disturbance(options.noise, parse_slowdowns(options.slowdown), rng_of(options.seed, STEP_NOISE, *own_stream))
 
 
 def step_columns(measurement: RunCollector) -> StepColumns:

@@ -81,6 +81,8 @@ class Cell:
         self.is_draining = False
         """Whether its requests go elsewhere, and no others come."""
         self.num_answers = 0
+        self.has_news = True
+        """Whether ``schedule_steps`` may have something to do."""
         self.lost_steps_had: tuple[Origin, ...] = ()
         """The requests of the newest steps that were lost, until the next epoch."""
         self._leaving: dict[Origin, None] = {}
@@ -106,6 +108,7 @@ class Cell:
 
     def on_events(self, events: list[StepEvent], now: float) -> None:
         """Act on what the link reports."""
+        self.has_news = True
         for event in events:
             if isinstance(event, StepAnswered):
                 self._on_answer(event, now)
@@ -119,10 +122,12 @@ class Cell:
     def schedule_steps(self, now: float) -> None:
         """Schedule and send as many steps as may be in flight."""
         core, link = self.core, self.link
+        self.has_news = False
         if now >= self._paused_until:
             # With or without an executor: a time in the past would ask for another turn again and again.
             self._paused_until = float("-inf")
         if core is None or not link.is_open or now < self._paused_until:
+            self.has_news = now < self._paused_until
             return
         if self._brake.has_suspects:
             trial = self._blame.next_trial(core)
@@ -132,11 +137,14 @@ class Cell:
         while (output := core.schedule(now)) is not None:
             link.send_step(output)
             self._serving.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
+        # With all steps in flight, only an answer allows another; without requests, only a request asks for one.
+        is_full = core.num_in_flight >= self._limits.max_steps_in_flight or core.awaits_answer
+        self.has_news = not is_full and core.num_unfinished > 0
         shed = core.take_shed()
         frames = link.outgoing[num_before:]
         if frames:
             self.recorder.sent(now, frames, len(shed))
-        elif core.num_in_flight < self._limits.max_steps_in_flight and not core.awaits_answer:
+        elif not is_full:
             # Otherwise the core did not look for a step at all.
             self.recorder.sent_nothing(now, len(shed), is_idle=not core.num_unfinished)
         for end in shed:
@@ -187,12 +195,14 @@ class Cell:
             RequestRejected: it can never run, or the queue is full.
         """
         assert self.core is not None
+        self.has_news = True
         self.core.add_request(new, now)
         self.recorder.arrived(now, new)
 
     def adopt(self, request: Request, *, slowly: bool) -> None:
         """Let the core queue a request. ``slowly``: it was in lost steps, and few of those start at a time."""
         assert self.core is not None
+        self.has_news = True
         self.recorder.adopted(request)
         self.core.moving.adopt(request)
         if slowly:
@@ -202,6 +212,7 @@ class Cell:
         """Abort a request; None if the core does not have it."""
         if self.core is None or self.core.find(origin) is None:
             return None
+        self.has_news = True
         self.recorder.aborted(now, origin, why)
         self._leaving.pop(origin, None)
         return self.core.abort(origin)
@@ -215,6 +226,7 @@ class Cell:
         """The requests that were to be released and that no step owes a token any more."""
         if not self._leaving or self.core is None:
             return []
+        self.has_news = True
         found = []
         for origin in list(self._leaving):
             self.recorder.released(origin)
@@ -229,6 +241,7 @@ class Cell:
         """Give up what waits in the core."""
         if self.core is None:
             return []
+        self.has_news = True
         self.recorder.released_waiting()
         return self.core.moving.release_waiting()
 
@@ -236,6 +249,7 @@ class Cell:
         """The executor is lost: give up every request of the core."""
         if self.core is None or not (self.core.num_unfinished or self.core.num_in_flight):
             return []
+        self.has_news = True
         self._leaving.clear()
         self._serving.deliver(StepEvents(admitted=self.core.admission.take_admitted()), now)
         self.recorder.released_all()

@@ -35,6 +35,8 @@ class ExecutorLinks:
         self._refused = 0
         """The executor that was refused last."""
         self._model: BackendInfo | None = None
+        self._tick_at = float("-inf")
+        """The time of the next heartbeat of any link."""
 
     def __getitem__(self, number: int) -> ExecutorLink:
         return self._links[number]
@@ -47,7 +49,7 @@ class ExecutorLinks:
     @property
     def next_deadline(self) -> float:
         """The time of the next call of ``tick``."""
-        return min(link.next_deadline for link in self._links)
+        return self._links[0].next_deadline if len(self._links) == 1 else self._tick_at
 
     def receive(self, peer: bytes, data: bytes, now: float) -> tuple[int, list[StepEvent]]:
         """Take one frame in. Return the number of its cell, and what follows for it."""
@@ -68,8 +70,12 @@ class ExecutorLinks:
         return link.number, link.unreachable(peer)
 
     def tick(self, now: float) -> list[tuple[int, list[StepEvent]]]:
-        """Send the heartbeats that are due, and detect silence."""
-        return [(link.number, link.tick(now)) for link in self._links]
+        """Send the heartbeats that are due, and detect silence. Return the links' numbers, and what follows for them."""
+        if len(self._links) > 1 and now < self._tick_at:
+            return []
+        found = [(link.number, events) for link in self._links if (events := link.tick(now))]
+        self._tick_at = min([link.next_deadline for link in self._links])
+        return found
 
     def executors_run(self, info: BackendInfo) -> None:
         """An executor has joined: others that join must run the same model."""
@@ -96,6 +102,7 @@ class ExecutorLinks:
             # Rather than the link of an executor that is silent: it may only be slow.
             spare = ExecutorLink(self._incarnation, len(self._links), self.outgoing, self._epochs)
             self._links.append(spare)
+            self._tick_at = now
         return spare or self._links[0]
 
     def _spare(self, now: float) -> ExecutorLink | None:

@@ -21,11 +21,13 @@ from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import StepEvent
 from headway_scheduler.executor_links import ExecutorLinks
+from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 
 ANOTHER_MODEL = "the executor that took over runs another model"
+TOO_LATE = "its first token can no longer come within its objective"
 
 
 class Host(Serving, Protocol):
@@ -55,6 +57,8 @@ class Fleet:
         self.num_moved = 0
         """How often a request went from one cell to another."""
         self.cells: list[Cell] = []
+        self._known_loads: list[CellLoad] | None = None
+        """Of the open cells, until an executor comes, goes or drains."""
         self._add_cell()
 
     @property
@@ -68,14 +72,16 @@ class Fleet:
         return [cell.core for cell in self.cells if cell.core is not None]
 
     @property
-    def only_core(self) -> Scheduler | None:
-        """The core, while there is one cell."""
-        return self.cells[0].core if len(self.cells) == 1 else None
+    def state(self) -> FleetState:
+        """All cores, and the requests that no core has; a replay can go on from it."""
+        cores = {cell.number: cell.core for cell in self.cells if cell.core is not None}
+        return FleetState(cores, {request.new.origin: request for request in self.placement.requests()})
 
     @property
     def next_deadline(self) -> float:
         """The time of the next call of ``run``."""
-        return min(self.links.next_deadline, *(cell.next_deadline for cell in self.cells), float("inf"))
+        pauses = [cell.next_deadline for cell in self.cells if cell.has_news]
+        return min([self.links.next_deadline, *pauses])
 
     @property
     def num_answers(self) -> int:
@@ -147,8 +153,10 @@ class Fleet:
             self._relieve()
         if len(self.placement):
             self._place(now)
+        all_have_news = len(self.cells) == 1 or self.brake.has_suspects
         for cell in self.cells:
-            cell.schedule_steps(now)
+            if cell.has_news or all_have_news:
+                cell.schedule_steps(now)
 
     # ------------------------------------------------------------------------------------------- requests come and go
 
@@ -170,22 +178,24 @@ class Fleet:
         """Abort a request, wherever it is; None if it is unknown (it may just have ended)."""
         self._unproven.pop(origin, None)
         self._left.pop(origin, None)
-        for cell in self.cells:
-            end = cell.abort(origin, why, now)
-            if end is not None:
-                return end
+        cell = self.cell_of(origin)
+        if cell is not None:
+            return cell.abort(origin, why, now)
         if self.placement.find(origin) is not None:
             self._placement_recorder.aborted(now, origin, why)
         return self.placement.finish(origin, FinishReason.ABORT)
 
     def cell_of(self, origin: Origin) -> Cell | None:
         """The cell whose core has this request."""
-        return next((cell for cell in self.cells if cell.core is not None and cell.core.find(origin) is not None), None)
+        placed = self.placement.placed(origin)
+        cells = self.cells if placed is None else [self.cells[placed.cell]]
+        return next((cell for cell in cells if cell.core is not None and cell.core.find(origin) is not None), None)
 
     def drain_cell(self, number: int, *, is_draining: bool) -> None:
         """Let a cell's requests go on elsewhere and give it no others, or end that."""
         cell = self.cells[number]
         cell.is_draining = is_draining
+        self._known_loads = None
         if is_draining and cell.core is not None:
             self.take_back(cell.release([request.new.origin for request in cell.core.requests()]))
 
@@ -208,6 +218,7 @@ class Fleet:
         """An executor joined, or began anew: what waits may start there."""
         assert cell.core is not None
         assert cell.info is not None
+        self._known_loads = None
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)
@@ -226,6 +237,7 @@ class Fleet:
 
     def cell_lost(self, cell: Cell, now: float) -> None:
         """An executor is gone."""
+        self._known_loads = None
         self.state_lost(cell, now)
         self._host.fleet_changed(now)
 
@@ -239,7 +251,7 @@ class Fleet:
         """Another model: no tokens would follow from those of the requests that wait."""
         self._unproven.clear()
         for request in self.placement.requests():
-            self._unproven.pop(request.new.origin, None)
+            self._placement_recorder.aborted(now, request.new.origin, "", ANOTHER_MODEL)
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)
@@ -269,15 +281,18 @@ class Fleet:
             self.cells[placed.cell].adopt(placed.request, slowly=was_lost)
         for end in self.placement.take_shed():
             self._left.pop(end.origin, None)
+            self._placement_recorder.aborted(now, end.origin, TOO_LATE)
             self._host.refuse_late(end, 0.0, now)
 
     def loads(self) -> list[CellLoad]:
         """What placement asks of the cells with an executor."""
-        return [
-            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
-            for cell in self.open_cells
-            if cell.core is not None
-        ]
+        if self._known_loads is None:
+            self._known_loads = [
+                CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
+                for cell in self.open_cells
+                if cell.core is not None
+            ]
+        return self._known_loads
 
     def _act(self, number: int, events: list[StepEvent], now: float) -> None:
         while number >= len(self.cells):

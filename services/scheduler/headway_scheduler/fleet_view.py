@@ -4,6 +4,7 @@ Owns: how figures of several cores add up. Must not know: who reads them, or how
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
@@ -42,14 +43,7 @@ class FleetView:
     @property
     def counters(self) -> SchedulerCounters:
         """Totals since the process started."""
-        if len(self._views) == 1:
-            return self._views[0].counters
-        totals = SchedulerCounters()
-        for view in self._views:
-            for name, value in msgspec.structs.asdict(view.counters).items():
-                so_far = getattr(totals, name)
-                setattr(totals, name, so_far + value)
-        return totals
+        return self._views[0].counters if len(self._views) == 1 else sum_of(view.counters for view in self._views)
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -130,3 +124,12 @@ class FleetView:
         services = [view.service_of(tenant) for view in self._views]
         known = [service for service in services if service is not None]
         return sum(known) if known else None
+
+
+def sum_of(parts: Iterable[SchedulerCounters]) -> SchedulerCounters:
+    """The totals of several cores."""
+    totals = SchedulerCounters()
+    for part in parts:
+        for name, value in msgspec.structs.asdict(part).items():
+            setattr(totals, name, getattr(totals, name) + value)
+    return totals

@@ -79,7 +79,7 @@ def run(config: SchedulerConfig) -> int:
     try:
         serve(engine, transport, stop, config.grace_s, log, pulse_of(os.environ), snapshots)
     finally:
-        recorder.close(time.monotonic(), engine.fleet.only_core)
+        recorder.close(time.monotonic(), engine.fleet)
         transport.close()
     log.info(
         "scheduler stopped",
@@ -146,7 +146,7 @@ def serve(
 def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.FilteringBoundLogger) -> None:
     for notice in engine.notices.take():
         getattr(log, notice.level)(notice.event, **notice.details)
-    engine.recorder.flush(now, engine.fleet.only_core)
+    engine.recorder.flush(now, engine.fleet)
     failure = engine.recorder.take_failure()
     if failure:
         log.warning("the flight recorder has stopped; serving goes on", reason=failure)

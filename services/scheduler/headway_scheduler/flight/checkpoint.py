@@ -1,7 +1,7 @@
-"""Encodes the state of a core as bytes, and restores it.
+"""Encodes the state of all cores as bytes, and restores it.
 
 Owns: the encoding, the allowed classes, the writing process. Must not know: what an attribute means. Shared objects are
-encoded once and shared again. Functions are not encoded: the state goes into a new core with the same limits. Nothing
+encoded once and shared again. Functions are not encoded: the state goes into new cores with the same limits. Nothing
 is pickled: only classes of a fixed list are made, and only msgspec's code runs.
 """
 
@@ -13,14 +13,16 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
 from headway_scheduler.flight.log import FlightLogWriter, write_checkpoint
 
 _PAGE_BYTES = 4096
@@ -53,38 +55,71 @@ class CheckpointError(Exception):
     """A core cannot be encoded or restored; one line."""
 
 
+class FleetState(NamedTuple):
+    """The cores by the number of their cell, and the requests that no core has."""
+
+    cores: dict[int, Scheduler]
+    moving: dict[Origin, Request]
+
+
+class _FurtherCore(msgspec.Struct, array_like=True):
+    """``root``: the number of its node."""
+
+    cell: int
+    capacity: ExecutorCapacity
+    epoch: int
+    root: int
+
+
 class _Checkpoint(msgspec.Struct, array_like=True):
-    """``nodes`` by number; the core is the first."""
+    """``nodes`` by number; the core of ``cell`` is the first. ``moving``: the node of the requests that no core has."""
 
     capacity: ExecutorCapacity
     epoch: int
     nodes: list[Any]
+    cell: int = 0
+    further: tuple[_FurtherCore, ...] = ()
+    moving: int = -1
 
 
-def encode_core(core: Scheduler) -> bytes:
-    """Encode a core's state.
+def encode_state(state: FleetState) -> bytes:
+    """Encode the state of at least one core.
 
     Raises:
         CheckpointError: it holds an unknown object.
     """
     encoder = _Encoder()
-    encoder.value(core)
-    return msgspec.msgpack.encode(_Checkpoint(core.capacity, core.epoch, encoder.nodes))
+    roots = {cell: encoder.value(core)[1] for cell, core in state.cores.items()}
+    (first, core), *others = state.cores.items()
+    checkpoint = _Checkpoint(
+        core.capacity,
+        core.epoch,
+        encoder.nodes,
+        first,
+        tuple([_FurtherCore(cell, other.capacity, other.epoch, roots[cell]) for cell, other in others]),
+        encoder.value(state.moving)[1] if state.moving else -1,
+    )
+    return msgspec.msgpack.encode(checkpoint)
 
 
-def restore_core(payload: bytes, limits: SchedulerLimits) -> Scheduler:
-    """Return a core in the encoded state.
+def restore_state(payload: bytes, limits: SchedulerLimits) -> FleetState:
+    """Return cores in the encoded state.
 
     Raises:
-        CheckpointError: not a checkpoint of a core with these ``limits``.
+        CheckpointError: not a checkpoint of cores with these ``limits``.
     """
     try:
         checkpoint = msgspec.msgpack.decode(payload, type=_Checkpoint)
-        core = Scheduler(limits, checkpoint.capacity, checkpoint.epoch)
-        _Decoder(checkpoint.nodes).value([_REFERENCE, 0], core)
+        decoder = _Decoder(checkpoint.nodes)
+        first = _FurtherCore(checkpoint.cell, checkpoint.capacity, checkpoint.epoch, 0)
+        cores = {}
+        for part in (first, *checkpoint.further):
+            cores[part.cell] = core = Scheduler(limits, part.capacity, part.epoch)
+            decoder.value([_REFERENCE, part.root], core)
+        moving = {} if checkpoint.moving < 0 else decoder.value([_REFERENCE, checkpoint.moving])
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint does not fit this version: {str(error)[:120]}") from None
-    return core
+    return FleetState(cores, moving)
 
 
 class _Encoder:
@@ -268,7 +303,7 @@ class ForkingCheckpointer:
         self._fork = fork
         self._child = 0
 
-    def __call__(self, core: Scheduler) -> None:
+    def __call__(self, state: FleetState) -> None:
         """Begin a segment."""
         paths = self._log.rotate()
         if self._is_child_alive():
@@ -278,7 +313,7 @@ class ForkingCheckpointer:
         except OSError:  # no memory or process left: a replay must begin with an earlier segment
             return
         if not self._child:
-            _write_and_exit(core, paths.checkpoint)
+            _write_and_exit(state, paths.checkpoint)
 
     def _is_child_alive(self) -> bool:
         if not self._child:
@@ -292,7 +327,7 @@ class ForkingCheckpointer:
         return not ended
 
 
-def _write_and_exit(core: Scheduler, path: Path) -> None:
+def _write_and_exit(state: FleetState, path: Path) -> None:
     """The child must not touch the parent's resources."""
     exit_code = 1
     try:
@@ -301,7 +336,7 @@ def _write_and_exit(core: Scheduler, path: Path) -> None:
         # An open socket would keep its address from a restarted scheduler.
         os.closerange(_FIRST_DESCRIPTOR, _MOST_DESCRIPTORS)
         os.nice(19)
-        write_checkpoint(path, encode_core(core))
+        write_checkpoint(path, encode_state(state))
         exit_code = 0
     finally:
         os._exit(exit_code)

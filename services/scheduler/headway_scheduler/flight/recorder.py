@@ -12,11 +12,11 @@ import msgspec
 
 from headway_proto.ingress import Rejected, Submit
 from headway_proto.step import BackendInfo, ExecutorOutput
-from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.records import (
     LOG_VERSION,
@@ -70,8 +70,16 @@ class Log(Protocol):
 PLACEMENT = -1
 """The number that stands for placement, which is above the cells."""
 
-Checkpointer = Callable[[Scheduler], None]
-"""Begins a segment with the state of this core."""
+Checkpointer = Callable[[FleetState], None]
+"""Begins a segment with this state."""
+
+
+class HasState(Protocol):
+    """Cells and placement, as a checkpoint needs them."""
+
+    @property
+    def state(self) -> FleetState:
+        """All cores, and the requests that no core has."""
 
 
 _Sent: TypeAlias = tuple[float, Sequence[tuple[bytes, bytes]], int]
@@ -150,14 +158,14 @@ class NullRecorder:
     def executor_gone(self, now: float, reason: str) -> None:
         """No executor until the next epoch."""
 
-    def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
-        """Encode records that are many or old."""
+    def flush(self, now: float, fleet: HasState | None, *, is_final: bool = False) -> None:
+        """Encode records that are many or old. A segment that is full ends; without ``fleet``, it does not end now."""
 
     def take_failure(self) -> str:
         """Return once why recording ended; else ""."""
         return ""
 
-    def close(self, now: float, core: Scheduler | None) -> None:
+    def close(self, now: float, fleet: HasState | None) -> None:
         """Write the rest."""
 
 
@@ -291,7 +299,7 @@ class FlightRecorder(NullRecorder):
 
     # ------------------------------------------------------------------------------------------------- writing it down
 
-    def flush(self, now: float, core: Scheduler | None, *, is_final: bool = False) -> None:
+    def flush(self, now: float, fleet: HasState | None, *, is_final: bool = False) -> None:
         pending = self._pending
         if not pending or (len(pending) < FLUSH_RECORDS and now < self._flush_at and not is_final):
             return
@@ -302,8 +310,11 @@ class FlightRecorder(NullRecorder):
         records = [_encodable(entry) if type(entry) is tuple else entry for entry in pending]
         self._log.append(self._encoder.encode(records))
         pending.clear()
-        if core is not None and self._checkpointer is not None and self._log.is_segment_full:
-            self._checkpointer(core)
+        if fleet is None or self._checkpointer is None or not self._log.is_segment_full:
+            return
+        state = fleet.state
+        if state.cores:
+            self._checkpointer(state)
             self._begin_segment()
 
     def take_failure(self) -> str:
@@ -312,8 +323,8 @@ class FlightRecorder(NullRecorder):
         self._is_failure_reported = True
         return self._log.failure
 
-    def close(self, now: float, core: Scheduler | None) -> None:
-        self.flush(now, core, is_final=True)
+    def close(self, now: float, fleet: HasState | None) -> None:
+        self.flush(now, fleet, is_final=True)
         self._log.close()
 
     def _add(self, record: Record | _Sent | _Taken) -> None:
@@ -324,9 +335,12 @@ class FlightRecorder(NullRecorder):
         self._num_added += 1
 
     def _begin_segment(self) -> None:
-        self._latest.cell = 0
-        header = Header(LOG_VERSION, self._headway_version, self._log.life, self._log.segment, self._limits)
-        self._log.append(self._encoder.encode([header]))
+        records: list[Record] = [
+            Header(LOG_VERSION, self._headway_version, self._log.life, self._log.segment, self._limits)
+        ]
+        if self._latest.cell:
+            records.append(InCell(self._latest.cell))
+        self._log.append(self._encoder.encode(records))
 
 
 def _encodable(entry: _Sent | _Taken) -> Record:

@@ -1,7 +1,7 @@
-"""Replays a flight log in a new core and compares the decisions.
+"""Replays a flight log in new cores and compares the decisions.
 
 Owns: the call for each record. Must not know: files, readers.
-A reader gets each event after the core handled it, and may then read the core.
+A reader gets each event after the core handled it, and may then read the cores.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,11 @@ from headway_proto.columns import decode_column
 from headway_proto.step import SchedulerOutput
 from headway_scheduler.core.admission.intake import arrived
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
-from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.request import FinishReason, Request
+from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT
 from headway_scheduler.flight.records import (
     Aborted,
@@ -39,6 +40,7 @@ from headway_scheduler.flight.records import (
     Unpinned,
     decision_of,
 )
+from headway_scheduler.placement.placement import end_of_moving
 
 _NOTHING = StepEvents()
 
@@ -46,7 +48,7 @@ _NOTHING = StepEvents()
 class Event(NamedTuple):
     """A turn has an event per step, with ``output``, and one for its end, with ``shed``.
 
-    ``events``: the result of an answer, an abort or an epoch.
+    ``events``: the result of an answer, an abort or an epoch. ``cell``: the executor's number, or ``PLACEMENT``.
     """
 
     record: Record
@@ -54,6 +56,7 @@ class Event(NamedTuple):
     output: SchedulerOutput | None = None
     events: StepEvents = _NOTHING
     shed: tuple[FinishedEvent, ...] = ()
+    cell: int = 0
 
 
 class Divergence(Exception):  # noqa: N818 - named for what was found
@@ -61,15 +64,15 @@ class Divergence(Exception):  # noqa: N818 - named for what was found
 
 
 class Replay:
-    """The cores of all cells, which get the recorded calls. ``core`` is that of ``cell``, the one of the newest record."""
+    """The cores of all cells, which get the recorded calls."""
 
-    def __init__(self, limits: SchedulerLimits, core: Scheduler | None = None, now: float = 0.0) -> None:
-        """``core``: from a checkpoint, unless the records begin with its creation."""
-        self.core = core
+    def __init__(self, limits: SchedulerLimits, state: FleetState | None = None, now: float = 0.0) -> None:
+        """``state``: from a checkpoint, unless the records begin with the creation of the cores."""
         self.cell = 0
-        self._cores: dict[int, Scheduler | None] = {}
-        """Those of the other cells."""
-        self._moving: dict[Origin, Request] = {}
+        """The cell of the newest record."""
+        self.cores = {} if state is None else state.cores
+        """By the number of their cell."""
+        self.moving = {} if state is None else state.moving
         """The requests that no core has."""
         self.limits = limits
         self.now = now
@@ -79,6 +82,11 @@ class Replay:
         self.num_arrivals = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+
+    @property
+    def core(self) -> Scheduler | None:
+        """The core of the newest record's cell."""
+        return self.cores.get(self.cell)
 
     def run(self, records: Iterable[Record]) -> Iterator[Event]:
         """Repeat all calls.
@@ -97,18 +105,18 @@ class Replay:
     def _repeat(self, record: Record) -> Event:
         match record:
             case Answered():
-                return Event(record, self.now, events=self._answer(record))
+                return self._event(record, events=self._answer(record))
             case EpochBegan():
-                return Event(record, self.now, events=self._begin_epoch(record))
+                return self._event(record, events=self._begin_epoch(record))
             case Arrived():
                 self.num_arrivals += 1
                 self._arrive(record)
             case Aborted() if self.cell == PLACEMENT:
-                self._moving.pop(record.origin, None)
+                return self._event(record, events=self._end_moving(record))
             case Aborted():
                 core = self._core
                 end = core.fail(record.origin, record.error) if record.error else core.abort(record.origin)
-                return Event(record, self.now, events=StepEvents(finished=() if end is None else (end,)))
+                return self._event(record, events=StepEvents(finished=() if end is None else (end,)))
             case RanAlone():
                 self._core.run_alone(record.origin, record.num_tokens)
             case StartedSlowly():
@@ -117,11 +125,20 @@ class Replay:
                 self._move(record)
             case _:
                 self._obey(record)
-        return Event(record, self.now)
+        return self._event(record)
+
+    def _event(
+        self,
+        record: Record,
+        output: SchedulerOutput | None = None,
+        events: StepEvents = _NOTHING,
+        shed: tuple[FinishedEvent, ...] = (),
+    ) -> Event:
+        return Event(record, self.now, output, events, shed, self.cell)
 
     def _arrive(self, record: Arrived) -> None:
         if self.cell == PLACEMENT:
-            self._moving[record.origin] = arrived(_new_request(record), self.limits, 0, 0, record.now)
+            self.moving[record.origin] = arrived(_new_request(record), self.limits, 0, 0, record.now)
         else:
             self._core.add_request(_new_request(record), record.now)
 
@@ -129,8 +146,7 @@ class Replay:
         """Turn to another cell, or take requests out of a core or into it."""
         match record:
             case InCell():
-                self._cores[self.cell] = self.core
-                self.cell, self.core = record.number, self._cores.get(record.number)
+                self.cell = record.number
             case Released():
                 request = self._core.moving.release(record.origin)
                 self._keep([] if request is None else [request])
@@ -139,14 +155,21 @@ class Replay:
             case ReleasedAll():
                 self._keep(self._core.release_all())
             case Adopted():
-                request = self._moving.pop(record.origin, None)
+                request = self.moving.pop(record.origin, None)
                 if request is None:
                     raise Divergence(f"record {self.num_records}: no core has released the request that one takes over")
                 request.arrival, request.rank, request.lane = record.arrival, record.rank, record.lane
                 self._core.moving.adopt(request)
 
+    def _end_moving(self, record: Aborted) -> StepEvents:
+        request = self.moving.pop(record.origin, None)
+        if request is None:
+            return _NOTHING
+        reason = FinishReason.ERROR if record.error else FinishReason.ABORT
+        return StepEvents(finished=(end_of_moving(request, reason, record.error),))
+
     def _keep(self, requests: list[Request]) -> None:
-        self._moving.update((request.new.origin, request) for request in requests)
+        self.moving.update((request.new.origin, request) for request in requests)
 
     def _obey(self, record: Record) -> None:
         match record:
@@ -161,22 +184,24 @@ class Replay:
 
     @property
     def _core(self) -> Scheduler:
-        if self.core is None:
+        core = self.core
+        if core is None:
             raise Divergence(f"record {self.num_records}: the log calls a core before it has made one")
-        return self.core
+        return core
 
     def _begin_epoch(self, record: EpochBegan) -> StepEvents:
-        if self.core is None:
-            self.core = Scheduler(self.limits, record.capacity, record.epoch)
+        core = self.core
+        if core is None:
+            self.cores[self.cell] = Scheduler(self.limits, record.capacity, record.epoch)
             return _NOTHING
-        return self.core.begin_epoch(record.capacity, record.epoch, same_model=record.same_model)
+        return core.begin_epoch(record.capacity, record.epoch, same_model=record.same_model)
 
     def _take_turn(self, turn: Turn) -> Iterator[Event]:
         core, decisions = self._core, iter(turn.decisions)
         while (output := core.schedule(turn.now)) is not None:
             self._compare(output, next(decisions, None))
             self.num_steps += 1
-            yield Event(turn, self.now, output=output)
+            yield self._event(turn, output=output)
         missing = next(decisions, None)
         if missing is not None:
             raise Divergence(f"{self._where(core.next_step)}: it sends nothing, where {_text_of(missing)} was sent")
@@ -185,7 +210,7 @@ class Replay:
             raise Divergence(
                 f"{self._where(core.next_step)}: {len(shed)} requests are shed, where {turn.num_shed} were"
             )
-        yield Event(turn, self.now, shed=shed)
+        yield self._event(turn, shed=shed)
 
     def _compare(self, output: SchedulerOutput, recorded: Decision | None) -> None:
         message = self._encoder.encode(output)

@@ -130,21 +130,7 @@ class Placement:
             return None
         self._leave(request)
         self._waiting.queue.forget(request)
-        request.status = RequestStatus.FINISHED
-        new = request.new
-        return FinishedEvent(
-            origin=origin,
-            reason=reason,
-            num_output_tokens=len(request.token_ids) - new.num_prompt_tokens,
-            arrival_time=request.arrival_time,
-            scheduled_time=request.scheduled_time,
-            first_token_time=request.first_token_time,
-            num_preemptions=request.num_preemptions,
-            num_prompt_tokens=new.num_prompt_tokens,
-            num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
-            tenant=new.tenant,
-            error=error,
-        )
+        return end_of_moving(request, reason, error)
 
     def take_shed(self) -> tuple[FinishedEvent, ...]:
         """The requests that were ended since the last call because their first token could only be late."""
@@ -255,6 +241,25 @@ class Placement:
         if capacity is None:
             return 0
         return burst_tokens_of(capacity.max_request_tokens, capacity.num_blocks * capacity.block_size)
+
+
+def end_of_moving(request: Request, reason: FinishReason, error: str = "") -> FinishedEvent:
+    """The end of a request that no core has."""
+    request.status = RequestStatus.FINISHED
+    new = request.new
+    return FinishedEvent(
+        origin=new.origin,
+        reason=reason,
+        num_output_tokens=len(request.token_ids) - new.num_prompt_tokens,
+        arrival_time=request.arrival_time,
+        scheduled_time=request.scheduled_time,
+        first_token_time=request.first_token_time,
+        num_preemptions=request.num_preemptions,
+        num_prompt_tokens=new.num_prompt_tokens,
+        num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
+        tenant=new.tenant,
+        error=error,
+    )
 
 
 def _num_tokens_to_compute(option: Placed) -> int:
