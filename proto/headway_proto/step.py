@@ -188,10 +188,14 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
-    """Sent until an epoch opens for ``incarnation``, random per process."""
+    """Sent until an epoch opens for ``incarnation``, random per process.
+
+    ``number``: the cell that it wants, so that both sides call it the same; -1: any.
+    """
 
     incarnation: int
     info: BackendInfo
+    number: int = -1
 
 
 class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -248,6 +248,7 @@ ADDED = {
     operations.Status: {"executors": (), "num_unplaced": 0, "num_moved": 0},
     operations.SequenceState: {"executor": -1},
     operations.AdminReply: {"flight_log": None},
+    step.ExecutorHello: {"number": -1},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }
 

@@ -26,14 +26,15 @@ INFO = BackendInfo(
 class Executor:
     """Frames as an executor would send them."""
 
-    def __init__(self, incarnation: int, info: BackendInfo = INFO) -> None:
+    def __init__(self, incarnation: int, info: BackendInfo = INFO, number: int = -1) -> None:
+        self.number = number
         self.incarnation = incarnation
         self.peer = b"executor-%d" % incarnation
         self.writer: FrameWriter = step.executor_frame_writer()
         self.info = info
 
     def hello(self) -> bytes:
-        return self.writer.encode(ExecutorHello(self.incarnation, self.info))
+        return self.writer.encode(ExecutorHello(self.incarnation, self.info, self.number))
 
     def heartbeat(self) -> bytes:
         return self.writer.encode(ExecutorHeartbeat(self.incarnation, 0))
@@ -133,3 +134,12 @@ def test_damaged_frames_are_counted_and_open_only_the_epoch_of_their_cell() -> N
     assert links.num_damaged_frames == 2
     assert links[0].epoch == before[0]
     assert links[1].epoch > before[1]
+
+
+def test_an_executor_gets_the_number_that_it_asks_for() -> None:
+    links = ExecutorLinks(incarnation=5, most=3)
+    assert join(links, Executor(11, number=2), 0.0)[0] == 2
+    assert join(links, Executor(12, number=0), 0.0)[0] == 0
+    assert join(links, Executor(13, number=2), 0.0)[0] == 1, "another has it"
+    for number in (3, -7, 1 << 40):
+        assert join(ExecutorLinks(incarnation=5, most=3), Executor(14, number=number), 0.0)[0] == 0

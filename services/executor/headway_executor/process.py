@@ -26,7 +26,7 @@ from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
-from headway_process.logs import make_logger
+from headway_process.logs import fleet_fields, make_logger
 from headway_process.parent import end_with_parent
 from headway_process.pulse import pulse_of
 from headway_process.snapshots import Snapshots
@@ -76,7 +76,8 @@ def run(config: ExecutorConfig) -> int:
     log.info("executor ready", step_address=config.step_address, **_facts(info))
     if endpoint is not None:
         log.info("metrics", port=endpoint.port)
-    link = StepLink(incarnation=secrets.randbits(62), info=info)
+    cell = fleet_fields(os.environ).get("executor", -1)
+    link = StepLink(incarnation=secrets.randbits(62), info=info, number=cell)
     snapshots.wake = channel.wake
     try:
         device_lost = _serve(config, link, info, backend, channel, log, snapshots)

@@ -94,9 +94,12 @@ class _State(enum.Enum):
 class StepLink:
     """One life of an executor: ``incarnation`` is random."""
 
-    def __init__(self, *, incarnation: int, info: BackendInfo, timing: LinkTiming | None = None) -> None:
+    def __init__(
+        self, *, incarnation: int, info: BackendInfo, timing: LinkTiming | None = None, number: int = -1
+    ) -> None:
         self._incarnation = incarnation
         self._info = info
+        self._number = number
         self._timing = timing or LinkTiming()
         self._reader = executor_frame_reader()
         self._writer = executor_frame_writer()
@@ -279,7 +282,7 @@ class StepLink:
             return
         body: msgspec.Struct
         if self._state is _State.HELLO:
-            body, interval = ExecutorHello(self._incarnation, self._info), self._timing.hello_interval
+            body, interval = ExecutorHello(self._incarnation, self._info, self._number), self._timing.hello_interval
         elif self._state is _State.LOST:
             body, interval = self._resync_request(), self._timing.resync_interval
         else:

@@ -3,7 +3,8 @@
 Owns: that choice. Must not know: what events mean to a core, or what carries frames.
 
 With one cell, a second executor is a spare: it joins when the first is gone. With more, it joins beside the first, up to
-``most``; then it is a spare as well. All executors must run the same model.
+``most``; then it is a spare as well. One that asks for a number gets that cell if it is free, so that its process and
+its cell have one name. All executors must run the same model.
 """
 
 from headway_proto.framing import FramingError
@@ -97,13 +98,27 @@ class ExecutorLinks:
         others = [link for link in self._links if link.is_open and not link.may_be_taken_over(now)]
         if others and self._differs(body.info):
             return self._refuse(body)
+        wanted = self._numbered(body.number, now)
+        if wanted is not None and wanted.may_be_taken_over(now):
+            return wanted
         spare = self._spare(now)
         if (spare is None or spare.is_open) and len(self._links) < self._most:
             # Rather than the link of an executor that is silent: it may only be slow.
-            spare = ExecutorLink(self._incarnation, len(self._links), self.outgoing, self._epochs)
-            self._links.append(spare)
-            self._tick_at = now
+            spare = self._add_link(now)
         return spare or self._links[0]
+
+    def _numbered(self, number: int, now: float) -> ExecutorLink | None:
+        """The link of the cell that an executor asks for, if there may be such a cell."""
+        if not 0 <= number < self._most:
+            return None
+        while len(self._links) <= number:
+            self._add_link(now)
+        return self._links[number]
+
+    def _add_link(self, now: float) -> ExecutorLink:
+        self._tick_at = now
+        self._links.append(ExecutorLink(self._incarnation, len(self._links), self.outgoing, self._epochs))
+        return self._links[-1]
 
     def _spare(self, now: float) -> ExecutorLink | None:
         """A link without an executor, else one whose executor is silent."""
