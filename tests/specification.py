@@ -324,7 +324,7 @@ class Specification:
             arrival_time=now,
             priority=new.priority,
             tenant=new.tenant,
-            rank=2 * new.priority - 1 if self.limits.order == "priority" else 3,
+            rank=2 * new.priority - 1 if self.ranks_classes else 3,
             # What a prefill takes is not known here: nothing has a duration.
             latest_start=now + objective_ms / 1e3 if has_objective else None,
             tokens=tokens,
@@ -375,10 +375,8 @@ class Specification:
     def _queue_key(self, request: SpecRequest) -> tuple[float, ...]:
         if self.limits.order == "fair":
             return (*self._tenant_place(request.tenant), request.lane, request.arrival)
-        value = {
-            "shortest": request.work,
-            "deadline": 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6),
-        }.get(self.limits.order, 0)
+        latest = 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6)
+        value = {"shortest": request.work, "deadline": latest, "class_deadline": latest}.get(self.limits.order, 0)
         return (request.rank, request.lane, value, request.arrival)
 
     def _tenant_place(self, tenant: str) -> tuple[float, int, int]:
@@ -578,6 +576,10 @@ class Specification:
                 self.speculating[request.row] = count
 
     @property
+    def ranks_classes(self) -> bool:
+        return self.limits.order in {"priority", "class_deadline"}
+
+    @property
     def max_batch(self) -> int:
         return min(self.limits.max_num_seqs, self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens))
 
@@ -617,7 +619,7 @@ class Specification:
 
     def _serve_prompts(self) -> None:
         prompts = [r for r in self.may_run if r.computed < r.prompt_end]
-        if self.limits.order == "priority":
+        if self.ranks_classes:
             for r in [r for r in self.running if r.computed < r.prompt_end]:
                 if self.now - r.served_time >= self.limits.aging_s:
                     r.rank = 0  # nothing of it has run for long: it goes before all classes
@@ -627,7 +629,7 @@ class Specification:
         if is_fair:
             under_way.sort(key=lambda entry: (entry[0].place, entry[0].arrival))
         for request, stay in under_way:
-            if is_fair or self.limits.order == "priority":
+            if is_fair or self.ranks_classes:
                 self._admit(before=request)
             if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
@@ -689,7 +691,7 @@ class Specification:
         return sum(self.pool.references[block] == 1 for block in request.blocks)
 
     def _may_preempt_for(self, request: SpecRequest) -> bool:
-        return self.limits.order == "priority" or request.lane == 1
+        return self.ranks_classes or request.lane == 1
 
     def _make_room(self, request: SpecRequest, num_blocks: int, needs_row: bool) -> bool:
         """Preempt running requests of lower classes, if all that is missing comes free by that."""
@@ -718,7 +720,7 @@ class Specification:
             if victim.ways_made >= 4:
                 victim.rank = 0
             self._preempt(victim)
-            if self.limits.order != "priority":
+            if not self.ranks_classes:
                 victim.lane = 2
         return bool(victims)
 
