@@ -101,6 +101,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="refuse a waiting request that can no longer meet ttft_slo_ms (RESOURCE_EXHAUSTED)"),
     ] = False
+    protect_itl: Annotated[
+        bool,
+        Meta(
+            description="let running requests and prompts of lower classes sit out a step that would make one of a higher "
+            "class miss its itl_slo_ms"
+        ),
+    ] = False
     prefix_aware: Annotated[
         bool, Meta(description="of the next few requests, start the one with the longest cached prefix")
     ] = False

@@ -28,6 +28,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     default_ttft_slo_ms: int = 0
     default_itl_slo_ms: int = 0
     shed_late: bool = False
+    protect_itl: bool = False
     enable_prefix_caching: bool = True
     prefix_aware: bool = False
     prefix_cache_scope: str = "shared"
