@@ -289,6 +289,7 @@ class Specification:
         """Of a step's tokens, rows, context tokens and pairs of prefill attention."""
         self.last_answer_time = 0.0
         self.prompts_kept_out_since: float | None = None
+        self.num_decode_only_steps = 0
         self.pool = SpecPool(capacity.num_blocks, capacity.block_size)
         self.waiting: list[SpecRequest] = []
         self.running: list[SpecRequest] = []
@@ -493,6 +494,13 @@ class Specification:
             else:
                 r.lane = self._lane(3)
 
+    def _hurry(self) -> None:
+        """Too many steps have only decoded while a prompt waited: the next request is urgent."""
+        self.is_prompt_due = 0 < self.limits.max_decode_only_steps <= self.num_decode_only_steps
+        self.is_prompt_due &= not (self.limits.batching == "static" and self.batch_is_closed)
+        if self.is_prompt_due and self.waiting and self.queue()[0].lane in {2, 3}:
+            self.queue()[0].lane = self._lane(1)
+
     def _lane(self, lane: int) -> int:
         return 2 if self.limits.order == "fair" else lane  # an objective gives no tenant more than its share
 
@@ -547,6 +555,7 @@ class Specification:
         if not self.running:
             self.batch_is_closed = False
         self._mind_first_tokens(now)
+        self._hurry()
         self.may_run = self._who_may_run()
         self.num_chosen = len(self.may_run)
         self.most_tokens = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
@@ -661,7 +670,8 @@ class Specification:
                 ]
                 running = min(running, kept[-1], key=len)
         self.held_back = decodes[len(running) :]
-        self._limit_prompts(running, class_of, slack, duration_s)
+        if not self.is_prompt_due:
+            self._limit_prompts(running, class_of, slack, duration_s)
 
     def _start_of_step(self) -> float:
         """When this step will start: those in flight bring their tokens before."""
@@ -1064,10 +1074,13 @@ class Specification:
 
     def _commit(self, total: int) -> dict[str, object]:
         expected_s = None
+        prompts = [r for r in self.running if r.computed < r.prompt_end]
+        runs_prompts = any(r.row in self.tokens for r in prompts)
         if self.protects_gaps:
             expected_s = self._expected_s() if self.predict_s is not None else 0.0
-            if any(r.row in self.tokens and r.computed < r.prompt_end for r in self.running):
-                self.prompts_kept_out_since = None
+            self.prompts_kept_out_since = None if runs_prompts else self.prompts_kept_out_since
+        is_decode_only = not runs_prompts and bool(prompts or self.waiting)
+        self.num_decode_only_steps = self.num_decode_only_steps + 1 if is_decode_only else 0
         ran = []
         by_row = {request.row: request for request in self.running}
         for row, count in self.tokens.items():  # in the order of service

@@ -219,6 +219,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         prefix_cache_scope=draw(st.sampled_from(["shared", "shared", "tenant"])),
         prefix_wait_tokens=draw(st.sampled_from([0, 1, 1, 3, 8])),
         max_speculating_seqs=draw(st.sampled_from([2, 32])),
+        max_decode_only_steps=draw(st.sampled_from([0, 0, 1, 3])),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 

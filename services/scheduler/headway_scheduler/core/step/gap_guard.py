@@ -91,7 +91,7 @@ class GapGuard:
         self._expected.append(_Expected(self._epoch.next_step, plan.now, duration_s))
 
     def serve(self, plan: StepPlan) -> None:
-        """Let rows sit out, and lower the budget for prompts."""
+        """Let rows sit out, and lower the budget for prompts unless one is due."""
         if not self.is_active or self._step_times.predict_s(StepShape(1, 1, 0, 0)) is None:
             return
         decodes = self._decodes(self._start_of_step(plan.now))
@@ -99,7 +99,8 @@ class GapGuard:
             return
         num_running = self._num_that_run(decodes)
         self._epoch.decoding.hold_back(plan, decodes.rows[num_running:].tolist())
-        self._limit_prompts(plan, decodes, num_running)
+        if not plan.is_prompt_due:
+            self._limit_prompts(plan, decodes, num_running)
 
     def _start_of_step(self, now: float) -> float:
         """When the next step will start. Rows in flight receive their tokens before."""

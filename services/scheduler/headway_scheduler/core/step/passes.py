@@ -27,6 +27,9 @@ class Passes:
         gaps: GapGuard,
     ) -> None:
         self._batching = state.batching
+        self._max_decode_only_steps = state.limits.max_decode_only_steps
+        self._num_decode_only_steps = 0
+        """Steps in a row that only decoded while a prompt waited."""
         self._waiting = state.waiting
         self._epoch = epoch
         self._admission = admission
@@ -50,6 +53,9 @@ class Passes:
         """Record a complete plan, which is about to be sent."""
         if self._gaps.is_on:
             self._gaps.record_step(plan)
+        if self._max_decode_only_steps:
+            is_decode_only = not plan.chunks and bool(self._epoch.prefilling or self._waiting)
+            self._num_decode_only_steps = self._num_decode_only_steps + 1 if is_decode_only else 0
         if has_decoded and not self._any_decoded:
             self._set_rules(any_decoded=True)
 
@@ -58,6 +64,8 @@ class Passes:
         rules = self.rules
         if not self._overlaps_own_steps:
             self._choose_batch(plan)
+        if 0 < self._max_decode_only_steps <= self._num_decode_only_steps:
+            self._admission.hurry(plan, rules)
         if not rules.prompts_run_alone:
             self._serve_decodes(plan)
             if self._epoch.prefilling or self._waiting:
