@@ -556,6 +556,7 @@ class Specification:
             self.batch_is_closed = False
         self._mind_first_tokens(now)
         self._hurry()
+        self.start_of_step = self._start_of_step() if self.protects_gaps else now
         self.may_run = self._who_may_run()
         self.num_chosen = len(self.may_run)
         self.most_tokens = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
@@ -620,9 +621,12 @@ class Specification:
         return any(ran is request and stay == request.stay for step in self.in_flight for ran, stay, *_ in step.ran)
 
     def _who_may_run(self) -> list[SpecRequest]:
-        if self.limits.batching == "orca":  # a request is in one batch at a time, and a batch has a size
-            return [r for r in self.running if not self._is_in_flight(r)][: self.max_batch]
-        return list(self.running)
+        if self.limits.batching != "orca":
+            return list(self.running)
+        # A request is in one batch at a time, and a batch has a size.
+        ready = [r for r in self.running if not self._is_in_flight(r)]
+        in_order = sorted(ready, key=self._urgency) if self.protects_gaps else ready
+        return [r for r in ready if r in in_order[: self.max_batch]]
 
     def _budget(self) -> int:
         return self.most_tokens - sum(self.tokens.values())
@@ -637,17 +641,9 @@ class Specification:
         """Who would miss an objective on gaps has lower classes sit out, if that is enough."""
         if not self.protects_gaps or self.predict_s is None:
             return
-        start = self._start_of_step()
-
-        def slack(r: SpecRequest) -> float:
-            return r.token_time + r.itl_slo_s - start if r.itl_slo_s else math.inf
-
-        def class_of(r: SpecRequest) -> int:
-            """Who was promoted, or had no token for too long, goes before all classes."""
-            return 0 if r.rank % 2 == 0 or start - r.token_time >= self.limits.aging_s else r.priority
-
+        slack, class_of = self._slack, self._class_of
         decodes = [r for r in self.may_run if r.computed >= r.prompt_end and not r.stalled and r.computed < r.limit - 1]
-        decodes.sort(key=lambda r: (class_of(r), slack(r), r.token_time, r.key))
+        decodes.sort(key=self._urgency)
         if not decodes:
             return
 
@@ -671,7 +667,19 @@ class Specification:
                 running = min(running, kept[-1], key=len)
         self.held_back = decodes[len(running) :]
         if not self.is_prompt_due:
-            self._limit_prompts(running, class_of, slack, duration_s)
+            self._limit_prompts(running, duration_s)
+
+    def _slack(self, request: SpecRequest) -> float:
+        has_objective = request.itl_slo_s > 0
+        return request.token_time + request.itl_slo_s - self.start_of_step if has_objective else math.inf
+
+    def _class_of(self, request: SpecRequest) -> int:
+        """Who was promoted, or had no token for too long, goes before all classes."""
+        is_starved = self.start_of_step - request.token_time >= self.limits.aging_s
+        return 0 if request.rank % 2 == 0 or is_starved else request.priority
+
+    def _urgency(self, request: SpecRequest) -> tuple[float, ...]:
+        return (self._class_of(request), self._slack(request), request.token_time, *request.key)
 
     def _start_of_step(self) -> float:
         """When this step will start: those in flight bring their tokens before."""
@@ -685,13 +693,7 @@ class Specification:
                     request.token_time = start
         return start if self.in_flight else self.now
 
-    def _limit_prompts(
-        self,
-        running: list[SpecRequest],
-        class_of: Callable[[SpecRequest], int],
-        slack: Callable[[SpecRequest], float],
-        duration_s: Callable[..., float],
-    ) -> None:
+    def _limit_prompts(self, running: list[SpecRequest], duration_s: Callable[..., float]) -> None:
         """Prompts get as many times 64 tokens as those of higher classes have time for."""
         under_way = [r for r in self.running if r.computed < r.prompt_end]
         prompts = under_way + self.queue()[:1]
@@ -699,7 +701,8 @@ class Specification:
             self.prompts_kept_out_since = None
             return
         highest = min(0 if r.rank % 2 == 0 else r.priority for r in prompts)
-        slacks = [slack(r) for r in running if class_of(r) < highest and slack(r) >= duration_s(running)]
+        protected = [r for r in running if self._class_of(r) < highest]
+        slacks = [self._slack(r) for r in protected if self._slack(r) >= duration_s(running)]
         before = max((r.computed for r in under_way), default=0)
         tiles = 0
         for count in range(1, -(-(self.most_tokens - len(running)) // 64) + 1):

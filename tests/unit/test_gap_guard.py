@@ -114,3 +114,16 @@ def test_a_prompt_of_a_lower_class_gets_what_fits_and_all_of_it_after_the_aging_
     while 4 not in step(run):
         assert run.now - began < 0.25
     assert run.now - began >= 0.2
+
+
+def test_a_batch_that_is_too_small_takes_the_least_slack_and_then_the_longest_wait():
+    run = taught(batching="orca", max_num_seqs=2, max_steps_in_flight=2)
+    for handle in range(4):
+        run.add(handle, 1, 200, itl_slo_ms=15 if handle == 2 else 0)
+    assert [run.schedule(), run.schedule()] == [{0: 1, 1: 1}, {2: 1, 3: 1}]  # both batches
+    run.update()
+    run.update()
+    turns = [step(run) for _ in range(9)]
+    assert all(2 in ran and len(ran) == 2 for ran in turns)
+    others = [min(handle for handle in ran if handle != 2) for ran in turns]
+    assert all(sorted(others[begin : begin + 3]) == [0, 1, 3] for begin in (0, 3, 6))

@@ -94,13 +94,19 @@ class GapGuard:
         """Let rows sit out, and lower the budget for prompts unless one is due."""
         if not self.is_active or self._step_times.predict_s(StepShape(1, 1, 0, 0)) is None:
             return
-        decodes = self._decodes(self._start_of_step(plan.now))
-        if not len(decodes.rows):
+        rows, decoding = self._rows, self._epoch.decoding.indices()
+        decoding = decoding[rows.num_computed_tokens[decoding] < rows.last_position[decoding]]  # the others end
+        if not len(decoding):
             return
+        decodes = self._in_order(decoding, plan.now)
         num_running = self._num_that_run(decodes)
         self._epoch.decoding.hold_back(plan, decodes.rows[num_running:].tolist())
         if not plan.is_prompt_due:
             self._limit_prompts(plan, decodes, num_running)
+
+    def most_urgent(self, ready: list[int], count: int, now: float) -> list[int]:
+        """The ``count`` rows with the least slack, by class; a row in its prompt has no token and goes first."""
+        return self._in_order(np.array(ready, dtype=np.intp), now).rows[:count].tolist()
 
     def _start_of_step(self, now: float) -> float:
         """When the next step will start. Rows in flight receive their tokens before."""
@@ -119,9 +125,8 @@ class GapGuard:
             self._rows.token_time[sampling] = end
         return end if in_flight else now
 
-    def _decodes(self, start: float) -> _Decodes:
-        rows, decoding = self._rows, self._epoch.decoding.indices()
-        decoding = decoding[rows.num_computed_tokens[decoding] < rows.last_position[decoding]]  # the others end
+    def _in_order(self, decoding: RowIndices, now: float) -> _Decodes:
+        rows, start = self._rows, self._start_of_step(now)
         token_time, order_key = rows.token_time[decoding], rows.order_key[decoding]
         objective_s = rows.itl_slo_ms[decoding] / 1e3
         slack_s = np.where(objective_s > 0, token_time + objective_s - start, np.inf)

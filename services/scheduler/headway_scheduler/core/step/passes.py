@@ -88,8 +88,10 @@ class Passes:
         ready = [row for row in rows.live_rows().tolist() if row not in in_flight]
         ready.sort(key=rows.order_key.__getitem__)
         batch = ready[: epoch.max_rows_per_step]
+        if len(batch) < len(ready) and self._gaps.is_active:
+            batch = self._gaps.most_urgent(ready, len(batch), plan.now)
         plan.max_new_requests = epoch.max_rows_per_step - len(batch)
-        plan.sits_out = in_flight.union(ready[len(batch) :])
+        plan.sits_out = in_flight.union(set(ready).difference(batch))
         epoch.decoding.hold_back(plan, [row for row in epoch.decoding.indices().tolist() if row in plan.sits_out])
 
     def _run_prompts_alone(self, plan: StepPlan, rules: StepRules) -> bool:
