@@ -106,7 +106,8 @@ class GapGuard:
 
     def most_urgent(self, ready: list[int], count: int, now: float) -> list[int]:
         """The ``count`` rows with the least slack, by class; a row in its prompt has no token and goes first."""
-        return self._in_order(np.array(ready, dtype=np.intp), now).rows[:count].tolist()
+        chosen: list[int] = self._in_order(np.array(ready, dtype=np.intp), now).rows[:count].tolist()
+        return chosen
 
     def _start_of_step(self, now: float) -> float:
         """When the next step will start. Rows in flight receive their tokens before."""
