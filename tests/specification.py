@@ -702,11 +702,12 @@ class Specification:
             return
         highest = min(0 if r.rank % 2 == 0 else r.priority for r in prompts)
         protected = [r for r in running if self._class_of(r) < highest]
-        slacks = [self._slack(r) for r in protected if self._slack(r) >= duration_s(running)]
+        slacks = [self._slack(r) for r in protected if r.itl_slo_s]
+        keepable = [least for least in slacks if least >= duration_s(running)]
         before = max((r.computed for r in under_way), default=0)
-        tiles = 0
+        tiles = 1 if slacks and not keepable else 0
         for count in range(1, -(-(self.most_tokens - len(running)) // 64) + 1):
-            if all(duration_s(running, 64 * count, before) <= least for least in slacks):
+            if all(duration_s(running, 64 * count, before) <= least for least in keepable) and (keepable or not slacks):
                 tiles = count
         if tiles:
             self.prompts_kept_out_since = None

@@ -116,6 +116,14 @@ def test_a_prompt_of_a_lower_class_gets_what_fits_and_all_of_it_after_the_aging_
     assert run.now - began >= 0.2
 
 
+def test_prompts_get_the_least_allotment_beside_an_objective_that_nothing_can_keep():
+    """With the budget that is fixed, too: a model that has seen only full steps may be wrong about small ones."""
+    run = taught()
+    decoding(run, num_low=2, itl_slo_ms=5)
+    run.add(5, 200, 5, priority=LOW)
+    assert run.schedule() == {0: 1, 1: 1, 2: 1, 5: 64}
+
+
 def test_a_batch_that_is_too_small_takes_the_least_slack_and_then_the_longest_wait():
     run = taught(batching="orca", max_num_seqs=2, max_steps_in_flight=2)
     for handle in range(4):

@@ -168,7 +168,7 @@ class GapGuard:
         return fitting
 
     def _limit_prompts(self, plan: StepPlan, decodes: _Decodes, num_running: int) -> None:
-        """Prompts of lower classes get whole tiles within the least slack."""
+        """Prompts of lower classes get whole tiles within the least slack that can be kept."""
         prompts = self._prompts()
         if not prompts:
             self._prompts_kept_out_since = None
@@ -176,9 +176,12 @@ class GapGuard:
         highest = min(_class_of(request) for request in prompts)
         shape = decodes.first(num_running)
         slack_s = decodes.slack_s[: int(decodes.classes[:num_running].searchsorted(highest))]
-        slack_s = slack_s[slack_s >= self._duration_s(shape)]
-        limit_s = float(slack_s.min()) if len(slack_s) else np.inf
-        num_tiles = self._tiles_within(shape, plan.budget - num_running, limit_s)
+        slack_s = slack_s[slack_s < np.inf]
+        keepable = slack_s[slack_s >= self._duration_s(shape)]
+        num_tiles = 1  # if none can be kept: prompts go on, and small steps teach the model what decodes cost
+        if len(keepable) or not len(slack_s):
+            limit_s = float(keepable.min()) if len(keepable) else np.inf
+            num_tiles = self._tiles_within(shape, plan.budget - num_running, limit_s)
         if num_tiles:
             self._prompts_kept_out_since = None
         elif self._prompts_kept_out_since is None:
