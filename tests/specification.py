@@ -5,6 +5,7 @@ Must not know: columns, due ticks, or any other means by which the core avoids l
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
@@ -75,6 +76,9 @@ class SpecRequest:
     objective_s: float = 0.0
     danger: int = 0
     """1: it has been told to be at risk, 2: to be too late."""
+    itl_slo_s: float = 0.0
+    token_time: float = 0.0
+    """When its newest token came, or will come; only while some running request has an objective on gaps."""
     sampled_ahead: int = 0
     """Tokens that steps in flight will bring to this stay."""
     wants_prompt_logprobs: bool = False
@@ -101,6 +105,9 @@ class SpecStep:
     message: dict[str, object]
     speculating: dict[int, int]
     """Most proposals by row."""
+    sent_time: float = 0.0
+    expected_s: float | None = None
+    """How long it will take, if any running request had an objective on gaps."""
 
 
 class SpecPool:
@@ -270,9 +277,19 @@ class SpecPool:
 class Specification:
     """The O(n) scheduler. ``schedule`` answers with the parts of the message as plain lists."""
 
-    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        capacity: ExecutorCapacity,
+        predict_s: Callable[[int, int, int, int], float] | None = None,
+    ) -> None:
         self.limits = limits
         self.capacity = capacity
+        self.predict_s = predict_s
+        """Of a step's tokens, rows, context tokens and pairs of prefill attention."""
+        self.last_answer_time = 0.0
+        self.prompts_kept_out_since: float | None = None
+        self.num_decode_only_steps = 0
         self.pool = SpecPool(capacity.num_blocks, capacity.block_size)
         self.waiting: list[SpecRequest] = []
         self.running: list[SpecRequest] = []
@@ -324,7 +341,7 @@ class Specification:
             arrival_time=now,
             priority=new.priority,
             tenant=new.tenant,
-            rank=2 * new.priority - 1 if self.limits.order == "priority" else 3,
+            rank=2 * new.priority - 1 if self.ranks_classes else 3,
             # What a prefill takes is not known here: nothing has a duration.
             latest_start=now + objective_ms / 1e3 if has_objective else None,
             tokens=tokens,
@@ -335,6 +352,7 @@ class Specification:
             scope=new.tenant if self.limits.prefix_cache_scope == "tenant" else "",
         )
         request.objective_s = objective_ms / 1e3
+        request.itl_slo_s = (new.itl_slo_ms or self.limits.default_itl_slo_ms) / 1e3
         request.wants_prompt_logprobs = new.sampling.prompt_logprobs >= 0
         request.told = new.num_prompt_logprobs
         # What a constraint allows behind a proposal is not known before that has been drawn.
@@ -375,10 +393,8 @@ class Specification:
     def _queue_key(self, request: SpecRequest) -> tuple[float, ...]:
         if self.limits.order == "fair":
             return (*self._tenant_place(request.tenant), request.lane, request.arrival)
-        value = {
-            "shortest": request.work,
-            "deadline": 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6),
-        }.get(self.limits.order, 0)
+        latest = 1 << 62 if request.latest_start is None else int(request.latest_start * 1e6)
+        value = {"shortest": request.work, "deadline": latest, "class_deadline": latest}.get(self.limits.order, 0)
         return (request.rank, request.lane, value, request.arrival)
 
     def _tenant_place(self, tenant: str) -> tuple[float, int, int]:
@@ -478,6 +494,13 @@ class Specification:
             else:
                 r.lane = self._lane(3)
 
+    def _hurry(self) -> None:
+        """Too many steps have only decoded while a prompt waited: the next request is urgent."""
+        self.is_prompt_due = 0 < self.limits.max_decode_only_steps <= self.num_decode_only_steps
+        self.is_prompt_due &= not (self.limits.batching == "static" and self.batch_is_closed)
+        if self.is_prompt_due and self.waiting and self.queue()[0].lane in {2, 3}:
+            self.queue()[0].lane = self._lane(1)
+
     def _lane(self, lane: int) -> int:
         return 2 if self.limits.order == "fair" else lane  # an objective gives no tenant more than its share
 
@@ -532,18 +555,27 @@ class Specification:
         if not self.running:
             self.batch_is_closed = False
         self._mind_first_tokens(now)
+        self._hurry()
+        self.start_of_step = self._start_of_step() if self.protects_gaps else now
         self.may_run = self._who_may_run()
         self.num_chosen = len(self.may_run)
+        self.most_tokens = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
+        self.held_back: list[SpecRequest] = []
         if self.limits.batching in {"static", "prefill_first"}:
             if not any(request.stalled for request in self.running):
                 self._serve_prompts()
                 self._admit()
             if not self.tokens:  # decodes run only in a step without a prompt
+                self._protect_gaps()
                 self._serve_decoding()
         else:
+            self._protect_gaps()
             self._serve_decoding()
             self._serve_prompts()
             self._admit()
+        if not self.tokens and any(r.row is not None for r in self.held_back):
+            self.held_back = []  # those for which others sat out lack blocks
+            self._serve_decoding()
         for blocks in self.host_blocks_to_come:
             self.free_host_blocks[:0] = blocks  # the last that were given up are taken first
         self.host_blocks_to_come = []
@@ -578,6 +610,10 @@ class Specification:
                 self.speculating[request.row] = count
 
     @property
+    def ranks_classes(self) -> bool:
+        return self.limits.order in {"priority", "class_deadline"}
+
+    @property
     def max_batch(self) -> int:
         return min(self.limits.max_num_seqs, self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens))
 
@@ -585,17 +621,117 @@ class Specification:
         return any(ran is request and stay == request.stay for step in self.in_flight for ran, stay, *_ in step.ran)
 
     def _who_may_run(self) -> list[SpecRequest]:
-        if self.limits.batching == "orca":  # a request is in one batch at a time, and a batch has a size
-            return [r for r in self.running if not self._is_in_flight(r)][: self.max_batch]
-        return list(self.running)
+        if self.limits.batching != "orca":
+            return list(self.running)
+        # A request is in one batch at a time, and a batch has a size.
+        ready = [r for r in self.running if not self._is_in_flight(r)]
+        in_order = sorted(ready, key=self._urgency) if self.protects_gaps else ready
+        return [r for r in ready if r in in_order[: self.max_batch]]
 
     def _budget(self) -> int:
-        return self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens) - sum(self.tokens.values())
+        return self.most_tokens - sum(self.tokens.values())
+
+    # -- gaps between tokens
+
+    @property
+    def protects_gaps(self) -> bool:
+        return self.limits.protect_itl and any(r.itl_slo_s for r in self.running)
+
+    def _protect_gaps(self) -> None:
+        """Who would miss an objective on gaps has lower classes sit out, if that is enough."""
+        if not self.protects_gaps or self.predict_s is None:
+            return
+        slack, class_of = self._slack, self._class_of
+        decodes = [r for r in self.may_run if r.computed >= r.prompt_end and not r.stalled and r.computed < r.limit - 1]
+        decodes.sort(key=self._urgency)
+        if not decodes:
+            return
+
+        def duration_s(running: list[SpecRequest], num_prompt_tokens: int = 0, num_before: int = 0) -> float:
+            """Of a step in which these decode, and one more row runs part of a prompt."""
+            pairs = num_prompt_tokens * num_before + num_prompt_tokens * (num_prompt_tokens + 1) // 2
+            tokens = len(running) + num_prompt_tokens
+            context = sum(r.computed for r in running) + num_before
+            return self.predict_s(tokens, len(running) + (num_prompt_tokens > 0), context, pairs)
+
+        running = decodes
+        for number in sorted({class_of(r) for r in decodes}):
+            not_lower = [r for r in decodes if class_of(r) <= number]
+            slacks = [slack(r) for r in not_lower if class_of(r) == number and slack(r) >= duration_s(not_lower)]
+            if slacks:
+                kept = [
+                    decodes[:count]
+                    for count in range(len(not_lower), len(decodes) + 1)
+                    if count == len(not_lower) or duration_s(decodes[:count]) <= min(slacks)
+                ]
+                running = min(running, kept[-1], key=len)
+        self.held_back = decodes[len(running) :]
+        if not self.is_prompt_due:
+            self._limit_prompts(running, duration_s)
+
+    def _slack(self, request: SpecRequest) -> float:
+        has_objective = request.itl_slo_s > 0
+        return request.token_time + request.itl_slo_s - self.start_of_step if has_objective else math.inf
+
+    def _class_of(self, request: SpecRequest) -> int:
+        """Who was promoted, or had no token for too long, goes before all classes."""
+        is_starved = self.start_of_step - request.token_time >= self.limits.aging_s
+        return 0 if request.rank % 2 == 0 or is_starved else request.priority
+
+    def _urgency(self, request: SpecRequest) -> tuple[float, ...]:
+        return (self._class_of(request), self._slack(request), request.token_time, *request.key)
+
+    def _start_of_step(self) -> float:
+        """When this step will start: those in flight bring their tokens before."""
+        start = self.last_answer_time
+        for step in self.in_flight:
+            if step.expected_s is not None:
+                start = max(start, step.sent_time) + step.expected_s
+            start = max(start, self.now)
+            for request, stay, _, _, samples in step.ran:
+                if samples and request.row is not None and stay == request.stay:
+                    request.token_time = start
+        return start if self.in_flight else self.now
+
+    def _limit_prompts(self, running: list[SpecRequest], duration_s: Callable[..., float]) -> None:
+        """Prompts get as many times 64 tokens as those of higher classes have time for."""
+        under_way = [r for r in self.running if r.computed < r.prompt_end]
+        prompts = under_way + self.queue()[:1]
+        if not prompts:
+            self.prompts_kept_out_since = None
+            return
+        highest = min(0 if r.rank % 2 == 0 else r.priority for r in prompts)
+        protected = [r for r in running if self._class_of(r) < highest]
+        slacks = [self._slack(r) for r in protected if r.itl_slo_s]
+        keepable = [least for least in slacks if least >= duration_s(running)]
+        before = max((r.computed for r in under_way), default=0)
+        tiles = 1 if slacks and not keepable else 0
+        for count in range(1, -(-(self.most_tokens - len(running)) // 64) + 1):
+            if all(duration_s(running, 64 * count, before) <= least for least in keepable) and (keepable or not slacks):
+                tiles = count
+        if tiles:
+            self.prompts_kept_out_since = None
+        elif self.prompts_kept_out_since is None:
+            self.prompts_kept_out_since = self.now
+        since = self.prompts_kept_out_since
+        if since is None or self.now - since < self.limits.aging_s:
+            self.most_tokens = min(self.most_tokens, len(running) + 64 * tiles)
+
+    def _expected_s(self) -> float:
+        """How long this step will take."""
+        rows = [r for r in self.running if r.row in self.tokens]
+        chunks = [(self.tokens[r.row], r.computed) for r in rows if r.computed < r.prompt_end]
+        pairs = sum(count * before + count * (count + 1) // 2 for count, before in chunks)
+        return self.predict_s(sum(self.tokens.values()), len(rows), sum(r.computed for r in rows), pairs)
+
+    # -- what runs
 
     def _serve_decoding(self) -> None:
         size = self.capacity.block_size
         in_need = []
         for request in [r for r in self.may_run if r.row is not None and r.computed >= r.prompt_end]:
+            if request in self.held_back:
+                continue
             if request.computed == request.limit - 1:
                 continue  # only its last token is missing, which a step in flight will bring
             if len(request.blocks) * size > request.computed:
@@ -617,7 +753,7 @@ class Specification:
 
     def _serve_prompts(self) -> None:
         prompts = [r for r in self.may_run if r.computed < r.prompt_end]
-        if self.limits.order == "priority":
+        if self.ranks_classes:
             for r in [r for r in self.running if r.computed < r.prompt_end]:
                 if self.now - r.served_time >= self.limits.aging_s:
                     r.rank = 0  # nothing of it has run for long: it goes before all classes
@@ -627,7 +763,7 @@ class Specification:
         if is_fair:
             under_way.sort(key=lambda entry: (entry[0].place, entry[0].arrival))
         for request, stay in under_way:
-            if is_fair or self.limits.order == "priority":
+            if is_fair or self.ranks_classes:
                 self._admit(before=request)
             if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
@@ -689,7 +825,7 @@ class Specification:
         return sum(self.pool.references[block] == 1 for block in request.blocks)
 
     def _may_preempt_for(self, request: SpecRequest) -> bool:
-        return self.limits.order == "priority" or request.lane == 1
+        return self.ranks_classes or request.lane == 1
 
     def _make_room(self, request: SpecRequest, num_blocks: int, needs_row: bool) -> bool:
         """Preempt running requests of lower classes, if all that is missing comes free by that."""
@@ -718,7 +854,7 @@ class Specification:
             if victim.ways_made >= 4:
                 victim.rank = 0
             self._preempt(victim)
-            if self.limits.order != "priority":
+            if not self.ranks_classes:
                 victim.lane = 2
         return bool(victims)
 
@@ -842,9 +978,7 @@ class Specification:
         chunk = min(left, self._budget())
         if self.limits.batching == "split_fuse":
             return min(chunk, room)
-        if self.limits.batching == "chunked" or chunk == min(
-            left, self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
-        ):
+        if self.limits.batching == "chunked" or chunk == min(left, self.most_tokens):
             return chunk
         return 0  # the prompt is whole, or as much of it as a step can have
 
@@ -913,6 +1047,7 @@ class Specification:
         request.row = min(set(range(len(taken) + 1)) - taken)
         request.blocks, request.chain = list(shared), chain
         request.computed = start
+        request.token_time = 0.0
         request.confirmed = len(shared) * self.capacity.block_size  # what is swapped in is there when the step has run
         request.prompt_end = len(request.tokens)
         self.running.append(request)
@@ -942,6 +1077,14 @@ class Specification:
         request.host_blocks, request.swapped = [], 0
 
     def _commit(self, total: int) -> dict[str, object]:
+        expected_s = None
+        prompts = [r for r in self.running if r.computed < r.prompt_end]
+        runs_prompts = any(r.row in self.tokens for r in prompts)
+        if self.protects_gaps:
+            expected_s = self._expected_s() if self.predict_s is not None else 0.0
+            self.prompts_kept_out_since = None if runs_prompts else self.prompts_kept_out_since
+        is_decode_only = not runs_prompts and bool(prompts or self.waiting)
+        self.num_decode_only_steps = self.num_decode_only_steps + 1 if is_decode_only else 0
         ran = []
         by_row = {request.row: request for request in self.running}
         for row, count in self.tokens.items():  # in the order of service
@@ -965,7 +1108,7 @@ class Specification:
             "speculative": sorted(self.speculating.items()),
         }
         self.swap_out, self.swap_in = [], []
-        self.in_flight.append(SpecStep(self.step, ran, message, self.speculating))
+        self.in_flight.append(SpecStep(self.step, ran, message, self.speculating, self.now, expected_s))
         self.finished_rows = []
         self.step += 1
         return message
@@ -977,7 +1120,7 @@ class Specification:
         return sorted(row for _, _, row, _, samples in self.in_flight[0].ran if samples)
 
     def update(
-        self, sampled: list[int], accepted: dict[int, tuple[int, list[int]]] | None = None
+        self, sampled: list[int], accepted: dict[int, tuple[int, list[int]]] | None = None, now: float = 0.0
     ) -> tuple[list[tuple[Origin, int, int]], list[tuple[Origin, str, int]]]:
         """Take the oldest step's tokens in; answer with new tokens (origin, index, id) and ends (origin, why, stop).
 
@@ -997,6 +1140,7 @@ class Specification:
         sampling = sorted((entry for entry in step.ran if entry[4]), key=lambda entry: entry[2])
         stays = [entry for entry in sampling if entry[0].row is not None and entry[0].stay == entry[1]]
         left = [entry for entry in sampling if entry[0] in self.waiting and entry[0].unreturned]
+        self._record_token_times([request for request, *_ in stays], now)
         for request, _, row, _, _ in stays:
             request.sampled_ahead -= 1
             self._deliver(request, by_row[row], delivered)
@@ -1012,6 +1156,12 @@ class Specification:
             ]:
                 self._take_accepted(request, step.speculating[row], num_proposed, tokens, delivered, ended)
         return delivered, ended
+
+    def _record_token_times(self, requests: list[SpecRequest], now: float) -> None:
+        self.last_answer_time = now
+        if self.protects_gaps:
+            for request in requests:
+                request.token_time = now
 
     def _take_accepted(
         self,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.step_shape import StepShape
 from specification import Specification
 
 VOCAB_SIZE = 6  # so small that prefixes coincide and stop tokens are hit often
@@ -57,12 +59,31 @@ def readable_events(events: StepEvents) -> tuple[list[tuple[Origin, int, int]], 
     return delivered, [(end.origin, end.reason.value, end.stop_token_id) for end in events.finished]
 
 
+def teach(core: Scheduler) -> None:
+    """Steps take 10 ms, 1 ms per token, and 0.1 ms per position of context."""
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        num_rows, num_context, num_prompt = (int(number) for number in rng.integers((1, 0, 0), (20, 200, 60)))
+        shape = StepShape(num_rows, num_rows, num_context, 0).with_prompt(num_prompt, 0)
+        core.step_times.observe(shape, 10e-3 + 1e-3 * shape.num_tokens + 1e-4 * shape.num_context_tokens)
+
+
 class Pair:
     """Core and specification side by side, given the same events."""
 
-    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
+    def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity, *, knows_durations: bool = False) -> None:
         self.core = Scheduler(limits, capacity)
-        self.specification = Specification(limits, capacity)
+        self.answer_time = 0.0
+        predict_s = None
+        if knows_durations:
+            teach(self.core)
+
+            def predict_s(*shape: int) -> float:
+                predicted_s = self.core.step_times.predict_s(StepShape(*shape))
+                assert predicted_s is not None
+                return predicted_s
+
+        self.specification = Specification(limits, capacity, predict_s)
         self.output_tokens: dict[Origin, list[int]] = {}
         self.now = 0.0
         self.acceptance = 0.0
@@ -132,8 +153,8 @@ class Pair:
             state_digest=digest,
             accepted_tokens=encode_columns(np.array(columns, dtype=np.int32).reshape(-1, 3).T),
         )
-        events = readable_events(self.core.update(output, now=0.0))
-        assert events == self.specification.update(sampled, accepted)
+        events = readable_events(self.core.update(output, now=self.answer_time))
+        assert events == self.specification.update(sampled, accepted, self.answer_time)
         for origin, index, token in events[0]:
             assert index == len(self.output_tokens[origin])
             self.output_tokens[origin].append(token)
@@ -198,6 +219,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         prefix_cache_scope=draw(st.sampled_from(["shared", "shared", "tenant"])),
         prefix_wait_tokens=draw(st.sampled_from([0, 1, 1, 3, 8])),
         max_speculating_seqs=draw(st.sampled_from([2, 32])),
+        max_decode_only_steps=draw(st.sampled_from([0, 0, 1, 3])),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 
@@ -320,5 +342,45 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
             break
         pair.check()
     # Everything that was accepted has ended, and every block came back.
+    assert pair.core.num_unfinished == 0
+    assert pair.core.pool.num_free == capacity.num_blocks
+
+
+@settings(max_examples=100 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads(), st.sampled_from([0, 15, 25, 40, 100]), st.sampled_from([0.0, 0.1, 1e9]))
+def test_core_equals_specification_where_gaps_are_protected(
+    workload: tuple[SchedulerLimits, ExecutorCapacity, int, int], default_itl_slo_ms: int, aging_s: float
+) -> None:
+    """Steps have durations; what else depends on them is left out."""
+    limits, capacity, seed, num_actions = workload
+    capacity = msgspec.structs.replace(capacity, max_speculative_tokens=0)
+    limits = msgspec.structs.replace(
+        limits, default_ttft_slo_ms=0, default_itl_slo_ms=default_itl_slo_ms, aging_s=aging_s, protect_itl=True
+    )
+    rng = np.random.default_rng(seed)
+    pair = Pair(limits, capacity, knows_durations=True)
+    origins: list[Origin] = []
+    for _ in range(4 * num_actions):
+        action = rng.random()
+        pair.now += float(rng.choice([0.0, 0.005, 0.02]))
+        pair.answer_time = pair.now
+        if action < 0.2:
+            new = random_request(rng, len(origins), capacity.max_model_len)
+            pair.add(msgspec.structs.replace(new, ttft_slo_ms=0, itl_slo_ms=int(rng.choice([0, 0, 15, 30, 60]))))
+            origins.append(new.origin)
+        elif action < 0.22 and origins:
+            pair.abort(origins[int(rng.integers(0, len(origins)))])
+        elif action < 0.62:
+            pair.schedule()
+        else:
+            pair.update(rng)
+        pair.check()
+    for _ in range(100_000):
+        scheduled = pair.schedule()
+        pair.now += 0.01
+        pair.answer_time = pair.now
+        if not pair.update(rng) and not scheduled:
+            break
+        pair.check()
     assert pair.core.num_unfinished == 0
     assert pair.core.pool.num_free == capacity.num_blocks

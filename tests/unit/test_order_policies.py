@@ -35,11 +35,11 @@ def test_priority_is_by_rank_then_arrival() -> None:
     assert arrivals(queue_of("priority", requests)) == [2, 5, 1, 4, 0, 3]
 
 
-def test_only_priority_lets_a_prompt_that_was_overtaken_for_too_long_go_before_all_classes() -> None:
+def test_only_orders_with_classes_let_a_prompt_that_was_overtaken_for_too_long_go_before_all_classes() -> None:
     prompt = make_request(0, rank=3)
     prompt.served_time = 5.0
     starved = {order for order in ORDERS if queue_of(order, []).is_starved(prompt, 15.0)}
-    assert starved == {"priority"}
+    assert starved == {"priority", "class_deadline"}
     assert not queue_of("priority", []).is_starved(prompt, 14.9)
 
 
@@ -50,7 +50,8 @@ def test_whom_running_requests_make_way_for() -> None:
         queue = queue_of(order, [])
         assert queue.reason_to_preempt_for(calm) is None
         assert queue.reason_to_preempt_for(urgent) is PreemptionReason.LATE_FIRST_TOKEN
-    assert queue_of("priority", []).reason_to_preempt_for(calm) is PreemptionReason.HIGHER_CLASS
+    for order in ("priority", "class_deadline"):
+        assert queue_of(order, []).reason_to_preempt_for(calm) is PreemptionReason.HIGHER_CLASS
     assert queue_of("fair", []).reason_to_preempt_for(calm) is None
 
 
@@ -87,6 +88,16 @@ def test_deadline_is_by_latest_start_and_then_those_without_one() -> None:
     assert arrivals(queue_of("deadline", requests)) == [2, 4, 1, 0, 3]
 
 
+def test_class_deadline_is_by_rank_then_latest_start_and_then_those_without_one() -> None:
+    requests = [make_request(n, rank=(5, 3)[n % 2]) for n in range(6)]
+    for request, latest_start in zip(requests, (1.0, None, 0.5, 7.5, None, 2.25), strict=True):
+        request.latest_start = latest_start
+    queue = queue_of("class_deadline", requests)
+    assert arrivals(queue) == [5, 3, 1, 2, 0, 4]
+    queue.move(requests[3], Lane.URGENT)
+    assert arrivals(queue) == [3, 5, 1, 2, 0, 4]
+
+
 def test_fair_takes_turns_between_tenants() -> None:
     requests = [make_request(n, tenant="ab"[n >= 3]) for n in range(6)]
     queue = queue_of("fair", requests)
@@ -100,7 +111,7 @@ def test_fair_takes_turns_between_tenants() -> None:
     assert sorted(turns[:2]) == sorted(turns[2:4]) == sorted(turns[4:]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("order", ["fcfs", "priority", "shortest", "deadline"])
+@pytest.mark.parametrize("order", ["fcfs", "priority", "shortest", "deadline", "class_deadline"])
 def test_whoever_has_waited_too_long_is_promoted_in_all_but_fair(order: str) -> None:
     """It came first; whatever the order asks for, all others have more of it."""
     old = make_request(0, rank=7, num_tokens=1000)

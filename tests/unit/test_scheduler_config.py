@@ -26,6 +26,7 @@ from headway_scheduler.config import SchedulerConfig
         ({"default_ttft_slo_ms": 1 << 31}, "default_ttft_slo_ms: 2147483648"),
         ({"default_itl_slo_ms": -1}, "default_itl_slo_ms: -1"),
         ({"default_itl_slo_ms": 1 << 31}, "default_itl_slo_ms: 2147483648"),
+        ({"max_decode_only_steps": -1}, "max_decode_only_steps: -1 is not allowed; allowed: 0 to"),
         ({"step_address": "ipc://" + "x" * 108}, "step_address: .* at most 107 bytes, not 108"),
         ({"step_address": "tcp://0.0.0.0:5"}, "step_address: .* together with curve_keys"),
         ({"ingress_address": "tcp://*:5"}, "ingress_address: .* together with curve_keys"),

@@ -110,6 +110,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="refuse a waiting request that can no longer meet ttft_slo_ms (RESOURCE_EXHAUSTED)"),
     ] = False
+    max_decode_only_steps: Annotated[
+        int,
+        Meta(
+            description="after so many steps in a row that only decoded while a prompt waited, the next request is urgent, "
+            "and no inter-token objective keeps it out; 0: never"
+        ),
+    ] = 0
+    protect_itl: Annotated[
+        bool,
+        Meta(
+            description="let running requests and prompts of lower classes sit out a step that would make one of a higher "
+            "class miss its itl_slo_ms"
+        ),
+    ] = False
     prefix_aware: Annotated[
         bool, Meta(description="of the next few requests, start the one with the longest cached prefix")
     ] = False
@@ -167,6 +181,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         "default_ttft_slo_ms": (0, 1 << 30),
         "default_itl_slo_ms": (0, 1 << 30),
         "flight_log_mib": (1, 1 << 20),
+        "max_decode_only_steps": (0, 1 << 24),
         "max_speculating_seqs": (0, 1 << 16),
         "grace_s": (0, math.inf),
         "aging_s": (0, math.inf),

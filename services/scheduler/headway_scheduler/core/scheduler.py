@@ -51,6 +51,7 @@ from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.step.answer_checks import StateMismatch
 from headway_scheduler.core.step.answers import Answers
 from headway_scheduler.core.step.decode_pass import DecodePass
+from headway_scheduler.core.step.gap_guard import GapGuard
 from headway_scheduler.core.step.passes import Passes
 from headway_scheduler.core.step.prefill_pass import PrefillPass
 from headway_scheduler.core.step.sending import Sending
@@ -107,11 +108,14 @@ class Scheduler:
         self._endings = Endings(state, epoch, self._running, self.admission)
         decode = DecodePass(epoch, self._making_way)
         self._prefill = PrefillPass(state, epoch, self._running, self._making_way, self.admission)
-        self._passes = Passes(state, epoch, self.admission, decode, self._prefill)
+        gaps = GapGuard(state, epoch, self._running)
+        self._passes = Passes(state, epoch, self.admission, decode, self._prefill, gaps)
         self._speculation = SpeculationPass(state, epoch, self._running)
         self.speculation = self._speculation.policy
         self._sending = Sending(state, epoch, self._running)
-        self._answers = Answers(state, epoch, prefixes, self._running, self.admission, self._endings, self.speculation)
+        self._answers = Answers(
+            state, epoch, prefixes, self._running, self.admission, self._endings, self.speculation, gaps
+        )
 
     # ------------------------------------------------------------------------------------------------------ schedule
 
@@ -138,7 +142,7 @@ class Scheduler:
             epoch.decoding.let_decode(plan.held_back, in_this_step=True)
             return None
         self._speculation.serve(plan)
-        self._passes.end_step(has_decoded=total > plan.num_chunk_tokens)
+        self._passes.end_step(plan, has_decoded=total > plan.num_chunk_tokens)
         return self._sending.commit(plan, total)
 
     def update(self, output: ExecutorOutput, now: float) -> StepEvents:

@@ -13,6 +13,7 @@ from headway_scheduler.core.admission.making_way import MakingWay
 from headway_scheduler.core.admission.prefix_wait import PrefixWait
 from headway_scheduler.core.admission.refusals import Reason, Refused
 from headway_scheduler.core.admission.running_requests import NUM_COMPARED_PREFIXES, RunningRequests
+from headway_scheduler.core.admission.waiting_queue import Lane
 from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.prefix_statistics import RECENT_QUERIES
@@ -62,6 +63,16 @@ class Admission:
             return rules.cut
         self.refuse_all(Reason.PAUSED if self._state.is_paused else Reason.BATCH)
         return None
+
+    def hurry(self, plan: StepPlan, rules: StepRules) -> None:
+        """Make the next request urgent, since prompts have waited for too many steps."""
+        if self._state.is_paused or not rules.admits:
+            return
+        plan.is_prompt_due = True
+        queue = self._waiting.queue
+        for request in queue.first_few(1) if self._waiting else ():
+            if request.lane > Lane.URGENT:
+                queue.move(request, Lane.URGENT)
 
     def refuse_all(self, reason: Reason) -> None:
         """Let no request start in this step."""
@@ -160,7 +171,7 @@ class Admission:
             return self._admit_in_place_of_others(plan, request, cut, books, missing, lacks_row=lacks_row)
         if chunk <= 0:
             return Refused(Reason.TURN, request)
-        if not self._keeps_objective(request):
+        if not self._keeps_objective(plan, request):
             return Refused(Reason.OBJECTIVE, request)
         self._waiting.leave(request)
         self._waiting.queue.record_start(request)
@@ -211,9 +222,10 @@ class Admission:
         doubled = self._rows.num_live << min(request.num_preemptions - 1, MAX_DOUBLINGS)
         return min(doubled, self._pool.num_blocks // 8)
 
-    def _keeps_objective(self, request: Request) -> bool:
+    def _keeps_objective(self, plan: StepPlan, request: Request) -> bool:
+        is_due = plan.is_prompt_due and not plan.chunks
         is_first = not len(self._epoch.decoding.indices())
-        return is_first or self._state.budget.admits_more(lambda: self._joining_row(request))
+        return is_due or is_first or self._state.budget.admits_more(lambda: self._joining_row(request))
 
     def _joining_row(self, request: Request) -> JoiningRow:
         objectives = [self._running.tightest.tightest_ms or 0, request.itl_slo_ms]

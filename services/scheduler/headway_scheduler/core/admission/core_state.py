@@ -39,9 +39,8 @@ class CoreState:
         self.lengths = OutputLengths(is_used=order.predicts or self.reservation.predicts)
         self.step_times = StepTimeModel()
         self.budget = TOKEN_BUDGETS[limits.budget](limits.max_num_batched_tokens, self.step_times)
-        self.observer = StepObserver(
-            self.budget, is_wanted=self.preemption.needs_costs or limits.prefix_offload == "auto"
-        )
+        needs_times = self.preemption.needs_costs or limits.prefix_offload == "auto" or limits.protect_itl
+        self.observer = StepObserver(self.budget, is_wanted=needs_times)
         self.requests: dict[Origin, Request] = {}
         queue = order.make_queue(
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)

@@ -8,6 +8,7 @@ Owns: the orders and their registry. Must not know: how a queue is kept, rows, o
   it takes its own step.
 - ``fair``: by the service of each tenant.
 - ``deadline``: by the latest start that keeps the first token in time.
+- ``class_deadline``: by class as ``priority``, within a class as ``deadline``.
 
 All but ``fair``, which has its own bound, promote requests that waited too long. Running requests are ordered by rank
 and first start. By arrival, a request that overtook others would lose its blocks to them later.
@@ -70,4 +71,5 @@ ORDERS: dict[str, Order] = {
     "shortest": Order(_shortest, predicts=True),
     "fair": Order(lambda settings: FairQueue(settings.tenant_weights, settings.burst_tokens)),
     "deadline": Order(_keyed(_by_start_time)),
+    "class_deadline": Order(lambda settings: ClassQueue(_by_start_time, settings.aging_s)),
 }

@@ -26,6 +26,7 @@ class RowTable:
     - ``num_tokens``: prompt and received output; ``num_computed_tokens``: after all scheduled steps.
     - ``last_position``: of the last token allowed.
     - ``decoding``: 1 while the row runs one token each step, until its ``due_tick``.
+    - ``itl_slo_ms``: the objective on gaps, 0 for none; ``token_time``: of the newest token, kept only by ``GapGuard``.
     - ``order_key``: lower is served first; ``priority``: higher is less urgent.
     - ``tenant``: index in the order's books; ``curve``: of output lengths.
     - ``speculates_from``: may speculate from so many computed tokens on; ``is_proven``: it pays.
@@ -52,6 +53,8 @@ class RowTable:
         self.due_tick = np.full(max_rows, NEVER, dtype=np.int64)
         self.order_key = np.full(max_rows, -1, dtype=np.int64)
         self.priority = np.zeros(max_rows, dtype=np.int32)
+        self.itl_slo_ms = np.zeros(max_rows, dtype=np.int32)
+        self.token_time = np.zeros(max_rows, dtype=np.float64)
         self.tenant = np.zeros(max_rows, dtype=np.intp)
         self.curve = np.zeros(max_rows, dtype=np.int64)
         self.speculates_from = np.zeros(max_rows, dtype=np.int32)
@@ -88,6 +91,8 @@ class RowTable:
         self.handle[row] = new.origin.handle
         self.order_key[row] = request.order_key
         self.priority[row] = new.priority
+        self.itl_slo_ms[row] = request.itl_slo_ms
+        self.token_time[row] = 0.0
         self.curve[row] = request.curve
         request.row = row
         request.num_admitted_tokens = num_tokens

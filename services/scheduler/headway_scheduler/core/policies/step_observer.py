@@ -54,16 +54,19 @@ class StepObserver:
             self._next_without_prompt = step + self._stride_without_prompt
         return True
 
-    def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None) -> StepLoad:
-        """Return the work of a step."""
+    def shape(self, plan: StepPlan, decoding: StepShape) -> StepShape:
+        """Return the shape of a step."""
         chunks = plan.chunks
-        shape = StepShape(
+        return StepShape(
             decoding.num_tokens + plan.num_chunk_tokens,
             decoding.num_rows + len(chunks),
             decoding.num_context_tokens + sum(chunk.start for chunk in chunks),
             sum(prefill_pairs(chunk.num_computed_tokens - chunk.start, chunk.start) for chunk in chunks),
         )
-        return StepLoad(shape, plan.now, objective_s if decoding.num_rows else None)
+
+    def load(self, plan: StepPlan, decoding: StepShape, objective_s: float | None) -> StepLoad:
+        """Return the work of a step."""
+        return StepLoad(self.shape(plan, decoding), plan.now, objective_s if decoding.num_rows else None)
 
     def duration_s(self, load: StepLoad, now: float) -> float:
         """Return the time of a step."""

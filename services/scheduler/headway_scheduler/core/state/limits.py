@@ -29,6 +29,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     default_ttft_slo_ms: int = 0
     default_itl_slo_ms: int = 0
     shed_late: bool = False
+    protect_itl: bool = False
+    max_decode_only_steps: int = 0
     enable_prefix_caching: bool = True
     prefix_aware: bool = False
     prefix_cache_scope: str = "shared"

@@ -63,6 +63,7 @@ class StepPlan:
         "chunks",
         "exceptions",
         "held_back",
+        "is_prompt_due",
         "max_new_requests",
         "new_requests",
         "newest_prompts",
@@ -92,6 +93,8 @@ class StepPlan:
         """Live rows that may not be part of this step."""
         self.held_back: list[int] = []
         """Decoding rows that sit out only this step."""
+        self.is_prompt_due = False
+        """Whether too many steps in a row have only decoded while a prompt waited."""
         self.max_new_requests = budget
         self.speculating: list[tuple[int, int]] = []
         """(row, most proposals), rows ascending."""

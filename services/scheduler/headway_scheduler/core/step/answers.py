@@ -28,6 +28,7 @@ from headway_scheduler.core.state.request import FinishReason, Request, RequestS
 from headway_scheduler.core.state.step_plan import InFlightStep, StepLoad
 from headway_scheduler.core.step.accepted_tokens import AcceptedTokens
 from headway_scheduler.core.step.answer_checks import AnswerChecks
+from headway_scheduler.core.step.gap_guard import GapGuard
 from headway_scheduler.core.step.speculation import SpeculationPolicy
 from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColumns
 
@@ -44,6 +45,7 @@ class Answers:
         admission: Admission,
         endings: Endings,
         speculation: SpeculationPolicy,
+        gaps: GapGuard,
     ) -> None:
         self._state = state
         self._observer = state.observer
@@ -55,6 +57,7 @@ class Answers:
         self._admission = admission
         self._endings = endings
         self._speculation = speculation
+        self._gaps = gaps
         self._checks = AnswerChecks(epoch, running.stop_tokens)
         self._origins = SamplingOrigins(epoch.rows)
 
@@ -85,6 +88,8 @@ class Answers:
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, failed, finished)
             sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
+        if self._gaps.is_on:
+            self._gaps.record_tokens(sampling_rows, now)
         columns = self._append_tokens(sampling_rows, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)

@@ -10,6 +10,7 @@ from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.policies.batching import StepRules
 from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.step.decode_pass import DecodePass
+from headway_scheduler.core.step.gap_guard import GapGuard
 from headway_scheduler.core.step.prefill_pass import PrefillPass
 
 
@@ -17,14 +18,24 @@ class Passes:
     """Asks for rules only when a batch begins or first decodes."""
 
     def __init__(
-        self, state: CoreState, epoch: Epoch, admission: Admission, decode: DecodePass, prefill: PrefillPass
+        self,
+        state: CoreState,
+        epoch: Epoch,
+        admission: Admission,
+        decode: DecodePass,
+        prefill: PrefillPass,
+        gaps: GapGuard,
     ) -> None:
         self._batching = state.batching
+        self._max_decode_only_steps = state.limits.max_decode_only_steps
+        self._num_decode_only_steps = 0
+        """Steps in a row that only decoded while a prompt waited."""
         self._waiting = state.waiting
         self._epoch = epoch
         self._admission = admission
         self._decode = decode
         self._prefill = prefill
+        self._gaps = gaps
         self._overlaps_own_steps = state.batching.overlaps_own_steps
         self._set_rules(any_decoded=False)
 
@@ -38,8 +49,13 @@ class Passes:
         if self._any_decoded and not self._epoch.rows.num_live:
             self._set_rules(any_decoded=False)
 
-    def end_step(self, *, has_decoded: bool) -> None:
-        """Record that a step was sent."""
+    def end_step(self, plan: StepPlan, *, has_decoded: bool) -> None:
+        """Record a complete plan, which is about to be sent."""
+        if self._gaps.is_on:
+            self._gaps.record_step(plan)
+        if self._max_decode_only_steps:
+            is_decode_only = not plan.chunks and bool(self._epoch.prefilling or self._waiting)
+            self._num_decode_only_steps = self._num_decode_only_steps + 1 if is_decode_only else 0
         if has_decoded and not self._any_decoded:
             self._set_rules(any_decoded=True)
 
@@ -48,12 +64,22 @@ class Passes:
         rules = self.rules
         if not self._overlaps_own_steps:
             self._choose_batch(plan)
+        if 0 < self._max_decode_only_steps <= self._num_decode_only_steps:
+            self._admission.hurry(plan, rules)
         if not rules.prompts_run_alone:
-            self._decode.serve(plan)
+            self._serve_decodes(plan)
             if self._epoch.prefilling or self._waiting:
                 self._prefill.serve(plan, rules)
         elif not self._run_prompts_alone(plan, rules):
+            self._serve_decodes(plan)
+        if self._gaps.is_on and not plan.chunks and not len(self._epoch.decoding.indices()) and self._end_hold(plan):
+            # The rows for which others sat out lack blocks.
             self._decode.serve(plan)
+
+    def _serve_decodes(self, plan: StepPlan) -> None:
+        if self._gaps.is_on:
+            self._gaps.serve(plan)
+        self._decode.serve(plan)
 
     def _choose_batch(self, plan: StepPlan) -> None:
         """Leave out rows in flight, and rows beyond the batch size; O(running)."""
@@ -62,8 +88,10 @@ class Passes:
         ready = [row for row in rows.live_rows().tolist() if row not in in_flight]
         ready.sort(key=rows.order_key.__getitem__)
         batch = ready[: epoch.max_rows_per_step]
+        if len(batch) < len(ready) and self._gaps.is_active:
+            batch = self._gaps.most_urgent(ready, len(batch), plan.now)
         plan.max_new_requests = epoch.max_rows_per_step - len(batch)
-        plan.sits_out = in_flight.union(ready[len(batch) :])
+        plan.sits_out = in_flight.union(set(ready).difference(batch))
         epoch.decoding.hold_back(plan, [row for row in epoch.decoding.indices().tolist() if row in plan.sits_out])
 
     def _run_prompts_alone(self, plan: StepPlan, rules: StepRules) -> bool:
@@ -82,6 +110,12 @@ class Passes:
         epoch.decoding.hold_back(plan, epoch.decoding.indices().tolist())
         self._prefill.serve(plan, rules)
         if not plan.chunks:
-            epoch.decoding.let_decode([row for row in plan.held_back if row not in plan.sits_out], in_this_step=True)
-            plan.held_back = [row for row in plan.held_back if row in plan.sits_out]
+            self._end_hold(plan)
         return bool(plan.chunks)
+
+    def _end_hold(self, plan: StepPlan) -> bool:
+        """Let rows decode in this step after all; return whether there are any."""
+        held_back = [row for row in plan.held_back if row not in plan.sits_out]
+        self._epoch.decoding.let_decode(held_back, in_this_step=True)
+        plan.held_back = [row for row in plan.held_back if row in plan.sits_out]
+        return bool(held_back)
