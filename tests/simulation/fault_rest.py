@@ -142,8 +142,6 @@ MAY_GROW = (
     ),
     _MayGrow("engine.fleet.cells[].core.*._first_pause", None, "what was learned of proposals: one number"),
     # What is to be told or looked at next time.
-    _MayGrow("len(engine.fleet._known_loads)", lambda world: world.schedule.settings.max_executors, "the open cells"),
-    _MayGrow("engine.fleet._known_loads[]*", None, "numbers of the open cells"),
     _MayGrow("len(*.swapping._kept*)", _num_host_blocks, "prefixes that the next step copies to the host"),
     _MayGrow("size(*.swapping._kept*)", _num_host_blocks, "prefixes that the next step copies to the host"),
     _MayGrow("len(*.swapping._prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),

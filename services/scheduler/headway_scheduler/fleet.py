@@ -57,8 +57,6 @@ class Fleet:
         self.num_moved = 0
         """How often a request went from one cell to another."""
         self.cells: list[Cell] = []
-        self._known_loads: list[CellLoad] | None = None
-        """Of the open cells, until an executor comes, goes or drains."""
         self._add_cell()
 
     @property
@@ -195,7 +193,6 @@ class Fleet:
         """Let a cell's requests go on elsewhere and give it no others, or end that."""
         cell = self.cells[number]
         cell.is_draining = is_draining
-        self._known_loads = None
         if is_draining and cell.core is not None:
             self.take_back(cell.release([request.new.origin for request in cell.core.requests()]))
 
@@ -218,7 +215,6 @@ class Fleet:
         """An executor joined, or began anew: what waits may start there."""
         assert cell.core is not None
         assert cell.info is not None
-        self._known_loads = None
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)
@@ -237,7 +233,6 @@ class Fleet:
 
     def cell_lost(self, cell: Cell, now: float) -> None:
         """An executor is gone."""
-        self._known_loads = None
         self.state_lost(cell, now)
         self._host.fleet_changed(now)
 
@@ -286,13 +281,11 @@ class Fleet:
 
     def loads(self) -> list[CellLoad]:
         """What placement asks of the cells with an executor."""
-        if self._known_loads is None:
-            self._known_loads = [
-                CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
-                for cell in self.open_cells
-                if cell.core is not None
-            ]
-        return self._known_loads
+        return [
+            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
+            for cell in self.open_cells
+            if cell.core is not None
+        ]
 
     def _act(self, number: int, events: list[StepEvent], now: float) -> None:
         while number >= len(self.cells):
