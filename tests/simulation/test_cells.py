@@ -152,6 +152,24 @@ def test_a_drained_executor_hands_over_and_is_used_again(seed: int) -> None:
     assert drained.counters.num_steps > num_before + 2
 
 
+def test_an_executor_that_drains_alone_gets_nothing_before_it_is_used_again() -> None:
+    world = world_of(1)
+    submit_some(world, 20)
+    undisturbed_until(world, 50)
+    fleet = world.engine.fleet
+    core = fleet.cells[0].core
+    assert core is not None
+    fleet.drain_cell(0, is_draining=True)
+    submit_some(world, 5)
+    world.run_until(lambda: not core.num_unfinished, 1)
+    limit = world.now + 0.2
+    world.run_until(lambda: world.now > limit, 1)
+    assert not core.num_unfinished
+    assert fleet.num_unfinished
+    fleet.drain_cell(0, is_draining=False)
+    finish(world)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bad_wires(seed: int) -> None:
     world = world_of(3, seed)

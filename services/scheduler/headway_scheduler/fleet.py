@@ -164,7 +164,7 @@ class Fleet:
         Raises:
             RequestRejected: it can never run, or the queue is full.
         """
-        if len(self.cells) == 1:
+        if len(self.cells) == 1 and not self.cells[0].is_draining and not len(self.placement):
             self.cells[0].add_request(new, now)
             return
         capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
@@ -194,6 +194,7 @@ class Fleet:
         cell = self.cells[number]
         cell.is_draining = is_draining
         if is_draining and cell.core is not None:
+            self.placement.number_after(cell.core.requests())
             self.take_back(cell.release([request.new.origin for request in cell.core.requests()]))
 
     def take_back(self, requests: list[Request]) -> None:
