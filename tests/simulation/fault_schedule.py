@@ -11,7 +11,6 @@ import random
 
 import msgspec
 
-from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
@@ -159,6 +158,8 @@ def draw(seed: int, num_executors: int | None = None) -> Schedule:
     # From another stream: schedules of seeds that were drawn before there was speculation stay what they were.
     most = random.Random(f"speculation {seed}").choice((0, 0, 1, 3, 6))
     after_s = random.Random(f"executor {seed}").choice((0.0, 0.0, 0.0, 0.03, 0.2))
+    if random.Random(f"order {seed}").random() < 0.1:
+        settings = msgspec.structs.replace(settings, order="class_deadline")
     offload = random.Random(f"offload {seed}").choice(("off", "off", "off", "always", "auto"))
     settings = msgspec.structs.replace(
         settings, max_speculative_tokens=most, executor_after_s=after_s, prefix_offload=offload
@@ -242,7 +243,7 @@ def _draw_settings(rng: random.Random) -> Settings:
     max_num_seqs = rng.choice((1, 2, 4, 4, 8))
     num_blocks = for_one + rng.choice((0, 1, 3, for_one // 2, 4 * for_one))
     return Settings(
-        order=rng.choice((*sorted(ORDERS), "fcfs")),
+        order=rng.choice(("deadline", "fair", "fcfs", "priority", "shortest", "fcfs")),
         batching=rng.choice((*sorted(BATCHING_POLICIES), "chunked", "chunked")),
         reserve=rng.choice((*sorted(RESERVATIONS), "auto", "none", "none")),
         preemption=rng.choice((*sorted(PREEMPTIONS), "swap")),

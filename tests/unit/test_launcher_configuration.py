@@ -204,7 +204,7 @@ def test_every_number_and_choice_of_a_service_says_what_is_allowed() -> None:
                 assert setting.within, setting.name
                 assert f"| {setting.within} |" in table
     order, seqs = (SERVICES["scheduler"].settings[name] for name in ("order", "max_num_seqs"))
-    assert order.within == "deadline, fair, fcfs, priority, shortest"
+    assert order.within == "class_deadline, deadline, fair, fcfs, priority, shortest"
     assert seqs.within == "1 to 65536"
     assert settings_of(ServeConfig)["restart_window_s"].within == "above 0, at most 86400"
     said = " ".join(parser_of("scheduler").format_help().split())
