@@ -137,16 +137,16 @@ class Cell:
         while (output := core.schedule(now)) is not None:
             link.send_step(output)
             self._serving.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
-        # With all steps in flight, only an answer allows another; without requests, only a request asks for one.
-        is_full = core.num_in_flight >= self._limits.max_steps_in_flight or core.awaits_answer
-        self.has_news = not is_full and core.num_unfinished > 0
         shed = core.take_shed()
         frames = link.outgoing[num_before:]
+        is_full = core.num_in_flight >= self._limits.max_steps_in_flight
         if frames:
+            self.has_news = not is_full
             self.recorder.sent(now, frames, len(shed))
-        elif not is_full:
-            # Otherwise the core did not look for a step at all.
-            self.recorder.sent_nothing(now, len(shed), is_idle=not core.num_unfinished)
+        elif not is_full and not core.awaits_answer:
+            # Otherwise the core did not look for a step at all, and only an answer can change that.
+            self.has_news = core.num_unfinished > 0
+            self.recorder.sent_nothing(now, len(shed), is_idle=not self.has_news)
         for end in shed:
             self._serving.refuse_late(end, core.expected_prefill_s, now)
 

@@ -72,7 +72,10 @@ class ExecutorLinks:
 
     def tick(self, now: float) -> list[tuple[int, list[StepEvent]]]:
         """Send the heartbeats that are due, and detect silence. Return the links' numbers, and what follows for them."""
-        if len(self._links) > 1 and now < self._tick_at:
+        if len(self._links) == 1:
+            events = self._links[0].tick(now)
+            return [(0, events)] if events else []
+        if now < self._tick_at:
             return []
         found = [(link.number, events) for link in self._links if (events := link.tick(now))]
         self._tick_at = min([link.next_deadline for link in self._links])

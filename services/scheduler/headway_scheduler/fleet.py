@@ -151,9 +151,12 @@ class Fleet:
             self._relieve()
         if len(self.placement):
             self._place(now)
-        all_have_news = len(self.cells) == 1 or self.brake.has_suspects
+        if len(self.cells) == 1:
+            self.cells[0].schedule_steps(now)
+            return
+        is_trial = self.brake.has_suspects
         for cell in self.cells:
-            if cell.has_news or all_have_news:
+            if cell.has_news or is_trial:
                 cell.schedule_steps(now)
 
     # ------------------------------------------------------------------------------------------- requests come and go
