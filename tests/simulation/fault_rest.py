@@ -175,9 +175,7 @@ MAY_GROW = (
     _MayGrow("len(engine.fleet.cells[].core.*_awaited)", _num_pins, "one for each pin"),
     # The newest of many.
     _MayGrow("len(engine.administration._ended)", lambda world: administration.MAX_REMEMBERED_ENDS, "the newest ids"),
-    _MayGrow(
-        "len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway"
-    ),
+    _MayGrow("len(engine.fleet.brake._suspicions)", lambda world: brake.MAX_SUSPICIONS, "of who lost a gateway"),
     _MayGrow("len(engine.fleet.*queue._tenants)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
     _MayGrow("len(engine.fleet.*queue._idle)", lambda world: fair_queue.MAX_IDLE_TENANTS, "the order's books"),
     _MayGrow(
