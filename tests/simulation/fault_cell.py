@@ -13,11 +13,12 @@ from headway_scheduler.cell import Cell
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.step.sending import digest_of
-from headway_scheduler.executor_link import TAKEOVER_SILENCE_S, StepAnswered
+from headway_scheduler.executor_link import TAKEOVER_SILENCE_S, EpochOpened, ExecutorLost, StepAnswered
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import incarnation_of
 from simulation.fault_invariants import Violation
 from simulation.fault_process import START_S
+from simulation.fault_schedule import EXECUTOR
 
 if TYPE_CHECKING:
     from simulation.fault_scheduler import SchedulerProcess
@@ -50,6 +51,13 @@ class CellWatch:
         self._send_step, self._on_answer = cell.link.send_step, cell._on_answer
         cell.link.send_step = self._watched_send  # type: ignore[method-assign]
         cell._on_answer = self._watched_answer  # type: ignore[method-assign]
+        self._on_epoch, self._on_lost = cell._on_epoch, cell._on_lost
+        cell._on_epoch = self._watched_epoch  # type: ignore[method-assign]
+        cell._on_lost = self._watched_lost  # type: ignore[method-assign]
+        self._slot = EXECUTOR
+        """The place of its executor."""
+        self._drained_at: tuple[int, int] | None = None
+        """Epoch and next step when it began to drain."""
         self._judge = cell._blame.judge
         cell._blame.judge = self._watched_judge  # type: ignore[method-assign]
 
@@ -73,6 +81,28 @@ class CellWatch:
             key = (self._incarnation, output.epoch, output.step)
             if key in process.world.must_reopen:
                 raise Violation("MIRROR", f"the state digest of step {output.step} differs, and the epoch goes on")
+
+    def _watched_epoch(self, event: EpochOpened, now: float) -> None:
+        if event.reason == "an executor joined":
+            executor = self._world.executor_named(self.cell.link.peer or b"")
+            if executor is not None:  # else it is gone already
+                self._slot = executor.slot
+        else:
+            self._check_undisturbed(f"it begins an epoch: {event.reason}")
+        self._on_epoch(event, now)
+
+    def _watched_lost(self, event: ExecutorLost, now: float) -> None:
+        self._check_undisturbed(f"it is lost: {event.reason}")
+        self._on_lost(event, now)
+
+    def _check_undisturbed(self, what: str) -> None:
+        invariants.undisturbed(self._slot in self._world.disturbed, self.cell.number, what)
+
+    def drain(self, *, is_draining: bool) -> None:
+        """Remember when it began to drain."""
+        core = self.cell.core
+        at = (-1, 0) if core is None else (core.epoch, core.next_step)
+        self._drained_at = at if is_draining else None
 
     def _watched_judge(self, core: Scheduler, reason: str, step: int | None) -> Verdict | None:
         verdict = self._judge(core, reason, step)
@@ -205,6 +235,8 @@ class CellWatch:
         if core is not None and seen != self._blocks_checked:
             self.check_blocks(core)
             self._blocks_checked = seen
+        if core is not None and self._drained_at is not None:
+            invariants.drained_cell_is_empty(self.cell.number, core, *self._drained_at)
         is_news, self._checked = core is None or seen != self._checked, seen
         return is_news
 

@@ -245,17 +245,27 @@ def in_one_place(live: Collection[Origin], places: Sequence[Mapping[Origin, Requ
     require(len(arrivals) == len(held), "ONE-PLACE", f"{len(held)} requests have {len(arrivals)} arrival numbers")
 
 
-def cells_without_executor_are_empty(fleet: Fleet) -> None:
-    """With several cells, one that is lost holds nothing while another is open, and one that drains only what is in flight."""
-    if len(fleet.cells) == 1:
-        return
-    for cell in fleet.cells:
-        core = cell.core
-        is_lost = not cell.link.is_open and bool(fleet.open_cells)
-        if core is not None and (is_lost or (cell.is_draining and not core.num_in_flight)):
-            what = "lost" if is_lost else "draining"
-            num_held = len(core._requests)
-            require(not num_held, "ONE-PLACE", f"cell {cell.number} is {what} and holds {num_held} requests")
+def lost_cells_are_empty(fleet: Fleet) -> None:
+    """A cell whose executor is lost holds nothing while another is open."""
+    for cell in fleet.cells if fleet.open_cells else ():
+        num_held = 0 if cell.link.is_open or cell.core is None else len(cell.core._requests)
+        require(not num_held, "ONE-PLACE", f"cell {cell.number} is lost and holds {num_held} requests")
+
+
+def drained_cell_is_empty(number: int, core: Scheduler, epoch: int, next_step: int) -> None:
+    """A draining cell holds requests until the steps that were in flight then are answered, and takes no others.
+
+    ``epoch`` and ``next_step``: those of the core when the cell began to drain.
+    """
+    is_owed = core.epoch == epoch and any(step.step < next_step for step in core._epoch.in_flight)
+    require(
+        is_owed or not core._requests, "ONE-PLACE", f"cell {number} drains and holds {len(core._requests)} requests"
+    )
+
+
+def undisturbed(is_disturbed: bool, number: int, what: str) -> None:
+    """Of what goes wrong elsewhere, an executor notices nothing."""
+    require(is_disturbed, "ISOLATION", f"nothing is wrong with the executor of cell {number}, and {what}")
 
 
 def no_idle_cell(number: int, arrivals: Collection[int]) -> None:

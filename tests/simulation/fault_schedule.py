@@ -208,13 +208,15 @@ def _with_executors(
     added = [
         Fault(
             at=round(rng.random() * 0.4, 4),
-            kind=rng.choice((*CELL_FAULTS, *CELL_FAULTS, "crash", "stall", "drop", "reset", "fail", "hold")),
+            kind=rng.choice(
+                (*CELL_FAULTS, *CELL_FAULTS, "drain", "drain", "crash", "stall", "drop", "reset", "fail", "hold")
+            ),
             target=rng.choice(slots),
             direction=rng.choice((UP, DOWN)),
             seconds=round(rng.choice((*_SHORT_S, *_LONG_S)) * (0.5 + rng.random()), 4),
             count=rng.choice((1, 1, 2, 3)),
         )
-        for _ in range(rng.choice((0, 1, 1, 2, 4)))
+        for _ in range(rng.choice((0, 1, 2, 4, 6)))
     ]
     return settings, tuple(sorted((*moved, *added), key=lambda fault: fault.at))
 

@@ -133,6 +133,7 @@ class SchedulerProcess(Process):
         if self.is_dead or self.is_stalled or self.engine.fleet.cells[number].is_draining == is_draining:
             return
         with self.world.watching():
+            self._cells[number].drain(is_draining=is_draining)
             self.engine.fleet.drain_cell(number, is_draining=is_draining)
         self.wake()
 
@@ -239,4 +240,4 @@ class SchedulerProcess(Process):
             self._seen = seen
             invariants.bounded(self.engine)
             invariants.nobody_gone_is_suspected(self.engine, self.without_a_gateway)
-            invariants.cells_without_executor_are_empty(fleet)
+            invariants.lost_cells_are_empty(fleet)

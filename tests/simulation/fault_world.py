@@ -38,9 +38,11 @@ from simulation.fault_process import START_S, Process
 from simulation.fault_rest import leftovers
 from simulation.fault_schedule import (
     BOTH,
+    CLIENT_FAULTS,
     DOWN,
     EXECUTOR,
     FIRST_GATEWAY,
+    OPERATOR_FAULTS,
     SCHEDULER,
     SECOND_EXECUTOR,
     UP,
@@ -95,6 +97,8 @@ class FaultWorld:
         self.now = START_S
         self.violation: Violation | None = None
         self.digests: dict[tuple[int | None, int, int], int] = {}
+        self.disturbed: set[int] = set()
+        """Places with which something has been wrong."""
         self.must_reopen: set[tuple[int | None, int, int]] = set()
         self.num_steps = 0
         self.num_faults = 0
@@ -294,6 +298,12 @@ class FaultWorld:
         if self.now >= START_S + self.schedule.heal_at:
             return
         self.num_faults += 1
+        if fault.kind in OPERATOR_FAULTS + CLIENT_FAULTS:
+            pass
+        elif fault.target == SCHEDULER:
+            self.disturbed.update(self.links)
+        else:
+            self.disturbed.add(fault.target)
         getattr(self, f"_inflict_{fault.kind}")(fault)
 
     def _arm(self, fault: Fault) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +28,12 @@ from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
-from headway_scheduler import compiled_core, delivery, engine, ingress_link
+from headway_scheduler import brake, compiled_core, delivery, engine, ingress_link
 from headway_scheduler.administration import Administration
+from headway_scheduler.cell import Cell
 from headway_scheduler.core.admission.endings import Endings
 from headway_scheduler.core.admission.fair_queue import FairQueue
+from headway_scheduler.core.admission.moving import Moving
 from headway_scheduler.core.admission.objectives import TightestObjective
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.admission.start_window import StartWindow
@@ -42,6 +45,7 @@ from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.prefix_cache import PrefixCache
 from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.request import FinishReason, RequestStatus
 from headway_scheduler.core.state.stop_tokens import StopTokens
 from headway_scheduler.core.step.answer_checks import AnswerChecks
@@ -49,8 +53,12 @@ from headway_scheduler.core.step.answers import Answers
 from headway_scheduler.core.step.decode_pass import DecodePass
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.executor_link import ExecutorLink, ExecutorLost, StepAnswered
+from headway_scheduler.executor_links import ExecutorLinks
+from headway_scheduler.fleet import Fleet
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.live_sequences import LiveSequences
+from headway_scheduler.placement.cell_load import CellLoad
+from headway_scheduler.placement.placement import Placement
 from headway_scheduler.submissions import EarlySubmissions
 from simulation.fault_schedule import draw
 from simulation.fault_world import run
@@ -73,6 +81,8 @@ class Mutant(NamedTuple):
 
     mistake: str
     patches: tuple[Patch, ...]
+    num_executors: int | None = None
+    """Of the schedules to run; None if it is drawn."""
 
 
 class Verdict(NamedTuple):
@@ -87,12 +97,13 @@ class Verdict(NamedTuple):
 MUTANTS: dict[str, Mutant] = {}
 
 
-def _mutant(mistake: str, *places: tuple[Any, str]) -> Callable[..., Any]:
+def _mutant(mistake: str, *places: tuple[Any, str], num_executors: int | None = None) -> Callable[..., Any]:
     """Register the decorated function, named like the mutant, as the maker of the patched function at each place."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = make.__name__.strip("_").replace("_", "-")
-        MUTANTS[name] = Mutant(mistake, tuple(Patch(owner, attribute, make) for owner, attribute in places))
+        patches = tuple(Patch(owner, attribute, make) for owner, attribute in places)
+        MUTANTS[name] = Mutant(mistake, patches, num_executors)
         return make
 
     return register
@@ -120,7 +131,7 @@ def hunt(name: str, most_seconds: float = MOST_SECONDS, first_seed: int = FIRST_
     seed = first_seed
     with infected(name):
         while time.process_time() - start < most_seconds:
-            violation = run(draw(seed)).violation
+            violation = run(draw(seed, MUTANTS[name].num_executors)).violation
             seed += 1
             if violation is not None:
                 return Verdict(name, violation.invariant, seed - first_seed, time.process_time() - start)
@@ -811,6 +822,181 @@ def pending_steps_kept(original):
         self.num_pending = num_pending
 
     return record_epoch
+
+
+# -------------------------------------------------------------------------------------------------- several executors
+
+_several = partial(_mutant, num_executors=2)
+
+
+@_several("a request that waits leaves a core and stays there as well", (Moving, "release_waiting"))
+def moved_and_kept(original):
+    del original
+    return lambda self: list(self._state.waiting.queue.in_order())
+
+
+@_several("the requests of a lost executor stay in its cell, although another is open", (Fleet, "state_lost"))
+def lost_cell_keeps_its_requests(original):
+    del original
+    return lambda self, cell, now: None
+
+
+@_several("the core of a lost executor keeps rows, blocks and steps", (Scheduler, "release_all"))
+def lost_cell_keeps_its_blocks(original):
+    del original
+
+    def release_all(self):
+        self.moving.recall()
+        return self.moving.release_all()
+
+    return release_all
+
+
+@_several("requests end with the executor that ran them, although another is open", (Fleet, "_take_all"))
+def lost_with_their_executor(original):
+    def take_all(self, cell, now):
+        for request in cell.core.requests() if cell.core is not None else ():
+            end = cell.core.fail(request.new.origin, "its executor is gone")
+            self._host.deliver(StepEvents(finished=(end,)), now)
+        original(self, cell, now)
+
+    return take_all
+
+
+@_several("a request is found guilty when one executor was lost while it ran", (brake, "MAX_LOSSES"))
+def guilty_at_once(original):
+    del original
+    return 1
+
+
+@_several("an operator drains a cell, and what runs there goes on", (Cell, "release"))
+def drained_cell_keeps_its_requests(original):
+    del original
+    return lambda self, origins: []
+
+
+@_several("a draining cell is given requests", (Fleet, "_loads"))
+def draining_cell_is_used(original):
+    def loads(self):
+        return [CellLoad(cell.number, cell.view, accepts=True) for cell in self.open_cells]
+
+    return loads
+
+
+@_several("a cell that was drained stays so", (Fleet, "drain_cell"))
+def drained_for_ever(original):
+    def drain_cell(self, number, *, is_draining):
+        if is_draining:
+            original(self, number, is_draining=True)
+
+    return drain_cell
+
+
+@_several("a request that moves begins anew", (Moving, "adopt"))
+def moved_without_its_output(original):
+    def adopt(self, request):
+        request.token_ids = request.token_ids[: request.new.num_prompt_tokens]
+        original(self, request)
+
+    return adopt
+
+
+@_several("a step in flight still has the prompt of a request that left its core", (Moving, "release"))
+def prompt_left_behind(original):
+    def release(self, origin):
+        before = [(step, step.chunks) for step in self._epoch.in_flight]
+        request = original(self, origin)
+        for step, chunks in before:
+            step.chunks = chunks
+        return request
+
+    return release
+
+
+@_several("requests in placement are numbered from 0, whatever cores have numbered", (Placement, "number_after"))
+def arrivals_numbered_anew(original):
+    del original
+    return lambda self, requests: None
+
+
+@_several("placement remembers where a request went after its end", (Placement, "count_end"))
+def placed_for_ever(original):
+    del original
+    return lambda self, end: None
+
+
+@_several("a request that waits in placement again is counted again", (Placement, "_forget_to_enter_again"))
+def counted_again_in_placement(original):
+    del original
+    return lambda self, request: None
+
+
+@_several("placement holds its oldest request back for the next", (Placement, "place_next"))
+def placed_out_of_order(original):
+    def place_next(self, cells, now):
+        first = self._waiting.queue.first(now)
+        if first is None or len(self._waiting.queue) < 2:
+            return original(self, cells, now)
+        self._waiting.leave(first)
+        placed = original(self, cells, now)
+        self._waiting.enter(first)
+        return placed
+
+    return place_next
+
+
+@_several("placement gives nothing to a cell that is idle", (CellLoad, "has_room_for"))
+def idle_cell_overlooked(original):
+    def has_room_for(self, request):
+        return self._view.num_running > 0 and original(self, request)
+
+    return has_room_for
+
+
+@_several("placement gives a cell one request at a time", (CellLoad, "has_room_for"))
+def room_overlooked(original):
+    def has_room_for(self, request):
+        return self._view.num_running + self._view.num_waiting == 0 and original(self, request)
+
+    return has_room_for
+
+
+@_several("requests of lost steps are remembered after their end", (Fleet, "_take_all"))
+def lost_steps_remembered(original):
+    def take_all(self, cell, now):
+        lost = cell.lost_steps_had
+        original(self, cell, now)
+        self._unproven.update(dict.fromkeys(lost))
+
+    return take_all
+
+
+@_several("each cell numbers its epochs by itself", (ExecutorLink, "__init__"))
+def epochs_numbered_by_cell(original):
+    def begin(self, incarnation, number=0, outgoing=None, epochs=None):
+        del epochs
+        original(self, incarnation, number, outgoing)
+
+    return begin
+
+
+@_several(
+    "an executor without a link is spoken to in the numbered frames of another", (ExecutorLinks, "_ask_for_hello")
+)
+def stranger_disturbs_the_first(original):
+    del original
+    return lambda self, peer: self._links[0].announce_to(peer)
+
+
+@_several("an answer is taken for that of another cell", (ExecutorLinks, "receive"))
+def answer_of_another_cell(original):
+    def receive(self, peer, data, now):
+        number, events = original(self, peer, data, now)
+        if len(self._links) > 1 and events and isinstance(events[0], StepAnswered):
+            number = (number + 1) % len(self._links)
+        return number, events
+
+    return receive
 
 
 def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:

@@ -212,7 +212,7 @@ class Fleet:
     def state_lost(self, cell: Cell, now: float) -> None:
         """What an executor had computed is gone: others may go on with its requests."""
         others = [other for other in self.open_cells if other is not cell]
-        if others or (len(self.cells) > 1 and cell.link.is_open):
+        if others or cell.is_draining or (len(self.cells) > 1 and cell.link.is_open):
             self._take_all(cell, now)
 
     def cell_opened(self, cell: Cell, now: float) -> None:
