@@ -33,6 +33,7 @@ class Core:
         self.num_prompt_tokens_left = 0
         self.cached = 0
         self.us_per_token: float | None = 10.0
+        self.step_us = 0.0
         self.lowest_class = 0
         self.step_times: StepTimeFigures | None = None
         for name, value in figures.items():
@@ -45,6 +46,9 @@ class Core:
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         del num_computed_tokens
         return None if self.us_per_token is None else num_tokens * self.us_per_token * 1e-6
+
+    def decode_s(self) -> float:
+        return self.step_us * 1e-6
 
     def lowest_running_class(self) -> int:
         return self.lowest_class
@@ -101,6 +105,13 @@ def test_cells_are_level_as_far_as_their_models_can_tell() -> None:
     for us_per_token, expected in ((10.9, 1), (11.5, 0)):
         loads = cells(Core(num_running=3), Core(num_running=2, us_per_token=us_per_token))
         assert chosen(placement_of(new_request(1)), loads).cell == expected
+
+
+def test_the_rows_that_decode_count_with_each_step_of_the_prompt() -> None:
+    busy = Core(step_us=500.0)  # a prompt of 80 tokens takes 800 us by itself, and two steps
+    for num_ahead, expected in ((50, 1), (150, 0)):
+        loads = cells(busy, Core(num_prompt_tokens_left=num_ahead))
+        assert chosen(placement_of(new_request(1, 80)), loads).cell == expected
 
 
 def test_while_a_speed_is_unknown_tokens_decide() -> None:

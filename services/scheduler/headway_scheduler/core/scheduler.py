@@ -99,7 +99,7 @@ class Scheduler:
         self.pinned_prefixes.begin(capacity, self.cache, self.pool)
         state.observer.begin_epoch()
         state.observer.is_wanted |= capacity.max_speculative_tokens > 0
-        self.prefilling = epoch.prefilling
+        self.prefilling, self.decoding = epoch.prefilling, epoch.decoding
         self.prefixes = prefixes = CachedPrefixes(limits, epoch)
         self._running = RunningRequests(state, epoch, prefixes)
         self._making_way = MakingWay(state, epoch, self._running)

@@ -214,6 +214,11 @@ class SchedulerView:
         """Seconds that so many prompt tokens add to steps; None while step times are not known."""
         return self._core.step_times.prefill_s(num_tokens, num_computed_tokens)
 
+    def decode_s(self) -> float:
+        """Seconds of a step of the rows that decode now; 0 if none does or step times are not known; O(rows)."""
+        shape = self._core.decoding.shape()
+        return (self._core.step_times.predict_s(shape) or 0.0) if shape.num_rows else 0.0
+
     def lowest_running_class(self) -> int:
         """The largest priority number among running requests; 0 if none runs."""
         rows = self._core.rows

@@ -34,6 +34,8 @@ class CellLoad:
         self.number = number
         self.accepts = accepts
         self._view = view
+        self._decode_s = -1.0
+        """Asked once per round: what is placed in it does not decode yet."""
 
     def can_hold(self, request: Request) -> bool:
         """Whether the executor could ever run this request, which another of the same model was found to run."""
@@ -100,5 +102,10 @@ class CellLoad:
         return self._view.num_cached_tokens(request)
 
     def prefill_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
-        """Seconds to compute so many tokens here; None while step times are not known."""
-        return self._view.prefill_s(num_tokens, num_cached_tokens)
+        """Seconds to compute so many tokens here, beside the rows that decode; None while step times are not known."""
+        prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
+        if prompts_s is None:
+            return None
+        if self._decode_s < 0.0:
+            self._decode_s = self._view.decode_s()
+        return prompts_s + -(-num_tokens // self._view.max_num_batched_tokens) * self._decode_s
