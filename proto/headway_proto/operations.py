@@ -221,6 +221,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     executors: tuple[ExecutorStatus, ...] = ()
     num_unplaced: int = 0
     num_moved: int = 0
+    num_offloaded_blocks: int = 0
+    num_restored_tokens: int = 0
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

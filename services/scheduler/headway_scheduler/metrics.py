@@ -98,6 +98,12 @@ def _memory(families: "MetricFamilies", status: Status, block_size: int) -> None
     families.counter("headway_evicted_blocks", "Cached blocks that were evicted.", status.num_evicted_blocks)
     families.counter("headway_swapped_out_blocks", "Blocks copied to the host.", status.num_swapped_out_blocks)
     families.counter(
+        "headway_offloaded_blocks", "Blocks of prefixes that were copied to the host.", status.num_offloaded_blocks
+    )
+    families.counter(
+        "headway_prefix_cache_restored", "Tokens of prefixes that came back from the host.", status.num_restored_tokens
+    )
+    families.counter(
         "headway_prefix_cache_queries", "Tokens looked for in the prefix cache.", status.num_prefix_query_tokens
     )
     families.counter("headway_prefix_cache_hits", "Tokens found in the prefix cache.", status.num_prefix_hit_tokens)

@@ -110,11 +110,6 @@ class SchedulerView:
         return self._core.num_waiting_tokens
 
     @property
-    def num_preempted(self) -> int:
-        """Requests that wait because they lost their row."""
-        return self._core.num_preempted
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds."""
         return self._core.pool.num_free

@@ -68,8 +68,6 @@ class CellLoad:
 
     def stranded(self) -> Request | None:
         """The first preempted request that waits here and has nothing here that it could go on with."""
-        if not self._view.num_preempted:
-            return None
         return next(
             (
                 request
