@@ -136,6 +136,11 @@ def no_orphan(core: Scheduler) -> None:
             require(request.row < 0, "NO-ORPHAN", "a waiting request has a row")
             is_swapped = request.num_swapped_tokens > 0
             require(is_swapped == bool(len(request.host_blocks)), "NO-ORPHAN", "host blocks of who is not swapped out")
+    for request in {chunk.request for step in core._epoch.in_flight for chunk in step.chunks}:
+        is_here = core._requests.get(request.new.origin) is request or request.status is RequestStatus.FINISHED
+        require(
+            is_here, "NO-ORPHAN", f"a step in flight has a prompt of {request.new.request_id}, which went elsewhere"
+        )
     require(in_rows == core.num_running, "NO-ORPHAN", f"{in_rows} rows in use, {core.num_running} counted")
     require(num_waiting == core.num_waiting, "NO-ORPHAN", f"{num_waiting} wait, {core.num_waiting} are queued")
     require(in_rows + num_waiting == len(core._requests), "NO-ORPHAN", "a request is neither waiting nor running")

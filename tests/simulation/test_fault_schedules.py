@@ -50,6 +50,11 @@ QUICK_MUTANTS = (
     "abort-before-the-executor-ignored",
     "ended-ids-kept",
     "brake-not-told-of-an-abort",
+    "lost-with-their-executor",
+    "moved-without-its-output",
+    "drained-cell-keeps-its-requests",
+    "prompt-left-behind",
+    "answer-of-another-cell",
 )
 
 
