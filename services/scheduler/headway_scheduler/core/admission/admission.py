@@ -3,6 +3,8 @@
 Owns: these checks, and the newest refusal. Must not know: the queue's order, or how a running row is served.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 from headway_proto.columns import encode_column
@@ -21,7 +23,7 @@ from headway_scheduler.core.policies.batching import PromptCut, StepRules
 from headway_scheduler.core.policies.reservations import Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.policies.token_budget import JoiningRow
 from headway_scheduler.core.state.events import AdmittedEvent
-from headway_scheduler.core.state.indices import BlockIndices
+from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.step_plan import StepPlan
 
@@ -48,6 +50,7 @@ class Admission:
         self._rows = epoch.rows
         self._pool = epoch.pool
         self._prefixes = prefixes
+        self._offloads = epoch.swapping.offloads
         self._prefix_wait = PrefixWait(state, epoch, prefixes, running)
         self._running = running
         self._making_way = making_way
@@ -55,6 +58,9 @@ class Admission:
         self.refused: Refused | None = None
         # The head of the queue when a forecast refused a request, and the step in which to ask again.
         self._foreseen: Request | None = None
+        self._joining: Request | None = None
+        """The request about which the budget is asked; a closure for each would cost more."""
+        self._ask_joining_row: Callable[[], JoiningRow] = self._joining_row
         self._ask_again_at = 0
 
     def cut_of(self, rules: StepRules) -> PromptCut | None:
@@ -153,7 +159,7 @@ class Admission:
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
         shared, node = self._prefixes.find(request, token_bytes, num_tokens)
-        offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared))
+        offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared)) if self._offloads else NO_BLOCKS
         start = max((len(shared) + len(offloaded)) * rows.block_size, request.num_swapped_tokens)
         if self._prefix_wait.waits(plan, request, start):
             return Refused(Reason.PREFIX, request)
@@ -225,9 +231,16 @@ class Admission:
     def _keeps_objective(self, plan: StepPlan, request: Request) -> bool:
         is_due = plan.is_prompt_due and not plan.chunks
         is_first = not len(self._epoch.decoding.indices())
-        return is_due or is_first or self._state.budget.admits_more(lambda: self._joining_row(request))
+        if is_due or is_first:
+            return True
+        self._joining = request
+        admits = self._state.budget.admits_more(self._ask_joining_row)
+        self._joining = None
+        return admits
 
-    def _joining_row(self, request: Request) -> JoiningRow:
+    def _joining_row(self) -> JoiningRow:
+        request = self._joining
+        assert request is not None
         objectives = [self._running.tightest.tightest_ms or 0, request.itl_slo_ms]
         tightest_ms = min((objective for objective in objectives if objective), default=None)
         return JoiningRow(

@@ -21,8 +21,9 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
         raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
     check_request(new, limit, state.capacity)
     state.waiting.room.check(new.tenant, len(new.token_ids))
-    rank = state.waiting.queue.rank_of(new.priority)
-    enter(state, arrived(new, state.limits, rank, state.num_arrivals, now))
+    request = arrived(new, state.limits, state.waiting.queue.rank_of(new.priority), state.num_arrivals, now)
+    request.limit = limit
+    enter(state, request)
 
 
 def arrived(new: NewRequestEvent, limits: SchedulerLimits, rank: int, arrival: int, now: float) -> Request:
@@ -35,7 +36,6 @@ def arrived(new: NewRequestEvent, limits: SchedulerLimits, rank: int, arrival: i
 def enter(state: CoreState, request: Request) -> None:
     """Let a request wait here that has just come, or that another core released."""
     new = request.new
-    request.limit = limit_of(new, state.capacity.max_request_tokens)
     state.num_arrivals = max(state.num_arrivals, request.arrival + 1)
     request.curve = state.lengths.curve_of(new.tenant, new.num_prompt_tokens)
     state.requests[new.origin] = request
@@ -51,9 +51,10 @@ def first_token_objective_s(request: Request, limits: SchedulerLimits) -> float:
     None holds for a first token that came before, or that is late already for what was not its own doing.
     """
     new = request.new
-    if len(new.token_ids) != new.num_prompt_tokens or new.has_run or request.status is not RequestStatus.WAITING:
+    objective_ms = new.ttft_slo_ms or limits.default_ttft_slo_ms
+    if not objective_ms or new.has_run or request.status is not RequestStatus.WAITING:
         return 0.0
-    return (new.ttft_slo_ms or limits.default_ttft_slo_ms) / 1e3
+    return objective_ms / 1e3 if len(new.token_ids) == new.num_prompt_tokens else 0.0
 
 
 def _watch_first_token(state: CoreState, request: Request, objective_s: float) -> None:

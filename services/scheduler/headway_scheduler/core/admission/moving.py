@@ -8,6 +8,7 @@ A move is a preemption here and a resume there: the request keeps its tokens, it
 
 from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.door import limit_of
 from headway_scheduler.core.admission.intake import enter
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.memory.epoch import Epoch
@@ -70,6 +71,7 @@ class Moving:
     def adopt(self, request: Request) -> None:
         """Queue a request that another core released. The caller has seen that this executor can hold it."""
         state = self._state
+        request.limit = limit_of(request.new, state.capacity.max_request_tokens)
         request.start = -1
         start, first = request.device_us_marks
         request.device_us_marks = start + state.counters.device_us, first + state.counters.device_us

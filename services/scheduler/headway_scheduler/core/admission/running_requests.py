@@ -28,6 +28,8 @@ class RunningRequests:
         self._prefixes = prefixes
         self._may_speculate = epoch.capacity.max_speculative_tokens > 0
         self._overlaps_own_steps = state.batching.overlaps_own_steps
+        self._offloads = epoch.swapping.offloads
+        self._protects_gaps = state.limits.protect_itl
 
     def take_row(self, request: Request, table: BlockIndices, num_shared: int) -> int:
         """Give a request a row; the first ``num_shared`` blocks of ``table`` are cached."""
@@ -41,6 +43,8 @@ class RunningRequests:
         rows.tenant[row] = state.waiting.queue.place_of_tenant(request)
         if request.num_swapped_tokens:
             self._epoch.swapping.swap_in(request, table, num_shared)
+        if self._protects_gaps:
+            rows.itl_slo_ms[row], rows.token_time[row] = request.itl_slo_ms, 0.0
         if request.itl_slo_ms:
             self.tightest.change(request.itl_slo_ms, 1)
         request.num_cached_blocks = num_shared
@@ -80,7 +84,7 @@ class RunningRequests:
         if cache and num_tokens > request.num_admitted_tokens:
             # Each token sampled in this stay came from a step that had computed all tokens before it.
             self._prefixes.register(request, row, num_tokens - 1)
-        if cache and self._epoch.swapping.offloads:
+        if self._offloads and cache:
             self._state.counters.num_offloaded_blocks += self._prefixes.offload(request, row)
         fence = self._fence_of(row)
         for step in epoch.in_flight:

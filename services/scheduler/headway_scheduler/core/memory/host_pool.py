@@ -41,9 +41,6 @@ class HostPool:
         """Give blocks back for the next step."""
         self._released.append(blocks)
 
-    def complete_step(self) -> None:
-        """Nothing: the released blocks are free since ``complete_plan``."""
-
     def complete_plan(self) -> None:
         """Free the released blocks."""
         if not self._released:

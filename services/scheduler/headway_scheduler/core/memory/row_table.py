@@ -26,7 +26,7 @@ class RowTable:
     - ``num_tokens``: prompt and received output; ``num_computed_tokens``: after all scheduled steps.
     - ``last_position``: of the last token allowed.
     - ``decoding``: 1 while the row runs one token each step, until its ``due_tick``.
-    - ``itl_slo_ms``: the objective on gaps, 0 for none; ``token_time``: of the newest token, kept only by ``GapGuard``.
+    - ``itl_slo_ms``: the objective on gaps, 0 for none; ``token_time``: of the newest token. Only ``GapGuard`` needs these.
     - ``order_key``: lower is served first; ``priority``: higher is less urgent.
     - ``tenant``: index in the order's books; ``curve``: of output lengths.
     - ``speculates_from``: may speculate from so many computed tokens on; ``is_proven``: it pays.
@@ -91,8 +91,6 @@ class RowTable:
         self.handle[row] = new.origin.handle
         self.order_key[row] = request.order_key
         self.priority[row] = new.priority
-        self.itl_slo_ms[row] = request.itl_slo_ms
-        self.token_time[row] = 0.0
         self.curve[row] = request.curve
         request.row = row
         request.num_admitted_tokens = num_tokens

@@ -36,6 +36,8 @@ class Swapping:
         self._policy = policy
         self._offload = offload
         self._block_size = block_size
+        self.offloads = offload is not None
+        """Whether the host keeps prefixes."""
         self._prefixes = None if offload is None else HostPrefixes(num_host_blocks, block_size)
         self._host: HostPool | HostPrefixes = self._prefixes or HostPool(num_host_blocks)
         self._kept: _Moves = []
@@ -43,11 +45,6 @@ class Swapping:
         self._out: dict[int, tuple[BlockIndices, BlockIndices]] = {}
         """(blocks, host blocks) to swap out with the next step, by the arrival of their request."""
         self._in: _Moves = []
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the host keeps prefixes."""
-        return self._prefixes is not None
 
     @property
     def num_host_blocks(self) -> int:
@@ -119,7 +116,8 @@ class Swapping:
 
     def take_moves(self) -> tuple[bytes, bytes, int]:
         """The column groups to swap out and in now, and the number of blocks."""
-        self._host.complete_step()
+        if self._prefixes is not None:
+            self._prefixes.complete_step()
         if not self._out and not self._in and not self._kept:
             return NO_MOVES
         moves_out, moves_in = [*self._out.values(), *self._kept], self._in
