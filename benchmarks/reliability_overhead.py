@@ -38,7 +38,7 @@ from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_scheduler import ingress_link
-from headway_scheduler.brake import Brake
+from headway_scheduler.brake import FailurePause
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.executor_link import ExecutorLink
@@ -109,7 +109,7 @@ PARTS: dict[str, tuple[tuple[object, str, object], ...]] = {
     "health": (
         (ExecutorLink, "tick", no_events),
         (IngressLinks, "tick", no_events),
-        (Brake, "count_answer", nothing),
+        (FailurePause, "count_answer", nothing),
         (Pulse, "beat", nothing),
     ),
     "bounds": (
