@@ -56,6 +56,11 @@ class Streams:
             self.tokens[number] += delta.token_ids
 
 
+def num_joined(server: Command) -> int:
+    """How often an executor has joined: ready says that the processes live, not that the scheduler has them."""
+    return sum("reason='an executor joined'" in line for line in server.err)
+
+
 async def test_a_killed_executor_loses_nothing_and_works_again_when_it_is_back() -> None:
     with (
         free_ports(4) as port,
@@ -63,6 +68,7 @@ async def test_a_killed_executor_loses_nothing_and_works_again_when_it_is_back()
     ):
         executors = (port + 1, port + 2)
         async with AsyncClient(await asyncio.to_thread(server.wait_for_ready)) as client:
+            await eventually(lambda: num_joined(server) == 2)
             undisturbed = await Streams(client).run()
             assert all(map(rows_run_by, executors)), "both executors had work"
             before = executors_of(server)
@@ -74,7 +80,7 @@ async def test_a_killed_executor_loses_nothing_and_works_again_when_it_is_back()
             before[1].kill()
             assert await running == undisturbed
 
-            await eventually(lambda: sum("reason='an executor joined'" in line for line in server.err) == 3)
+            await eventually(lambda: num_joined(server) == 3)
             num_rows = rows_run_by(executors[1])
             assert await Streams(client).run() == undisturbed
             assert rows_run_by(executors[1]) > num_rows, "the one that is back took work"
