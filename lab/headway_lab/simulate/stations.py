@@ -103,9 +103,6 @@ class OneQueue:
     def __init__(self, stations: Sequence[Station], limits: SchedulerLimits) -> None:
         self.stations = stations
         self._placement = Placement(limits)
-        self._loads = [
-            CellLoad(number, SchedulerView(station.core), accepts=True) for number, station in enumerate(stations)
-        ]
         for station in stations:
             self._placement.cell_opened(station.core.capacity)
 
@@ -118,13 +115,14 @@ class OneQueue:
         """See ``Router``."""
         capacity = self.stations[0].core.capacity
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self._placement.add(new, self._loads, now)
+        self._placement.add(new, self._loads(), now)
 
     def place(self, now: float) -> tuple[FinishedEvent, ...]:
         """See ``Router``."""
         if not len(self._placement):
             return ()
-        while (placed := self._placement.place_next(self._loads, now)) is not None:
+        loads = self._loads()  # anew for each round: a load remembers what it has asked
+        while (placed := self._placement.place_next(loads, now)) is not None:
             station = self.stations[placed.cell]
             station.core.moving.adopt(placed.request)
             station.has_news = True
@@ -133,3 +131,7 @@ class OneQueue:
     def count_end(self, end: FinishedEvent) -> None:
         """See ``Router``."""
         self._placement.count_end(end)
+
+    def _loads(self) -> list[CellLoad]:
+        views = [SchedulerView(station.core) for station in self.stations]
+        return [CellLoad(number, view, accepts=True) for number, view in enumerate(views)]

@@ -12,7 +12,7 @@ from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.brake import Brake
 from headway_scheduler.cell import Cell, Serving
-from headway_scheduler.core.admission.door import check_request, limit_of
+from headway_scheduler.core.admission.door import ANOTHER_MODEL, check_request, limit_of
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
@@ -26,7 +26,6 @@ from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 
-ANOTHER_MODEL = "the executor that took over runs another model"
 TOO_LATE = "its first token can no longer come within its objective"
 
 
@@ -258,7 +257,7 @@ class Fleet:
 
     def _relieve(self) -> None:
         """A request that a cell has preempted for want of blocks goes on where there are some."""
-        if self._is_paused or not any(core.num_preempted for core in self.cores):
+        if self._is_paused or not any(cell.core is not None and cell.core.num_preempted for cell in self.cells):
             return
         loads = self.loads()
         for load in loads:

@@ -10,6 +10,8 @@ from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request
 
+ANOTHER_MODEL = "the executor that took over runs another model"
+
 
 class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunction
     """``reason`` is "invalid", "unsupported", "already_exists" or "overloaded"."""
@@ -73,7 +75,7 @@ def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bo
     """Return why a request cannot go on with another executor, or None."""
     largest_id = max(int(request.token_ids.max()), *request.new.stop_token_ids, 0)
     if not same_model:
-        return "the executor that took over runs another model"
+        return ANOTHER_MODEL
     if len(request.token_ids) >= request.limit or largest_id >= capacity.vocab_size:
         return "the executor that took over cannot hold this request"
     if request.is_owed_prompt_logprobs and not capacity.supports_prompt_logprobs:
