@@ -19,7 +19,7 @@ from headway_scheduler.core.admission.waiting_queue import Lane
 from headway_scheduler.core.admission.waiting_requests import WaitingRequests
 from headway_scheduler.core.policies.output_lengths import OutputLengths
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.state.events import FinishedEvent
+from headway_scheduler.core.state.events import FinishedEvent, end_of
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.placement.cell_load import CellLoad
@@ -246,20 +246,7 @@ class Placement:
 def end_of_moving(request: Request, reason: FinishReason, error: str = "") -> FinishedEvent:
     """The end of a request that no core has."""
     request.status = RequestStatus.FINISHED
-    new = request.new
-    return FinishedEvent(
-        origin=new.origin,
-        reason=reason,
-        num_output_tokens=len(request.token_ids) - new.num_prompt_tokens,
-        arrival_time=request.arrival_time,
-        scheduled_time=request.scheduled_time,
-        first_token_time=request.first_token_time,
-        num_preemptions=request.num_preemptions,
-        num_prompt_tokens=new.num_prompt_tokens,
-        num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
-        tenant=new.tenant,
-        error=error,
-    )
+    return end_of(request, reason, len(request.token_ids) - request.new.num_prompt_tokens, error=error)
 
 
 def _num_tokens_to_compute(option: Placed) -> int:

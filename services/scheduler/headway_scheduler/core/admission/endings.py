@@ -7,7 +7,7 @@ from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.memory.epoch import Epoch
-from headway_scheduler.core.state.events import FinishedEvent
+from headway_scheduler.core.state.events import FinishedEvent, end_of
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 
 
@@ -41,19 +41,11 @@ class Endings:
         num_output_tokens = num_tokens - new.num_prompt_tokens
         state.lengths.observe(request.curve, num_output_tokens, is_censored=reason is not FinishReason.STOP)
         state.counters.num_finished += 1
-        return FinishedEvent(
-            origin=new.origin,
-            reason=reason,
-            num_output_tokens=num_output_tokens,
-            arrival_time=request.arrival_time,
-            scheduled_time=request.scheduled_time,
-            first_token_time=request.first_token_time,
-            num_preemptions=request.num_preemptions,
-            num_prompt_tokens=new.num_prompt_tokens,
-            num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
-            tenant=new.tenant,
+        return end_of(
+            request,
+            reason,
+            num_output_tokens,
             device_us=self._device_us_of(request),
-            num_predicted_tokens=request.num_predicted_tokens,
             stop_token_id=stop_token_id,
             error=error,
         )
