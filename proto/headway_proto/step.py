@@ -6,15 +6,18 @@ A running request owns a **row**, a small dense integer, until ``finished_rows``
 token ids, block table, ``num_computed_tokens`` and sampling state.
 
 1. A step forgets ``finished_rows``, adds ``scheduled_new_reqs``, appends ``new_blocks``, moves blocks (``swap_out``,
-   ``swap_in``, ``block_copies``), then runs.
+   ``swap_in``, ``pulls``, ``block_copies``), then runs. Behind that, it copies ``exports``; its answer does not wait for
+   these copies, but the next step does.
 2. Every live row runs one token, unless ``num_scheduled_tokens`` lists another number (0: none).
 3. Its tokens are positions ``[num_computed_tokens, num_computed_tokens + n)``; then ``num_computed_tokens += n``. If
    that reaches ``num_tokens``, the row samples one token, and ``num_tokens += 1``.
 4. ``sampled_token_ids`` holds one id per sampling row, rows ascending.
 5. ``swap_out`` reads before any write of its step and before every ``swap_in``, so another row may take the block at
    once. A step writes a host block, and swaps into a device block, at most once.
-6. A host block keeps its contents until the next write or the epoch's end. ``swap_in`` reads only what this epoch's
-   ``swap_out`` wrote.
+6. A host block keeps its contents until the next write, even beyond the epoch and the process. ``swap_in`` reads only
+   what this epoch's ``swap_out`` or ``exports`` wrote. Whatever else is read from a host block, of this executor or of
+   another, is a pull: it names the epoch and step that wrote the block, and the executor believes the block only if its
+   record says the same and its checksum is right. A new row with a block that is not right is in ``stale_rows``.
 7. Positions below a new row's ``num_computed_tokens`` are in its blocks when it runs: from earlier steps, its block
    moves, or (without ``prompt_logprobs``) other rows of the same step that share its prefix.
 8. A row with ``prompt_logprobs`` that runs positions ``[a, b)`` reports the prompt's positions ``a + 1`` to ``b``.
@@ -24,7 +27,7 @@ token ids, block table, ``num_computed_tokens`` and sampling state.
    more. ``state_digest`` leaves a out, and the next step waits for the answer.
 
 So a decode step without changes has constant size. ``NewEpoch`` opens an epoch for a new executor process or after an
-error: rows and host blocks are empty, steps count from 0, other epochs' messages are ignored. Messages are arrays; new
+error: there are no rows, steps count from 0, other epochs' messages are ignored. Messages are arrays; new
 fields go to the end, with defaults for other versions.
 """
 
@@ -51,7 +54,9 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     ``max_model_len`` per request; ``vocab_size``: width of the logits; ``num_host_blocks`` for swapping (0: none), at
     about ``swap_us_per_block`` microseconds each (0.0: unknown); ``max_num_batched_tokens`` per step (0: no limit);
-    ``max_speculative_tokens`` per row and step.
+    ``max_speculative_tokens`` per row and step. ``host_pool`` names the contents of the host blocks: a process that takes
+    them over from one that died announces the same name; "" if they end with the process. ``block_addresses``: where
+    other executors reach them, best first, each ``TRANSPORT:ADDRESS``.
     """
 
     backend: str
@@ -71,6 +76,8 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     supports_prompt_logprobs: bool = False
     supports_constraints: bool = False
     max_speculative_tokens: int = 0
+    host_pool: str = ""
+    block_addresses: tuple[str, ...] = ()
 
 
 _RANGES = (
@@ -86,6 +93,7 @@ _RANGES = (
 )
 _MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 4096
+_MAX_BLOCK_ADDRESSES = 8
 
 
 def info_problem(info: BackendInfo) -> str | None:
@@ -94,9 +102,15 @@ def info_problem(info: BackendInfo) -> str | None:
         value = getattr(info, field)
         if not least <= value <= most:
             return f"{field}: {value} is not allowed; allowed: {least} to {most:g}"
-    for field in ("backend", "device", "dtype", "model_name", "model_fingerprint"):
+    for field in ("backend", "device", "dtype", "model_name", "model_fingerprint", "host_pool"):
         if len(getattr(info, field)) > _MAX_NAME_CHARACTERS:
             return f"{field}: {len(getattr(info, field))} characters; allowed: at most {_MAX_NAME_CHARACTERS}"
+    addresses = info.block_addresses
+    if len(addresses) > _MAX_BLOCK_ADDRESSES or any(len(address) > _MAX_NAME_CHARACTERS for address in addresses):
+        return (
+            f"block_addresses: {len(addresses)} addresses; allowed: at most {_MAX_BLOCK_ADDRESSES}, of "
+            f"{_MAX_NAME_CHARACTERS} characters each"
+        )
     ids = info.eos_token_ids
     if len(ids) > _MAX_EOS_TOKEN_IDS or not all(0 <= token_id < info.vocab_size for token_id in ids):
         return f"eos_token_ids: {ids!r:.64} is not allowed; allowed: {_MAX_EOS_TOKEN_IDS} ids from 0 to {info.vocab_size - 1}"
@@ -116,6 +130,19 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_ids: bytes
     num_computed_tokens: int
     sampling: SamplingParams
+
+
+class BlockPull(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks to bring from a host pool, see rule 6.
+
+    ``pool`` and ``addresses`` as its executor announced them; ``epoch`` wrote the blocks. ``blocks`` is a column group
+    (host block there, step that wrote it, device block here); each device block belongs to a new row of the same step.
+    """
+
+    pool: str
+    addresses: tuple[str, ...]
+    epoch: int
+    blocks: bytes
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -142,6 +169,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     swap_in: bytes = b""
     total_num_scheduled_tokens: int = 0
     num_speculative_tokens: bytes = b""
+
+
+class TransferringOutput(SchedulerOutput, frozen=True, array_like=True, kw_only=True):
+    """A step with blocks that go to other executors or come from a host pool.
+
+    ``exports`` is a column group (device block, host block), copied once the step has run.
+    A message of its own, so that other steps stay as small as they are and recorded flights replay to the byte.
+    """
+
+    exports: bytes = b""
+    pulls: tuple[BlockPull, ...] = ()
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -172,7 +210,8 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     ``device_time_us``: forward pass and sampling; ``move_time_us``: block moves before them, perhaps during the
     previous step. ``accepted_tokens``: a column group (row, proposed, accepted) for the rows in
-    ``num_speculative_tokens``, ascending; a row in ``errors`` accepts none.
+    ``num_speculative_tokens``, ascending; a row in ``errors`` accepts none. ``stale_rows`` (row), ascending: what they
+    have in this step, or bring in a later one, follows from blocks that are not right, and is to be ignored.
     """
 
     epoch: int
@@ -185,6 +224,7 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     move_time_us: int = 0
     prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
     accepted_tokens: bytes = b""
+    stale_rows: bytes = b""
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
@@ -233,7 +273,12 @@ class SchedulerHeartbeat(msgspec.Struct, frozen=True, array_like=True):
     scheduler_incarnation: int
 
 
-_TO_EXECUTOR: dict[type[msgspec.Struct], int] = {SchedulerOutput: 1, NewEpoch: 2, SchedulerHeartbeat: 3}
+_TO_EXECUTOR: dict[type[msgspec.Struct], int] = {
+    SchedulerOutput: 1,
+    NewEpoch: 2,
+    SchedulerHeartbeat: 3,
+    TransferringOutput: 4,
+}
 _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
     ExecutorOutput: 16,
     ExecutorHello: 17,
