@@ -39,7 +39,7 @@ class PulledBlocks(NamedTuple):
     blocks: Bytes
 
 
-class PullFailed(RuntimeError):
+class PullError(RuntimeError):
     """The pool cannot be reached, or did not answer in time; one line."""
 
 
@@ -60,7 +60,7 @@ class BlockTransport(Protocol):
         """Copy these blocks of the pool of this name out of the memory at ``address``.
 
         Raises:
-            PullFailed: see there. A later pull may succeed.
+            PullError: see there. A later pull may succeed.
         """
         ...
 
