@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 
 from headway_proto.columns import decode_columns
+from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.memory.host_books import HostBooks
 from headway_scheduler.core.memory.host_prefixes import HostPrefixes
 from headway_scheduler.core.memory.preemption import OFFLOADS, PREEMPTIONS, PreemptionCosts
 from headway_scheduler.core.memory.swapping import NO_MOVES, Swapping
+from headway_scheduler.core.memory.transfers import Transfers
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity
+from headway_scheduler.core.state.request import Request
 
 SIZE = 4
 
@@ -24,6 +30,23 @@ def kept(prefixes: HostPrefixes, *blocks: int) -> list[int]:
 
 def found(prefixes: HostPrefixes, *blocks: int) -> int:
     return len(prefixes.find(prompt(*blocks), len(blocks), ""))
+
+
+def a_request() -> Request:
+    new = NewRequestEvent(
+        origin=Origin(0, 0),
+        request_id="a",
+        token_ids=np.zeros(4, dtype=np.int32),
+        num_prompt_tokens=4,
+        max_tokens=1,
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+        priority=3,
+        tenant="",
+        ttft_slo_ms=0,
+        itl_slo_ms=0,
+    )
+    return Request(new, arrival=0, rank=0, limit=5, now=0.0)
 
 
 def test_only_what_is_not_kept_yet_is_copied() -> None:
@@ -95,7 +118,13 @@ def swapping(offload: str, prefill_us: float | None = 100.0, swap_us: float = 10
     costs = PreemptionCosts(
         lambda num_tokens, _: None if prefill_us is None else num_tokens * prefill_us * 1e-6, swap_us
     )
-    return Swapping(8, PREEMPTIONS["swap"], costs, block_size=SIZE, offload=OFFLOADS[offload])
+    capacity = ExecutorCapacity(
+        num_blocks=8, block_size=SIZE, max_model_len=64, vocab_size=256, max_num_rows=4, num_host_blocks=8
+    )
+    policy = OFFLOADS[offload]
+    books = HostBooks(capacity, keeps_prefixes=policy is not None)
+    transfers = Transfers(books, 1, [])
+    return Swapping(books, PREEMPTIONS["swap"], costs, transfers, epoch=1, block_size=SIZE, offload=policy)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +143,20 @@ def test_a_prefix_is_copied_where_that_is_known_to_pay(
     moves = swapping(offload, prefill_us, swap_us)
     assert moves.offloads == (offload != "off")
     assert moves.offload(prompt(1, 2), np.array([5, 6]), "") == (2 if is_kept else 0)
-    assert (moves.take_moves() != NO_MOVES) == is_kept
+    assert (moves.take_moves(0) != NO_MOVES) == is_kept
 
 
 def test_what_was_copied_comes_back_behind_the_cached_blocks() -> None:
     moves = swapping("always")
     moves.offload(prompt(1, 2, 3), np.array([5, 6, 7]), "")
-    swap_out, _, num_moved = moves.take_moves()
+    swap_out, _, num_moved = moves.take_moves(0)
     assert num_moved == 3
     device, host = decode_columns(swap_out, 2).tolist()
     assert device == [5, 6, 7]
     back = moves.find_offloaded(prompt(1, 2, 3, 4), 1, 4, "")
     assert back.tolist() == host[1:]
-    moves.restore(back, np.array([1, 2]))
-    _, swap_in, _ = moves.take_moves()
+    moves.restore(a_request(), back, np.array([1, 2]))
+    _, swap_in, _ = moves.take_moves(0)
     assert decode_columns(swap_in, 2).tolist() == [host[1:], [1, 2]]
     assert not len(moves.find_offloaded(prompt(1, 2, 3, 4), 3, 4, ""))
     moves.drop_offloaded()

@@ -17,6 +17,7 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import (
     EpochOpened,
@@ -58,6 +59,9 @@ class OtherCells(Protocol):
 
     def take_back(self, requests: list[Request]) -> None:
         """This cell has released these requests."""
+
+    def return_leases(self, leases: tuple[StoredBlocks, ...]) -> None:
+        """Nobody needs these blocks in host pools any more."""
 
     def state_lost(self, cell: "Cell", now: float) -> None:
         """What the executor had computed is gone; its requests may go on elsewhere."""
@@ -138,6 +142,8 @@ class Cell:
             link.send_step(output)
             self._serving.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
         shed = core.take_shed()
+        if shed:
+            self._end_leases()
         frames = link.outgoing[num_before:]
         is_full = core.num_in_flight >= self._limits.max_steps_in_flight
         if frames:
@@ -215,7 +221,24 @@ class Cell:
         self.has_news = True
         self.recorder.aborted(now, origin, why)
         self._leaving.pop(origin, None)
-        return self.core.abort(origin)
+        end = self.core.abort(origin)
+        self._end_leases()
+        return end
+
+    def let_leave(self, origin: Origin, *, must_leave: bool = False) -> bool:
+        """Let a running request go on elsewhere after its next token, its blocks with it; False if it does not run here."""
+        if self.core is None or origin in self._leaving:
+            return False
+        self.has_news = True
+        self.recorder.let_leave(origin, must_leave=must_leave)
+        return self.core.moving.let_leave(origin, must_leave=must_leave)
+
+    def return_lease(self, stored: StoredBlocks) -> None:
+        """Another cell has fetched these blocks of this executor's pool, or nobody wants them any more."""
+        assert self.core is not None
+        self.has_news = True
+        self.recorder.lease_returned(stored)
+        self.core.moving.return_lease(stored)
 
     def release(self, origins: list[Origin]) -> list[Request]:
         """Give up these requests. Those that a step in flight owes a token come with a later ``take_released``."""
@@ -253,7 +276,9 @@ class Cell:
         self._leaving.clear()
         self._serving.deliver(StepEvents(admitted=self.core.admission.take_admitted()), now)
         self.recorder.released_all()
-        return self.core.release_all()
+        requests = self.core.release_all()
+        self._end_leases()
+        return requests
 
     # ------------------------------------------------------------------------------------------------------- executor
 
@@ -276,9 +301,11 @@ class Cell:
         self.recorder.answered(now, event.output, events.finished)
         self.num_answers += 1
         self._pause.count_answer()
+        self._leaving.update(dict.fromkeys(events.left))
         released = self.take_released()
         if released:
             self._others.take_back(released)
+        self._end_leases()
         self.schedule_steps(now)
         self._serving.statistics.count_answer(events, event.output.device_time_us, now, self.number)
         self._serving.deliver(events, now)
@@ -295,6 +322,7 @@ class Cell:
                 return
             self._others.state_lost(self, now)
             self._serving.deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
+            self._end_leases()
         self.lost_steps_had = ()
         self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
         is_news, self.info = self.info != info, info
@@ -332,10 +360,17 @@ class Cell:
             return False
         self.recorder.aborted(now, verdict.guilty, "it is to blame", verdict.error)
         end = core.fail(verdict.guilty, verdict.error)
+        self._end_leases()
         if end is None:
             return False
         self._serving.deliver(StepEvents(finished=(end,)), now)
         return True
+
+    def _end_leases(self) -> None:
+        assert self.core is not None
+        leases = self.core.moving.take_ended_leases()
+        if leases:
+            self._others.return_leases(leases)
 
     def _start_slowly(self, core: Scheduler, origins: tuple[Origin, ...]) -> None:
         core.start_slowly(origins)

@@ -18,6 +18,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.request import FinishReason, Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import StepEvent
 from headway_scheduler.executor_links import ExecutorLinks
@@ -181,8 +182,10 @@ class Fleet:
         cell = self.cell_of(origin)
         if cell is not None:
             return cell.abort(origin, why, now)
-        if self.placement.find(origin) is not None:
+        request = self.placement.find(origin)
+        if request is not None:
             self._placement_recorder.aborted(now, origin, why)
+            self._forget_stored(request)
         return self.placement.finish(origin, FinishReason.ABORT)
 
     def cell_of(self, origin: Origin) -> Cell | None:
@@ -196,8 +199,30 @@ class Fleet:
         cell = self.cells[number]
         cell.is_draining = is_draining
         if is_draining and cell.core is not None:
-            self.placement.number_after(cell.core.requests())
-            self.take_back(cell.release([request.new.origin for request in cell.core.requests()]))
+            requests = cell.core.requests()
+            self.placement.number_after(requests)
+            # Those that run bring their blocks along; the others have none.
+            self.take_back(
+                cell.release(
+                    [
+                        request.new.origin
+                        for request in requests
+                        if not (cell.core.capacity.host_pool and cell.let_leave(request.new.origin, must_leave=True))
+                    ]
+                )
+            )
+
+    def return_leases(self, leases: tuple[StoredBlocks, ...]) -> None:
+        """Tell the cores that keep the books of these pools."""
+        for stored in leases:
+            for cell in self.cells:
+                if cell.core is not None and cell.core.capacity.host_pool == stored.pool:
+                    cell.return_lease(stored)
+
+    def _forget_stored(self, request: Request) -> None:
+        if request.stored is not None:
+            self.return_leases((request.stored,))
+            request.stored = None
 
     def take_back(self, requests: list[Request]) -> None:
         """Let these requests wait for a cell."""
@@ -250,6 +275,7 @@ class Fleet:
         self._unproven.clear()
         for request in self.placement.requests():
             self._placement_recorder.aborted(now, request.new.origin, "", ANOTHER_MODEL)
+            self._forget_stored(request)
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)

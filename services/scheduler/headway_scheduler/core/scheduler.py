@@ -42,7 +42,8 @@ from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefixes
 from headway_scheduler.core.memory.preemption import PreemptionCosts
-from headway_scheduler.core.memory.swapping import Swapping
+from headway_scheduler.core.memory.swapping import Swapping, books_for
+from headway_scheduler.core.memory.transfers import Transfers
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -52,6 +53,7 @@ from headway_scheduler.core.step.answer_checks import StateMismatch
 from headway_scheduler.core.step.answers import Answers
 from headway_scheduler.core.step.decode_pass import DecodePass
 from headway_scheduler.core.step.gap_guard import GapGuard
+from headway_scheduler.core.step.handing_off import HandingOff
 from headway_scheduler.core.step.passes import Passes
 from headway_scheduler.core.step.prefill_pass import PrefillPass
 from headway_scheduler.core.step.sending import Sending
@@ -72,24 +74,29 @@ class Scheduler:
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._requests = self._state.requests
         self._shed: list[FinishedEvent] = []
+        self._swapping: Swapping | None = None
         self._begin(capacity, epoch)
 
     def _begin(self, capacity: ExecutorCapacity, number: int) -> None:
         state, limits = self._state, self.limits
         state.capacity = capacity
-        costs = PreemptionCosts(state.step_times.prefill_s, capacity.swap_us_per_block)
+        offload = state.offload if limits.enable_prefix_caching else None
+        books = books_for(capacity, self._swapping, keeps_prefixes=offload is not None)
+        self._swapping = swapping = Swapping(
+            books,
+            state.preemption,
+            PreemptionCosts(state.step_times.prefill_s, capacity.swap_us_per_block),
+            Transfers(books, number, state.ended_leases),
+            epoch=number,
+            block_size=capacity.block_size,
+            offload=offload,
+        )
         num_batches = 1 if state.batching.overlaps_own_steps else limits.max_steps_in_flight
         self._epoch = epoch = Epoch(
             limits,
             capacity,
             state.counters,
-            Swapping(
-                capacity.num_host_blocks,
-                state.preemption,
-                costs,
-                block_size=capacity.block_size,
-                offload=state.offload if limits.enable_prefix_caching else None,
-            ),
+            swapping,
             number=number,
             num_batches=num_batches,
         )
@@ -112,9 +119,10 @@ class Scheduler:
         self._passes = Passes(state, epoch, self.admission, decode, self._prefill, gaps)
         self._speculation = SpeculationPass(state, epoch, self._running)
         self.speculation = self._speculation.policy
-        self._sending = Sending(state, epoch, self._running)
+        handing_off = HandingOff(state, epoch, self._running)
+        self._sending = Sending(state, epoch, self._running, handing_off)
         self._answers = Answers(
-            state, epoch, prefixes, self._running, self.admission, self._endings, self.speculation, gaps
+            state, epoch, prefixes, self._running, self.admission, self._endings, self.speculation, gaps, handing_off
         )
 
     # ------------------------------------------------------------------------------------------------------ schedule

@@ -200,10 +200,10 @@ class SchedulerView:
         return RequestFigures(int(rows.num_tokens[row]), int(rows.num_computed_tokens[row]), int(rows.num_blocks[row]))
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Leading tokens of a request, known here or not, whose blocks the prefix cache holds."""
+        """Leading tokens of a request, known here or not, whose blocks the prefix cache or a host pool holds."""
         core = self._core
         blocks, _ = core.prefixes.find(request, request.token_ids.tobytes(), len(request.token_ids))
-        return len(blocks) * core.rows.block_size
+        return max(len(blocks) * core.rows.block_size, request.num_swapped_tokens)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         """Seconds that so many prompt tokens add to steps; None while step times are not known."""

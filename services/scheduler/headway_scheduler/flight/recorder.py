@@ -10,12 +10,14 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from headway_proto.columns import encode_column
 from headway_proto.ingress import Rejected, Submit
 from headway_proto.step import BackendInfo, ExecutorOutput
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.records import (
@@ -30,6 +32,8 @@ from headway_scheduler.flight.records import (
     ExecutorGone,
     Header,
     InCell,
+    LeaseReturned,
+    LetLeave,
     Paused,
     Pinned,
     RanAlone,
@@ -110,6 +114,12 @@ class NullRecorder:
 
     def adopted(self, request: Request) -> None:
         """The core takes over a request."""
+
+    def let_leave(self, origin: Origin, *, must_leave: bool) -> None:
+        """The core was asked to let a request leave."""
+
+    def lease_returned(self, stored: StoredBlocks) -> None:
+        """The core was told that nobody needs these blocks any more."""
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
@@ -224,7 +234,13 @@ class FlightRecorder(NullRecorder):
         self._add(ReleasedAll())
 
     def adopted(self, request: Request) -> None:
-        self._add(Adopted(request.new.origin, request.arrival, request.rank, int(request.lane)))
+        self._add(Adopted(request.new.origin, request.arrival, request.rank, int(request.lane), request.is_leaving))
+
+    def let_leave(self, origin: Origin, *, must_leave: bool) -> None:
+        self._add(LetLeave(origin, must_leave))
+
+    def lease_returned(self, stored: StoredBlocks) -> None:
+        self._add(LeaseReturned(stored.pool, encode_column(stored.host_blocks)))
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool

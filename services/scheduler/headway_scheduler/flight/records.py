@@ -187,6 +187,21 @@ class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=18):
     arrival: int
     rank: int
     lane: int
+    is_leaving: bool = False
+
+
+class LetLeave(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """The core was asked to let a running request leave."""
+
+    origin: Origin
+    must_leave: bool
+
+
+class LeaseReturned(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Nobody needs these host blocks (an int32 column) of this pool any more."""
+
+    pool: str
+    host_blocks: bytes
 
 
 Record: TypeAlias = (
@@ -209,6 +224,8 @@ Record: TypeAlias = (
     | ReleasedWaiting
     | ReleasedAll
     | Adopted
+    | LetLeave
+    | LeaseReturned
 )
 
 

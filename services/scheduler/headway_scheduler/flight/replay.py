@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from headway_proto.columns import decode_column
 from headway_proto.step import SchedulerOutput
@@ -17,6 +18,7 @@ from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT
 from headway_scheduler.flight.records import (
@@ -28,6 +30,8 @@ from headway_scheduler.flight.records import (
     Decision,
     EpochBegan,
     InCell,
+    LeaseReturned,
+    LetLeave,
     Paused,
     Pinned,
     RanAlone,
@@ -121,7 +125,7 @@ class Replay:
                 self._core.run_alone(record.origin, record.num_tokens)
             case StartedSlowly():
                 self._core.start_slowly(record.origins)
-            case InCell() | Released() | ReleasedWaiting() | ReleasedAll() | Adopted():
+            case InCell() | Released() | ReleasedWaiting() | ReleasedAll() | Adopted() | LetLeave() | LeaseReturned():
                 self._move(record)
             case _:
                 self._obey(record)
@@ -134,6 +138,9 @@ class Replay:
         events: StepEvents = _NOTHING,
         shed: tuple[FinishedEvent, ...] = (),
     ) -> Event:
+        core = self.core
+        if core is not None:
+            core.moving.take_ended_leases()  # the owners of the pools have records of their own
         return Event(record, self.now, output, events, shed, self.cell)
 
     def _arrive(self, record: Arrived) -> None:
@@ -142,7 +149,9 @@ class Replay:
         else:
             self._core.add_request(_new_request(record), record.now)
 
-    def _move(self, record: InCell | Released | ReleasedWaiting | ReleasedAll | Adopted) -> None:
+    def _move(
+        self, record: InCell | Released | ReleasedWaiting | ReleasedAll | Adopted | LetLeave | LeaseReturned
+    ) -> None:
         """Turn to another cell, or take requests out of a core or into it."""
         match record:
             case InCell():
@@ -159,7 +168,13 @@ class Replay:
                 if request is None:
                     raise Divergence(f"record {self.num_records}: no core has released the request that one takes over")
                 request.arrival, request.rank, request.lane = record.arrival, record.rank, record.lane
+                request.is_leaving = record.is_leaving
                 self._core.moving.adopt(request)
+            case LetLeave():
+                self._core.moving.let_leave(record.origin, must_leave=record.must_leave)
+            case LeaseReturned():
+                blocks = decode_column(record.host_blocks).astype(np.intp)
+                self._core.moving.return_lease(StoredBlocks(record.pool, (), 0, 0, blocks, 0))
 
     def _end_moving(self, record: Aborted) -> StepEvents:
         request = self.moving.pop(record.origin, None)

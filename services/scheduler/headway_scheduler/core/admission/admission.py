@@ -160,7 +160,8 @@ class Admission:
         token_bytes = request.token_ids.tobytes()
         shared, node = self._prefixes.find(request, token_bytes, num_tokens)
         offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared)) if self._offloads else NO_BLOCKS
-        start = max((len(shared) + len(offloaded)) * rows.block_size, request.num_swapped_tokens)
+        num_kept_tokens = request.num_swapped_tokens
+        start = max((len(shared) + len(offloaded)) * rows.block_size, num_kept_tokens)
         if self._prefix_wait.waits(plan, request, start):
             return Refused(Reason.PREFIX, request)
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
@@ -183,9 +184,11 @@ class Admission:
         self._waiting.queue.record_start(request)
         self._losses.window.record_start(request)
         table = pool.allocate_behind(shared, -(-(start + chunk) // rows.block_size))
+        if request.stored is not None:
+            self._state.counters.num_pulled_tokens += max(0, num_kept_tokens - len(shared) * rows.block_size)
         row = self._running.take_row(request, table, len(shared))
         if len(offloaded):
-            self._epoch.swapping.restore(offloaded, table[len(shared) : len(shared) + len(offloaded)])
+            self._epoch.swapping.restore(request, offloaded, table[len(shared) : len(shared) + len(offloaded)])
             self._state.counters.num_restored_tokens += len(offloaded) * rows.block_size
         request.cache_node = node
         plan.new_requests.append(

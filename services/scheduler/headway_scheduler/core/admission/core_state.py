@@ -20,6 +20,7 @@ from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.counters import SchedulerCounters, WasteReason
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 
 
 class CoreState:
@@ -48,6 +49,8 @@ class CoreState:
         self.waiting = WaitingRequests(limits, queue)
         self.first_tokens = FirstTokenWatch()
         self.losses = LossRecovery()
+        self.ended_leases: list[StoredBlocks] = []
+        """Blocks in host pools that nobody needs any more, for the cores that keep the books."""
         self.num_arrivals = 0
         self.num_started = 0
 

@@ -30,8 +30,8 @@ class Endings:
             self._running.release_row(request.row, owed_tokens=False, cache=reason is not FinishReason.ERROR)
         else:
             state.waiting.leave(request)
-            if request.num_swapped_tokens:
-                self._epoch.swapping.forget(request)
+        if request.num_swapped_tokens or request.stored is not None:
+            self._epoch.swapping.forget(request)
         request.status = RequestStatus.FINISHED
         state.losses.forget(request)
         self._admission.forget(request)

@@ -3,7 +3,9 @@
 Owns: that nothing of a request stays behind, and which of its fields belong to one core. Must not know: the other core,
 or why a request moves.
 
-A move is a preemption here and a resume there: the request keeps its tokens, its arrival and its times.
+A move is a preemption here and a resume there: the request keeps its tokens, its arrival and its times. A *hand-off* is
+a move with blocks: the request is marked as leaving, its next token's step copies its blocks to the host, and whoever
+goes on with it pulls them from there. The blocks are leased until then.
 """
 
 from headway_scheduler.core.admission.admission import Admission
@@ -15,6 +17,8 @@ from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.counters import WasteReason
 from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.state.step_plan import StepTransfers
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 
 
 class Moving:
@@ -25,6 +29,29 @@ class Moving:
         self._epoch = epoch
         self._running = running
         self._admission = admission
+
+    def let_leave(self, origin: Origin, *, must_leave: bool = False) -> bool:
+        """Let a running request leave with its next token; the answer's ``left`` tells when it is to be released.
+
+        Without room for its blocks on the host it stays, unless it ``must_leave``. Returns whether it runs here.
+        """
+        request = self._state.requests.get(origin)
+        if request is None or request.row < 0:
+            return False
+        if not request.is_leaving:
+            self._epoch.leaving.add(request.row)
+        request.is_leaving, request.must_leave = True, must_leave
+        return True
+
+    def return_lease(self, stored: StoredBlocks) -> bool:
+        """Nobody needs these blocks any more; False if this pool is another by now."""
+        return self._epoch.swapping.books.return_lease(stored)
+
+    def take_ended_leases(self) -> tuple[StoredBlocks, ...]:
+        """The leases that this core's requests have needed, and need no more; each is in the books of some core."""
+        ended = tuple(self._state.ended_leases)
+        self._state.ended_leases.clear()
+        return ended
 
     def release(self, origin: Origin) -> Request | None:
         """Give up a live request. A running one is preempted.
@@ -60,13 +87,36 @@ class Moving:
         return requests
 
     def recall(self) -> None:
-        """The executor is lost: send every running request back to its place in the queue."""
-        rows = self._epoch.rows
+        """The executor is lost: send every running request back to its place in the queue.
+
+        What the host holds of requests is kept for them, and so is what steps without an answer were to fetch.
+        """
+        rows, swapping = self._epoch.rows, self._epoch.swapping
         for row in rows.live_rows().tolist():
             request = rows.request_in(row)
             self._running.keep_tokens(request, WasteReason.NEW_EPOCH)
             rows.give_back(row)
             self._let_wait(request)
+        for request in self._state.requests.values():
+            swapping.lend(request)
+        for step in self._epoch.in_flight:
+            if step.transfers is not None:
+                self._undo(step.transfers)
+
+    def _undo(self, transfers: StepTransfers) -> None:
+        """No answer will come to a step with these transfers."""
+        swapping = self._epoch.swapping
+        for exported in transfers.exported:
+            swapping.transfers.drop_export(exported)
+        for fetched in transfers.fetched:
+            request = fetched.request
+            if fetched.stored is None:
+                continue
+            if request.status is RequestStatus.FINISHED or request.stored is not None:
+                swapping.transfers.end(fetched.stored)
+            else:
+                request.stored = fetched.stored
+                request.num_swapped_tokens = fetched.stored.num_tokens
 
     def adopt(self, request: Request) -> None:
         """Queue a request that another core released. The caller has seen that this executor can hold it."""
@@ -89,8 +139,10 @@ class Moving:
             # Its row may soon have the same number elsewhere, so the answer must not find it here.
             step.chunks = [chunk for chunk in step.chunks if chunk.request is not request]
         state.waiting.leave(request)
-        if request.num_swapped_tokens:
-            self._epoch.swapping.forget(request)
+        self._epoch.swapping.lend(request)
+        if request.stored is not None:
+            request.num_swapped_tokens = request.stored.num_tokens
+        request.is_leaving = request.must_leave = False
         state.losses.forget(request)
         self._admission.forget(request)
         state.waiting.queue.forget(request)

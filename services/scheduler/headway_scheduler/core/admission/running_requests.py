@@ -43,6 +43,8 @@ class RunningRequests:
         rows.tenant[row] = state.waiting.queue.place_of_tenant(request)
         if request.num_swapped_tokens:
             self._epoch.swapping.swap_in(request, table, num_shared)
+        if request.is_leaving:
+            self._epoch.leaving.add(row)
         if self._protects_gaps:
             rows.itl_slo_ms[row], rows.token_time[row] = request.itl_slo_ms, 0.0
         if request.itl_slo_ms:
@@ -100,6 +102,7 @@ class RunningRequests:
             self.tightest.change(request.itl_slo_ms, -1)
         rows.give_back(row)
         epoch.prefilling.discard(row)
+        epoch.leaving.discard(row)
         epoch.decoding.give_up(row)
         epoch.finished_rows.append(row)
         self.stop_tokens.remove(request.new.stop_token_ids)

@@ -45,6 +45,8 @@ class Epoch:
         self.decoding = DecodingRows(self.rows)
         self.prefilling: set[int] = set()
         """Rows in their prompt."""
+        self.leaving: set[int] = set()
+        """Rows whose request leaves with its next token."""
         self.finished_rows: list[int] = []
         """Rows released since the newest step. The next step names them to the executor."""
         self.in_flight: deque[InFlightStep] = deque()

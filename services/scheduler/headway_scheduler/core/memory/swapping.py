@@ -1,7 +1,6 @@
 """Blocks of preempted requests on the host, and the moves of the next step.
 
-Owns: host blocks, unsent moves, costs of moving, and when a prefix is worth a copy. Must not know: which request is
-next.
+Owns: unsent moves, costs of moving, and when a prefix is worth a copy. Must not know: which request is next.
 
 A request that ends before the next step cancels its swap-out, so that no step writes a host block twice.
 """
@@ -9,10 +8,11 @@ A request that ends before the next step cancels its swap-out, so that no step w
 import numpy as np
 
 from headway_proto.columns import encode_columns
-from headway_scheduler.core.memory.host_pool import HostPool
-from headway_scheduler.core.memory.host_prefixes import HostPrefixes
+from headway_scheduler.core.memory.host_books import HostBooks
 from headway_scheduler.core.memory.preemption import PreemptionCosts, PreemptionPolicy
+from headway_scheduler.core.memory.transfers import Transfers
 from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
+from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request
 
 NO_MOVES = b"", b"", 0
@@ -25,21 +25,24 @@ class Swapping:
 
     def __init__(
         self,
-        num_host_blocks: int,
+        books: HostBooks,
         policy: PreemptionPolicy,
         costs: PreemptionCosts,
+        transfers: Transfers,
         *,
+        epoch: int = 0,
         block_size: int = 1,
         offload: PreemptionPolicy | None = None,
     ) -> None:
         self.costs = costs
+        self.books = books
+        self.transfers = transfers
+        self._epoch = epoch
         self._policy = policy
         self._offload = offload
         self._block_size = block_size
         self.offloads = offload is not None
         """Whether the host keeps prefixes."""
-        self._prefixes = None if offload is None else HostPrefixes(num_host_blocks, block_size)
-        self._host: HostPool | HostPrefixes = self._prefixes or HostPool(num_host_blocks)
         self._kept: _Moves = []
         """(blocks, host blocks) of prefixes to copy with the next step."""
         self._out: dict[int, tuple[BlockIndices, BlockIndices]] = {}
@@ -49,27 +52,39 @@ class Swapping:
     @property
     def num_host_blocks(self) -> int:
         """All host blocks."""
-        return self._host.num_blocks
+        return self.books.pool.num_blocks
+
+    @property
+    def has_unsent_copies(self) -> bool:
+        """Whether prefixes are to be copied with the next step."""
+        return bool(self._kept)
 
     @property
     def num_free_host_blocks(self) -> int:
         """Host blocks that no request needs."""
-        return self._host.num_free + self._host.num_released
+        return self.books.pool.num_free + self.books.pool.num_released
 
     def swap_out(self, request: Request, blocks: BlockIndices, num_tokens: int) -> int:
         """Let the next step copy ``blocks`` (``num_tokens`` tokens); return how many it copies.
 
         It copies none if the host has no room or recomputing is better.
         """
-        if not 0 < len(blocks) <= self._host.num_free or not self._policy.swaps(self.costs, num_tokens, len(blocks)):
+        has_room = 0 < len(blocks) <= self.books.pool.num_free
+        if not has_room or not self._policy.swaps(self.costs, num_tokens, len(blocks)):
             return 0
-        request.host_blocks = self._host.allocate(len(blocks))
+        request.host_blocks = self.books.allocate(len(blocks))
         request.num_swapped_tokens = num_tokens
         self._out[request.arrival] = blocks, request.host_blocks
         return len(blocks)
 
     def swap_in(self, request: Request, table: BlockIndices, num_shared: int) -> None:
         """Bring a request's blocks into its ``table``, except ``num_shared`` cached ones."""
+        if request.stored is not None:
+            own = self.transfers.fetch(request, table, num_shared)
+            if own is None:
+                request.num_swapped_tokens = 0
+                return
+            request.host_blocks = own
         host_blocks = request.host_blocks
         if num_shared < len(host_blocks):
             self._in.append((host_blocks[num_shared:], table[num_shared : len(host_blocks)]))
@@ -77,24 +92,37 @@ class Swapping:
 
     def forget(self, request: Request) -> None:
         """Release the host blocks of an ended request."""
+        if request.stored is not None:
+            self.transfers.end(request.stored)
+            request.stored = None
         self._out.pop(request.arrival, None)
         self._give_up(request)
 
+    def lend(self, request: Request) -> None:
+        """A request leaves this core or this epoch: what the host has of it stays there, if others can read it."""
+        if request.stored is not None or not request.num_swapped_tokens:
+            return
+        is_sent = self._out.pop(request.arrival, None) is None
+        request.stored = self.books.lease(request.host_blocks, request.num_swapped_tokens) if is_sent else None
+        if request.stored is None:
+            self._give_up(request)
+        else:
+            request.host_blocks = NO_BLOCKS
+
     def offload(self, token_bytes: bytes, blocks: BlockIndices, scope: str) -> int:
         """Let the next step copy a computed prefix, in ``blocks``, to the host; return how many blocks it copies."""
-        prefixes = self._prefixes
-        if prefixes is None or self._offload is None or not len(blocks):
+        if self._offload is None or not len(blocks):
             return 0
         if not self._offload.swaps(self.costs, len(blocks) * self._block_size, len(blocks)):
             return 0
-        num_known, host_blocks = prefixes.keep(token_bytes, len(blocks), scope)
+        num_known, host_blocks = self.books.keep_prefix(token_bytes, len(blocks), scope)
         if len(host_blocks):
             self._kept.append((blocks[num_known : num_known + len(host_blocks)], host_blocks))
         return len(host_blocks)
 
     def find_offloaded(self, token_bytes: bytes, num_shared: int, most_blocks: int, scope: str) -> BlockIndices:
         """The host blocks that hold what follows the first ``num_shared`` blocks of a prompt, if bringing them back pays."""
-        prefixes = self._prefixes
+        prefixes = self.books.prefixes
         if prefixes is None or self._offload is None or num_shared >= most_blocks:
             return NO_BLOCKS
         found = prefixes.find(token_bytes, most_blocks, scope)[num_shared:]
@@ -103,35 +131,47 @@ class Swapping:
         pays = self._offload.swaps(self.costs, len(found) * self._block_size, len(found))
         return found if pays else NO_BLOCKS
 
-    def restore(self, host_blocks: BlockIndices, blocks: BlockIndices) -> None:
-        """Bring a prefix back into ``blocks`` with the next step."""
-        assert self._prefixes is not None
-        self._prefixes.hold(host_blocks)
-        self._in.append((host_blocks, blocks))
+    def restore(self, request: Request, host_blocks: BlockIndices, blocks: BlockIndices) -> None:
+        """Bring a prefix back into ``blocks``, which belong to ``request``, with the next step."""
+        assert self.books.prefixes is not None
+        self.books.prefixes.hold(host_blocks)
+        own = self.transfers.restore(request, host_blocks, blocks)
+        if len(own):
+            self._in.append((host_blocks[own], blocks[own]))
 
     def drop_offloaded(self) -> None:
         """Forget the prefixes on the host."""
-        if self._prefixes is not None:
-            self._prefixes.drop()
+        if self.books.prefixes is not None:
+            self.books.prefixes.drop()
 
-    def take_moves(self) -> tuple[bytes, bytes, int]:
-        """The column groups to swap out and in now, and the number of blocks."""
-        if self._prefixes is not None:
-            self._prefixes.complete_step()
+    def take_moves(self, step: int) -> tuple[bytes, bytes, int]:
+        """The column groups to swap out and in with this step, and the number of blocks."""
+        if self.books.prefixes is not None:
+            self.books.prefixes.complete_step()
         if not self._out and not self._in and not self._kept:
             return NO_MOVES
         moves_out, moves_in = [*self._out.values(), *self._kept], self._in
         self._out, self._in, self._kept = {}, [], []
+        for _, host_blocks in moves_out:
+            self.books.record_writes(host_blocks, self._epoch, step)
         return _pairs(moves_out), _pairs(moves_in), sum(len(blocks) for blocks, _ in moves_out + moves_in)
 
     def complete_plan(self) -> None:
         """Free the host blocks that this step swaps in."""
-        self._host.complete_plan()
+        self.books.pool.complete_plan()
 
     def _give_up(self, request: Request) -> None:
-        self._host.release(request.host_blocks)
+        self.books.pool.release(request.host_blocks)
         request.host_blocks = NO_BLOCKS
         request.num_swapped_tokens = 0
+
+
+def books_for(capacity: ExecutorCapacity, former: Swapping | None, *, keeps_prefixes: bool) -> HostBooks:
+    """The books of the executor's host pool: those of the ``former`` epoch if the pool is the same."""
+    if former is None or not former.books.still_hold(capacity):
+        return HostBooks(capacity, keeps_prefixes=keeps_prefixes)
+    former.books.begin_epoch(capacity, has_unsent_copies=former.has_unsent_copies)
+    return former.books
 
 
 def _pairs(moves: _Moves) -> bytes:

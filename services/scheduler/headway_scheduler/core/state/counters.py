@@ -79,6 +79,12 @@ class SchedulerCounters(msgspec.Struct):
     """Blocks of prefixes that were copied to the host."""
     num_restored_tokens: int = 0
     """Tokens of prefixes that came back from there instead of being computed."""
+    num_exported_blocks: int = 0
+    """Blocks that were copied to the host for another executor."""
+    num_pulled_tokens: int = 0
+    """Tokens that came from a host pool, of another executor or of an earlier epoch, instead of being computed."""
+    num_stale_pulls: int = 0
+    """Requests whose pulled blocks were not right, so that they were computed again."""
     preemptions: Counter[Preemption] = msgspec.field(default_factory=Counter)
     """``num_preemptions`` by kind."""
     wasted_tokens: Counter[WasteReason] = msgspec.field(default_factory=Counter)

@@ -101,7 +101,8 @@ class PromptLogprobsEvent(msgspec.Struct, frozen=True):
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     """``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
 
-    ``resumed_gaps_s``: seconds between tokens of requests that lost their row in between.
+    ``resumed_gaps_s``: seconds between tokens of requests that lost their row in between. ``left``: requests that were
+    to leave this core and are now to be released.
     """
 
     admitted: tuple[AdmittedEvent, ...] = ()
@@ -114,3 +115,4 @@ class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     first_tokens: tuple[FirstTokenEvent, ...] = ()
     resumed_gaps_s: tuple[float, ...] = ()
     prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()
+    left: tuple[Origin, ...] = ()

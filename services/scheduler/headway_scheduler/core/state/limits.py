@@ -42,7 +42,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor announces.
 
     Zeros: ``swap_us_per_block`` (one way) unknown, ``max_num_batched_tokens`` unlimited, ``max_speculative_tokens``
-    (per row and step) no speculation.
+    (per row and step) no speculation. ``host_pool``, ``block_addresses``: see ``BackendInfo``.
     """
 
     num_blocks: int
@@ -56,6 +56,8 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     supports_prompt_logprobs: bool = False
     supports_constraints: bool = False
     max_speculative_tokens: int = 0
+    host_pool: str = ""
+    block_addresses: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, info: BackendInfo) -> "ExecutorCapacity":

@@ -13,6 +13,7 @@ from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.counters import WasteReason
 from headway_scheduler.core.state.indices import NO_BLOCKS
 from headway_scheduler.core.state.speculation_record import SpeculationRecord
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 
 START_BITS = 48
 NORMAL_LANE = 2
@@ -57,6 +58,7 @@ class Request:
         "device_us_marks",
         "first_token_time",
         "host_blocks",
+        "is_leaving",
         "itl_slo_ms",
         "lane",
         "last_token_time",
@@ -64,6 +66,7 @@ class Request:
         "limit",
         "lost_work",
         "mark",
+        "must_leave",
         "new",
         "num_admitted_tokens",
         "num_cached_blocks",
@@ -83,6 +86,7 @@ class Request:
         "start",
         "start_place",
         "status",
+        "stored",
         "token_ids",
     )
 
@@ -98,9 +102,8 @@ class Request:
         """Its tenant's place at its last start, under an order that keeps books."""
         self.limit = limit
         """The most tokens, prompt and output."""
-        self.arrival_time = now
         self.scheduled_time: float | None = None
-        self.served_time = now
+        self.arrival_time = self.served_time = now
         """When a part of its prompt was last scheduled."""
         self.first_token_time: float | None = None
         self.itl_slo_ms = 0
@@ -108,8 +111,7 @@ class Request:
         self.latest_start: float | None = None
         """The latest start with which its first token can be in time."""
         self.curve = 0
-        self.status = RequestStatus.WAITING
-        self.row = -1
+        self.status, self.row = RequestStatus.WAITING, -1
         self.token_ids = new.token_ids
         """All known tokens while it does not run."""
         self.num_preemptions = 0
@@ -119,9 +121,13 @@ class Request:
         """Known tokens when it last began to wait."""
         self.num_passed_over = 0
         """How many requests started before it although they come after it in the order."""
-        self.host_blocks = NO_BLOCKS
-        """They hold its first ``num_swapped_tokens`` tokens while it is swapped out."""
-        self.num_swapped_tokens = 0
+        self.host_blocks, self.num_swapped_tokens = NO_BLOCKS, 0
+        """Its first so many tokens are in these blocks while it is swapped out."""
+        self.stored: StoredBlocks | None = None
+        """They do, in place of ``host_blocks``, for a request that comes from another core or an earlier epoch."""
+        self.is_leaving, self.must_leave = False, False
+        """With its next token it leaves this core, for another executor to go on with, its blocks kept on the host; it
+        must leave even if there is no room for them."""
         self.num_admitted_tokens = 0
         """Known tokens when it last took a row."""
         self.num_unreturned = 0
@@ -162,5 +168,5 @@ class Request:
         self.num_unreturned = 0
         self.num_cached_blocks = 0
         self.host_blocks = NO_BLOCKS
-        self.num_swapped_tokens = 0
+        self.num_swapped_tokens = 0 if self.stored is None else self.stored.num_tokens
         self.lost_work = self.lost_work[0], WasteReason.NEW_EPOCH

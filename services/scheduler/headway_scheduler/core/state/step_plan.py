@@ -14,6 +14,7 @@ from headway_proto.step import NewRequest
 from headway_scheduler.core.state.indices import BlockIndices, RowIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.step_shape import StepShape
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -161,13 +162,41 @@ class StepPlan:
         return encode_column(in_order + [exceptions[row] for row in in_order])
 
 
+class Exported(NamedTuple):
+    """A row whose blocks are copied behind the step; None: the host has no room for them."""
+
+    request: Request
+    row: int
+    host_blocks: BlockIndices | None
+    num_tokens: int
+
+
+class Fetched(NamedTuple):
+    """A row with blocks from a host pool. ``stored``: the lease that ends with the answer; None: an own prefix."""
+
+    request: Request
+    row: int
+    stored: StoredBlocks | None
+
+
+class StepTransfers(NamedTuple):
+    """What a step moves to and from host pools beyond swaps."""
+
+    exported: list[Exported]
+    fetched: list[Fetched]
+
+    def without_exports_of(self, request: Request) -> "StepTransfers":
+        """The same, but this request does not leave with this step."""
+        return StepTransfers([each for each in self.exported if each.request is not request], self.fetched)
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class InFlightStep:
     """A step sent and not answered.
 
     ``sampling_rows``, ascending, bring one token each, those ``speculating`` (row, most proposals) perhaps more.
     ``leavers``: rows given up since, with the request that is still owed a token, or None. ``digest``: of the mirrored
-    state after the step, if reported.
+    state after the step, if reported. ``transfers``: None for most steps.
     """
 
     __slots__ = (
@@ -180,6 +209,7 @@ class InFlightStep:
         "sampling_rows",
         "speculating",
         "step",
+        "transfers",
     )
 
     def __init__(
@@ -192,8 +222,10 @@ class InFlightStep:
         load: StepLoad | None,
         num_moved_blocks: int,
         speculating: list[tuple[int, int]],
+        transfers: StepTransfers | None = None,
     ) -> None:
         self.step = step
+        self.transfers = transfers
         self.speculating = speculating
         self.sampling_rows = sampling_rows
         self.chunks = chunks

@@ -55,10 +55,11 @@ class AnswerChecks:
             raise StateMismatch(f"{len(token_ids)} sampled tokens in step {step.step}, not {len(step.sampling_rows)}")
         if step.digest is not None and output.state_digest != step.digest:
             raise StateMismatch(f"state digest {output.state_digest} in step {step.step}, not {step.digest}")
-        if output.errors:
+        stale = self._stale_rows(step, output)
+        if output.errors or stale:
             token_ids = token_ids.copy()
-            for error in output.errors:
-                token_ids[step.places_of(error.row)] = 0  # valid for the check below, and dropped later
+            for row in (*stale, *(error.row for error in output.errors)):
+                token_ids[step.places_of(row)] = 0  # valid for the check below, and dropped later
         try:
             # As unsigned, a negative id is outside the vocabulary too.
             stops_some = self._ends_some.take(token_ids.view(np.uint32))
@@ -68,6 +69,13 @@ class AnswerChecks:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
         return step, token_ids, stops_some, accepted
+
+    def _stale_rows(self, step: InFlightStep, output: ExecutorOutput) -> list[int]:
+        stale: list[int] = decode_column(output.stale_rows).tolist() if output.stale_rows else []
+        pulling = set() if step.transfers is None else {fetched.row for fetched in step.transfers.fetched}
+        if not pulling.issuperset(stale):
+            raise StateMismatch(f"stale rows {stale!r:.64} in step {step.step}, not all of which pulled blocks")
+        return stale
 
     def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
         """A wrong row number would hit another request or end this process."""

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_proto.columns import Int32Array
+from headway_proto.columns import Int32Array, decode_column
 from headway_proto.step import ExecutorOutput
 from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
@@ -29,6 +29,7 @@ from headway_scheduler.core.state.step_plan import InFlightStep, StepLoad
 from headway_scheduler.core.step.accepted_tokens import AcceptedTokens
 from headway_scheduler.core.step.answer_checks import AnswerChecks
 from headway_scheduler.core.step.gap_guard import GapGuard
+from headway_scheduler.core.step.handing_off import HandingOff
 from headway_scheduler.core.step.speculation import SpeculationPolicy
 from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColumns
 
@@ -46,7 +47,9 @@ class Answers:
         endings: Endings,
         speculation: SpeculationPolicy,
         gaps: GapGuard,
+        handing_off: HandingOff,
     ) -> None:
+        self._handing_off = handing_off
         self._state = state
         self._observer = state.observer
         self._counters = state.counters
@@ -74,6 +77,10 @@ class Answers:
         first_tokens: list[FirstTokenEvent] = []
         resumed_gaps_s: list[float] = []
         failed = {error.row: error.message for error in output.errors}
+        stale = set(decode_column(output.stale_rows).tolist()) if output.stale_rows else set()
+        if stale:
+            # Nothing of these rows counts, not even their errors.
+            failed |= dict.fromkeys(stale, "")
         prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()
         if step.chunks:
             prompt_logprobs = self._prompt_logprobs(step, output, failed)
@@ -86,7 +93,9 @@ class Answers:
             is_gone[[*failed, *step.leavers]] = True
             stays = (~is_gone[sampling_rows]).nonzero()[0]
             late = self._late_tokens(step, token_ids, failed)
-            self._fail_rows(step, failed, finished)
+            self._fail_rows(step, {row: failed[row] for row in failed if row not in stale}, finished)
+            if stale:
+                self._handing_off.preempt_stale(step, stale)
             sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
         if self._gaps.is_on:
             self._gaps.record_tokens(sampling_rows, now)
@@ -98,6 +107,7 @@ class Answers:
             ends = {end.origin: end.num_output_tokens for end in finished}
             logprobs = tuple(event for event in logprobs if event.index < ends.get(event.origin, event.index + 1))
         self._counters.num_output_tokens += len(columns.token_ids)
+        left = () if step.transfers is None else self._handing_off.confirm(step.transfers)
         return StepEvents(
             admitted=self._admission.take_admitted(),
             owners=columns.owners,
@@ -109,13 +119,14 @@ class Answers:
             first_tokens=tuple(first_tokens),
             resumed_gaps_s=tuple(resumed_gaps_s),
             prompt_logprobs=prompt_logprobs,
+            left=left,
         )
 
     # --------------------------------------------------------------------------------------------- the time of steps
 
     def _learn(self, step: InFlightStep, output: ExecutorOutput, now: float, accepted: list[AcceptedTokens]) -> None:
         # The time of a step that moved blocks is useless: the moves may have run beside the step before.
-        if step.load is not None and not step.num_moved_blocks:
+        if step.load is not None and not step.num_moved_blocks and step.transfers is None:
             self._learn_duration(step, step.load, now, accepted)
         self._observer.last_answer_time = now
         self._counters.device_us += output.device_time_us

@@ -4,18 +4,20 @@ Owns: that both agree. Must not know: how the plan was made.
 """
 
 from headway_proto.columns import encode_column
-from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput, state_digest
+from headway_proto.step import DIGEST_INTERVAL_STEPS, BlockPull, SchedulerOutput, TransferringOutput, state_digest
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.row_table import RowTable
 from headway_scheduler.core.state.step_plan import InFlightStep, StepPlan
+from headway_scheduler.core.step.handing_off import HandingOff
 
 
 class Sending:
     """Commits plans."""
 
-    def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests) -> None:
+    def __init__(self, state: CoreState, epoch: Epoch, running: RunningRequests, handing_off: HandingOff) -> None:
+        self._handing_off = handing_off
         self._observer = state.observer
         self._counters = state.counters
         self._epoch = epoch
@@ -27,7 +29,7 @@ class Sending:
         load = None
         if self._observer.is_worth_it(plan, step):
             load = self._observer.load(plan, decoding.shape(), self._running.tightest.tightest_s)
-        swap_out, swap_in, num_moved_blocks = epoch.swapping.take_moves()
+        swap_out, swap_in, num_moved_blocks = epoch.swapping.take_moves(step)
         epoch.next_step += 1
         rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
@@ -45,24 +47,37 @@ class Sending:
             total_num_scheduled_tokens=total,
             num_speculative_tokens=plan.speculative_tokens(),
         )
+        # The rows that decode next are those that sample now: decodes and completed prompts.
+        sampling = decoding.indices()
+        leaving = self._handing_off.export(sampling) if epoch.leaving else []
+        exports, pulls, transfers = epoch.swapping.transfers.take(step)
+        if exports or pulls:
+            output = _with_transfers(output, exports, pulls)
         epoch.finished_rows.clear()
         digest = digest_of(rows) if step % DIGEST_INTERVAL_STEPS == 0 else None
-        # The rows that decode next are those that sample now: decodes and completed prompts.
         epoch.in_flight.append(
             InFlightStep(
                 step,
-                decoding.indices(),
+                sampling,
                 plan.chunks,
                 digest=digest,
                 load=load,
                 num_moved_blocks=num_moved_blocks,
                 speculating=plan.speculating,
+                transfers=transfers,
             )
         )
+        if leaving:
+            self._handing_off.let_idle(leaving)
         if plan.held_back:
             decoding.let_decode(plan.held_back, in_this_step=False)
         self._counters.num_steps += 1
         return output
+
+
+def _with_transfers(output: SchedulerOutput, exports: bytes, pulls: tuple[BlockPull, ...]) -> TransferringOutput:
+    fields = {name: getattr(output, name) for name in SchedulerOutput.__struct_fields__}
+    return TransferringOutput(**fields, exports=exports, pulls=pulls)
 
 
 def digest_of(rows: RowTable) -> int:

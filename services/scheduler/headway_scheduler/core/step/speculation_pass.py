@@ -32,6 +32,9 @@ class SpeculationPass:
         if not self.policy.is_time_to_try(step, len(decoding)):
             is_ready &= rows.is_proven[decoding].any()
         ready = decoding[is_ready].tolist()
+        if self._epoch.leaving:
+            # How much of it there is to copy must be known before the answer.
+            ready = [row for row in ready if row not in self._epoch.leaving]
         if not ready:
             return
         records = [rows.request_in(row).speculation for row in ready]
