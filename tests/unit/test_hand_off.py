@@ -1,0 +1,393 @@
+"""Two cores and their executors' pools: a request leaves one with its blocks and goes on in the other."""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from headway_executor.backend import StepBatch
+from headway_executor.batch_state import BatchState
+from headway_proto.columns import decode_columns, encode_column
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import (
+    DIGEST_INTERVAL_STEPS,
+    BackendInfo,
+    ExecutorOutput,
+    SchedulerOutput,
+    TransferringOutput,
+)
+from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
+
+SIZE, VOCABULARY = 4, 251
+ME = Origin(0, 1)
+
+
+def next_token(tokens: list[int]) -> int:
+    return (sum(tokens) * 7 + len(tokens)) % VOCABULARY
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Place:
+    """One executor with contents that it checks, its host pool, and its core."""
+
+    def __init__(
+        self, name: str, pools: dict[str, "Place"], limits: SchedulerLimits, num_host_blocks: int = 16
+    ) -> None:
+        info = BackendInfo(
+            backend="test",
+            device="test",
+            dtype="test",
+            model_name="test",
+            model_fingerprint="test",
+            num_blocks=32,
+            block_size=SIZE,
+            max_model_len=96,
+            vocab_size=VOCABULARY,
+            eos_token_ids=(),
+            max_num_rows=8,
+            num_host_blocks=num_host_blocks,
+            host_pool=name,
+            block_addresses=(f"shm:{name}",),
+        )
+        self.info, self.pools = info, pools
+        pools[name] = self
+        self.core = Scheduler(limits, ExecutorCapacity.of(info), 1)
+        self.mirror = BatchState(info)
+        self.mirror.begin_epoch()
+        self.device: dict[int, list[int]] = {}
+        self.host: dict[int, tuple[int, int, list[int]]] = {}
+        """(epoch, step, tokens) by host block."""
+        self.tokens: dict[int, list[int]] = {}
+        self.is_unsound: dict[int, bool] = {}
+        self.answers: deque[ExecutorOutput] = deque()
+        self.received: list[int] = []
+        self.is_stale: Callable[[int], bool] = lambda _: False
+
+    def schedule(self) -> SchedulerOutput | None:
+        output = self.core.schedule(0.0)
+        if output is not None:
+            self.answers.append(self._run(output))
+        return output
+
+    def update(self) -> StepEvents:
+        events = self.core.update(self.answers.popleft(), 0.0)
+        self.received += events.token_ids.tolist()
+        for stored in self.core.moving.take_ended_leases():
+            assert self.pools[stored.pool].core.moving.return_lease(stored)
+        return events
+
+    def lose_process(self, epoch: int) -> None:
+        """Another process takes the pool over."""
+        self.answers.clear()
+        self.device.clear()
+        self.mirror.begin_epoch()
+        self.core.begin_epoch(ExecutorCapacity.of(self.info), epoch)
+
+    def run_until_left(self) -> Request:
+        while True:
+            self.schedule()
+            if self.update().left:
+                request = self.core.moving.release(ME)
+                assert request is not None
+                return request
+
+    def _run(self, output: SchedulerOutput) -> ExecutorOutput:
+        batch, moves = self.mirror.apply(output)
+        if moves is not None:
+            for device, host in moves.swap_out.T.tolist():
+                self.host[host] = output.epoch, output.step, list(self.device.get(device, [-2] * SIZE))
+            for host, device in moves.swap_in.T.tolist():
+                self.device[device] = list(self.host[host][2])
+        stale = self._pull(output) if isinstance(output, TransferringOutput) else set()
+        for new in batch.new_rows:
+            self.tokens[new.row] = new.token_ids.tolist()
+            table = batch.block_table[new.row, : -(-new.num_computed_tokens // SIZE)].tolist()
+            self.is_unsound[new.row] = bool(stale.intersection(table))
+        drawn = self._run_rows(batch)
+        if isinstance(output, TransferringOutput) and output.exports:
+            for device, host in decode_columns(output.exports, 2).T.tolist():
+                self.host[host] = output.epoch, output.step, list(self.device[device])
+        bad = [new.row for new in batch.new_rows if self.is_unsound[new.row]]
+        return ExecutorOutput(
+            epoch=output.epoch,
+            step=output.step,
+            sampled_token_ids=encode_column(drawn),
+            state_digest=self.mirror.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
+            stale_rows=encode_column(sorted(bad)) if bad else b"",
+        )
+
+    def _run_rows(self, batch: StepBatch) -> list[int]:
+        drawn = []
+        columns = (batch.rows, batch.num_computed_tokens, batch.num_scheduled_tokens, batch.samples)
+        for row, start, count, samples in zip(*(column.tolist() for column in columns), strict=True):
+            table, tokens = batch.block_table[row].tolist(), self.tokens[row]
+            if not self.is_unsound[row]:
+                held = [self.device[table[place // SIZE]][place % SIZE] for place in range(start)]
+                assert held == tokens[:start], f"row {row} runs on what is not its own"
+            for place in range(start, start + count):
+                self.device.setdefault(table[place // SIZE], [-1] * SIZE)[place % SIZE] = tokens[place]
+            if samples:
+                tokens.append(next_token(tokens))
+                drawn.append(0 if self.is_unsound[row] else tokens[-1])
+        return drawn
+
+    def _pull(self, output: TransferringOutput) -> set[int]:
+        stale = set()
+        for pull in output.pulls:
+            there = self.pools[pull.pool].host
+            for host, step, device in decode_columns(pull.blocks, 3).T.tolist():
+                epoch, written, tokens = there.get(host, (0, 0, []))
+                if (epoch, written) != (pull.epoch, step) or self.is_stale(host):
+                    stale.add(device)
+                else:
+                    self.device[device] = list(tokens)
+        return stale
+
+
+def places(limits: SchedulerLimits | None = None, num_host_blocks: int = 16) -> tuple[Place, Place]:
+    pools: dict[str, Place] = {}
+    limits = limits or SchedulerLimits()
+    return Place("a", pools, limits, num_host_blocks), Place("b", pools, limits, num_host_blocks)
+
+
+def add(place: Place, num_prompt_tokens: int = 10, max_tokens: int = 12, origin: Origin = ME) -> list[int]:
+    prompt = [(origin.handle * 31 + place) % VOCABULARY for place in range(num_prompt_tokens)]
+    place.core.add_request(
+        NewRequestEvent(
+            origin=origin,
+            request_id=str(origin.handle),
+            token_ids=np.array(prompt, dtype=np.int32),
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(),
+            stop_token_ids=frozenset(),
+            priority=3,
+            tenant="",
+            ttft_slo_ms=0,
+            itl_slo_ms=0,
+        ),
+        now=0.0,
+    )
+    return prompt
+
+
+def leaving(place: Place) -> None:
+    request = place.core.find(ME)
+    assert request is not None
+    request.is_leaving = True
+
+
+def run_to_end(place: Place) -> None:
+    while place.core.num_unfinished or place.answers:
+        if place.schedule() is None or len(place.answers) > 1:
+            place.update()
+
+
+def assert_all_is_free(*all_places: Place) -> None:
+    for place in all_places:
+        pool = place.core.swapping.books.pool
+        assert place.core.pool.num_free == 32
+        assert pool.num_free + pool.num_released == place.info.num_host_blocks
+        assert place.core.swapping.books.num_leased == 0
+
+
+def test_a_request_goes_on_elsewhere_behind_its_prompt_and_nothing_is_computed_twice() -> None:
+    a, b = places()
+    prompt = add(a)
+    leaving(a)
+    request = a.run_until_left()
+    assert a.received == expected(prompt, 1)
+    assert request.stored is not None
+    assert request.stored.num_tokens == 10
+    assert a.core.swapping.books.num_leased == 3
+    b.core.moving.adopt(request)
+    run_to_end(b)
+    assert a.received + b.received == expected(prompt, 12)
+    assert b.core.counters.num_pulled_tokens == 10
+    assert not b.core.counters.wasted_tokens
+    assert_all_is_free(a, b)
+
+
+def test_the_prompt_stays_in_the_prefix_cache_of_the_cell_that_ran_it() -> None:
+    a, b = places()
+    add(a)
+    leaving(a)
+    b.core.moving.adopt(a.run_until_left())
+    add(a, origin=Origin(0, 2), num_prompt_tokens=10)
+    prompt = add(a, origin=Origin(0, 1))
+    request = a.core.find(ME)
+    assert request is not None
+    assert a.core.prefixes.find(request, np.array(prompt, dtype=np.int32).tobytes(), 10)[0].tolist()
+
+
+def test_a_decoding_request_leaves_with_its_next_token() -> None:
+    a, b = places()
+    prompt = add(a)
+    for _ in range(4):
+        a.schedule()
+        a.update()
+    a.schedule()
+    assert a.core.moving.let_leave(ME)
+    a.schedule()
+    assert not a.update().left
+    assert a.schedule() is None
+    assert a.update().left == (ME,)
+    request = a.core.moving.release(ME)
+    assert request is not None
+    b.core.moving.adopt(request)
+    run_to_end(b)
+    assert a.received + b.received == expected(prompt, 12)
+    assert_all_is_free(a, b)
+
+
+@pytest.mark.parametrize("must_leave", [False, True])
+def test_without_room_on_the_host_it_stays_or_leaves_without_its_blocks(must_leave: bool) -> None:
+    a, b = places(num_host_blocks=2)
+    prompt = add(a)
+    a.schedule()
+    a.update()
+    assert a.core.moving.let_leave(ME, must_leave=must_leave)
+    if must_leave:
+        request = a.run_until_left()
+        assert request.stored is None
+        b.core.moving.adopt(request)
+        run_to_end(b)
+    else:
+        run_to_end(a)
+    assert a.received + b.received == expected(prompt, 12)
+    assert_all_is_free(a, b)
+
+
+@pytest.mark.parametrize("steps_before_the_answer", [1, 2])
+def test_what_follows_from_a_stale_block_is_computed_again(steps_before_the_answer: int) -> None:
+    a, b = places()
+    prompt = add(a)
+    leaving(a)
+    b.core.moving.adopt(a.run_until_left())
+    b.is_stale = lambda host: host == 1
+    for _ in range(steps_before_the_answer):
+        b.schedule()
+    events = b.update()
+    assert not len(events.token_ids)
+    assert b.core.counters.num_stale_pulls == 1
+    run_to_end(b)
+    assert a.received + b.received == expected(prompt, 12)
+    assert_all_is_free(a, b)
+
+
+def test_a_stale_row_that_was_preempted_and_swapped_out_meanwhile_is_computed_again() -> None:
+    a, b = places(SchedulerLimits(preemption="swap"))
+    prompt = add(a)
+    leaving(a)
+    b.core.moving.adopt(a.run_until_left())
+    b.is_stale = lambda host: host == 0
+    b.schedule()
+    b.core.run_alone(Origin(0, 9))
+    add(b, origin=Origin(0, 9), max_tokens=2)
+    b.core.run_alone(Origin(0, 9))
+    b.schedule()
+    b.update()
+    b.core.run_alone(None)
+    run_to_end(b)
+    mine = [token for token in a.received + b.received if token in expected(prompt, 12)]
+    assert mine[:1] == expected(prompt, 1)
+    assert b.core.counters.num_stale_pulls == 1
+    assert_all_is_free(a, b)
+
+
+def test_stale_rows_that_pulled_nothing_are_no_answer() -> None:
+    a, _ = places()
+    add(a)
+    a.schedule()
+    answer = a.answers.popleft()
+    wrong = ExecutorOutput(
+        epoch=answer.epoch,
+        step=answer.step,
+        sampled_token_ids=answer.sampled_token_ids,
+        state_digest=answer.state_digest,
+        stale_rows=encode_column([0]),
+    )
+    with pytest.raises(StateMismatch, match="stale rows"):
+        a.core.update(wrong, 0.0)
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_an_aborted_request_returns_its_lease(is_scheduled: bool) -> None:
+    a, b = places()
+    add(a)
+    leaving(a)
+    b.core.moving.adopt(a.run_until_left())
+    if is_scheduled:
+        b.schedule()
+    assert b.core.abort(ME) is not None
+    if is_scheduled:
+        b.update()
+    for stored in b.core.moving.take_ended_leases():
+        assert a.core.moving.return_lease(stored)
+    assert_all_is_free(a)
+    assert b.core.pool.num_free == 32
+
+
+def test_what_was_to_be_fetched_is_fetched_again_after_the_loss_of_the_second_executor() -> None:
+    a, b = places()
+    prompt = add(a)
+    leaving(a)
+    b.core.moving.adopt(a.run_until_left())
+    b.schedule()
+    b.lose_process(2)
+    run_to_end(b)
+    assert a.received + b.received == expected(prompt, 12)
+    assert b.core.counters.num_pulled_tokens == 20
+    assert_all_is_free(a, b)
+
+
+def test_swapped_out_requests_and_kept_prefixes_outlive_the_process_that_wrote_them() -> None:
+    a, _ = places(SchedulerLimits(preemption="swap", prefix_offload="always"))
+    add(a)
+    for _ in range(3):
+        a.schedule()
+        a.update()
+    add(a, origin=Origin(0, 9), max_tokens=2)
+    a.core.run_alone(Origin(0, 9))
+    a.schedule()
+    a.update()
+    a.core.run_alone(None)
+    a.lose_process(2)
+    output = a.schedule()
+    assert isinstance(output, TransferringOutput)
+    assert {pull.epoch for pull in output.pulls} == {1}
+    run_to_end(a)
+    assert a.core.counters.num_pulled_tokens == 12
+    assert sum(a.core.counters.wasted_tokens.values()) == 10, "only what the device alone had is computed again"
+    assert len(a.received) == 12 + 2
+
+
+def test_books_of_another_pool_take_no_lease_back() -> None:
+    a, b = places()
+    prompt = add(a)
+    leaving(a)
+    request = a.run_until_left()
+    stored = request.stored
+    assert stored is not None
+    other = a.info.__class__(**{name: getattr(a.info, name) for name in a.info.__struct_fields__} | {"host_pool": "c"})
+    a.info = other
+    a.host.clear()
+    a.lose_process(2)
+    assert not a.core.moving.return_lease(stored)
+    b.core.moving.adopt(request)
+    b.schedule()
+    assert not len(b.core.update(b.answers.popleft(), 0.0).token_ids)
+    b.core.moving.take_ended_leases()
+    run_to_end(b)
+    assert a.received + b.received == expected(prompt, 12)
