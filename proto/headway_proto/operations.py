@@ -223,6 +223,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_moved: int = 0
     num_offloaded_blocks: int = 0
     num_restored_tokens: int = 0
+    num_exported_blocks: int = 0
+    num_pulled_tokens: int = 0
+    num_stale_pulls: int = 0
 
 
 class TenantPrefixUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

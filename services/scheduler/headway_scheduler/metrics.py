@@ -104,6 +104,19 @@ def _memory(families: "MetricFamilies", status: Status, block_size: int) -> None
         "headway_prefix_cache_restored", "Tokens of prefixes that came back from the host.", status.num_restored_tokens
     )
     families.counter(
+        "headway_exported_blocks", "Blocks copied to the host for another executor.", status.num_exported_blocks
+    )
+    families.counter(
+        "headway_pulled_tokens",
+        "Tokens that came from a host pool, of another executor or of an earlier epoch, instead of being computed.",
+        status.num_pulled_tokens,
+    )
+    families.counter(
+        "headway_stale_pulls",
+        "Requests whose pulled blocks were not right, so that they were computed again.",
+        status.num_stale_pulls,
+    )
+    families.counter(
         "headway_prefix_cache_queries", "Tokens looked for in the prefix cache.", status.num_prefix_query_tokens
     )
     families.counter("headway_prefix_cache_hits", "Tokens found in the prefix cache.", status.num_prefix_hit_tokens)
