@@ -80,6 +80,9 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_addresses: tuple[str, ...] = ()
 
 
+SHARED_MEMORY = "shm"
+"""The transport whose blocks outlive the executor's process."""
+
 _RANGES = (
     ("num_blocks", 1, 1 << 24),
     ("block_size", 1, 1 << 16),

@@ -222,7 +222,11 @@ class Fleet:
     def _forget_stored(self, request: Request) -> None:
         if request.stored is not None:
             self.return_leases((request.stored,))
-            request.stored = None
+            request.forget_stored()
+
+    def _can_reach(self, stored: StoredBlocks) -> bool:
+        pools = (cell.core.capacity.host_pool for cell in self.open_cells if cell.core is not None)
+        return stored.outlives_process or stored.pool in pools
 
     def take_back(self, requests: list[Request]) -> None:
         """Let these requests wait for a cell."""
@@ -302,6 +306,8 @@ class Fleet:
             was_lost = origin in self._unproven
             self._unproven.pop(origin, None)
             self.num_moved += self._left.pop(origin, placed.cell) != placed.cell
+            if placed.request.stored is not None and not self._can_reach(placed.request.stored):
+                self._forget_stored(placed.request)
             self.cells[placed.cell].adopt(placed.request, slowly=was_lost)
         for end in self.placement.take_shed():
             self._left.pop(end.origin, None)

@@ -234,7 +234,12 @@ class FlightRecorder(NullRecorder):
         self._add(ReleasedAll())
 
     def adopted(self, request: Request) -> None:
-        self._add(Adopted(request.new.origin, request.arrival, request.rank, int(request.lane), request.is_leaving))
+        has_blocks = request.stored is not None
+        self._add(
+            Adopted(
+                request.new.origin, request.arrival, request.rank, int(request.lane), request.is_leaving, has_blocks
+            )
+        )
 
     def let_leave(self, origin: Origin, *, must_leave: bool) -> None:
         self._add(LetLeave(origin, must_leave))

@@ -181,13 +181,17 @@ class ReleasedAll(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """The core took over a request that placement had; the queue there may have changed its rank and lane."""
+    """The core took over a request that placement had; the queue there may have changed its rank and lane.
+
+    ``has_blocks``: if blocks of it are stored, they can be reached.
+    """
 
     origin: Origin
     arrival: int
     rank: int
     lane: int
     is_leaving: bool = False
+    has_blocks: bool = True
 
 
 class LetLeave(msgspec.Struct, frozen=True, array_like=True, tag=19):

@@ -169,6 +169,8 @@ class Replay:
                     raise Divergence(f"record {self.num_records}: no core has released the request that one takes over")
                 request.arrival, request.rank, request.lane = record.arrival, record.rank, record.lane
                 request.is_leaving = record.is_leaving
+                if not record.has_blocks:
+                    request.forget_stored()
                 self._core.moving.adopt(request)
             case LetLeave():
                 self._core.moving.let_leave(record.origin, must_leave=record.must_leave)

@@ -163,6 +163,10 @@ class Request:
         """Append a token that came too late for its row."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
 
+    def forget_stored(self) -> None:
+        """The blocks outside this core cannot be had."""
+        self.stored, self.num_swapped_tokens = None, 0
+
     def forget_executor(self) -> None:
         """Forget what a lost executor held of it."""
         self.num_unreturned = 0

@@ -5,6 +5,7 @@ Owns: how such blocks are named. Must not know: who keeps the books of the pool.
 
 from typing import NamedTuple
 
+from headway_proto.step import SHARED_MEMORY
 from headway_scheduler.core.state.indices import BlockIndices
 
 
@@ -21,3 +22,8 @@ class StoredBlocks(NamedTuple):
     step: int
     host_blocks: BlockIndices
     num_tokens: int
+
+    @property
+    def outlives_process(self) -> bool:
+        """Whether others may reach the blocks even if their executor's process is gone."""
+        return any(address.startswith(f"{SHARED_MEMORY}:") for address in self.addresses)
