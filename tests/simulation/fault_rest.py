@@ -144,9 +144,9 @@ MAY_GROW = (
     # What is to be told or looked at next time.
     _MayGrow("len(*.swapping._kept*)", _num_host_blocks, "prefixes that the next step copies to the host"),
     _MayGrow("size(*.swapping._kept*)", _num_host_blocks, "prefixes that the next step copies to the host"),
-    _MayGrow("len(*.swapping._prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
-    _MayGrow("size(*.swapping._prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
-    _MayGrow("*.swapping._prefixes.*", None, "numbers of blocks and runs"),
+    _MayGrow("len(*.swapping.books.prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
+    _MayGrow("size(*.swapping.books.prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
+    _MayGrow("*.swapping.books.prefixes.*", None, "numbers of blocks and runs"),
     _MayGrow("len(engine.fleet.cells[].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
     _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),

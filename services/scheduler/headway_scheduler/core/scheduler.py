@@ -74,15 +74,15 @@ class Scheduler:
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._requests = self._state.requests
         self._shed: list[FinishedEvent] = []
-        self._swapping: Swapping | None = None
-        self._begin(capacity, epoch)
+        self._begin(capacity, epoch, None)
 
-    def _begin(self, capacity: ExecutorCapacity, number: int) -> None:
+    def _begin(self, capacity: ExecutorCapacity, number: int, former: Swapping | None) -> None:
+        """``former``: whose books go on if the executor's host pool does."""
         state, limits = self._state, self.limits
         state.capacity = capacity
         offload = state.offload if limits.enable_prefix_caching else None
-        books = books_for(capacity, self._swapping, keeps_prefixes=offload is not None)
-        self._swapping = swapping = Swapping(
+        books = books_for(capacity, former, keeps_prefixes=offload is not None)
+        swapping = Swapping(
             books,
             state.preemption,
             PreemptionCosts(state.step_times.prefill_s, capacity.swap_us_per_block),
@@ -245,7 +245,7 @@ class Scheduler:
         self.moving.recall()
         if not same_model:
             self.pinned_prefixes.clear()
-        self._begin(capacity, epoch)
+        self._begin(capacity, epoch, self.swapping)
         finished = []
         for request in self.requests():
             request.forget_executor()
@@ -258,7 +258,7 @@ class Scheduler:
     def release_all(self) -> list[Request]:
         """The executor is lost, with all that it computed: give up every request, by arrival, and all that was in flight."""
         self.moving.recall()
-        self._begin(self.capacity, self.epoch)
+        self._begin(self.capacity, self.epoch, self.swapping)
         return self.moving.release_all()
 
     # ------------------------------------------------------------------------------------------------- for operators
