@@ -82,6 +82,20 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes them"
         ),
     ] = ""
+    host_pool: Annotated[
+        Literal["shm", "private"],
+        Meta(
+            description="memory of KV blocks outside the device; shm: a file in /dev/shm, which other executors of this host "
+            "and a later process can read; private: it ends with the process"
+        ),
+    ] = "shm"
+    block_transports: Annotated[
+        str,
+        Meta(
+            description="ways to reach KV blocks of other executors and to offer one's own, best first, comma-separated; "
+            "empty: none"
+        ),
+    ] = "shm"
     metrics_address: MetricsAddress = ""
     metrics_token_file: MetricsTokenFile = ""
     log_level: LogLevel = "info"
