@@ -140,6 +140,8 @@ class BlockStore:
         """See ``Store``."""
         if self._records is not None:
             self._records.end(write, host_blocks, epoch=epoch, step=step)
+            if self._file is not None:
+                self._file.touch()
 
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         """See ``Store``."""
