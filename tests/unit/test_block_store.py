@@ -310,6 +310,13 @@ def test_contents_are_kept_for_the_same_model_and_layout(tmp_path, changes, is_k
     assert heir._memory.records[4].item()[:2] == ((5, 6) if is_kept else (0, 0))
 
 
+def test_a_quantised_model_has_other_contents(tmp_path):
+    store, before, _ = opened_store(tmp_path, variant="int8")
+    end_suddenly(store)
+    _, after, _ = opened_store(tmp_path)
+    assert after.host_pool.rpartition("-")[2] != before.host_pool.rpartition("-")[2]
+
+
 def test_too_little_room_is_a_warning_and_private_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_file, "_free_bytes", lambda _: 1000)
     store, info, warnings = opened_store(tmp_path)
