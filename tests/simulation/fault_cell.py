@@ -7,7 +7,7 @@ Must not know: other cells, what goes wrong, or why.
 from typing import TYPE_CHECKING, Any
 
 from headway_proto.columns import decode_column, decode_columns
-from headway_proto.step import SchedulerOutput
+from headway_proto.step import SchedulerOutput, TransferringOutput
 from headway_scheduler.blame import Verdict
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.scheduler import Scheduler
@@ -167,6 +167,11 @@ class CellWatch:
             self._holds_on_host[host] = holds[block]
         for host, block in decode_columns(output.swap_in, 2).T.tolist():
             holds[block] = self._holds_on_host[host]
+        if isinstance(output, TransferringOutput):
+            # Whose content comes from a pool is seen when the executor runs on it.
+            for pull in output.pulls:
+                owner = self._owner_of_new_blocks(core, output)
+                holds |= {block: owner[block] for block in decode_columns(pull.blocks, 3)[2].tolist()}
         for row, block in decode_columns(output.new_blocks, 2).T.tolist():
             holds[block] = self._world.client_of(core.rows.request_in(row).new.request_id).plan.tenant
         for new in output.scheduled_new_reqs:
@@ -175,6 +180,16 @@ class CellWatch:
             num_computed = -(-new.num_computed_tokens // core.rows.block_size)
             invariants.tenant_isolation(tenant, [holds[block] for block in blocks[:num_computed]])
             holds |= dict.fromkeys(blocks[num_computed:], tenant)
+        if isinstance(output, TransferringOutput):
+            for block, host in decode_columns(output.exports, 2).T.tolist():
+                self._holds_on_host[host] = holds[block]
+
+    def _owner_of_new_blocks(self, core: Scheduler, output: SchedulerOutput) -> dict[int, str]:
+        return {
+            block: self._world.client_of(core.rows.request_in(new.row).new.request_id).plan.tenant
+            for new in output.scheduled_new_reqs
+            for block in decode_column(new.block_ids).tolist()
+        }
 
     def _count_overtaking(self, core: Scheduler, output: SchedulerOutput) -> None:
         now, aging_s = self._world.now, self._limits.aging_s

@@ -6,15 +6,18 @@ Owns: how long steps take, and how the device and its memory fail. Must not know
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headway_executor.backend import StepBatch, StepOutOfMemoryError, StepResult
 from headway_executor.batch_state import AppliedStep, BatchState, ImpossibleDiff
 from headway_executor.loop import StepCycle
 from headway_executor.step_link import StepLink
-from headway_proto.step import BackendInfo, SchedulerOutput
+from headway_proto.step import SHARED_MEMORY, BackendInfo, SchedulerOutput
 from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation
 from simulation.fault_model import ModelOfBlocks, backend_info
 from simulation.fault_process import Process
+from simulation.fault_store import FaultStore
 
 if TYPE_CHECKING:
     from simulation.fault_world import FaultWorld
@@ -72,11 +75,21 @@ class ExecutorProcess(Process):
     def __init__(self, world: "FaultWorld", life: int, slot: int, shrunk: int = 0) -> None:
         super().__init__(world, life)
         self.slot = slot
-        self.info = info = backend_info(world.schedule.settings, shrunk)
+        settings = world.schedule.settings
+        info = backend_info(settings, shrunk)
+        self.pool = world.pools.hold(self, slot, info.num_host_blocks, info.block_size)
+        if settings.shares_host and info.num_host_blocks:
+            info = msgspec.structs.replace(
+                info, host_pool=self.pool.name, block_addresses=(f"{SHARED_MEMORY}:{self.pool.name}",)
+            )
+        self.info = info
         self.link = StepLink(incarnation=incarnation_of(self.name), info=info)
-        self.model = ModelOfBlocks(info, self._on_wrong_block)
+        self.model = ModelOfBlocks(info, self._on_wrong_block, self.pool)
         self.state = WatchedState(info, self)
-        self.cycle = StepCycle(link=self.link, state=self.state, backend=self, log=Silent(), wake=lambda: None)
+        store = FaultStore(self, self.pool)
+        self.cycle = StepCycle(
+            link=self.link, state=self.state, backend=self, log=Silent(), wake=self._wake_soon, store=store
+        )
         self.is_flipped = False
         self.num_failing = 0
         self.memory_tokens = 0
@@ -98,6 +111,10 @@ class ExecutorProcess(Process):
         for frame in outgoing:
             self.world.send_up(self.slot, self.name, frame)
         self.wake_at(cycle.next_deadline)
+
+    def _wake_soon(self) -> None:
+        """A future that was waited for is done; who waits may be in the middle of a call."""
+        self.wake_at(self.world.now)
 
     def flip(self) -> None:
         """Memory corruption: a block table says something else from now on."""
@@ -147,6 +164,9 @@ class ExecutorProcess(Process):
 
     def move_blocks(self, *, copies: Any, swap_out: Any, swap_in: Any) -> None:
         self.model.move(copies.tolist(), swap_out.tolist(), swap_in.tolist())
+
+    def load_blocks(self, contents: Any, blocks: Any) -> None:
+        self.model.load(contents, blocks)
 
     def _on_wrong_block(self, what: str) -> None:
         if not self.is_flipped:

@@ -27,6 +27,7 @@ NAMES = (
     "BLOCK-EXCLUSIVITY",
     "NO-ORPHAN",
     "ONE-PLACE",
+    "LEASES",
     "BUDGET",
     "PREFIX-STABLE",
     "EXACTLY-ONCE",
@@ -89,8 +90,16 @@ def block_conservation(core: Scheduler) -> None:
         "BLOCK-CONSERVATION",
         f"{len(owned)} owned, {len(free) + len(queued)} free, {len(fenced)} fenced of {pool.num_blocks}",
     )
-    held_on_host = sum(len(request.host_blocks) for request in core._requests.values())
     swapping = core.swapping
+    exported = [
+        exported.host_blocks
+        for step in core._epoch.in_flight
+        if step.transfers is not None
+        for exported in step.transfers.exported
+        if exported.host_blocks is not None
+    ]
+    held_on_host = sum(len(request.host_blocks) for request in core._requests.values())
+    held_on_host += sum(map(len, exported)) + swapping.books.num_leased
     require(
         held_on_host + swapping.num_free_host_blocks == swapping.num_host_blocks,
         "BLOCK-CONSERVATION",
@@ -135,7 +144,8 @@ def no_orphan(core: Scheduler) -> None:
             num_waiting += 1
             require(request.row < 0, "NO-ORPHAN", "a waiting request has a row")
             is_swapped = request.num_swapped_tokens > 0
-            require(is_swapped == bool(len(request.host_blocks)), "NO-ORPHAN", "host blocks of who is not swapped out")
+            has_blocks = bool(len(request.host_blocks)) != (request.stored is not None)
+            require(is_swapped == has_blocks, "NO-ORPHAN", "host blocks of who is not swapped out")
     for request in {chunk.request for step in core._epoch.in_flight for chunk in step.chunks}:
         is_here = core._requests.get(request.new.origin) is request or request.status is RequestStatus.FINISHED
         require(
@@ -257,15 +267,37 @@ def lost_cells_are_empty(fleet: Fleet) -> None:
         require(not num_held, "ONE-PLACE", f"cell {cell.number} is lost and holds {num_held} requests")
 
 
+def leases_are_owned(fleet: Fleet) -> None:
+    """Each leased host block is owned by one live request, or one that a step in flight fetches; nothing else is leased."""
+    owners: dict[tuple[str, int], int] = {}
+    stored = [request.stored for request in fleet.placement.requests()]
+    for core in fleet.cores:
+        stored += [request.stored for request in core._requests.values()]
+        for step in core._epoch.in_flight:
+            stored += [] if step.transfers is None else [fetched.stored for fetched in step.transfers.fetched]
+        require(
+            not core._state.ended_leases, "LEASES", f"{len(core._state.ended_leases)} ended leases were not returned"
+        )
+    for lease in stored:
+        for block in () if lease is None else lease.host_blocks.tolist():
+            owners[lease.pool, block] = owners.get((lease.pool, block), 0) + 1
+    for core in fleet.cores:
+        books = core.swapping.books
+        leased = books._is_leased.nonzero()[0].tolist()
+        lost = [block for block in leased if not owners.get((books.name, block))]
+        require(not lost, "LEASES", f"host blocks {lost} are leased, and nobody wants them")
+        twice = [block for block in leased if owners.get((books.name, block), 0) > 1]
+        require(not twice, "LEASES", f"host blocks {twice} are leased to several")
+
+
 def drained_cell_is_empty(number: int, core: Scheduler, epoch: int, next_step: int) -> None:
     """A draining cell holds requests until the steps that were in flight then are answered, and takes no others.
 
     ``epoch`` and ``next_step``: those of the core when the cell began to drain.
     """
     is_owed = core.epoch == epoch and any(step.step < next_step for step in core._epoch.in_flight)
-    require(
-        is_owed or not core._requests, "ONE-PLACE", f"cell {number} drains and holds {len(core._requests)} requests"
-    )
+    staying = [request for request in core._requests.values() if not (request.must_leave and request.row >= 0)]
+    require(is_owed or not staying, "ONE-PLACE", f"cell {number} drains and holds {len(staying)} requests")
 
 
 def undisturbed(is_disturbed: bool, number: int, what: str) -> None:

@@ -12,13 +12,15 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_executor.backend import StepBatch, StepResult
-from headway_proto.columns import decode_column, encode_column, encode_floats
+from headway_proto.columns import Int32Array, decode_column, encode_column, encode_floats
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 from simulation.fault_schedule import END_TOKEN, MAX_MODEL_LEN, VOCABULARY, RequestPlan, Settings
+from simulation.fault_store import FaultPool
 
 _MASK = (1 << 64) - 1
 _EMPTY = 0x9E3779B97F4A7C15
@@ -134,11 +136,13 @@ class _Row:
 class ModelOfBlocks:
     """One executor's rows and blocks. ``complain`` is called with what a step finds wrong in a block."""
 
-    def __init__(self, info: BackendInfo, complain: Callable[[str], None]) -> None:
+    def __init__(self, info: BackendInfo, complain: Callable[[str], None], host: FaultPool) -> None:
         self._size = info.block_size
         self._complain = complain
         self._blocks = [[0] * info.block_size for _ in range(info.num_blocks)]
-        self._host = [[0] * info.block_size for _ in range(info.num_host_blocks)]
+        self._host = host
+        self._unsound: set[int] = set()
+        """Rows that were told to be stale, until they end."""
         self._rows: dict[int, _Row] = {}
 
     @property
@@ -148,15 +152,21 @@ class ModelOfBlocks:
 
     def move(self, copies: list[list[int]], swap_out: list[list[int]], swap_in: list[list[int]]) -> None:
         for block, host in zip(*swap_out, strict=True):
-            self._host[host] = list(self._blocks[block])
+            self._host.write(host, [number & _MASK for number in self._blocks[block]])
         for host, block in zip(*swap_in, strict=True):
-            self._blocks[block] = list(self._host[host])
+            self._blocks[block] = self._host.contents(host)
         for source, destination in zip(*copies, strict=True):
             self._blocks[destination] = list(self._blocks[source])
+
+    def load(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        for block, numbers in zip(blocks.tolist(), contents, strict=True):
+            self._blocks[block] = numbers.view(np.uint64).tolist()
 
     def run(self, batch: StepBatch) -> StepResult:
         for row in batch.finished_rows.tolist():
             self._rows.pop(row, None)
+        self._unsound.difference_update(batch.finished_rows.tolist(), [new.row for new in batch.new_rows])
+        self._unsound.update(batch.stale_rows.tolist())
         for new in batch.new_rows:
             prefix, prefixes = _EMPTY, [_EMPTY]
             for token in new.token_ids.tolist():
@@ -196,6 +206,8 @@ class ModelOfBlocks:
     def _read(self, work: list[tuple[int, int, int, int]], tables: dict[int, list[int]]) -> None:
         size = self._size
         for row, start, count, _ in work:
+            if row in self._unsound:
+                continue
             prefixes, end = self._rows[row].prefixes, start + count
             for index, block in enumerate(tables[row][: -(-end // size)]):
                 first = index * size

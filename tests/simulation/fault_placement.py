@@ -4,10 +4,11 @@ Owns: where the invariants of placement are looked at, and what has to be rememb
 Must not know: steps, what goes wrong, or why.
 """
 
+import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed
 from simulation import fault_invariants as invariants
@@ -41,6 +42,10 @@ class PlacementWatch:
         placed = self._place_next(cells, now)
         if placed is not None:
             self._has_placed = True
+            request = placed.request
+            draw = random.Random(f"hands off {self._world.schedule.seed} {request.new.request_id}").random()
+            if request.status is RequestStatus.WAITING and draw < self._world.schedule.settings.hands_off:
+                request.is_leaving = True
             if self._watches_fcfs:
                 invariants.placed_in_order(placed.request, self._waiting())
         return placed

@@ -121,6 +121,11 @@ MAY_GROW = (
     _MayGrow("engine.statistics.prediction_error.*", None, "totals"),
     _MayGrow("executor.statistics.num_[er]*", None, "totals of epochs and errors"),
     _MayGrow("executor.statistics.num_*_tokens", None, "totals"),
+    _MayGrow("executor.statistics.*pull*", None, "totals"),
+    _MayGrow("executor.statistics.*exported*", None, "totals"),
+    _MayGrow("executor.statistics.num_stale_blocks", None, "a total"),
+    _MayGrow("len(executor._suspects._*)", _num_blocks, "until something else is written there"),
+    _MayGrow("engine.fleet.cells[].core.*._num_decode_only_steps", None, "of the newest steps"),
     _MayGrow("engine.fleet.cells[]._pause._num_failures", None, "steps that failed since one was answered"),
     _MayGrow("*._a[sn]*_limit", None, "the most tokens that an executor takes"),
     # What was learned.
@@ -147,6 +152,9 @@ MAY_GROW = (
     _MayGrow("len(*.swapping.books.prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
     _MayGrow("size(*.swapping.books.prefixes.*)", _num_host_blocks, "what the host keeps: each entry has a block"),
     _MayGrow("*.swapping.books.prefixes.*", None, "numbers of blocks and runs"),
+    _MayGrow("*.swapping.books.pool._top", None, "returned blocks are free with the next step"),
+    _MayGrow("len(*.swapping.books.pool._released)", _num_host_blocks, "returned blocks are free with the next step"),
+    _MayGrow("size(*.swapping.books.pool._released*)", _num_host_blocks, "returned blocks"),
     _MayGrow("len(engine.fleet.cells[].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
     _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),
@@ -210,6 +218,8 @@ MAY_GROW = (
     _MayGrow("len(engine.statistics.*_s._marks)", lambda world: 12, "the newest marks"),
     # One for each life of a peer, or each time that one said hello.
     _MayGrow("len(gateway._epochs_of_this_number)", _num_hellos, "epochs that answered the hellos of one link"),
+    _MayGrow("executor._store*", None, "the host pool, which outlives a process"),
+    _MayGrow("len(*._passes._gaps._expected*)", lambda world: 4, "the newest steps"),
     _MayGrow("len(executor._link._former_schedulers)", _num_lives, "whose late frames are told by their names"),
 )
 

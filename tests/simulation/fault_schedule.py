@@ -36,8 +36,10 @@ CLIENT_FAULTS = ("cancel", "cancel_preempted")
 OPERATOR_FAULTS = ("pause", "pin", "unpin")
 CELL_FAULTS = ("kill", "drain")
 """Only where there are several executors: one is lost for good, and an operator drains a cell."""
+HOST_FAULTS = ("leave",)
+"""Only where host pools are shared: all that runs on an executor is to go on elsewhere."""
 _MIXED = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
-KINDS = (*_MIXED, "sleep", *CELL_FAULTS)
+KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS)
 
 SEVERAL_WEIGHTS = (70, 20, 10)
 """How often there are one, two and three executors."""
@@ -82,6 +84,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The most cells of the scheduler."""
     more_executors_after_s: tuple[float, ...] = ()
     """When each of the other executors starts."""
+    shares_host: bool = False
+    """Whether host pools can be read by others, and outlive their processes."""
+    loses_pools: bool = False
+    """Whether a new process finds no pool of the one before."""
+    hands_off: float = 0.0
+    """The share of requests that leave their first executor behind their prompt."""
+    harm_of_pulls: float = 0.0
+    """The share of pulls that something happens to."""
+    protect_itl: bool = False
+    max_decode_only_steps: int = 0
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -171,6 +183,7 @@ def draw(seed: int, num_executors: int | None = None) -> Schedule:
     faults = _with_sleeps(random.Random(f"sleeps {seed}"), settings, faults)
     settings, requests = _with_prompts(random.Random(~seed), settings, requests)
     settings, faults = _with_executors(random.Random(f"executors {seed}"), settings, faults, num_executors)
+    settings, faults = _with_host(random.Random(f"host {seed}"), settings, faults)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
@@ -219,6 +232,34 @@ def _with_executors(
         for _ in range(rng.choice((0, 1, 2, 4, 6)))
     ]
     return settings, tuple(sorted((*moved, *added), key=lambda fault: fault.at))
+
+
+def _with_host(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]) -> tuple[Settings, tuple[Fault, ...]]:
+    """Shared host pools, hand-offs and what happens to them; drawn by itself as well."""
+    settings = msgspec.structs.replace(
+        settings, protect_itl=rng.random() < 0.1, max_decode_only_steps=rng.choice((0, 0, 0, 0, 0, 1, 3))
+    )
+    if not settings.num_host_blocks or rng.random() < 0.4:
+        return settings, faults
+    settings = msgspec.structs.replace(
+        settings,
+        shares_host=True,
+        loses_pools=rng.random() < 0.15,
+        hands_off=rng.choice((0.0, 0.5, 1.0, 1.0)),
+        harm_of_pulls=rng.choice((0.0, 0.0, 0.1, 0.4)),
+    )
+    slots = executor_slots(settings)
+    added = [
+        Fault(
+            at=round(rng.random() * 0.4, 4),
+            kind=rng.choice(("leave", "leave", "crash", "kill") if len(slots) > 1 else ("leave", "crash")),
+            target=rng.choice(slots),
+            seconds=round(rng.choice(_SHORT_S) * (0.5 + rng.random()), 4),
+            count=rng.choice((1, 1, 2, 3)),
+        )
+        for _ in range(rng.choice((0, 0, 1, 2, 4)))
+    ]
+    return settings, tuple(sorted((*faults, *added), key=lambda fault: fault.at))
 
 
 def _with_sleeps(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:

@@ -137,6 +137,17 @@ class SchedulerProcess(Process):
             self.engine.fleet.drain_cell(number, is_draining=is_draining)
         self.wake()
 
+    def let_leave(self, executor: ExecutorProcess, *, must_leave: bool) -> None:
+        """Let all that runs on an executor go on elsewhere."""
+        number = self.cell_number_of(executor)
+        if self.is_dead or self.is_stalled or number is None:
+            return
+        cell = self.engine.fleet.cells[number]
+        with self.world.watching():
+            for request in [] if cell.core is None else cell.core.requests():
+                cell.let_leave(request.new.origin, must_leave=must_leave)
+        self.wake()
+
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:
         world, engine = self.world, self.engine
         now = world.now
@@ -241,3 +252,4 @@ class SchedulerProcess(Process):
             invariants.bounded(self.engine)
             invariants.nobody_gone_is_suspected(self.engine, self.without_a_gateway)
             invariants.lost_cells_are_empty(fleet)
+            invariants.leases_are_owned(fleet)

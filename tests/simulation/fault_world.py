@@ -51,6 +51,7 @@ from simulation.fault_schedule import (
     executor_slots,
 )
 from simulation.fault_scheduler import SchedulerProcess
+from simulation.fault_store import FaultPools
 
 HEALED_WITHIN_S = 60.0
 QUIET_WITHIN_S = 20.0
@@ -111,6 +112,7 @@ class FaultWorld:
         self._wire_s = settings.wire_s
         gateways = range(FIRST_GATEWAY, FIRST_GATEWAY + settings.num_gateways)
         self.links = {slot: Link() for slot in (*executor_slots(settings), *gateways)}
+        self.pools = FaultPools(self)
         self.scheduler = SchedulerProcess(self, self._next_life())
         self.executors = [ExecutorProcess(self, self._next_life(), slot) for slot in executor_slots(settings)]
         self.gateways = [GatewayProcess(self, self._next_life(), slot) for slot in gateways]
@@ -343,6 +345,11 @@ class FaultWorld:
     def _inflict_kill(self, fault: Fault) -> None:
         """It does not come back, unless no other is left."""
         self._process(fault.target).is_dead = True
+
+    def _inflict_leave(self, fault: Fault) -> None:
+        executor = self._process(fault.target)
+        assert isinstance(executor, ExecutorProcess)
+        self.scheduler.let_leave(executor, must_leave=fault.count > 1)
 
     def _inflict_drain(self, fault: Fault) -> None:
         scheduler, executor = self.scheduler, self._process(fault.target)

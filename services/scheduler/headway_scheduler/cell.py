@@ -142,9 +142,9 @@ class Cell:
             link.send_step(output)
             self._serving.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
         shed = core.take_shed()
-        if shed:
-            self._end_leases()
         frames = link.outgoing[num_before:]
+        if frames or shed:
+            self._end_leases()
         is_full = core.num_in_flight >= self._limits.max_steps_in_flight
         if frames:
             self.has_news = not is_full
@@ -303,6 +303,8 @@ class Cell:
         self._pause.count_answer()
         self._leaving.update(dict.fromkeys(events.left))
         released = self.take_released()
+        if self.is_draining and self.core.num_waiting:
+            released += self.release_waiting()  # it was preempted before it could leave
         if released:
             self._others.take_back(released)
         self._end_leases()

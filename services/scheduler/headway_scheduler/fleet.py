@@ -200,7 +200,6 @@ class Fleet:
         cell.is_draining = is_draining
         if is_draining and cell.core is not None:
             requests = cell.core.requests()
-            self.placement.number_after(requests)
             # Those that run bring their blocks along; the others have none.
             self.take_back(
                 cell.release(
@@ -230,6 +229,9 @@ class Fleet:
 
     def take_back(self, requests: list[Request]) -> None:
         """Let these requests wait for a cell."""
+        if len(self.cells) == 1 and requests:
+            # Its core has numbered the requests until now.
+            self.placement.number_after(self.cores[0].requests())
         for request in requests:
             placed = self.placement.placed(request.new.origin)
             self._left[request.new.origin] = 0 if placed is None else placed.cell

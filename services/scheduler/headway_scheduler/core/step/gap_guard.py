@@ -88,6 +88,7 @@ class GapGuard:
             self._prompts_kept_out_since = None
         shape = self._observer.shape(plan, self._epoch.decoding.shape())
         duration_s = self._step_times.predict_s(shape) or 0.0
+        self._forget_answered()
         self._expected.append(_Expected(self._epoch.next_step, plan.now, duration_s))
 
     def serve(self, plan: StepPlan) -> None:
@@ -109,11 +110,16 @@ class GapGuard:
         chosen: list[int] = self._in_order(np.array(ready, dtype=np.intp), now).rows[:count].tolist()
         return chosen
 
+    def _forget_answered(self) -> None:
+        """Even while nobody has an objective, only steps in flight are remembered."""
+        in_flight, expected = self._epoch.in_flight, self._expected
+        while expected and (not in_flight or expected[0].step < in_flight[0].step):
+            expected.popleft()
+
     def _start_of_step(self, now: float) -> float:
         """When the next step will start. Rows in flight receive their tokens before."""
         in_flight, expected, end = self._epoch.in_flight, self._expected, self._observer.last_answer_time
-        while expected and (not in_flight or expected[0].step < in_flight[0].step):
-            expected.popleft()
+        self._forget_answered()
         durations = {entry.step: entry for entry in expected}
         for step in in_flight:
             entry = durations.get(step.step)

@@ -29,12 +29,16 @@ class Sending:
         load = None
         if self._observer.is_worth_it(plan, step):
             load = self._observer.load(plan, decoding.shape(), self._running.tightest.tightest_s)
-        swap_out, swap_in, num_moved_blocks = epoch.swapping.take_moves(step)
         epoch.next_step += 1
         rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
         if completed:
             decoding.start(completed, epoch.next_step)
+        # The rows that decode next are those that sample now: decodes and completed prompts.
+        sampling = decoding.indices()
+        leaving = self._handing_off.export(sampling) if epoch.leaving else []
+        # Behind the exports, which must not get a host block that this step writes or reads.
+        swap_out, swap_in, num_moved_blocks = epoch.swapping.take_moves(step)
         output = SchedulerOutput(
             epoch=epoch.number,
             step=step,
@@ -47,9 +51,6 @@ class Sending:
             total_num_scheduled_tokens=total,
             num_speculative_tokens=plan.speculative_tokens(),
         )
-        # The rows that decode next are those that sample now: decodes and completed prompts.
-        sampling = decoding.indices()
-        leaving = self._handing_off.export(sampling) if epoch.leaving else []
         exports, pulls, transfers = epoch.swapping.transfers.take(step)
         if exports or pulls:
             output = _with_transfers(output, exports, pulls)
