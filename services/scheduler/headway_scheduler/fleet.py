@@ -200,6 +200,7 @@ class Fleet:
         cell.is_draining = is_draining
         if is_draining and cell.core is not None:
             requests = cell.core.requests()
+            self.placement.number_after(requests)
             # Those that run bring their blocks along; the others have none.
             self.take_back(
                 cell.release(

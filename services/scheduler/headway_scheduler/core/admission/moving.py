@@ -99,6 +99,7 @@ class Moving:
             self._let_wait(request)
         for request in self._state.requests.values():
             swapping.lend(request)
+            request.keep_a_token_to_run()
         for step in self._epoch.in_flight:
             if step.transfers is not None:
                 self._undo(step.transfers)

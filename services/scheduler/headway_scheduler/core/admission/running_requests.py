@@ -41,7 +41,7 @@ class RunningRequests:
         if self._may_speculate:
             rows.record_speculation(row, request.speculation)
         rows.tenant[row] = state.waiting.queue.place_of_tenant(request)
-        if request.num_swapped_tokens:
+        if request.num_swapped_tokens or request.stored is not None:
             self._epoch.swapping.swap_in(request, table, num_shared)
         if request.is_leaving:
             self._epoch.leaving.add(row)

@@ -48,6 +48,10 @@ class HostBooks:
         """Blocks that are leased."""
         return int(np.count_nonzero(self._is_leased))
 
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self._block_size)
+
     def still_hold(self, capacity: ExecutorCapacity) -> bool:
         """Whether the executor that now joins has the same pool, with all that was written into it."""
         is_same = self.name == capacity.host_pool and self._block_size == capacity.block_size

@@ -58,7 +58,7 @@ class Transfers:
         if stored.epoch == self._epoch and self._books.is_leased_here(stored):
             self._books.end_lease(stored)
             return stored.host_blocks
-        host_blocks = stored.host_blocks[num_shared:]
+        host_blocks = stored.host_blocks[num_shared : self._books.num_blocks_of(stored.num_tokens)]
         if not len(host_blocks):
             self._ended.append(stored)
             return None

@@ -163,6 +163,12 @@ class Request:
         """Append a token that came too late for its row."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
 
+    def keep_a_token_to_run(self) -> None:
+        """Its newest tokens may have been lost with a step, and the last known one must run, to sample from."""
+        most = len(self.token_ids) - 1
+        if self.stored is not None and self.stored.num_tokens > most:
+            self.stored = self.stored._replace(num_tokens=most)
+
     def forget_stored(self) -> None:
         """The blocks outside this core cannot be had."""
         self.stored, self.num_swapped_tokens = None, 0
