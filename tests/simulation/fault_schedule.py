@@ -246,7 +246,7 @@ def _with_host(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]
         shares_host=True,
         loses_pools=rng.random() < 0.15,
         hands_off=rng.choice((0.0, 0.5, 1.0, 1.0)),
-        harm_of_pulls=rng.choice((0.0, 0.0, 0.1, 0.4)),
+        harm_of_pulls=rng.choice((0.0, 0.2, 0.5, 0.9)),
     )
     slots = executor_slots(settings)
     added = [

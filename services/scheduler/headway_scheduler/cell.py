@@ -31,6 +31,7 @@ from headway_scheduler.executor_link import (
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.notices import Notices
+from headway_scheduler.placement.roles import Role
 from headway_scheduler.serving_statistics import ServingStatistics
 
 LEAST_STEP_TOKENS = 8
@@ -82,6 +83,7 @@ class Cell:
         self.recorder = recorder
         self.core: Scheduler | None = None
         self.info: BackendInfo | None = None
+        self.role = Role.BOTH
         self.is_draining = False
         """Whether its requests go elsewhere, and no others come."""
         self.num_answers = 0

@@ -20,6 +20,8 @@ from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
 from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.placement.policies import AUTO, POLICIES, PlacementSettings
+from headway_scheduler.placement.roles import roles_of
 
 if TYPE_CHECKING:
     OrderName: TypeAlias = str
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     BudgetName: TypeAlias = str
     PreemptionName: TypeAlias = str
     OffloadName: TypeAlias = str
+    PlacementName: TypeAlias = str
 else:
     # A new policy is one file and one entry in its registry.
     OrderName = Literal[tuple(ORDERS)]
@@ -36,6 +39,7 @@ else:
     BudgetName = Literal[tuple(TOKEN_BUDGETS)]
     PreemptionName = Literal[tuple(PREEMPTIONS)]
     OffloadName = Literal[tuple(OFFLOADS)]
+    PlacementName = Literal[(AUTO, *POLICIES)]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_executors: Annotated[
         int, Meta(description="executors that work at the same time; any further one is a spare")
     ] = 1
+    roles: Annotated[
+        str,
+        Meta(
+            description="what each executor is for, by number, with commas: prefill, decode or both; those beyond the list "
+            "are for both"
+        ),
+    ] = ""
+    placement: Annotated[
+        PlacementName,
+        Meta(
+            description="where requests run: aggregated (roles are ignored), disaggregated (by role), hybrid (by objectives, "
+            "roles are preferences); auto: hybrid with default objectives, else by the roles, if there are any"
+        ),
+    ] = AUTO
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
     max_steps_in_flight: Annotated[int, Meta(description="most steps sent and not yet answered")] = 2
@@ -194,6 +212,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ValueError: one line with the field, its value (cut at 64 characters) and what is allowed.
         """
         check_ranges(self)
+        roles_of(self.roles, self.max_executors)
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"tenant_weights: {tenant!r:.64}={weight} is not allowed; allowed: weights above 0")
@@ -204,6 +223,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"curve_keys: {self.curve_keys!r:.64} is not allowed; allowed: a directory with scheduler.key_secret"
             )
+
+    def placement_settings(self) -> PlacementSettings:
+        """Return the settings of placement."""
+        return PlacementSettings(self.placement, roles_of(self.roles, self.max_executors))
 
     def limits(self) -> SchedulerLimits:
         """Return the core's settings."""

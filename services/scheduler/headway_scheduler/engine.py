@@ -18,12 +18,13 @@ from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.delivery import deliver, deliver_end, load_of, model_of
-from headway_scheduler.fleet import Fleet
+from headway_scheduler.fleet import DEFAULT_PLACEMENT, Fleet
 from headway_scheduler.fleet_view import FleetView
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
 from headway_scheduler.live_sequences import LiveSequence, LiveSequences, name_of
 from headway_scheduler.notices import Notices
+from headway_scheduler.placement.policies import PlacementSettings
 from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
 from headway_scheduler.serving_statistics import ServingStatistics
 from headway_scheduler.submissions import EarlySubmissions, Problem, new_request, problem_of
@@ -43,6 +44,7 @@ class SchedulerEngine:
         incarnation: int,
         recorder: NullRecorder | None = None,
         max_executors: int = 1,
+        placement: PlacementSettings = DEFAULT_PLACEMENT,
     ) -> None:
         self.limits = limits
         self.recorder = recorder or NullRecorder()
@@ -52,7 +54,7 @@ class SchedulerEngine:
         self.statistics = ServingStatistics()
         self.administration = Administration(self)
         self.early = EarlySubmissions(limits)
-        self.fleet = Fleet(self, incarnation, self.recorder, max_executors)
+        self.fleet = Fleet(self, incarnation, self.recorder, max_executors, placement)
         self.draining = False
         self._queue_pace = QueuePace()
 

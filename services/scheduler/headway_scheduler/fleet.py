@@ -26,6 +26,12 @@ from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
+from headway_scheduler.placement.policies import POLICIES, PlacementSettings
+from headway_scheduler.placement.roles import Role
+
+DEFAULT_PLACEMENT = PlacementSettings()
+RELIEVE_INTERVAL_S = 0.25
+"""How often running requests may be sent elsewhere for their gaps."""
 
 TOO_LATE = "its first token can no longer come within its objective"
 
@@ -40,9 +46,19 @@ class Host(Serving, Protocol):
 class Fleet:
     """All cells of a scheduler. Times in seconds, monotonic. ``max_executors``: the most cells."""
 
-    def __init__(self, host: Host, incarnation: int, recorder: NullRecorder, max_executors: int) -> None:
+    def __init__(
+        self,
+        host: Host,
+        incarnation: int,
+        recorder: NullRecorder,
+        max_executors: int,
+        settings: PlacementSettings = DEFAULT_PLACEMENT,
+    ) -> None:
         self.links = ExecutorLinks(incarnation, max_executors)
-        self.placement = Placement(host.limits)
+        self.policy_name = settings.name_for(host.limits, max_executors)
+        self.placement = Placement(host.limits, POLICIES[self.policy_name])
+        self._settings = settings
+        self._relieve_at = float("-inf")
         self.brake = Brake(num_trial_tokens=host.limits.max_steps_in_flight)
         self.info: BackendInfo | None = None
         """What the newest executor announced; all run the same model."""
@@ -148,7 +164,7 @@ class Fleet:
     def schedule(self, now: float) -> None:
         """Place what waits, and send each executor its steps."""
         if len(self.cells) > 1:
-            self._relieve()
+            self._relieve(now)
         if len(self.placement):
             self._place(now)
         if len(self.cells) == 1:
@@ -288,8 +304,23 @@ class Fleet:
                 self._host.deliver(StepEvents(finished=(end,)), now)
         self._left.clear()
 
-    def _relieve(self) -> None:
-        """A request that a cell has preempted for want of blocks goes on where there are some."""
+    def set_role(self, number: int, role: Role) -> None:
+        """Give a cell another role. What does not fit it goes on elsewhere, if the policy knows roles."""
+        cell = self.cells[number]
+        cell.role = role
+        if not self.placement.policy.has_roles or cell.core is None or len(self.cells) == 1:
+            return
+        if not role.decodes:
+            for row in cell.core.decoding.indices().tolist():
+                cell.let_leave(cell.core.rows.request_in(row).new.origin)
+        self.take_back(cell.release_waiting())
+
+    def _relieve(self, now: float) -> None:
+        """Who lost its blocks, or misses its gaps, in one cell goes on in another that has room for it."""
+        if now >= self._relieve_at and self.placement.policy.has_roles:
+            self._relieve_at = now + RELIEVE_INTERVAL_S
+            for number, late in self.placement.policy.to_relieve(self.loads()):
+                self.cells[number].let_leave(late.new.origin)
         if self._is_paused or not any(cell.core is not None and cell.core.num_preempted for cell in self.cells):
             return
         loads = self.loads()
@@ -320,7 +351,7 @@ class Fleet:
     def loads(self) -> list[CellLoad]:
         """What placement asks of the cells with an executor."""
         return [
-            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining)
+            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining, role=cell.role)
             for cell in self.open_cells
             if cell.core is not None
         ]
@@ -335,4 +366,6 @@ class Fleet:
         for core in self.cores:
             self.placement.number_after(core.requests())
         number = len(self.cells)
-        self.cells.append(Cell(self.links[number], self._host, self, self._recorder.of_cell(number)))
+        cell = Cell(self.links[number], self._host, self, self._recorder.of_cell(number))
+        cell.role = self._settings.role_of(number)
+        self.cells.append(cell)

@@ -64,7 +64,11 @@ def run(config: SchedulerConfig) -> int:
         write_last_line(f"headway scheduler: {error}")
         return EXIT_BAD_CONFIGURATION
     engine = SchedulerEngine(
-        config.limits(), incarnation=secrets.randbits(62), recorder=recorder, max_executors=config.max_executors
+        config.limits(),
+        incarnation=secrets.randbits(62),
+        recorder=recorder,
+        max_executors=config.max_executors,
+        placement=config.placement_settings(),
     )
     engine.notices.includes_requests = config.log_level == "debug"
     relax_collector()

@@ -106,9 +106,10 @@ class Scheduler:
         self.pinned_prefixes.begin(capacity, self.cache, self.pool)
         state.observer.begin_epoch()
         state.observer.is_wanted |= capacity.max_speculative_tokens > 0
-        self.prefilling, self.decoding = epoch.prefilling, epoch.decoding
+        self.prefilling, self.decoding, self.leaving_rows = epoch.prefilling, epoch.decoding, epoch.leaving
         self.prefixes = prefixes = CachedPrefixes(limits, epoch)
         self._running = RunningRequests(state, epoch, prefixes)
+        self.tightest = self._running.tightest
         self._making_way = MakingWay(state, epoch, self._running)
         self.admission = Admission(state, epoch, prefixes, self._running, self._making_way)
         self.moving = Moving(state, epoch, self._running, self.admission)

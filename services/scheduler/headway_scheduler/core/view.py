@@ -17,6 +17,7 @@ from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.indices import RowIndices
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.step_shape import StepShape
 
 
 class SchedulerFigures(NamedTuple):
@@ -209,10 +210,28 @@ class SchedulerView:
         """Seconds that so many prompt tokens add to steps; None while step times are not known."""
         return self._core.step_times.prefill_s(num_tokens, num_computed_tokens)
 
-    def decode_s(self) -> float:
-        """Seconds of a step of the rows that decode now; 0 if none does or step times are not known; O(rows)."""
-        shape = self._core.decoding.shape()
-        return (self._core.step_times.predict_s(shape) or 0.0) if shape.num_rows else 0.0
+    def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
+        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times; O(rows)."""
+        now = self._core.decoding.shape()
+        num_rows = now.num_rows + more_rows
+        shape = StepShape(num_rows, num_rows, now.num_context_tokens + more_context, 0)
+        return (self._core.step_times.predict_s(shape) or 0.0) if num_rows else 0.0
+
+    @property
+    def tightest_itl_s(self) -> float | None:
+        """The tightest objective on gaps of running requests, in seconds."""
+        return self._core.tightest.tightest_s
+
+    @property
+    def keeps_objectives(self) -> bool:
+        """Whether steps are kept within objectives on gaps."""
+        return self._core.limits.budget != "fixed"
+
+    def newest_decoding(self) -> Request | None:
+        """The decoding request that started last and does not leave."""
+        rows, leaving = self._core.rows, self._core.leaving_rows
+        decoding = [row for row in self._core.decoding.indices().tolist() if row not in leaving]
+        return rows.request_in(max(decoding, key=rows.order_key.__getitem__)) if decoding else None
 
     def lowest_running_class(self) -> int:
         """The largest priority number among running requests; 0 if none runs."""

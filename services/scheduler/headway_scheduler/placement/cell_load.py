@@ -9,6 +9,10 @@ from typing import NamedTuple
 from headway_scheduler.core.admission.door import asks_too_much, limit_of
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.placement.roles import Role
+
+_LEAST_SLACK = 0.05
+"""Of a step that the rows which decode fill, prompts are expected to get so much all the same."""
 
 
 class Lack(Enum):
@@ -30,9 +34,10 @@ class Shortage(NamedTuple):
 class CellLoad:
     """One cell, for one round of placement. ``accepts``: it takes requests at all."""
 
-    def __init__(self, number: int, view: SchedulerView, *, accepts: bool) -> None:
+    def __init__(self, number: int, view: SchedulerView, *, accepts: bool, role: Role = Role.BOTH) -> None:
         self.number = number
         self.accepts = accepts
+        self.role = role
         self._view = view
         self._decode_s = -1.0
         """Asked once per round: what is placed in it does not decode yet."""
@@ -104,6 +109,41 @@ class CellLoad:
         prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
         if prompts_s is None:
             return None
+        objective_s, decode_s = self._view.tightest_itl_s, self._decodes_s
+        if objective_s and decode_s and self._view.keeps_objectives:
+            # A step that decodes gives prompts only what the gap objective leaves of it.
+            return prompts_s * objective_s / max(objective_s - decode_s, _LEAST_SLACK * objective_s)
+        return prompts_s + -(-num_tokens // self._view.max_num_batched_tokens) * decode_s
+
+    @property
+    def _decodes_s(self) -> float:
         if self._decode_s < 0.0:
             self._decode_s = self._view.decode_s()
-        return prompts_s + -(-num_tokens // self._view.max_num_batched_tokens) * self._decode_s
+        return self._decode_s
+
+    # -------------------------------------------------------------------------------------------- objectives on gaps
+
+    def keeps_gap_of(self, request: Request, share: float = 1.0) -> bool:
+        """Whether a step with this row more is expected within ``share`` of its gap objective, if it has one."""
+        if not request.itl_slo_ms:
+            return True
+        return self._view.decode_s(more_rows=1, more_context=len(request.token_ids)) <= share * request.itl_slo_ms / 1e3
+
+    def keeps_gaps_beside(self, request: Request) -> bool:
+        """Whether running requests keep their gap objective while this prompt runs beside them."""
+        objective_s = self._view.tightest_itl_s
+        if not objective_s or not self.num_running:
+            return True
+        if self._view.keeps_objectives:
+            return self._decodes_s < objective_s
+        num_tokens = min(len(request.token_ids), self._view.max_num_batched_tokens)
+        return self._decodes_s + (self._view.prefill_s(num_tokens, 0) or 0.0) <= objective_s
+
+    def misses_gaps(self) -> bool:
+        """Whether a step of the rows that decode now takes longer than their tightest objective."""
+        objective_s = self._view.tightest_itl_s
+        return bool(objective_s) and self.num_running > 1 and self._decodes_s > (objective_s or 0.0)
+
+    def newest_decoding(self) -> Request | None:
+        """The decoding request that started last and does not leave already."""
+        return self._view.newest_decoding()

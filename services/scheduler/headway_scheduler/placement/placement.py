@@ -23,25 +23,33 @@ from headway_scheduler.core.state.events import FinishedEvent, end_of
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.placement.cell_load import CellLoad
+from headway_scheduler.placement.policies import POLICIES, PlacementPolicy
+
+AGGREGATED = POLICIES["aggregated"]
 
 LEAST_ERROR, MOST_ERROR = 0.1, 0.5
 """Predicted times that differ by a smaller share are level; the models' own error counts between these bounds."""
 
 
 class Placed(NamedTuple):
-    """A request goes to a cell, chosen among ``num_choices``. The figures say why, in tokens."""
+    """A request goes to a cell, chosen among ``num_choices``. The figures say why, in tokens.
+
+    ``leaves``: it goes on elsewhere behind its prompt.
+    """
 
     request: Request
     cell: int
     num_choices: int
     num_cached_tokens: int
     num_tokens_ahead: int
+    leaves: bool = False
 
 
 class Placement:
     """The queue above the cells. Times in seconds."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, policy: PlacementPolicy = AGGREGATED) -> None:
+        self.policy = policy
         self._limits = limits
         order = ORDERS[limits.order]
         self._lengths = OutputLengths(is_used=order.predicts)
@@ -165,14 +173,14 @@ class Placement:
                 self._waiting.leave(request)
                 self._homeless[request.new.origin] = request
                 continue
-            accepting = [cell for cell in able if cell.accepts]
+            accepting = self.policy.cells_for(request, [cell for cell in able if cell.accepts])
             choices = [cell for cell in accepting if cell.has_room_for(request)]
             if not choices and self._waiting.queue.reason_to_preempt_for(request) is not None:
                 choices = [cell for cell in accepting if cell.may_make_room_for(request)]
-            return self._place(request, choices) if choices else None
+            return self._place(request, choices, able) if choices else None
         return None
 
-    def _place(self, request: Request, choices: Sequence[CellLoad]) -> Placed:
+    def _place(self, request: Request, choices: Sequence[CellLoad], able: Sequence[CellLoad]) -> Placed:
         options = [
             Placed(request, cell.number, len(choices), cell.num_cached_tokens(request), cell.num_tokens_ahead)
             for cell in choices
@@ -184,11 +192,15 @@ class Placement:
         error = max(LEAST_ERROR, *(cell.relative_error for cell in choices))
         level = min(wait for wait in waits if wait is not None) * (1.0 + min(error, MOST_ERROR))
         ranked = [
-            (cell.num_running, option.cell, option)
+            (self.policy.is_misplaced(request, cell), cell.num_running, option.cell, option, cell)
             for cell, option, wait in zip(choices, options, waits, strict=True)
             if wait is not None and wait <= level
         ]
-        placed = min(ranked)[2]
+        *_, placed, cell = min(ranked)
+        if self.policy.has_roles:
+            leaves = self.policy.leaves(request, cell, [other for other in able if other.accepts])
+            placed = placed._replace(leaves=leaves)
+            request.is_leaving = leaves
         self._leave(request)
         self._waiting.queue.record_start(request)
         self._placed[request.new.origin] = placed

@@ -1,0 +1,47 @@
+"""What an executor is for: prompts, decoding, or both.
+
+Owns: the roles, and how they are written. Must not know: what a policy makes of them.
+"""
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """Data, not a kind of executor: every executor can do everything, and its role may change while it runs."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it takes prompts."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether requests decode there."""
+        return self is not Role.PREFILL
+
+
+def roles_of(text: str, num_executors: int) -> tuple[Role, ...]:
+    """The roles of the first executors, from a list with commas; those beyond it are ``both``.
+
+    Raises:
+        ValueError: one line with what is allowed.
+    """
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    for word in words:
+        if word not in set(Role):
+            raise ValueError(f"roles: {word!r:.64} is not allowed; allowed: {', '.join(Role)}")
+    roles = tuple([Role(word) for word in words])
+    if len(roles) > num_executors:
+        raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at most {num_executors}, one for each executor")
+    if len(roles) == num_executors:
+        for what, are_there in (
+            ("prompts", any(role.prefills for role in roles)),
+            ("decoding", any(role.decodes for role in roles)),
+        ):
+            if not are_there:
+                raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at least one executor for {what}")
+    return roles
