@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
-from headway_process.addresses import check_link_address, check_metrics_address
+from headway_process.addresses import check_link_address, check_metrics_address, check_offered_address
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 
@@ -82,6 +82,20 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes them"
         ),
     ] = ""
+    block_address: Annotated[
+        str,
+        Meta(
+            description="where other executors pull KV blocks from this one's host memory: tcp://HOST:PORT, with a host "
+            "that they can reach; port 0 or *: any that is free; empty: nowhere"
+        ),
+    ] = ""
+    nixl_devices: Annotated[
+        str,
+        Meta(
+            description="network devices on which other executors pull KV blocks through NIXL, as UCX names them, for "
+            "example lo or mlx5_0:1; there NIXL asks nobody for a key; empty: no NIXL"
+        ),
+    ] = ""
     metrics_address: MetricsAddress = ""
     metrics_token_file: MetricsTokenFile = ""
     log_level: LogLevel = "info"
@@ -109,6 +123,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
         check_metrics_address(self.metrics_address, self.metrics_token_file)
+        if self.block_address:
+            check_offered_address("block_address", self.block_address, has_keys=bool(self.curve_keys))
         if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         check_ranges(self)
