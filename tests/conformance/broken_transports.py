@@ -4,6 +4,7 @@
 """
 
 import time
+import zlib
 from typing import ClassVar
 
 import numpy as np
@@ -142,8 +143,6 @@ class SignsWhatItSends(WrappedTransport):
     found_by = ("what_is_wrong_is_passed_on", "blocks_change_while_they_are_pulled")
 
     def pull(self, pool, address, host_blocks, **asked):
-        import zlib
-
         pulled = super().pull(pool, address, host_blocks, **asked)
         pulled.records["checksum"] = [zlib.crc32(block.data) for block in pulled.blocks]
         return pulled
@@ -198,7 +197,7 @@ class WaitsForTheDead(WrappedTransport):
         try:
             return super().pull(pool, address, host_blocks, **asked)
         except PullError:
-            time.sleep(8)
+            time.sleep(2.5)
             raise
 
 
@@ -206,7 +205,7 @@ class IgnoresTheTimeOut(WrappedTransport):
     found_by = ("an_owner_that_is_paused",)
 
     def pull(self, pool, address, host_blocks, *, block_bytes, timeout_s):
-        return super().pull(pool, address, host_blocks, block_bytes=block_bytes, timeout_s=20 * timeout_s)
+        return super().pull(pool, address, host_blocks, block_bytes=block_bytes, timeout_s=timeout_s + 2)
 
 
 class NeverForgives(WrappedTransport):
@@ -229,8 +228,17 @@ class NeverForgives(WrappedTransport):
 class ServesAfterItsEnd(WrappedTransport):
     found_by = ("an_owner_that_closed",)
 
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.serves = False
+
+    def register(self, memory):
+        self.serves = True
+        return super().register(memory)
+
     def close(self):
-        pass
+        if not self.serves:
+            super().close()
 
 
 class StopsAtAThousand(WrappedTransport):

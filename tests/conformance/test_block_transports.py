@@ -53,6 +53,7 @@ def test_a_broken_transport_is_found(broken):
             check_transport(case_named(name), wrapped(broken))
 
 
+@pytest.mark.deep
 def test_the_wrapper_that_broken_transports_derive_from_works():
     for name in sorted({name for broken in BROKEN for name in broken.found_by}):
         check_transport(case_named(name), wrapped(WrappedTransport))

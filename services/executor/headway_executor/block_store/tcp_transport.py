@@ -35,6 +35,7 @@ from headway_proto.columns import Int32Array
 from headway_proto.framing import FramingError
 
 _PARTS_UNDER_WAY = 4
+_ENDED = "the connection was refused or has ended"
 _ENDS = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
@@ -148,8 +149,7 @@ class _Connection:
         while received < len(host_blocks):
             while len(asked) < _PARTS_UNDER_WAY and (part := next(parts, None)) is not None:
                 asked[self._questions.next_sequence] = part
-                question = BlockQuestion(pool, block_bytes, host_blocks[part].tolist())
-                self._socket.send(self._questions.encode(question), zmq.NOBLOCK)
+                self._ask(BlockQuestion(pool, block_bytes, host_blocks[part].tolist()))
             answer = self._next_answer(deadline)
             if answer is None or answer.sequence not in asked:
                 continue  # damaged, or it came twice
@@ -167,6 +167,12 @@ class _Connection:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
+    def _ask(self, question: BlockQuestion) -> None:
+        try:
+            self._socket.send(self._questions.encode(question), zmq.NOBLOCK)
+        except zmq.Again:
+            raise PullError(_ENDED) from None
+
     def _next_answer(self, deadline: float) -> Answer | None:
         left_s = deadline - time.monotonic()
         ready = dict(self._poller.poll(max(0, math.ceil(left_s * 1000))))
@@ -177,7 +183,7 @@ class _Connection:
             except FramingError:
                 return None
         if self._monitor in ready:
-            raise PullError("the connection was refused or has ended")
+            raise PullError(_ENDED)
         raise PullError("no answer in time")
 
 

@@ -196,7 +196,7 @@ def _an_owner_that_starts_again(stage: TransportStage) -> None:
 def _many_blocks(stage: TransportStage) -> None:
     """A pull may be larger than any buffer on its way: many small blocks, and tens of megabytes."""
     puller = stage.puller()
-    for num_blocks, block_bytes in ((9000, 64), (48, 737_280)):
+    for num_blocks, block_bytes in ((5000, 64), (48, 737_280)):
         owner = stage.owner(num_blocks, block_bytes)
         blocks = np.random.default_rng(num_blocks).permutation(num_blocks).tolist()
         require_equal(puller.pull(owner, blocks, timeout_s=_LONG_TIMEOUT_S), blocks, 1, block_bytes)
