@@ -27,8 +27,7 @@ def transport_named(name: str) -> TransportUnderTest:
             serving={"block_address": "tcp://127.0.0.1:*"},
             serving_again={"block_address": f"tcp://127.0.0.1:{free_port()}"},
         )
-    lo = {"nixl_devices": "lo"}
-    return TransportUnderTest(NIXL, serving=lo, pulling=lo)
+    return TransportUnderTest(NIXL)
 
 
 NAMES = ["tcp"]

@@ -70,6 +70,17 @@ def pull_through(puller: TcpTransport, address: str, seed: int, times: int) -> t
     return whole, failures
 
 
+def test_no_answer_is_dropped_in_a_pull_of_thousands_of_parts(opened, monkeypatch):
+    monkeypatch.setattr(questions, "ANSWER_BYTES", 1)
+    blocks = np.zeros((1000, 64), np.uint8)
+    blocks[:, :2] = np.arange(1000, dtype=np.uint16)[:, None].view(np.uint8)
+    owner, puller = transport(opened, ANY_PORT), transport(opened)
+    address = owner.register(HostMemory("a-pool", "", np.zeros(1000, RECORD), blocks))
+    asked = np.random.default_rng(1).integers(0, 1000, 6000, dtype=np.int32)
+    pulled = puller.pull("a-pool", address, asked, block_bytes=64, timeout_s=60.0)
+    assert np.array_equal(pulled.blocks, blocks[asked])
+
+
 class BlindReader(AnswerReader):
     """Takes any answer for the oldest question, as a transport without numbers would."""
 
@@ -79,13 +90,13 @@ class BlindReader(AnswerReader):
         return answer._replace(sequence=self.num_read)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_lost_late_repeated_swapped_and_damaged_messages_never_give_another_block(memory, opened, seed):
     owner, puller = transport(opened, ANY_PORT), transport(opened)
     address = owner.register(memory)
     with FrameProxy("tcp://127.0.0.1:*", f"tcp://{address}", seed=seed, share=0.05) as proxy:
         front = proxy._front.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        whole, failures = pull_through(puller, front, seed, 60)
+        whole, failures = pull_through(puller, front, seed, 40)
         assert all(proxy.total(fault) for fault in FAULTS), proxy.counts
     assert whole > NUM_BLOCKS
     assert failures > 0

@@ -92,10 +92,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     nixl_devices: Annotated[
         str,
         Meta(
-            description="network devices on which other executors pull KV blocks through NIXL, as UCX names them, for "
-            "example lo or mlx5_0:1; there NIXL asks nobody for a key; empty: no NIXL"
+            description="network devices of the block transport nixl, as UCX names them, for example mlx5_0:1; there "
+            "NIXL asks nobody for a key"
         ),
-    ] = ""
+    ] = "lo"
     metrics_address: MetricsAddress = ""
     metrics_token_file: MetricsTokenFile = ""
     log_level: LogLevel = "info"

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from headway_executor.backend import BackendConfigError
-from headway_executor.block_store.questions import MAX_QUESTION_BYTES
+from headway_executor.block_store.questions import MAX_QUESTION_BYTES, PARTS_UNDER_WAY
 from headway_executor.block_store.transport import Bytes
 from headway_executor.config import EXECUTOR_SECRET_KEY
 from headway_process.addresses import check_offered_address
@@ -28,7 +28,9 @@ from headway_proto.framing import FramingError
 FIELD = "block_address"
 
 _LINK = "blocks"
-_MAX_WAITING_ANSWERS = 8
+_MAX_WAITING_ANSWERS = 4 * PARTS_UNDER_WAY
+"""Of one peer; more are dropped. Libzmq learns of answers that have left in batches of half of this."""
+
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
 _BELL = "inproc://bell"
 

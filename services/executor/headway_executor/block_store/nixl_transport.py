@@ -63,11 +63,11 @@ class _Read(NamedTuple):
 class NixlTransport:
     """See ``transport.BlockTransport``."""
 
-    def __init__(self, nixl_devices: str = "") -> None:
-        """``nixl_devices``: UCX's names, comma-separated; without any, nothing can be registered or pulled.
+    def __init__(self, nixl_devices: str = "lo") -> None:
+        """``nixl_devices``: UCX's names, with commas between them.
 
         Raises:
-            BackendConfigError: devices are named, and the package is missing or cannot use them.
+            BackendConfigError: the package is missing, or cannot use the devices.
         """
         self._devices = nixl_devices
         self._memory: HostMemory | None = None
@@ -75,18 +75,18 @@ class NixlTransport:
         self._server: Any = None
         self._sources: dict[str, _Source] = {}
         self._abandoned: list[_Read] = []
-        if nixl_devices and find_spec(_PACKAGE) is None:
+        if not nixl_devices:
+            raise BackendConfigError(f"{FIELD}: '' is not allowed; allowed: names of network devices, for example lo")
+        if find_spec(_PACKAGE) is None:
             raise BackendConfigError(
-                f"{FIELD}: {nixl_devices!r:.64} needs {_PACKAGE!r}, which is not installed; install the Python package "
-                f"{_PACKAGE!r}, or leave {FIELD} empty"
+                f"block_transports: 'nixl' needs {_PACKAGE!r}, which is not installed; install the Python package "
+                f"{_PACKAGE!r}, or leave it out"
             )
         # Now, since it takes seconds that a step does not have.
-        self._reader: Any = self._agent("reader", has_thread=False) if nixl_devices else None
+        self._reader: Any = self._agent("reader", has_thread=False)
 
     def register(self, memory: HostMemory) -> str:
         """See ``BlockTransport``."""
-        if not self._devices:
-            raise BackendConfigError(f"{FIELD}: '' is not allowed; allowed: names of network devices, for example lo")
         place = _Place(memory.name, b"", memory.records.ctypes.data, memory.blocks.ctypes.data, *memory.blocks.shape)
         self._memory = memory
         self._server = self._agent(memory.name, has_thread=True)
@@ -154,7 +154,7 @@ class NixlTransport:
 
     def _source(self, address: str) -> _Source:
         if self._reader is None:
-            raise PullError(f"{FIELD} is empty here, or the transport is closed")
+            raise PullError("the transport is closed")
         self._reader.get_new_notifs()  # so it notices who is gone
         if address not in self._sources:
             place = _place_of(address)

@@ -25,6 +25,9 @@ ANSWER_BYTES = 4 << 20
 
 MAX_BLOCK_BYTES = 256 << 20
 
+PARTS_UNDER_WAY = 4
+"""Questions of one puller that wait for answers."""
+
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1024
 

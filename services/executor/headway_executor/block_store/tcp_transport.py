@@ -20,6 +20,7 @@ from headway_executor.block_store.listener import FIELD, Listener
 from headway_executor.block_store.questions import (
     ANSWER_BYTES,
     MAX_BLOCK_BYTES,
+    PARTS_UNDER_WAY,
     Answer,
     Answerer,
     AnswerReader,
@@ -34,7 +35,6 @@ from headway_process.link_keys import load_own_keys
 from headway_proto.columns import Int32Array
 from headway_proto.framing import FramingError
 
-_PARTS_UNDER_WAY = 4
 _ENDED = "the connection was refused or has ended"
 _ENDS = (
     zmq.EVENT_CLOSED
@@ -147,7 +147,7 @@ class _Connection:
         asked: dict[int, slice] = {}
         received = 0
         while received < len(host_blocks):
-            while len(asked) < _PARTS_UNDER_WAY and (part := next(parts, None)) is not None:
+            while len(asked) < PARTS_UNDER_WAY and (part := next(parts, None)) is not None:
                 asked[self._questions.next_sequence] = part
                 self._ask(BlockQuestion(pool, block_bytes, host_blocks[part].tolist()))
             answer = self._next_answer(deadline)

@@ -1,0 +1,102 @@
+"""What a pull through each block transport costs, between two processes of this host.
+
+    python benchmarks/block_transports.py
+
+Owns: sizes, timing. Must not know: how a transport works.
+
+An owner process registers blocks and idles; this one pulls them at random, into new memory each time, as an executor
+does. The time of a pull of one block is the latency; larger pulls show the rate. Checking CRC32s is not included: it is the
+same for all. `nixl` is left out where its package is missing.
+"""
+
+import importlib.util
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.keys import make_keys
+from headway_conformance.block_transports import TransportUnderTest
+from headway_conformance.block_transports.stage import POOL, TransportStage
+from program import count, counts, parser_of, provenance, write_result
+
+SIZES = {"demo model, float32": 6 * 2 * 4 * 32 * 16 * 4, "135M model, float32": 30 * 2 * 3 * 64 * 16 * 4}
+"""Bytes of a block of 16 tokens: layers, keys and values, heads, their size, tokens, bytes of a number."""
+
+_MODULES = "headway_executor.block_store"
+_TIMEOUT_S = 30.0
+_WARM_PULLS = 3
+
+
+def main() -> None:
+    """Time the pulls and print them."""
+    parser = parser_of(__doc__, seed=1)
+    parser.add_argument("--blocks", type=counts, default=[1, 16, 64], help="blocks of a pull (default: 1,16,64)")
+    parser.add_argument("--pulls", type=count, default=60, help="pulls of each kind (default: %(default)s)")
+    parser.add_argument("--pool", type=count, default=128, help="blocks of the owner (default: %(default)s)")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="headway-keys-") as directory:
+        make_keys(Path(directory) / "keys")
+        for name, under_test in _transports(Path(directory) / "keys" / "executor").items():
+            for model, block_bytes in SIZES.items():
+                rows += _rows(name, under_test, model, block_bytes, arguments)
+    print(f"{'transport':12} {'block of':22} {'blocks':>6} {'P50 ms':>8} {'P99 ms':>8} {'GB/s':>6}")
+    for row in rows:
+        print(
+            f"{row['transport']:12} {row['model']:22} {row['blocks']:6} {row['p50_ms']:8.2f} {row['p99_ms']:8.2f} "
+            f"{row['gb_per_s']:6.2f}"
+        )
+    write_result(arguments.json, {"benchmark": "block_transports", "rows": rows, **provenance(arguments.seed)})
+
+
+def _transports(keys: Path) -> dict[str, TransportUnderTest]:
+    tcp = f"{_MODULES}.tcp_transport:TcpTransport"
+    port, own = {"block_address": "tcp://127.0.0.1:*"}, {"curve_keys": str(keys)}
+    found = {
+        "tcp": TransportUnderTest(tcp, serving=port),
+        "tcp, keys": TransportUnderTest(tcp, serving=port | own, pulling=own),
+    }
+    if importlib.util.find_spec("nixl") is not None:
+        found["nixl"] = TransportUnderTest(f"{_MODULES}.nixl_transport:NixlTransport")
+    return found
+
+
+def _rows(
+    name: str, under_test: TransportUnderTest, model: str, block_bytes: int, arguments: Any
+) -> list[dict[str, Any]]:
+    chance = np.random.default_rng(arguments.seed)
+    rows = []
+    with TransportStage(under_test) as stage:
+        owner = stage.owner(arguments.pool, block_bytes)
+        transport = under_test.puller_side()
+        for num_blocks in arguments.blocks:
+            times_ms = []
+            for _ in range(_WARM_PULLS + arguments.pulls):
+                blocks = chance.integers(0, arguments.pool, num_blocks, dtype=np.int32)
+                began = time.perf_counter()
+                transport.pull(POOL, owner.address, blocks, block_bytes=block_bytes, timeout_s=_TIMEOUT_S)
+                times_ms.append(1e3 * (time.perf_counter() - began))
+            times_ms = sorted(times_ms[_WARM_PULLS:])
+            p50_ms = statistics.median(times_ms)
+            rows.append(
+                {
+                    "transport": name,
+                    "model": model,
+                    "block_bytes": block_bytes,
+                    "blocks": num_blocks,
+                    "p50_ms": round(p50_ms, 3),
+                    "p99_ms": round(times_ms[math.ceil(0.99 * len(times_ms)) - 1], 3),
+                    "gb_per_s": round(num_blocks * block_bytes / p50_ms / 1e6, 3),
+                }
+            )
+        transport.close()
+    return rows
+
+
+if __name__ == "__main__":
+    main()
