@@ -58,6 +58,7 @@ def _transports(keys: Path) -> dict[str, TransportUnderTest]:
     tcp = f"{_MODULES}.tcp_transport:TcpTransport"
     port, own = {"block_address": "tcp://127.0.0.1:*"}, {"curve_keys": str(keys)}
     found = {
+        "shm": TransportUnderTest(f"{_MODULES}.shm_transport:ShmTransport"),
         "tcp": TransportUnderTest(tcp, serving=port),
         "tcp, keys": TransportUnderTest(tcp, serving=port | own, pulling=own),
     }

@@ -41,6 +41,9 @@ class WrappedBackend:
     def move_blocks(self, *, copies, swap_out, swap_in):
         self.inner.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
 
+    def load_blocks(self, contents, blocks):
+        self.inner.load_blocks(contents, blocks)
+
     def close(self):
         self.inner.close()
 

@@ -10,6 +10,7 @@ from broken_transports import BROKEN, WrappedTransport
 from headway_conformance import ConformanceFailure
 from headway_conformance.block_transports import CASES, TransportUnderTest, case_named, check_transport
 
+SHM = "headway_executor.block_store.shm_transport:ShmTransport"
 TCP = "headway_executor.block_store.tcp_transport:TcpTransport"
 NIXL = "headway_executor.block_store.nixl_transport:NixlTransport"
 
@@ -21,6 +22,8 @@ def free_port() -> int:
 
 
 def transport_named(name: str) -> TransportUnderTest:
+    if name == "shm":
+        return TransportUnderTest(SHM, outlives_owner=True)
     if name == "tcp":
         return TransportUnderTest(
             TCP,
@@ -30,7 +33,7 @@ def transport_named(name: str) -> TransportUnderTest:
     return TransportUnderTest(NIXL)
 
 
-NAMES = ["tcp"]
+NAMES = ["shm", "tcp"]
 if importlib.util.find_spec("nixl") is not None:
     NAMES.append("nixl")
 

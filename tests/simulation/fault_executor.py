@@ -109,7 +109,7 @@ class ExecutorProcess(Process):
                 self.state._block_table[row, last] ^= 1
                 self.is_flipped = True
 
-    # The four calls of a backend that the cycle uses.
+    # The calls of a backend that the cycle uses.
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         total = int(batch.num_scheduled_tokens.sum())

@@ -227,7 +227,7 @@ IMPOSSIBLE = {
     "new_blocks: row 3 is not live": {"new_blocks": encoded_pairs([(3, 9)])},
     "new_blocks: row 17 is outside 0 to 5": {"new_blocks": encoded_pairs([(17, 9)])},
     "new_blocks: row 4 would exceed 9 blocks": {"new_blocks": encoded_pairs([(4, block) for block in range(7)])},
-    "new_blocks: 12 bytes are not two columns": {"new_blocks": bytes(12)},
+    "new_blocks: 12 bytes are not 2 columns": {"new_blocks": bytes(12)},
     "num_scheduled_tokens: row 0 is not live": {"num_scheduled_tokens": encoded_pairs([(0, 1)])},
     "num_scheduled_tokens: row 4 is listed twice": {"num_scheduled_tokens": encoded_pairs([(4, 1), (4, 2)])},
     "num_scheduled_tokens: count -1 is outside 0 to 30": {"num_scheduled_tokens": encoded_pairs([(4, -1)])},

@@ -299,7 +299,15 @@ def test_an_address_that_cannot_be_offered_is_refused(memory, opened, address, a
     assert "\n" not in str(refused.value)
     if address:
         with pytest.raises(ValueError, match=r"^block_address: "):
-            ExecutorConfig(block_address=address).validate()
+            ExecutorConfig(block_address=address, block_transports="shm,tcp").validate()
+
+
+def test_a_configured_address_needs_the_transport():
+    ExecutorConfig(block_address=ANY_PORT, block_transports="shm, tcp").validate()
+    with pytest.raises(
+        ValueError, match=r"^block_address: 'tcp://127.0.0.1:0' is not allowed; .*block_transports has tcp"
+    ):
+        ExecutorConfig(block_address=ANY_PORT).validate()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])

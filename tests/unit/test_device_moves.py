@@ -114,6 +114,12 @@ class FakeQueues:
         host_blocks, blocks = pairs.tolist()
         self.work(SWAPS, [("host", host_blocks)], [("block", blocks)])
 
+    def load(self, contents, blocks):
+        self.work(SWAPS, [], [("block", blocks.tolist())])
+
+    def scratch(self, num_blocks):
+        return self
+
     def copy(self, pairs):
         sources, destinations = pairs.tolist()
         self.work(STEPS, [("block", sources)], [("block", destinations)])

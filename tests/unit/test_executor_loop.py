@@ -400,7 +400,7 @@ def test_swapping_in_what_an_earlier_epoch_swapped_out_asks_for_a_new_epoch():
     feed(cycle, scheduler, scheduler.step(swap_out=column_pair([0], [60])), scheduler.new_epoch(4))
     back = scheduler.admit(0, [5, 6, 7, 8], [1], computed=3, swap_in=column_pair([60], [1]))
     (request,) = feed(cycle, scheduler, back)
-    assert request.reason == "step 0: swap_in: host block 60 holds nothing that this epoch swapped out"
+    assert request.reason == "step 0: swap_in: host block 60 holds nothing that this epoch swapped out or exported"
 
 
 def column_pair(first: list[int], second: list[int]) -> bytes:

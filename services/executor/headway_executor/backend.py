@@ -8,17 +8,21 @@ no token values, so step k + 1 may come before the backend has reported step k.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from headway_proto.columns import Int32Array
+from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
 
 AUTOMATIC_SWAP_SPACE = -1
 """The ``swap_space_mib`` that lets a backend decide."""
+
+HostMemorySource: TypeAlias = Callable[[int, int, str], NDArray[np.uint8] | None]
+"""See ``BackendConfig``."""
 
 NO_SPECULATION: Int32Array = np.empty((3, 0), dtype=np.int32)
 """``StepResult.accepted_tokens`` of no rows."""
@@ -32,11 +36,21 @@ def _ignore_warning(what: str) -> None:
     del what
 
 
+def _no_host_memory(num_blocks: int, block_bytes: int, layout: str) -> NDArray[np.uint8] | None:
+    del num_blocks, block_bytes, layout
+    return None
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a backend; it decides those that are 0 or "auto".
 
     ``speculation``: "off", "ngram", or "draft" with the checkpoint ``draft_model``. A long opening calls
     ``progress(what, done, total)``; ``warn`` gets one line about anything unusual.
+
+    ``host_memory(num_blocks, block_bytes, layout)`` gives the memory of host blocks, uint8, ``[num_blocks,
+    block_bytes]``, or None: the backend takes its own. It may hold blocks of an earlier process, which opening must not
+    change. ``layout`` is any text that is the same for blocks whose bytes mean the same. A backend asks also with
+    ``num_blocks`` 0; only its last question counts. The cost of a swap then includes a CRC32 of each block on its way out.
     """
 
     model: str
@@ -57,6 +71,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: str = "off"
     draft_model: str = ""
     num_speculative_tokens: int = 8
+    host_memory: HostMemorySource = _no_host_memory
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +97,9 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     ``num_speculative_tokens`` (``[r]``, or None) limits the proposals behind each row's one token (rule 9 of
     ``headway_proto.step``). Blocks cover them.
+
+    ``stale_rows`` (``[s]``, ascending) are new rows of this step. Their blocks hold anything until they finish, and what
+    they draw is ignored; the other rows are unaffected.
     """
 
     step: int
@@ -94,6 +112,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     samples: Int32Array
     block_table: Int32Array
     num_speculative_tokens: Int32Array | None = None
+    stale_rows: Int32Array = EMPTY_COLUMN
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +136,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class ExecutorBackend(Protocol):
-    """Four calls. Backends are in the entry point group ``headway.executor_backends``."""
+    """Five calls. Backends are in the entry point group ``headway.executor_backends``."""
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """Load the model, reserve the KV pool, warm up.
@@ -138,13 +157,24 @@ class ExecutorBackend(Protocol):
         """
         ...
 
-    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Swap out, swap in, then copy blocks before the next ``execute``. Each int32, ``[2, n]``.
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> Future[None] | None:
+        """Swap out, swap in, then copy blocks, behind all earlier calls and before the next ``execute``.
 
-        The next step's ``finished_rows`` and ``new_rows`` take effect later.
+        Each int32, ``[2, n]``. The next step's ``finished_rows`` and ``new_rows`` take effect later. There may be several
+        calls before a step. The future, if there is one, is done once swapped-out blocks are in the host memory.
 
         Raises:
             Exception: as of ``execute``; the next step is then not run.
+        """
+        ...
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        """Fill device blocks, int32, ``[n]``, with contents, ``[n, block_bytes]``, of host memory of the same layout.
+
+        In order with ``move_blocks``. The contents are the backend's to keep.
+
+        Raises:
+            Exception: as of ``move_blocks``.
         """
         ...
 

@@ -8,22 +8,39 @@ Everything is checked: a wrong but plausible diff would make a backend read anot
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_executor.backend import NewRow, StepBatch
-from headway_proto.columns import Int32Array, decode_column, decode_columns
-from headway_proto.step import BackendInfo, NewRequest, SchedulerOutput, state_digest
+from headway_executor.diff_checks import (
+    ImpossibleDiff,
+    Pull,
+    check_distinct,
+    check_range,
+    checked_pull,
+    decoded,
+    decoded_group,
+)
+from headway_proto.columns import Int32Array
+from headway_proto.step import (
+    BackendInfo,
+    NewRequest,
+    SchedulerOutput,
+    TransferringOutput,
+    state_digest,
+)
 
-
-class ImpossibleDiff(ValueError):  # noqa: N818 (it names the finding)
-    """A diff contradicts the state: the epoch is lost."""
+_NO_ROWS = np.empty(0, dtype=np.int32)
+_NO_BLOCKS = np.empty((2, 0), dtype=np.int32)
 
 
 class BlockMoves(NamedTuple):
-    """Each int32, shape ``[2, n]``."""
+    """Columns are int32, shape ``[2, n]``; ``exports`` follow the step, the others come before it."""
 
     copies: Int32Array
     swap_out: Int32Array
     swap_in: Int32Array
+    exports: Int32Array = _NO_BLOCKS
+    pulls: tuple[Pull, ...] = ()
 
 
 class AppliedStep(NamedTuple):
@@ -31,10 +48,6 @@ class AppliedStep(NamedTuple):
 
     batch: StepBatch
     moves: BlockMoves | None
-
-
-_NO_ROWS = np.empty(0, dtype=np.int32)
-_NO_BLOCKS = np.empty((2, 0), dtype=np.int32)
 
 
 class BatchState:
@@ -108,6 +121,11 @@ class BatchState:
         return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table)
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._info.block_size
+
+    @property
     def live_rows(self) -> Int32Array:
         """The live rows, ascending, int32, read-only."""
         return self._rows
@@ -122,7 +140,7 @@ class BatchState:
         if finished.size or new_rows:
             self._set_rows(np.flatnonzero(self._live).astype(np.int32))
         new_blocks = self._append_blocks(output) if output.new_blocks or new_rows else _NO_BLOCKS
-        moves = self._block_moves(output)
+        moves = self._block_moves(output, new_rows)
         rows, scheduled, computed, samples = self._advance(output)
         speculative = None
         if output.num_speculative_tokens:
@@ -146,9 +164,9 @@ class BatchState:
         return AppliedStep(batch, moves)
 
     def _finish(self, column: bytes) -> Int32Array:
-        rows = _column(column, "finished_rows")
-        _check_range(rows, len(self._live), "finished_rows: row")
-        _check_distinct(rows, "finished_rows: row")
+        rows = decoded(column, "finished_rows")
+        check_range(rows, len(self._live), "finished_rows: row")
+        check_distinct(rows, "finished_rows: row")
         if not self._live[rows].all():
             raise ImpossibleDiff(f"finished_rows: row {rows[~self._live[rows]][0]} is not live")
         self._live[rows] = False
@@ -157,14 +175,14 @@ class BatchState:
 
     def _admit(self, request: NewRequest) -> NewRow:
         row = request.row
-        token_ids = _column(request.token_ids, "token_ids")
+        token_ids = decoded(request.token_ids, "token_ids")
         if not 0 <= row < len(self._live):
             raise ImpossibleDiff(f"new row {row} is outside 0 to {len(self._live) - 1}")
         if self._live[row]:
             raise ImpossibleDiff(f"new row {row} is already live")
         if not 0 < len(token_ids) <= self._info.max_model_len:
             raise ImpossibleDiff(f"new row {row} has {len(token_ids)} tokens; allowed: 1 to {self._info.max_model_len}")
-        _check_range(token_ids, self._info.vocab_size, f"new row {row}: token id")
+        check_range(token_ids, self._info.vocab_size, f"new row {row}: token id")
         if not 0 < request.num_prompt_tokens <= len(token_ids):
             raise ImpossibleDiff(f"new row {row} has {request.num_prompt_tokens} prompt tokens of {len(token_ids)}")
         if not 0 <= request.num_computed_tokens < len(token_ids):
@@ -182,14 +200,14 @@ class BatchState:
         )
 
     def _append_blocks(self, output: SchedulerOutput) -> Int32Array:
-        groups = [_columns(output.new_blocks, "new_blocks")]
+        groups = [decoded_group(output.new_blocks, "new_blocks")]
         for request in reversed(output.scheduled_new_reqs):
-            blocks = _column(request.block_ids, "block_ids")
+            blocks = decoded(request.block_ids, "block_ids")
             groups.insert(0, np.stack((np.full_like(blocks, request.row), blocks)))
         new_blocks = np.concatenate(groups, axis=1) if len(groups) > 1 else groups[0]
         rows, blocks = new_blocks
-        _check_range(rows, len(self._live), "new_blocks: row")
-        _check_range(blocks, self._info.num_blocks, "new_blocks: block")
+        check_range(rows, len(self._live), "new_blocks: row")
+        check_range(blocks, self._info.num_blocks, "new_blocks: block")
         if not self._live[rows].all():
             raise ImpossibleDiff(f"new_blocks: row {rows[~self._live[rows]][0]} is not live")
         # A row may get several blocks in one step; they keep the order of the column.
@@ -204,33 +222,61 @@ class BatchState:
         np.add.at(self._num_blocks, rows, 1)
         return new_blocks
 
-    def _block_moves(self, output: SchedulerOutput) -> BlockMoves | None:
-        if not (output.block_copies or output.swap_out or output.swap_in):
+    def _block_moves(self, output: SchedulerOutput, new_rows: tuple[NewRow, ...]) -> BlockMoves | None:
+        transfers = output if isinstance(output, TransferringOutput) else None
+        if not (output.block_copies or output.swap_out or output.swap_in or transfers):
             return None
         moves = BlockMoves(
-            copies=_columns(output.block_copies, "block_copies"),
-            swap_out=_columns(output.swap_out, "swap_out"),
-            swap_in=_columns(output.swap_in, "swap_in"),
+            copies=decoded_group(output.block_copies, "block_copies"),
+            swap_out=decoded_group(output.swap_out, "swap_out"),
+            swap_in=decoded_group(output.swap_in, "swap_in"),
+            exports=decoded_group(transfers.exports, "exports") if transfers else _NO_BLOCKS,
+            pulls=tuple([checked_pull(pull) for pull in transfers.pulls]) if transfers else (),
         )
-        _check_range(moves.copies, self._info.num_blocks, "block_copies: block")
-        _check_range(moves.swap_out[0], self._info.num_blocks, "swap_out: device block")
-        _check_range(moves.swap_in[1], self._info.num_blocks, "swap_in: device block")
+        check_range(moves.copies, self._info.num_blocks, "block_copies: block")
+        check_range(moves.swap_out[0], self._info.num_blocks, "swap_out: device block")
+        check_range(moves.swap_in[1], self._info.num_blocks, "swap_in: device block")
+        check_range(moves.exports[0], self._info.num_blocks, "exports: device block")
         self._swap(moves)
+        if moves.pulls:
+            self._check_pulled(moves, new_rows)
         return moves
 
     def _swap(self, moves: BlockMoves) -> None:
-        written, read = moves.swap_out[1], moves.swap_in[0]
+        written, read, exported = moves.swap_out[1], moves.swap_in[0], moves.exports[1]
         num_host_blocks = len(self._host_block_written)
-        if not num_host_blocks and (written.size or read.size):
-            raise ImpossibleDiff(f"{'swap_out' if written.size else 'swap_in'}: this executor has no host blocks")
-        _check_range(written, num_host_blocks, "swap_out: host block")
-        _check_range(read, num_host_blocks, "swap_in: host block")
-        _check_distinct(written, "swap_out: host block")
-        _check_distinct(moves.swap_in[1], "swap_in: device block")
+        for field, blocks in (("swap_out", written), ("swap_in", read), ("exports", exported)):
+            if blocks.size and not num_host_blocks:
+                raise ImpossibleDiff(f"{field}: this executor has no host blocks")
+            check_range(blocks, num_host_blocks, f"{field}: host block")
+        check_distinct(written, "swap_out: host block")
+        if exported.size:
+            check_distinct(np.concatenate((written, exported)), "swap_out and exports: host block")
+        check_distinct(moves.swap_in[1], "swap_in: device block")
         self._host_block_written[written] = True
         if not self._host_block_written[read].all():
             empty = read[~self._host_block_written[read]][0]
-            raise ImpossibleDiff(f"swap_in: host block {empty} holds nothing that this epoch swapped out")
+            raise ImpossibleDiff(f"swap_in: host block {empty} holds nothing that this epoch swapped out or exported")
+        # Behind the step: what it swaps in is older.
+        self._host_block_written[exported] = True
+
+    def _check_pulled(self, moves: BlockMoves, new_rows: tuple[NewRow, ...]) -> None:
+        pulled = np.concatenate([pull.blocks[2] for pull in moves.pulls])
+        check_range(pulled, self._info.num_blocks, "pulls: device block")
+        check_distinct(np.concatenate((moves.swap_in[1], pulled)), "swap_in and pulls: device block")
+        is_new = np.zeros(len(self._live), dtype=bool)
+        is_new[[new.row for new in new_rows]] = True
+        for rows, is_wanted in ((np.flatnonzero(is_new), True), (np.flatnonzero(self._live & ~is_new), False)):
+            wrong = np.isin(pulled, self._blocks_of(rows)) != is_wanted
+            if wrong.any():
+                problem = "is in no new row of this step" if is_wanted else "is in a row of earlier steps"
+                raise ImpossibleDiff(f"pulls: device block {pulled[wrong][0]} {problem}")
+
+    def _blocks_of(self, rows: NDArray[np.integer]) -> Int32Array:
+        counts = self._num_blocks[rows]
+        width = int(counts.max(initial=0))
+        found: Int32Array = self._block_table[rows, :width][np.arange(width) < counts[:, None]]
+        return found
 
     def _advance(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
         """Return (rows, scheduled, computed before this step, samples)."""
@@ -262,9 +308,9 @@ class BatchState:
         return rows, scheduled, computed, samples
 
     def _speculate(self, column: bytes, rows: Int32Array, scheduled: Int32Array, samples: Int32Array) -> Int32Array:
-        speculating, counts = group = _columns(column, "num_speculative_tokens")
-        _check_range(speculating, len(self._live), "num_speculative_tokens: row")
-        _check_range(counts - 1, self._info.max_speculative_tokens, "num_speculative_tokens: count less one")
+        speculating, counts = group = decoded_group(column, "num_speculative_tokens")
+        check_range(speculating, len(self._live), "num_speculative_tokens: row")
+        check_range(counts - 1, self._info.max_speculative_tokens, "num_speculative_tokens: count less one")
         if len(speculating) > 1 and (np.diff(speculating) <= 0).any():
             raise ImpossibleDiff("num_speculative_tokens: the rows do not ascend")
         places = np.searchsorted(rows, speculating)
@@ -286,10 +332,10 @@ class BatchState:
         return _read_only(speculative)
 
     def _with_exceptions(self, column: bytes) -> tuple[Int32Array, Int32Array]:
-        rows, counts = _columns(column, "num_scheduled_tokens")
-        _check_range(rows, len(self._live), "num_scheduled_tokens: row")
-        _check_range(counts, self._info.max_model_len + 1, "num_scheduled_tokens: count")
-        _check_distinct(rows, "num_scheduled_tokens: row")
+        rows, counts = decoded_group(column, "num_scheduled_tokens")
+        check_range(rows, len(self._live), "num_scheduled_tokens: row")
+        check_range(counts, self._info.max_model_len + 1, "num_scheduled_tokens: count")
+        check_distinct(rows, "num_scheduled_tokens: row")
         if not self._live[rows].all():
             raise ImpossibleDiff(f"num_scheduled_tokens: row {rows[~self._live[rows]][0]} is not live")
         scheduled = self._one_each.copy()
@@ -307,29 +353,3 @@ class BatchState:
 def _read_only(array: Int32Array) -> Int32Array:
     array.flags.writeable = False
     return array
-
-
-def _column(data: bytes, field: str) -> Int32Array:
-    try:
-        return decode_column(data)
-    except ValueError as error:
-        raise ImpossibleDiff(f"{field}: {len(data)} bytes are not a column") from error
-
-
-def _columns(data: bytes, field: str) -> Int32Array:
-    try:
-        return decode_columns(data, 2)
-    except ValueError as error:
-        raise ImpossibleDiff(f"{field}: {len(data)} bytes are not two columns") from error
-
-
-def _check_range(values: Int32Array, end: int, what: str) -> None:
-    if values.size and not (values.min() >= 0 and values.max() < end):
-        wrong = values[(values < 0) | (values >= end)].flat[0]
-        raise ImpossibleDiff(f"{what} {wrong} is outside 0 to {end - 1}")
-
-
-def _check_distinct(values: Int32Array, what: str) -> None:
-    distinct, counts = np.unique(values, return_counts=True)
-    if len(distinct) != len(values):
-        raise ImpossibleDiff(f"{what} {distinct[counts.argmax()]} is listed twice")

@@ -82,11 +82,25 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="directory with scheduler.key and executor.key_secret, as zmq.auth.create_certificates writes them"
         ),
     ] = ""
+    host_pool: Annotated[
+        Literal["shm", "private"],
+        Meta(
+            description="memory of KV blocks outside the device; shm: a file in /dev/shm, which other executors of this host "
+            "and a later process can read; private: it ends with the process"
+        ),
+    ] = "shm"
+    block_transports: Annotated[
+        str,
+        Meta(
+            description="ways to reach KV blocks of other executors and to offer one's own, best first, comma-separated; "
+            "empty: none"
+        ),
+    ] = "shm"
     block_address: Annotated[
         str,
         Meta(
-            description="where other executors pull KV blocks from this one's host memory: tcp://HOST:PORT, with a host "
-            "that they can reach; port 0 or *: any that is free; empty: nowhere"
+            description="where the block transport tcp offers this executor's blocks: tcp://HOST:PORT, with a host that the "
+            "others can reach; port 0 or *: any that is free; empty: nowhere, and tcp only pulls"
         ),
     ] = ""
     nixl_devices: Annotated[
@@ -125,6 +139,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_metrics_address(self.metrics_address, self.metrics_token_file)
         if self.block_address:
             check_offered_address("block_address", self.block_address, has_keys=bool(self.curve_keys))
+            if "tcp" not in self.block_transports.replace(" ", "").split(","):
+                raise _refusal("block_address", self.block_address, "nothing, unless block_transports has tcp")
         if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         check_ranges(self)

@@ -5,7 +5,7 @@ for what.
 
 For each step, a backend calls on one thread:
 
-1. ``move``, if blocks move: swaps go to their own stream, copies to the steps' stream;
+1. ``move`` and ``load``, if blocks move: swaps go to their own stream, copies to the steps' stream;
 2. ``before_step``, before its first launch;
 3. ``after_step``, behind its last launch, also if it failed: part of it may run;
 4. ``move_time_us``, once its result is there, from any thread.
@@ -13,6 +13,7 @@ For each step, a backend calls on one thread:
 Only opening, measuring and closing wait for the device.
 """
 
+import copy
 from collections import deque
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import StepBatch
-from headway_executor.host_pool import allocate_blocks
+from headway_executor.host_pool import HostBytes, allocate_blocks, as_blocks
 from headway_executor.move_fences import NOTHING, MoveFences, RowBlocks
 from headway_proto.columns import Int32Array
 
@@ -91,6 +92,10 @@ class MoveQueues(Protocol):
         """Swap (host block, block)."""
         ...
 
+    def load(self, contents: HostBytes, blocks: Int32Array) -> None:
+        """Fill blocks, int32, ``[n]``, behind the swaps."""
+        ...
+
     def copy(self, pairs: Int32Array) -> None:
         """Copy (source, destination), behind the steps."""
         ...
@@ -99,13 +104,29 @@ class MoveQueues(Protocol):
         """Wait until both queues are empty."""
         ...
 
+    def scratch(self, num_blocks: int) -> "MoveQueues":
+        """The same queues with other host blocks, to measure with."""
+        ...
+
 
 class _CudaQueues:
     """The pool ``layers`` is ``[num_layers, num_blocks, *block]``, contiguous."""
 
-    def __init__(self, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        layers: Tensor,
+        *,
+        num_host_blocks: int,
+        compute_stream: torch.cuda.Stream,
+        memory: HostBytes | None = None,
+    ) -> None:
         self._layers = layers
-        self._host = allocate_blocks((num_host_blocks, layers.shape[0], *layers.shape[2:]), layers.dtype, layers.device)
+        shape = (num_host_blocks, layers.shape[0], *layers.shape[2:])
+        self._host = (
+            allocate_blocks(shape, layers.dtype, layers.device)
+            if memory is None
+            else as_blocks(memory, shape, layers.dtype)
+        )
         self._steps = compute_stream
         # A step waits for its swap-in, and swaps take little of the device: so they have priority.
         self._swaps: torch.cuda.Stream = _untyped_cuda.Stream(layers.device, priority=_HIGH_PRIORITY)
@@ -123,7 +144,7 @@ class _CudaQueues:
         return cast(Mark, self._steps.record_event(_untyped_cuda.Event(enable_timing=timed)))
 
     def mark_swaps(self) -> Mark:
-        return cast(Mark, self._swaps.record_event(_untyped_cuda.Event(enable_timing=True)))
+        return cast(Mark, self._swaps.record_event(_untyped_cuda.Event(enable_timing=True, blocking=True)))
 
     def steps_wait(self, mark: Mark) -> None:
         self._steps.wait_event(cast(torch.cuda.Event, mark))
@@ -143,6 +164,13 @@ class _CudaQueues:
         with torch.cuda.stream(self._swaps):
             block_moves.swap_in(self._layers, self._host, self._column(pairs))
 
+    def load(self, contents: HostBytes, blocks: Int32Array) -> None:
+        layers = self._layers
+        with torch.cuda.stream(self._swaps):
+            others = as_blocks(contents, (len(blocks), *self._host.shape[1:]), layers.dtype).pin_memory()
+            index = torch.from_numpy(blocks.astype(np.int64)).pin_memory().to(layers.device, non_blocking=True)
+            layers.index_copy_(1, index, others.to(layers.device, non_blocking=True).transpose(0, 1))
+
     def copy(self, pairs: Int32Array) -> None:
         from headway_kernels.gpu import block_moves
 
@@ -152,6 +180,11 @@ class _CudaQueues:
     def synchronize(self) -> None:
         self._steps.synchronize()
         self._swaps.synchronize()
+
+    def scratch(self, num_blocks: int) -> MoveQueues:
+        other = copy.copy(self)
+        other._host = allocate_blocks((num_blocks, *self._host.shape[1:]), self._host.dtype, self._layers.device)  # noqa: SLF001
+        return other
 
     def _column(self, pairs: Int32Array) -> Tensor:
         """From unpinned memory, the copy might wait."""
@@ -179,23 +212,35 @@ class DeviceMoves:
         self._swap_us = 0.0
 
     @classmethod
-    def of_pool(cls, layers: Tensor, *, num_host_blocks: int, compute_stream: torch.cuda.Stream) -> "DeviceMoves":
-        """The moves of a CUDA pool. Raises ``BackendConfigError``: no memory for host blocks."""
-        return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream))
+    def of_pool(
+        cls,
+        layers: Tensor,
+        *,
+        num_host_blocks: int,
+        compute_stream: torch.cuda.Stream,
+        memory: HostBytes | None = None,
+    ) -> "DeviceMoves":
+        """The moves of a CUDA pool; ``memory``: pinned, for the host blocks.
+
+        Raises:
+            BackendConfigError: no memory for host blocks.
+        """
+        return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream, memory=memory))
 
     @property
     def num_host_blocks(self) -> int:
         """See ``BlockMover``."""
         return self._queues.num_host_blocks
 
-    def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Queue the next step's moves. Each int32, ``[2, n]``."""
+    def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> Mark | None:
+        """Queue moves between two steps. Each int32, ``[2, n]``. Return the end of the swap-out."""
         self._check_ended()
+        swapped_out: Mark | None = None
         if swap_out.shape[1]:
             self._swaps_after(self._fences.swap_out(swap_out[0]))
             start = self._queues.mark_swaps()
             self._queues.swap_out(swap_out)
-            self._mark_swap(start, swap_out.shape[1])
+            swapped_out = self._mark_swap(start, swap_out.shape[1])
         if swap_in.shape[1]:
             self._swaps_after(self._fences.swap_in(swap_in[1]))
             start = self._queues.mark_swaps()
@@ -208,6 +253,15 @@ class DeviceMoves:
             end = self._queues.mark_steps(timed=True)
             self._work.append((self._fences.num_given, end))
             self._coming.append(_TimedMove(start, end, copies.shape[1]))
+        return swapped_out
+
+    def load(self, contents: HostBytes, blocks: Int32Array) -> None:
+        """Queue contents from elsewhere, uint8, ``[n, block_bytes]``, for ``blocks``, int32, ``[n]``."""
+        self._check_ended()
+        self._swaps_after(self._fences.swap_in(blocks))
+        start = self._queues.mark_swaps()
+        self._queues.load(contents, blocks)
+        self._mark_swap(start, len(blocks))
 
     def before_step(self, batch: StepBatch) -> None:
         """Make the step wait for its moves."""
@@ -245,13 +299,14 @@ class DeviceMoves:
         if not len(blocks):
             return 0.0
         pairs = np.stack((blocks, blocks))
+        queues = self._queues.scratch(len(blocks))
         times_ms = []
         for _ in range(1 + _TIMED_ROUNDS):
-            self._queues.synchronize()
-            start = self._queues.mark_swaps()
-            self._queues.swap_out(pairs)
-            self._queues.swap_in(pairs)
-            end = self._queues.mark_swaps()
+            queues.synchronize()
+            start = queues.mark_swaps()
+            queues.swap_out(pairs)
+            queues.swap_in(pairs)
+            end = queues.mark_swaps()
             end.synchronize()
             times_ms.append(start.elapsed_time(end))
         self._swap_us = min(times_ms[1:]) * 1e3 / (2 * len(blocks))
@@ -261,10 +316,11 @@ class DeviceMoves:
         """Wait for the device: torch does not track its use of host blocks."""
         self._queues.synchronize()
 
-    def _mark_swap(self, start: Mark, num_blocks: int) -> None:
+    def _mark_swap(self, start: Mark, num_blocks: int) -> Mark:
         end = self._queues.mark_swaps()
         self._swaps.append((self._fences.num_swaps, end))
         self._coming.append(_TimedMove(start, end, num_blocks))
+        return end
 
     def _swaps_after(self, work: int) -> None:
         if work != NOTHING:

@@ -4,31 +4,49 @@ Owns: their memory, moving them. Must not know: rows.
 """
 
 import math
+import zlib
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError
+from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError, HostMemorySource
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
 from headway_proto.columns import Int32Array
+
+HostBytes: TypeAlias = NDArray[np.uint8]
 
 _SHARE = 0.25
 _MOST_PINNED_BYTES = 2 << 30
 _STAGED_BYTES = 64 << 20
 _MOST_BLOCKS = 1 << 30
 _MIB = 1 << 20
+_MAPPED = 3
+"""``cudaHostRegisterPortable | cudaHostRegisterMapped``: kernels read it at the host's addresses."""
+
+# It has no types.
+_untyped_cuda: Any = torch.cuda
 
 
 class HostPool:
-    """Blocks of ``block_shape`` numbers: all layers of a device block."""
+    """Blocks of ``block_shape`` numbers: all layers of a device block. ``memory``: theirs, if it comes from elsewhere."""
 
     def __init__(
-        self, *, num_blocks: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        num_blocks: int,
+        block_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: HostBytes | None = None,
     ) -> None:
         self.num_blocks = num_blocks
-        self._blocks = allocate_blocks((num_blocks, *block_shape), dtype, device)
+        self.is_recorded = memory is not None
+        shape = (num_blocks, *block_shape)
+        self._blocks = allocate_blocks(shape, dtype, device) if memory is None else as_blocks(memory, shape, dtype)
         self._is_staged = device.type != "cpu"
         self._in_one_go = max(1, _STAGED_BYTES // max(1, self._blocks[:1].nbytes))
 
@@ -58,9 +76,50 @@ class HostPool:
             layers.index_copy_(1, block_index(blocks[part], layers), staged.transpose(0, 1))
         _wait_for(layers.device)
 
+    def fill(self, layers: Tensor, contents: HostBytes, blocks: Int32Array) -> None:
+        """Fill ``blocks`` with contents of other pools, uint8, ``[n, block_bytes]``."""
+        others = as_blocks(contents, (len(blocks), *self._blocks.shape[1:]), layers.dtype)
+        if not self._is_staged:
+            for block, content in zip(blocks.tolist(), others, strict=True):
+                layers[:, block].copy_(content)
+            return
+        for part in self._parts(len(blocks)):
+            staged = others[part].to(layers.device)
+            layers.index_copy_(1, block_index(blocks[part], layers), staged.transpose(0, 1))
+        _wait_for(layers.device)
+
+    def check_all(self, host_blocks: Int32Array) -> None:
+        """Compute the checksums that records of these blocks need."""
+        for host_block in host_blocks.tolist():
+            zlib.crc32(self._blocks[host_block].view(torch.uint8).numpy().data)
+
     def _parts(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self._in_one_go):
             yield slice(start, min(start + self._in_one_go, count))
+
+
+def memory_for(
+    source: HostMemorySource, *, num_blocks: int, block_bytes: int, layout: str, device: torch.device
+) -> HostBytes | None:
+    """Ask for the memory of host blocks; None: they take their own."""
+    memory = source(num_blocks, block_bytes, layout)
+    if memory is None or device.type == "cpu" or _pin(memory):
+        return memory
+    source(0, block_bytes, layout)
+    return None
+
+
+def as_blocks(memory: HostBytes, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """View bytes, ``[n, block_bytes]``, as blocks of numbers."""
+    return torch.from_numpy(memory.reshape(-1)).view(dtype).view(shape)
+
+
+def _pin(memory: HostBytes) -> bool:
+    """Let the device copy from and to this memory; return whether it can."""
+    try:
+        return int(_untyped_cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _MAPPED)) == 0
+    except (AssertionError, RuntimeError):  # no device
+        return False
 
 
 def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

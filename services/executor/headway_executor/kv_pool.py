@@ -3,15 +3,16 @@
 Owns: its memory, moving blocks. Must not know: rows, attention.
 """
 
+import math
 import time
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway_executor.backend import BackendConfig
+from headway_executor.backend import BackendConfig, HostMemorySource
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
-from headway_executor.host_pool import HostPool, block_index
+from headway_executor.host_pool import HostBytes, HostPool, block_index, memory_for
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import check_pool_size
 from headway_proto.columns import Int32Array
@@ -27,7 +28,7 @@ class KvPool:
     """Blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
     ``layers`` is ``[num_layers, num_blocks, *block_shape]``, at first zeros. ``num_host_blocks`` take swapped-out
-    blocks.
+    blocks, in memory of ``host_memory`` (see ``BackendConfig``).
 
     Raises:
         BackendConfigError: the main memory cannot be had.
@@ -43,13 +44,19 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        host_memory: HostMemorySource | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = _zeros((num_layers, num_blocks, *block_shape), dtype, device)
-        self._host = HostPool(
-            num_blocks=num_host_blocks, block_shape=(num_layers, *block_shape), dtype=dtype, device=device
-        )
+        block_bytes = num_layers * math.prod(block_shape) * dtype.itemsize
+        memory = None
+        if host_memory is not None:
+            layout = f"{type(self).__name__} {num_layers} {block_shape} {dtype}"
+            memory = memory_for(
+                host_memory, num_blocks=num_host_blocks, block_bytes=block_bytes, layout=layout, device=device
+            )
+        self._host = self._host_pool(num_host_blocks, memory)
 
     @property
     def num_host_blocks(self) -> int:
@@ -66,19 +73,36 @@ class KvPool:
             sources, destinations = (block_index(blocks, self.layers) for blocks in copies)
             self.layers[:, destinations] = self.layers[:, sources]
 
+    def load_blocks(self, contents: HostBytes, blocks: Int32Array) -> None:
+        """See ``ExecutorBackend.load_blocks``; wait."""
+        self._host.fill(self.layers, contents, blocks)
+
     def measure_swap_us(self) -> float:
-        """Microseconds to swap one block one way; 0.0 without host blocks."""
+        """Microseconds to swap one block one way; 0.0 without host blocks. Host blocks keep their contents."""
         blocks = np.arange(min(_TIMED_BLOCKS, self.num_blocks, self.num_host_blocks), dtype=np.int32)
         if not len(blocks):
             return 0.0
+        scratch = self._host_pool(len(blocks), None)
         best = float("inf")
         for round_number in range(1 + _TIMED_ROUNDS):
             started = time.perf_counter()
-            self._host.store(self.layers, blocks, blocks)
-            self._host.load(self.layers, blocks, blocks)
+            scratch.store(self.layers, blocks, blocks)
+            if self._host.is_recorded:
+                scratch.check_all(blocks)
+            scratch.load(self.layers, blocks, blocks)
             if round_number:
                 best = min(best, time.perf_counter() - started)
         return best * 1e6 / (2 * len(blocks))
+
+    def _host_pool(self, num_blocks: int, memory: HostBytes | None) -> HostPool:
+        num_layers, _, *block_shape = self.layers.shape
+        return HostPool(
+            num_blocks=num_blocks,
+            block_shape=(num_layers, *block_shape),
+            dtype=self.layers.dtype,
+            device=self.layers.device,
+            memory=memory,
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

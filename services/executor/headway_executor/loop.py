@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from structlog.typing import FilteringBoundLogger
@@ -18,13 +18,19 @@ from headway_executor.backend import (
     NO_SPECULATION,
     DeviceLostError,
     ExecutorBackend,
+    StepBatch,
     StepOutOfMemoryError,
     StepResult,
 )
-from headway_executor.batch_state import BatchState, BlockMoves, ImpossibleDiff
+from headway_executor.batch_state import BatchState, BlockMoves
+from headway_executor.block_store.puller import FetchedBlocks
+from headway_executor.block_store.store import NoStore, Store
+from headway_executor.block_store.suspects import SuspectBlocks
+from headway_executor.diff_checks import ImpossibleDiff
 from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
 from headway_process.pulse import Pulse
+from headway_proto.columns import Int32Array
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
 
 
@@ -50,13 +56,32 @@ class _Pending(msgspec.Struct, frozen=True):
     num_samples: int
     speculates: bool
     state_digest: int | None
+    stale_rows: Int32Array
     future: Future[StepResult]
+
+
+class _Arriving(NamedTuple):
+    """A step whose pulls are under way; it keeps later steps waiting."""
+
+    output: SchedulerOutput
+    batch: StepBatch
+    moves: BlockMoves
+    state_digest: int | None
+    fetched: Future[FetchedBlocks]
+
+
+class _Export(NamedTuple):
+    """``pairs``: as ``TransferringOutput.exports``."""
+
+    epoch: int
+    step: int
+    pairs: Int32Array
 
 
 class StepCycle:
     """The cycle of one executor. Any thread may call ``wake``.
 
-    After ``step_timeout_s`` without a result, the device counts as lost.
+    After ``step_timeout_s`` without a result, the device counts as lost. Without a ``store``, no block can be pulled.
     """
 
     def __init__(
@@ -68,6 +93,7 @@ class StepCycle:
         log: FilteringBoundLogger,
         wake: Callable[[], None],
         step_timeout_s: float = float("inf"),
+        store: Store | None = None,
     ) -> None:
         self._link = link
         self._state = state
@@ -75,6 +101,12 @@ class StepCycle:
         self._log = log
         self._wake = wake
         self._step_timeout_s = step_timeout_s
+        self._store: Store = NoStore() if store is None else store
+        self._suspects = SuspectBlocks(state.block_size)
+        self._arriving: _Arriving | None = None
+        self._held: deque[SchedulerOutput] = deque()
+        """Steps behind the one that is arriving."""
+        self._exports: deque[_Export] = deque()
         self._oldest_since = float("inf")
         self._pending: deque[_Pending] = deque()
         self.statistics = ExecutorStatistics()
@@ -84,7 +116,7 @@ class StepCycle:
     @property
     def next_deadline(self) -> float:
         """The time when ``tick`` is due."""
-        return self._link.next_deadline
+        return float("-inf") if self._exports else self._link.next_deadline
 
     def receive(self, data: bytes, now: float) -> list[bytes]:
         """Handle a frame; return the frames to send."""
@@ -92,6 +124,7 @@ class StepCycle:
 
     def tick(self, now: float) -> list[bytes]:
         """Do what is due; return the frames to send."""
+        self._export()
         frames = self.collect(now)
         if self.device_lost is not None:
             return frames
@@ -112,15 +145,19 @@ class StepCycle:
                 frames += self._fail(step.epoch, step.step, error, now)
             else:
                 frames += self._report(step, step.future.result(), now)
+        if self._arriving is not None and self._arriving.fetched.done() and self.device_lost is None:
+            frames += self._arrive(self._arriving, now)
         return frames
 
     def _act(self, outcome: LinkOutcome, now: float) -> list[bytes]:
         frames = outcome.frames
         for event in outcome.events:
             if isinstance(event, StepReady):
-                frames += self._execute(event.output, now)
+                frames += self._take(event.output, now)
             elif isinstance(event, EpochBegan):
                 self._state.begin_epoch()
+                self._forget_arriving()
+                self._suspects.forget()
                 # The backend still finishes these steps before any step of the new epoch; their results are dropped.
                 self._pending.clear()
                 self.statistics.record_epoch()
@@ -129,21 +166,59 @@ class StepCycle:
                 self._log_loss(event)
         return frames
 
-    def _execute(self, output: SchedulerOutput, now: float) -> list[bytes]:
+    def _take(self, output: SchedulerOutput, now: float) -> list[bytes]:
+        if self._arriving is not None:
+            self._held.append(output)
+            return []
         try:
             batch, moves = self._state.apply(output)
         except ImpossibleDiff as error:
             return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
+        if moves is None or not moves.pulls:
+            return self._execute(output, batch, moves, None, digest, now)
+        fetched = self._store.fetch(moves.pulls)
+        self._arriving = _Arriving(output, batch, moves, digest, fetched)
+        fetched.add_done_callback(lambda _: self._wake())
+        return self.collect(now)
+
+    def _arrive(self, step: _Arriving, now: float) -> list[bytes]:
+        """Run the step whose blocks are there, and those behind it."""
+        self._arriving = None
+        fetched = step.fetched.result()
+        self.statistics.record_pulls(
+            len(fetched.blocks), len(fetched.missing), fetched.contents.nbytes, fetched.seconds
+        )
+        if len(fetched.missing):
+            self._log.warning("blocks could not be pulled", count=len(fetched.missing), problems=fetched.problems)
+        frames = self._execute(step.output, step.batch, step.moves, fetched, step.state_digest, now)
+        while self._held and self._arriving is None:
+            frames += self._take(self._held.popleft(), now)
+        return frames
+
+    def _execute(
+        self,
+        output: SchedulerOutput,
+        batch: StepBatch,
+        moves: BlockMoves | None,
+        fetched: FetchedBlocks | None,
+        digest: int | None,
+        now: float,
+    ) -> list[bytes]:
+        self._export()
+        stale_rows = self._suspects.stale_rows(batch, moves, fetched)
+        if len(stale_rows):
+            batch = msgspec.structs.replace(batch, stale_rows=stale_rows)
         future: Future[StepResult]
         self.statistics.record_step(output.total_num_scheduled_tokens, len(batch.rows), now)
         try:
             if moves is not None:
-                self._record_moves(moves)
-                self._backend.move_blocks(copies=moves.copies, swap_out=moves.swap_out, swap_in=moves.swap_in)
+                self._move(output, moves, fetched)
             result = self._backend.execute(batch)
         except Exception as error:  # noqa: BLE001 (one step must not end the process)
             return self._fail(output.epoch, output.step, error, now)
+        if moves is not None and moves.exports.size:
+            self._exports.append(_Export(output.epoch, output.step, moves.exports))
         if isinstance(result, Future):
             future = result
         else:
@@ -153,15 +228,52 @@ class StepCycle:
         if not self._pending:
             self._oldest_since = now
         speculates = batch.num_speculative_tokens is not None
-        self._pending.append(_Pending(output.epoch, output.step, num_samples, speculates, digest, future))
+        self._pending.append(_Pending(output.epoch, output.step, num_samples, speculates, digest, stale_rows, future))
         if not future.done():
             future.add_done_callback(lambda _: self._wake())
         return self.collect(now)
 
-    def _record_moves(self, moves: BlockMoves) -> None:
-        self.statistics.record_moves(
-            copied=moves.copies.shape[1], swapped_out=moves.swap_out.shape[1], swapped_in=moves.swap_in.shape[1]
-        )
+    def _move(self, output: SchedulerOutput, moves: BlockMoves, fetched: FetchedBlocks | None) -> None:
+        """Before the step: swaps, what was pulled, copies."""
+        copies, swap_out, swap_in = moves.copies, moves.swap_out, moves.swap_in
+        self.statistics.record_moves(copied=copies.shape[1], swapped_out=swap_out.shape[1], swapped_in=swap_in.shape[1])
+        has_contents = fetched is not None and len(fetched.blocks) > 0
+        first_copies = copies[:, :0] if has_contents else copies
+        if first_copies.size or swap_in.size or swap_out.size:
+            self._swap(output.epoch, output.step, copies=first_copies, swap_out=swap_out, swap_in=swap_in)
+        if fetched is not None and has_contents:
+            self._backend.load_blocks(fetched.contents, fetched.blocks)
+            if copies.size:
+                self._backend.move_blocks(copies=copies, swap_out=copies[:, :0], swap_in=copies[:, :0])
+
+    def _export(self) -> None:
+        """Behind the steps that ran, and behind their frames: their answers did not wait."""
+        while self._exports:
+            epoch, step, pairs = self._exports.popleft()
+            none = pairs[:, :0]
+            try:
+                self._swap(epoch, step, copies=none, swap_out=pairs, swap_in=none)
+            except Exception as error:  # noqa: BLE001 (the blocks have no record, so nobody believes them)
+                self._log.error("blocks could not be exported", epoch=epoch, step=step, exc_info=error)
+            else:
+                self.statistics.record_exports(pairs.shape[1])
+
+    def _swap(self, epoch: int, step: int, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+        write = self._store.begin_write(swap_out[1]) if swap_out.size else 0
+        done = self._backend.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
+        if not swap_out.size:
+            return
+        host_blocks = swap_out[1]
+        if done is None:
+            self._store.end_write(write, host_blocks, epoch=epoch, step=step)
+            return
+
+        def record(future: Future[None]) -> None:
+            """In the thread that copied, before it goes on."""
+            if future.exception() is None:
+                self._store.end_write(write, host_blocks, epoch=epoch, step=step)
+
+        done.add_done_callback(record)
 
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
         num_wanted = step.num_samples
@@ -177,7 +289,9 @@ class StepCycle:
             text = f"the backend answered {len(result.sampled_token_ids)} tokens, not {num_wanted}"
             return self._fail(step.epoch, step.step, RuntimeError(text), now)
         self.statistics.record_result(result.device_time_us, len(result.errors), now)
-        return self._link.result(epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest)
+        return self._link.result(
+            epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest, stale_rows=step.stale_rows
+        )
 
     def _fail(self, epoch: int, step: int, error: BaseException, now: float) -> list[bytes]:
         self.statistics.record_failure(type(error).__name__)
@@ -190,7 +304,12 @@ class StepCycle:
         limit = max(error.num_tokens // 2, 1) if isinstance(error, StepOutOfMemoryError) else 0
         return self._act(self._link.lose_epoch(epoch, reason, now, failed_step=step, max_num_batched_tokens=limit), now)
 
+    def _forget_arriving(self) -> None:
+        self._arriving = None
+        self._held.clear()
+
     def _log_loss(self, event: EpochLost) -> None:
+        self._forget_arriving()
         self._log.warning("epoch lost", epoch=event.epoch, reason=event.reason)
 
 

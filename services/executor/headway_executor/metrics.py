@@ -26,6 +26,10 @@ class ExecutorSnapshot(NamedTuple):
     num_pending: int
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_exported_blocks: int = 0
+    num_pulled_blocks: int = 0
+    num_stale_blocks: int = 0
+    num_pulled_bytes: int = 0
 
 
 _HISTOGRAMS = {
@@ -34,6 +38,7 @@ _HISTOGRAMS = {
         "idle_s",
         "From the end of a step to the arrival of the next, with nothing to do in between.",
     ),
+    "pull_seconds": ("pull_s", "Time in which the blocks that a step needs were pulled."),
     "step_tokens": ("tokens", "Tokens in a step."),
     "step_rows": ("rows", "Rows that run in a step."),
 }
@@ -51,6 +56,10 @@ def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> Executor
         num_pending=statistics.num_pending,
         num_proposed_tokens=statistics.num_proposed_tokens,
         num_accepted_tokens=statistics.num_accepted_tokens,
+        num_exported_blocks=statistics.num_exported_blocks,
+        num_pulled_blocks=statistics.num_pulled_blocks,
+        num_stale_blocks=statistics.num_stale_blocks,
+        num_pulled_bytes=statistics.num_pulled_bytes,
     )
 
 
@@ -93,6 +102,14 @@ def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
     families.counter(
         "headway_executor_accepted_tokens", "Proposed tokens that were right.", snapshot.num_accepted_tokens
     )
+    families.counter(
+        "headway_executor_exported_blocks", "Blocks copied out for other executors.", snapshot.num_exported_blocks
+    )
+    families.counter("headway_executor_pulled_blocks", "Blocks brought from host pools.", snapshot.num_pulled_blocks)
+    families.counter(
+        "headway_executor_stale_blocks", "Blocks that were to be pulled and were not right.", snapshot.num_stale_blocks
+    )
+    families.counter("headway_executor_pulled_bytes", "Bytes of pulled blocks.", snapshot.num_pulled_bytes)
     families.counter("headway_executor_epochs", "Epochs that have begun.", snapshot.num_epochs)
     for name, histogram in snapshot.histograms.items():
         families.histogram(f"headway_executor_{name}", _HISTOGRAMS[name][1], histogram)

@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,8 +16,16 @@ import msgspec
 import zmq
 from structlog.typing import FilteringBoundLogger
 
-from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
+from headway_executor.backend import (
+    BackendConfig,
+    BackendConfigError,
+    DeviceLostError,
+    ExecutorBackend,
+    ModelFilesError,
+)
 from headway_executor.batch_state import BatchState
+from headway_executor.block_store.registry import enabled_transports, make_transport
+from headway_executor.block_store.store import BlockStore
 from headway_executor.channel import SchedulerChannel
 from headway_executor.config import ExecutorConfig
 from headway_executor.loop import StepCycle, serve
@@ -58,16 +67,21 @@ def run(config: ExecutorConfig) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     log = make_logger("executor", level=config.log_level, log_format=config.log_format, sink=sink)
+    with ExitStack() as stack:
+        return _run(config, log, sink, stack)
+
+
+def _run(config: ExecutorConfig, log: FilteringBoundLogger, sink: LogSink, stack: ExitStack) -> int:
     snapshots: Snapshots[ExecutorSnapshot] = Snapshots()
+    cell = fleet_fields(os.environ).get("executor", -1)
     try:
         config.validate()
         endpoint = _metrics_endpoint(config, snapshots)
         backend = _create_backend(config.backend)
         log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
-        progress = _OpeningProgress(log)
-        info = backend.open(
-            msgspec.structs.replace(config.backend_config(), progress=progress.report, warn=log.warning)
-        )
+        store = _block_store(config, cell, log)
+        stack.callback(store.close)
+        info = store.open(backend.open(_backend_config(config, store, log)))
         channel = SchedulerChannel(config.step_address, config.curve_keys)
     except ModelFilesError as error:
         return _refuse(error, EXIT_BAD_MODEL_FILES)
@@ -76,11 +90,10 @@ def run(config: ExecutorConfig) -> int:
     log.info("executor ready", step_address=config.step_address, **_facts(info))
     if endpoint is not None:
         log.info("metrics", port=endpoint.port)
-    cell = fleet_fields(os.environ).get("executor", -1)
     link = StepLink(incarnation=secrets.randbits(62), info=info, number=cell)
     snapshots.wake = channel.wake
     try:
-        device_lost = _serve(config, link, info, backend, channel, log, snapshots)
+        device_lost = _serve(config, link, info, backend, store, channel, log, snapshots)
         if device_lost is not None:
             channel.close(linger_s=_LAST_FRAMES_S)
             _end_without_device(device_lost, log, sink)
@@ -90,6 +103,35 @@ def run(config: ExecutorConfig) -> int:
     log.info("executor stopped", damaged_frames=link.num_damaged_frames)
     sink.drain(_LOG_DRAIN_S)
     return EXIT_OK
+
+
+def _block_store(config: ExecutorConfig, number: int, log: FilteringBoundLogger) -> BlockStore:
+    transports = {
+        name: make_transport(name, msgspec.structs.asdict(config))
+        for name in enabled_transports(config.block_transports)
+    }
+    store = BlockStore(
+        transports,
+        place=config.step_address,
+        number=number,
+        uses_shared_memory=config.host_pool == "shm",
+        warn=log.warning,
+    )
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        store.leave()
+        _exit_at_once(signum, frame)
+
+    for number_of_signal in _STOP_SIGNALS:
+        signal.signal(number_of_signal, leave)
+    return store
+
+
+def _backend_config(config: ExecutorConfig, store: BlockStore, log: FilteringBoundLogger) -> BackendConfig:
+    progress = _OpeningProgress(log)
+    return msgspec.structs.replace(
+        config.backend_config(), progress=progress.report, warn=log.warning, host_memory=store.host_memory
+    )
 
 
 def _end_without_device(error: DeviceLostError, log: FilteringBoundLogger, sink: LogSink) -> NoReturn:
@@ -109,6 +151,7 @@ def _serve(
     link: StepLink,
     info: BackendInfo,
     backend: ExecutorBackend,
+    store: BlockStore,
     channel: SchedulerChannel,
     log: FilteringBoundLogger,
     snapshots: Snapshots[ExecutorSnapshot],
@@ -121,6 +164,7 @@ def _serve(
         log=log,
         wake=channel.wake,
         step_timeout_s=config.step_timeout_s or float("inf"),
+        store=store,
     )
 
     def answer_reader() -> None:

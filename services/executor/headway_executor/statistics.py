@@ -25,6 +25,12 @@ class ExecutorStatistics:
         self.tokens = Histogram(_COUNTS)
         self.rows = Histogram(_COUNTS)
         self.num_moved_blocks = {"copy": 0, "swap_out": 0, "swap_in": 0}
+        self.num_exported_blocks = 0
+        self.num_pulled_blocks = 0
+        self.num_stale_blocks = 0
+        self.num_pulled_bytes = 0
+        self.pull_s = Histogram(_STEP_S)
+        """Times in which a step's blocks were pulled."""
         self.failures: Counter[str] = Counter()
         self.num_epochs = 0
         self.num_row_errors = 0
@@ -47,6 +53,17 @@ class ExecutorStatistics:
         self.num_moved_blocks["copy"] += copied
         self.num_moved_blocks["swap_out"] += swapped_out
         self.num_moved_blocks["swap_in"] += swapped_in
+
+    def record_exports(self, num_blocks: int) -> None:
+        """Count blocks that are copied out for other executors."""
+        self.num_exported_blocks += num_blocks
+
+    def record_pulls(self, num_blocks: int, num_stale: int, num_bytes: int, seconds: float) -> None:
+        """Count the blocks of a step that came, and those that were not right."""
+        self.num_pulled_blocks += num_blocks
+        self.num_stale_blocks += num_stale
+        self.num_pulled_bytes += num_bytes
+        self.pull_s.observe(seconds)
 
     def record_result(self, device_time_us: int, num_errors: int, now: float) -> None:
         """Count a finished step."""

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from headway_executor.backend import StepResult
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import EMPTY_COLUMN, Int32Array, encode_column, encode_columns
 from headway_proto.framing import Frame, FramingError
 from headway_proto.step import (
     BackendInfo,
@@ -161,7 +161,15 @@ class StepLink:
         self._send_due(now, outcome)
         return outcome
 
-    def result(self, *, epoch: int, step: int, result: StepResult, state_digest: int | None) -> list[bytes]:
+    def result(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        result: StepResult,
+        state_digest: int | None,
+        stale_rows: Int32Array = EMPTY_COLUMN,
+    ) -> list[bytes]:
         """Return the frames that report a step; none if its epoch is over.
 
         ``state_digest`` was computed right after the step was applied.
@@ -179,6 +187,7 @@ class StepLink:
             move_time_us=result.move_time_us,
             prompt_logprobs=result.prompt_logprobs,
             accepted_tokens=b"" if result.accepted_tokens is None else encode_columns(result.accepted_tokens),
+            stale_rows=encode_column(stale_rows),
         )
         return [self._writer.encode(output)]
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_proto.columns import Int32Array
@@ -29,7 +30,7 @@ class ThreadedBackend:
     def __init__(self, backend: ExecutorBackend) -> None:
         self._backend = backend
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._moves: dict[str, Int32Array] | None = None
+        self._moves_error: BaseException | None = None
         self._block_size = 1
         self._is_closed = False
         # A backend with its own block tables needs no copy.
@@ -46,13 +47,13 @@ class ThreadedBackend:
     def execute(self, batch: StepBatch) -> Future[StepResult]:
         """See ``ExecutorBackend.execute``."""
         own_batch = self._with_own_block_table(batch) if self._reads_block_table else batch
-        moves, self._moves = self._moves, None
         future: Future[StepResult] = Future()
 
         def run() -> None:
+            error, self._moves_error = self._moves_error, None
             try:
-                if moves is not None:
-                    self._backend.move_blocks(**moves)
+                if error is not None:
+                    raise error
                 result = self._backend.execute(own_batch)
             except BaseException as error:  # noqa: BLE001 (the caller gets every error)
                 future.set_exception(error)
@@ -62,9 +63,32 @@ class ThreadedBackend:
         self._put(run)
         return future
 
-    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """See ``ExecutorBackend.move_blocks``. The next ``execute`` moves them."""
-        self._moves = {"copies": copies, "swap_out": swap_out, "swap_in": swap_in}
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> Future[None]:
+        """See ``ExecutorBackend.move_blocks``. What goes wrong is raised by the next ``execute``."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                done = self._backend.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
+            except BaseException as error:  # noqa: BLE001 (as above)
+                self._moves_error = self._moves_error or error
+                future.set_exception(error)
+            else:
+                _pass_on(done, future)
+
+        self._put(run)
+        return future
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        """See ``ExecutorBackend.load_blocks``. What goes wrong is raised by the next ``execute``."""
+
+        def run() -> None:
+            try:
+                self._backend.load_blocks(contents, blocks)
+            except BaseException as error:  # noqa: BLE001 (as above)
+                self._moves_error = self._moves_error or error
+
+        self._put(run)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``. Waits a few seconds for a running step."""
@@ -98,7 +122,7 @@ class ThreadedBackend:
             call()
 
 
-def _pass_on(result: StepResult | Future[StepResult], future: Future[StepResult]) -> None:
+def _pass_on(result: _T | Future[_T], future: Future[_T]) -> None:
     """This thread does not wait: it runs the next step."""
     if isinstance(result, Future):
         result.add_done_callback(lambda done: _settle(future, done.result))

@@ -43,6 +43,7 @@ class SimulatedBackend:
         self._move_time_us = 0
         self._poison: dict[int, Int32Array] = {}
         self._prompts: dict[int, NewRow] = {}
+        self._stale_rows: set[int] = set()
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory or just a name."""
@@ -61,7 +62,7 @@ class SimulatedBackend:
         self._last_tokens = np.zeros(config.max_num_seqs, dtype=np.int32)
         self._masked: dict[int, tuple[int, frozenset[int]]] = {}
         self._num_logprobs: dict[int, int] = {}
-        self._pool = SimulatedPool(settings.num_blocks, settings.num_host_blocks, config.block_size)
+        self._pool = SimulatedPool(settings.num_blocks, settings.num_host_blocks, config.block_size, config.host_memory)
         self._swap_us_per_block = settings.swap_us_per_block
         return BackendInfo(
             backend="simulated",
@@ -95,15 +96,17 @@ class SimulatedBackend:
             self._forget(row)
         for new_row in batch.new_rows:
             self._admit(new_row)
+        self._stale_rows.update(batch.stale_rows.tolist())
         reached = batch.num_computed_tokens + batch.num_scheduled_tokens
         total = int(batch.num_scheduled_tokens.sum())
         if self._options.oom_over_tokens is not None and total > self._options.oom_over_tokens:
             raise StepOutOfMemoryError(total, f"simulated, over {self._options.oom_over_tokens}")
         self._inject(batch)
         if self._options.verify_kv:
-            self._pool.check_partial_blocks(batch, self._prefixes)
+            known = self._without_stale_rows(batch)
+            self._pool.check_partial_blocks(known, self._prefixes)
             self._pool.write(batch, self._prefixes, total)
-            self._pool.check_full_blocks(batch, self._prefixes)
+            self._pool.check_full_blocks(known, self._prefixes)
         sampling = batch.samples != 0
         result = self._sample(batch.rows[sampling], reached[sampling])
         if batch.num_speculative_tokens is not None:
@@ -143,7 +146,17 @@ class SimulatedBackend:
         microseconds = self._swap_us_per_block * (swap_out.shape[1] + swap_in.shape[1])
         if self._options.real_time:
             _wait_until(started + microseconds * 1e-6)
-        self._move_time_us = round(microseconds)
+        self._move_time_us += round(microseconds)
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        """See ``ExecutorBackend.load_blocks``."""
+        started = time.perf_counter()
+        assert self._pool is not None
+        self._pool.load(contents, blocks)
+        microseconds = self._swap_us_per_block * len(blocks)
+        if self._options.real_time:
+            _wait_until(started + microseconds * 1e-6)
+        self._move_time_us += round(microseconds)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -163,8 +176,17 @@ class SimulatedBackend:
             self._prompts[row] = new_row
 
     def _forget(self, row: int) -> None:
+        self._stale_rows.discard(row)
         for columns in (self._masked, self._num_logprobs, self._prompts, self._poison):
             columns.pop(row, None)
+
+    def _without_stale_rows(self, batch: StepBatch) -> StepBatch:
+        if not self._stale_rows:
+            return batch
+        known = ~np.isin(batch.rows, list(self._stale_rows))
+        return msgspec.structs.replace(
+            batch, rows=batch.rows[known], num_computed_tokens=batch.num_computed_tokens[known]
+        )
 
     def _report_prompts(self, batch: StepBatch) -> tuple[RowPromptLogprobs, ...]:
         reports = []

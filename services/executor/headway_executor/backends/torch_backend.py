@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
@@ -116,7 +117,14 @@ class TorchBackend:
         started = time.perf_counter_ns()
         with translating(), torch.inference_mode():
             self._opened.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
-        self._move_time_us = (time.perf_counter_ns() - started) // 1000
+        self._move_time_us += (time.perf_counter_ns() - started) // 1000
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        """See ``ExecutorBackend.load_blocks``."""
+        started = time.perf_counter_ns()
+        with translating(), torch.inference_mode():
+            self._opened.load_blocks(contents, blocks)
+        self._move_time_us += (time.perf_counter_ns() - started) // 1000
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -165,6 +173,11 @@ class _OpenModel:
         self.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
         if self._proposer is not None:
             self._proposer.forget_blocks(np.concatenate((copies[1], swap_in[1])))
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        self.forward.pool.load_blocks(contents, blocks)
+        if self._proposer is not None:
+            self._proposer.forget_blocks(blocks)
 
     def execute(self, batch: StepBatch) -> StepResult:
         started = time.perf_counter_ns()
@@ -312,7 +325,13 @@ def _load(
 def _draft_proposer(
     config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device, sampler: Sampler
 ) -> DraftModel:
-    own = msgspec.structs.replace(config, model=config.draft_model, num_kv_blocks=pool.num_blocks, swap_space_mib=0)
+    own = msgspec.structs.replace(
+        config,
+        model=config.draft_model,
+        num_kv_blocks=pool.num_blocks,
+        swap_space_mib=0,
+        host_memory=lambda *_: None,
+    )
     with Checkpoint(Path(config.draft_model)) as checkpoint:
         forward = _load(own, _checked(checkpoint, draft, own), checkpoint, device)
     return DraftModel(forward, sampler, draft.max_model_len)
@@ -359,4 +378,5 @@ def _pool(
         num_host_blocks=num_host_blocks(
             swap_space_mib=config.swap_space_mib, block_bytes=block_bytes, num_device_blocks=num_blocks, device=device
         ),
+        host_memory=config.host_memory,
     )

@@ -17,10 +17,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, NewRow, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, StepMasks, compiler_for
 from headway_executor.device_errors import translating
+from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import open_pool
 from headway_executor.gpu.decoder import Decoder, load_decoder
 from headway_executor.gpu.device_rows import DeviceRows
@@ -111,11 +113,17 @@ class TritonBackend:
         with translating(batch), torch.inference_mode(), model.runtime.on_stream():
             return model.execute(batch)
 
-    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
+    def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> Future[None] | None:
         """See ``ExecutorBackend.move_blocks``."""
         model = self._opened
         with translating(), torch.inference_mode(), model.runtime.on_stream():
-            model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
+            return model.when_moved(model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in))
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        """See ``ExecutorBackend.load_blocks``."""
+        model = self._opened
+        with translating(), torch.inference_mode(), model.runtime.on_stream():
+            model.mover.load(contents, blocks)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -170,6 +178,7 @@ class _OpenModel:
             model_config, weights, self._rows, self._upload.views, max_num_tokens=max_num_tokens, dtype=dtype
         )
         self._readback = Readback() if runtime.is_cuda else None
+        self._swap_ends: Readback | None = None
         self._last_ended: Mark | None = None
         self._step_log = StepLog(Path(config.options["step_log"])) if "step_log" in config.options else None
         self._sizes = self._step_sizes(recorded=False)
@@ -221,6 +230,14 @@ class _OpenModel:
             )
 
         return timed() if self._readback is None else self._readback.when_reached(ended, timed)
+
+    def when_moved(self, swapped_out: MovesMark | None) -> Future[None] | None:
+        """The future of a swap-out; a thread of its own waits, because what follows must not delay results."""
+        if swapped_out is None:
+            return None
+        if self._swap_ends is None:
+            self._swap_ends = Readback()
+        return self._swap_ends.when_reached(self.runtime.mark(), swapped_out.synchronize)
 
     def _run(self, batch: StepBatch) -> Callable[[], StepResult]:
         """The returned function builds the result once the device is done."""
@@ -286,6 +303,8 @@ class _OpenModel:
     def close(self) -> None:
         self._constraints.close()
         self.mover.close()
+        if self._swap_ends is not None:
+            self._swap_ends.close()
         if self._readback is not None:
             self._readback.close()
         if self._step_log is not None:
@@ -316,7 +335,13 @@ class _OpenModel:
     def _open_pool(self, num_blocks: int, *, swap_space_mib: int) -> None:
         config = self._model_config
         shape = (config.num_layers, num_blocks, 2 * config.num_kv_heads, self._config.block_size, config.head_dim)
-        self._pool, self.mover = open_pool(self.runtime, shape, self._dtype, swap_space_mib=swap_space_mib)
+        self._pool, self.mover = open_pool(
+            self.runtime,
+            shape,
+            self._dtype,
+            swap_space_mib=swap_space_mib,
+            host_memory=self._config.host_memory,
+        )
 
     def try_largest_step(self) -> None:
         """Run the largest step in block 0: this compiles, and torch keeps its memory."""

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway_executor.backend import StepBatch
-from headway_executor.device_moves import DeviceMoves
+from headway_executor.backend import HostMemorySource, StepBatch
+from headway_executor.device_moves import DeviceMoves, Mark
 from headway_executor.gpu.runtime import CudaRuntime, Runtime
-from headway_executor.host_pool import num_host_blocks
+from headway_executor.host_pool import HostBytes, memory_for, num_host_blocks
 from headway_executor.kv_pool import KvPool
 from headway_proto.columns import Int32Array
 
@@ -25,8 +25,12 @@ class BlockMover(Protocol):
         """Blocks that can be swapped out."""
         ...
 
-    def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        """Start the next step's moves. Each int32, ``[2, n]``."""
+    def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> Mark | None:
+        """Start moves between two steps. Each int32, ``[2, n]``. Return the end of the swap-out; None: now."""
+        ...
+
+    def load(self, contents: HostBytes, blocks: Int32Array) -> None:
+        """Fill blocks, int32, ``[n]``; see ``ExecutorBackend.load_blocks``."""
         ...
 
     def before_step(self, batch: StepBatch) -> None:
@@ -64,7 +68,12 @@ class _ImmediateMoves:
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         started = time.perf_counter_ns()
         self._pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
-        self._coming_us = (time.perf_counter_ns() - started) // 1000
+        self._coming_us += (time.perf_counter_ns() - started) // 1000
+
+    def load(self, contents: HostBytes, blocks: Int32Array) -> None:
+        started = time.perf_counter_ns()
+        self._pool.load_blocks(contents, blocks)
+        self._coming_us += (time.perf_counter_ns() - started) // 1000
 
     def before_step(self, batch: StepBatch) -> None:
         """Do nothing."""
@@ -87,7 +96,12 @@ class _ImmediateMoves:
 
 
 def open_pool(
-    runtime: Runtime, shape: tuple[int, ...], dtype: torch.dtype, *, swap_space_mib: int
+    runtime: Runtime,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    swap_space_mib: int,
+    host_memory: HostMemorySource,
 ) -> tuple[Tensor, BlockMover]:
     """A pool of zeros, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
 
@@ -104,7 +118,16 @@ def open_pool(
     )
     if isinstance(runtime, CudaRuntime):
         layers = torch.zeros(shape, dtype=dtype, device=runtime.device)
-        return layers, DeviceMoves.of_pool(layers, num_host_blocks=num_beside, compute_stream=runtime.stream)
+        memory = memory_for(
+            host_memory,
+            num_blocks=num_beside,
+            block_bytes=block_bytes,
+            layout=f"triton {num_layers} {block_shape} {dtype}",
+            device=runtime.device,
+        )
+        return layers, DeviceMoves.of_pool(
+            layers, num_host_blocks=num_beside, compute_stream=runtime.stream, memory=memory
+        )
     pool = KvPool(
         num_layers=num_layers,
         num_blocks=num_blocks,
@@ -113,5 +136,6 @@ def open_pool(
         dtype=dtype,
         device=runtime.device,
         num_host_blocks=num_beside,
+        host_memory=host_memory,
     )
     return pool.layers, _ImmediateMoves(pool)

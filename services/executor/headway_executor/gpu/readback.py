@@ -7,25 +7,25 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
-from headway_executor.backend import StepResult
 from headway_executor.device_errors import translated
 from headway_executor.gpu.runtime import Mark
+
+_T = TypeVar("_T")
 
 
 class Readback:
     """Waits for results, because the launching thread must not."""
 
     def __init__(self) -> None:
-        self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], StepResult], Future[StepResult]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._under_way: queue.SimpleQueue[tuple[Mark, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="readback", daemon=True)
         self._thread.start()
 
-    def when_reached(self, mark: Mark, build: Callable[[], StepResult]) -> Future[StepResult]:
+    def when_reached(self, mark: Mark, build: Callable[[], _T]) -> Future[_T]:
         """Call ``build`` for the future once the device has passed ``mark``."""
-        future: Future[StepResult] = Future()
+        future: Future[_T] = Future()
         self._under_way.put((mark, build, future))
         return future
 

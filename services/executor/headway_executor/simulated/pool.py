@@ -8,9 +8,7 @@ A slot holds the hash of the prefix that ends with its token.
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import (
-    StepBatch,
-)
+from headway_executor.backend import HostMemorySource, StepBatch
 from headway_executor.simulated.token_hash import Hashes
 from headway_proto.columns import Int32Array
 
@@ -20,14 +18,18 @@ class CacheMismatch(RuntimeError):  # noqa: N818 (it names the finding)
 
 
 class SimulatedPool:
-    """Slots hold hashes of prefixes."""
+    """Slots hold hashes of prefixes. A host block is its slots and how many of them are filled, 8 bytes each."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, num_host_blocks: int, block_size: int, host_memory: HostMemorySource = lambda *_: None
+    ) -> None:
         self._block_size = block_size
         self._slots = np.zeros((num_blocks, block_size), dtype=np.uint64)
         self._filled = np.zeros(num_blocks, dtype=np.int32)
-        self._host_slots = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
-        self._host_filled = np.zeros(num_host_blocks, dtype=np.int32)
+        memory = host_memory(num_host_blocks, 8 * (block_size + 1), "simulated")
+        if memory is None:
+            memory = np.zeros((num_host_blocks, 8 * (block_size + 1)), dtype=np.uint8)
+        self._host: Hashes = memory.view(np.uint64)
         self._host_written = np.zeros(num_host_blocks, dtype=bool)
 
     def check_partial_blocks(self, batch: StepBatch, prefixes: Hashes) -> None:
@@ -83,18 +85,25 @@ class SimulatedPool:
     def move(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         """Swap out, swap in, then copy."""
         blocks, host_blocks = swap_out
-        self._host_slots[host_blocks] = self._slots[blocks]
-        self._host_filled[host_blocks] = self._filled[blocks]
+        self._host[host_blocks, :-1] = self._slots[blocks]
+        self._host[host_blocks, -1] = self._filled[blocks]
         self._host_written[host_blocks] = True
         host_blocks, blocks = swap_in
         empty = ~self._host_written[host_blocks]
         if empty.any():
             raise CacheMismatch(f"host block {host_blocks[empty][0]} is to be swapped in and holds nothing")
-        self._slots[blocks] = self._host_slots[host_blocks]
-        self._filled[blocks] = self._host_filled[host_blocks]
+        self._fill(blocks, self._host[host_blocks])
         sources, destinations = copies
         self._slots[destinations] = self._slots[sources]
         self._filled[destinations] = self._filled[sources]
+
+    def load(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        """Fill blocks with contents of host blocks."""
+        self._fill(blocks, contents.view(np.uint64))
+
+    def _fill(self, blocks: Int32Array, contents: Hashes) -> None:
+        self._slots[blocks] = contents[:, :-1]
+        self._filled[blocks] = contents[:, -1].astype(np.int32)
 
 
 def _mismatch(row: int, block: int, index: int, start: int, end: int) -> CacheMismatch:

@@ -2,30 +2,41 @@
 
 Owns: its memory, writing it on command. Must not know: cases.
 
-Reads a ``Start`` and then ``Order``s from stdin, one JSON line each, and answers each with a line on stdout: the address,
-then empty ones. It ends with its stdin.
+Reads a ``Start`` and then ``Order``s from stdin, one JSON line each, and answers each with a line on stdout: ``Announced``
+as JSON, then empty ones. It ends with its stdin. Its memory is a pool file, as an executor's is.
 """
 
 import sys
 import threading
 
 import msgspec
-import numpy as np
 
 from headway_conformance.block_transports.contents import content_of, record_of
 from headway_conformance.block_transports.under_test import TransportUnderTest
-from headway_executor.block_store.transport import RECORD, HostMemory
+from headway_executor.block_store.pool_file import SHARED_MEMORY, PoolLayout, hold_pool_file
+from headway_executor.block_store.transport import HostMemory
 
 
 class Start(msgspec.Struct, frozen=True):
-    """``version``: of all blocks at first; none is written if it is 0. ``again``: see ``TransportUnderTest``."""
+    """``version``: of all blocks at first; none is written if it is 0. ``again``: see ``TransportUnderTest``.
+
+    Of the owners of one ``place`` that run, each has a file of its own; the next one takes over what a dead one left.
+    """
 
     under_test: TransportUnderTest
+    place: str
     pool: str
     num_blocks: int
     block_bytes: int
     version: int
     again: bool
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """``path``: of the pool file."""
+
+    address: str
+    path: str
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -41,13 +52,13 @@ class Order(msgspec.Struct, frozen=True):
 
 class _Memory:
     def __init__(self, start: Start) -> None:
-        self.host = HostMemory(
-            start.pool,
-            "",
-            np.zeros(start.num_blocks, dtype=RECORD),
-            np.zeros((start.num_blocks, start.block_bytes), dtype=np.uint8),
-        )
+        self._file = hold_pool_file(SHARED_MEMORY, start.place, 0, PoolLayout(start.num_blocks, start.block_bytes))
+        self._file.write_header(name=start.pool, identity="conformance")
+        self.host = HostMemory(start.pool, str(self._file.path), self._file.records, self._file.blocks)
         self._block_bytes = start.block_bytes
+
+    def close(self) -> None:
+        self._file.close(remove=True)
 
     def write(self, block: int, version: int) -> None:
         """The record last, as an executor does."""
@@ -73,7 +84,8 @@ def main() -> None:
     for block in range(start.num_blocks if start.version else 0):
         memory.write(block, start.version)
     transport = start.under_test.owner_side(again=start.again)
-    _answer(transport.register(memory.host))
+    address = transport.register(memory.host)
+    _answer(msgspec.json.encode(Announced(address, memory.host.path)).decode())
     stop, churning = threading.Event(), threading.Thread()
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
@@ -86,6 +98,7 @@ def main() -> None:
             churning.start()
         elif order.do == "close":
             transport.close()
+            memory.close()
         else:
             change = memory.write if order.do == "write" else memory.tear
             for block in order.blocks:
@@ -94,6 +107,7 @@ def main() -> None:
     stop.set()
     transport.close()
     transport.close()
+    memory.close()
 
 
 def _answer(text: str) -> None:

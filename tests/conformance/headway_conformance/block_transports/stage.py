@@ -5,6 +5,7 @@ Owns: the owners' processes, a thread for each puller, the clock of every pull. 
 
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import numpy as np
 
-from headway_conformance.block_transports.owner import Order, Start
+from headway_conformance.block_transports.owner import Announced, Order, Start
 from headway_conformance.block_transports.under_test import TransportUnderTest
 from headway_conformance.failures import ConformanceFailure, require
 from headway_executor.block_store.transport import BlockTransport, PulledBlocks, PullError
@@ -47,7 +49,8 @@ class Owner:
             text=True,
             env=environment,
         )
-        self.address = self._tell(start)
+        announced = msgspec.json.decode(self._tell(start), type=Announced)
+        self.address, self._path = announced.address, Path(announced.path)
 
     def write(self, blocks: Sequence[int], version: int) -> None:
         """Give these blocks new contents."""
@@ -94,6 +97,7 @@ class Owner:
             raise ConformanceFailure("the owner's close() did not return") from None
         finally:
             self._close_pipes()
+            self._path.unlink(missing_ok=True)
         require(code in {0, -signal.SIGKILL}, f"the owner ended with code {code}")
 
     def _close_pipes(self) -> None:
@@ -219,6 +223,7 @@ class TransportStage:
 
     def __init__(self, under_test: TransportUnderTest) -> None:
         self.under_test = under_test
+        self._place = secrets.token_hex(8)
         self._owners: list[Owner] = []
         self._pullers: list[Puller] = []
 
@@ -237,7 +242,7 @@ class TransportStage:
 
     def owner(self, num_blocks: int = 16, block_bytes: int = 4096, *, version: int = 1, again: bool = False) -> Owner:
         """Start one; all its blocks have this version. ``again``: see ``TransportUnderTest``."""
-        owner = Owner(Start(self.under_test, POOL, num_blocks, block_bytes, version, again))
+        owner = Owner(Start(self.under_test, self._place, POOL, num_blocks, block_bytes, version, again))
         self._owners.append(owner)
         return owner
 

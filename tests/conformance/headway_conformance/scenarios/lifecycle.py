@@ -16,7 +16,7 @@ from headway_proto.columns import EMPTY_COLUMN
 def what_is_announced(stage: Stage) -> None:
     """``BackendInfo`` agrees with the settings, and is the same when the same model is opened again."""
     backend = stage.create_backend()
-    require(isinstance(backend, ExecutorBackend), "it lacks one of open, execute, move_blocks, close")
+    require(isinstance(backend, ExecutorBackend), "it lacks one of open, execute, move_blocks, load_blocks, close")
     config = stage.config()
     info = backend.open(config)
     backend.close()

@@ -1,0 +1,72 @@
+"""Transports by name, from the entry point group ``headway.block_transports``.
+
+Owns: the look-up, the built-in ones. Must not know: how a transport works.
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import cast
+
+from headway_executor.backend import BackendConfigError
+from headway_executor.block_store.transport import BlockTransport
+
+ENTRY_POINT_GROUP = "headway.block_transports"
+
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "nixl": "headway_executor.block_store.nixl_transport:NixlTransport",
+        "shm": "headway_executor.block_store.shm_transport:ShmTransport",
+        "tcp": "headway_executor.block_store.tcp_transport:TcpTransport",
+    }
+)
+"""Known without the metadata of an installation, which may be older than the source."""
+
+
+def transport_names() -> tuple[str, ...]:
+    """Return the sorted names; import nothing."""
+    return tuple(sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names}))
+
+
+def enabled_transports(block_transports: str) -> tuple[str, ...]:
+    """Split the setting ``block_transports``, a comma list; "" enables none.
+
+    Raises:
+        BackendConfigError: a name is unknown or listed twice; one line.
+    """
+    names = tuple([name.strip() for name in block_transports.split(",")]) if block_transports.strip() else ()
+    known = transport_names()
+    for name in names:
+        if name not in known or names.count(name) > 1:
+            raise BackendConfigError(
+                f"block_transports: {name!r:.64} is not allowed; allowed: each at most once, of {', '.join(known)}"
+            )
+    return names
+
+
+def make_transport(name: str, settings: Mapping[str, object] | None = None) -> BlockTransport:
+    """Import and construct a transport, with those ``settings`` that its constructor names.
+
+    Raises:
+        BackendConfigError: the name is unknown, a package is missing, or a setting cannot be honoured.
+    """
+    if name not in transport_names():
+        raise BackendConfigError(
+            f"block_transports: {name!r:.64} is not allowed; allowed: {', '.join(transport_names())}"
+        )
+    try:
+        found = _load(name)
+    except ModuleNotFoundError as error:
+        raise BackendConfigError(f"block_transports: {name!r} needs {error.name!r}, which is not installed") from error
+    wanted = inspect.signature(found).parameters
+    given = {field: value for field, value in (settings or {}).items() if field in wanted}
+    return cast(BlockTransport, found(**given))
+
+
+def _load(name: str) -> type:
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return cast(type, entry_point.load())
+    module, _, attribute = BUILT_IN[name].partition(":")
+    return cast(type, getattr(importlib.import_module(module), attribute))

@@ -1,0 +1,75 @@
+"""Checks of a diff that need no state.
+
+Owns: decoding columns, ranges. Must not know: rows.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from headway_proto.columns import Int32Array, decode_column, decode_columns
+from headway_proto.step import BlockPull
+
+_MAX_POOL_CHARACTERS = 4096
+_MAX_ADDRESSES = 8
+_MAX_HOST_BLOCKS = 1 << 24
+
+
+class ImpossibleDiff(ValueError):  # noqa: N818 (it names the finding)
+    """A diff contradicts the state: the epoch is lost."""
+
+
+class Pull(NamedTuple):
+    """A checked ``BlockPull``; ``blocks`` int32, ``[3, n]``: host block there, step that wrote it, device block here."""
+
+    pool: str
+    addresses: tuple[str, ...]
+    epoch: int
+    blocks: Int32Array
+
+
+def decoded(data: bytes, field: str) -> Int32Array:
+    """Decode a column."""
+    try:
+        return decode_column(data)
+    except ValueError as error:
+        raise ImpossibleDiff(f"{field}: {len(data)} bytes are not a column") from error
+
+
+def decoded_group(data: bytes, field: str, count: int = 2) -> Int32Array:
+    """Decode a group of ``count`` columns."""
+    try:
+        return decode_columns(data, count)
+    except ValueError as error:
+        raise ImpossibleDiff(f"{field}: {len(data)} bytes are not {count} columns") from error
+
+
+def checked_pull(pull: BlockPull) -> Pull:
+    """Check what needs no state."""
+    blocks = decoded_group(pull.blocks, "pulls", 3)
+    check_range(blocks[0], _MAX_HOST_BLOCKS, "pulls: host block")
+    if blocks.size and blocks[1].min() < 0:
+        raise ImpossibleDiff(f"pulls: step {blocks[1].min()} is negative")
+    if not 1 <= len(pull.pool) <= _MAX_POOL_CHARACTERS:
+        raise ImpossibleDiff(
+            f"pulls: a pool's name of {len(pull.pool)} characters; allowed: 1 to {_MAX_POOL_CHARACTERS}"
+        )
+    if len(pull.addresses) > _MAX_ADDRESSES:
+        raise ImpossibleDiff(f"pulls: {len(pull.addresses)} addresses; allowed: at most {_MAX_ADDRESSES}")
+    if not 0 < pull.epoch < 1 << 64:
+        raise ImpossibleDiff(f"pulls: epoch {pull.epoch} is outside 1 to {(1 << 64) - 1}")
+    return Pull(pull.pool, pull.addresses, pull.epoch, blocks)
+
+
+def check_range(values: Int32Array, end: int, what: str) -> None:
+    """Check that each is 0 to ``end - 1``."""
+    if values.size and not (values.min() >= 0 and values.max() < end):
+        wrong = values[(values < 0) | (values >= end)].flat[0]
+        raise ImpossibleDiff(f"{what} {wrong} is outside 0 to {end - 1}")
+
+
+def check_distinct(values: Int32Array, what: str) -> None:
+    """Check that none occurs twice."""
+    distinct, counts = np.unique(values, return_counts=True)
+    if len(distinct) != len(values):
+        raise ImpossibleDiff(f"{what} {distinct[counts.argmax()]} is listed twice")
