@@ -6,11 +6,12 @@ Owns: sizes, timing. Must not know: how a transport works.
 
 An owner process registers blocks and idles; this one pulls them at random, into new memory each time, as an executor
 does. The time of a pull of one block is the latency; larger pulls show the rate. Checking CRC32s is not included: it is the
-same for all. `nixl` is left out where its package is missing.
+same for all. `nixl` is left out where its package is missing. `load_average` of the result tells what else ran.
 """
 
 import importlib.util
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -51,7 +52,8 @@ def main() -> None:
             f"{row['transport']:12} {row['model']:22} {row['blocks']:6} {row['p50_ms']:8.2f} {row['p99_ms']:8.2f} "
             f"{row['gb_per_s']:6.2f}"
         )
-    write_result(arguments.json, {"benchmark": "block_transports", "rows": rows, **provenance(arguments.seed)})
+    result = {"benchmark": "block_transports", "load_average": os.getloadavg(), "rows": rows}
+    write_result(arguments.json, result | provenance(arguments.seed))
 
 
 def _transports(keys: Path) -> dict[str, TransportUnderTest]:

@@ -3,6 +3,7 @@
 Owns: the owners' processes, a thread for each puller, the clock of every pull. Must not know: what a case proves.
 """
 
+import contextlib
 import os
 import queue
 import secrets
@@ -89,7 +90,8 @@ class Owner:
         """Let it close everything; by force if it does not."""
         self.go_on()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):  # it has ended already
+            self._process.stdin.close()
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -233,12 +235,14 @@ class TransportStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failure: Exception | None = None
         for end in [*(puller.end for puller in self._pullers), *(owner.end for owner in self._owners)]:
             try:
                 end()
-            except ConformanceFailure:
-                if error is None:
-                    raise
+            except Exception as found:  # noqa: BLE001 (the others end too)
+                failure = failure or found
+        if failure is not None and error is None:
+            raise failure
 
     def owner(self, num_blocks: int = 16, block_bytes: int = 4096, *, version: int = 1, again: bool = False) -> Owner:
         """Start one; all its blocks have this version. ``again``: see ``TransportUnderTest``."""
