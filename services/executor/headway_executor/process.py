@@ -114,6 +114,7 @@ def _block_store(config: ExecutorConfig, number: int, log: FilteringBoundLogger)
         transports,
         place=config.step_address,
         number=number,
+        variant=config.quantization,
         uses_shared_memory=config.host_pool == "shm",
         warn=log.warning,
     )

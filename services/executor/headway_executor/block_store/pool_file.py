@@ -16,6 +16,7 @@ import os
 import secrets
 import stat
 import struct
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ FILE_PREFIX = "headway-"
 _MAGIC, _VERSION = b"HWBLOCKS", 1
 _HEADER = struct.Struct("<8sIIQ64s64s")
 _PAGE = 4096
+_FORGOTTEN_S = 3600.0
+"""A file that nobody holds and nobody wrote for so long is removed by whoever makes a new one."""
 
 
 class PoolLayout(NamedTuple):
@@ -103,6 +106,10 @@ class PoolFile:
         self.header = PoolHeader(self.header.layout, name, identity)
         os.pwrite(self._descriptor, _packed(self.header), 0)
 
+    def touch(self) -> None:
+        """Note that blocks were written: the kernel does not see it."""
+        os.utime(self._descriptor)
+
     def close(self, *, remove: bool) -> None:
         """Let go of the file; the arrays stay valid. May be called twice."""
         if self._descriptor < 0:
@@ -140,6 +147,7 @@ def hold_pool_file(directory: Path, place: str, number: int, layout: PoolLayout)
 
 
 def _make(directory: Path, path: Path, layout: PoolLayout) -> PoolFile:
+    _remove_forgotten(directory)
     free = _free_bytes(directory)
     if layout.size > free:
         raise OSError(errno.ENOSPC, f"{layout.size >> 20} MiB are needed and {max(0, free) >> 20} MiB are free")
@@ -158,6 +166,17 @@ def _make(directory: Path, path: Path, layout: PoolLayout) -> PoolFile:
         os.close(descriptor)
         raise
     return held
+
+
+def _remove_forgotten(directory: Path) -> None:
+    """Of places that nobody came back to, for example of a server that was killed as a whole."""
+    for path in directory.glob(f"{FILE_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            is_old = path.lstat().st_mtime < time.time() - _FORGOTTEN_S
+            descriptor = _lock(path) if is_old else None
+            if descriptor is not None:
+                path.unlink()
+                os.close(descriptor)
 
 
 def _lock(path: Path) -> int | None:

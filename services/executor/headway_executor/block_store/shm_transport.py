@@ -71,14 +71,14 @@ def _check(layout: PoolLayout, host_blocks: Int32Array, block_bytes: int) -> Non
 
 def _read(descriptor: int, layout: PoolLayout, host_blocks: Int32Array) -> PulledBlocks:
     """Records first: a right record then says that its bytes were there."""
-    records = np.empty(layout.num_blocks, dtype=RECORD)
-    _read_into(descriptor, records.view(np.uint8), layout.records_at)
+    records = np.empty((len(host_blocks), RECORD.itemsize), dtype=np.uint8)
     blocks = np.empty((len(host_blocks), layout.block_bytes), dtype=np.uint8)
-    starts = np.flatnonzero(np.diff(host_blocks, prepend=host_blocks[:1] - 2) != 1).tolist()
-    for start, end in zip(starts, [*starts[1:], len(host_blocks)], strict=False):  # no blocks have an end too many
-        offset = layout.blocks_at + int(host_blocks[start]) * layout.block_bytes
-        _read_into(descriptor, blocks[start:end].reshape(-1), offset)
-    return PulledBlocks(records[host_blocks], blocks)
+    ends = np.flatnonzero(np.diff(host_blocks) != 1) + 1
+    for found, begin in ((records, layout.records_at), (blocks, layout.blocks_at)):
+        for part, numbers in zip(np.split(found, ends), np.split(host_blocks, ends), strict=True):
+            if len(part):
+                _read_into(descriptor, part.reshape(-1), begin + int(numbers[0]) * part.shape[1])
+    return PulledBlocks(records.view(RECORD).reshape(-1), blocks)
 
 
 def _read_into(descriptor: int, buffer: Bytes, offset: int) -> None:

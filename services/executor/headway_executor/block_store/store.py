@@ -72,15 +72,21 @@ class BlockStore:
         *,
         place: str,
         number: int = -1,
+        variant: str = "",
         uses_shared_memory: bool = True,
         warn: Callable[[str], None] = lambda _: None,
         directory: Path = SHARED_MEMORY,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """``place`` and ``number`` (-1: none) tell this executor from others of this user and host."""
+        """Make a store without memory.
+
+        ``place`` and ``number`` (-1: none) tell this executor from others of this user and host. ``variant``: what else
+        changes the contents of blocks, beside what the backend announces.
+        """
         self._transports = transports
         self._place = place
         self._number = number
+        self._variant = variant
         self._uses_shared_memory = uses_shared_memory
         self._warn = warn
         self._directory = directory
@@ -140,6 +146,8 @@ class BlockStore:
         """See ``Store``."""
         if self._records is not None:
             self._records.end(write, host_blocks, epoch=epoch, step=step)
+            if self._file is not None:
+                self._file.touch()
 
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         """See ``Store``."""
@@ -165,8 +173,9 @@ class BlockStore:
             self._file = None
 
     def _identity_of(self, info: BackendInfo) -> str:
-        facts = (info.model_fingerprint, info.backend, info.dtype, info.block_size, self._block_bytes, self._layout)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        announced = (info.model_fingerprint, info.backend, info.dtype, info.block_size)
+        own = (self._block_bytes, self._layout, self._variant)
+        return hashlib.sha256(repr((announced, own)).encode()).hexdigest()
 
     def _name_contents(self, identity: str) -> str:
         if self._file is not None and self._file.header.name and self._file.header.identity == identity:

@@ -45,7 +45,7 @@ class SuspectBlocks:
             if new.row not in stale:
                 self._blocks.difference_update(tables[new.row][self._num_read(new) :])
         for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-            if row in self._rows:
+            if row in self._rows and row not in tables:
                 self._blocks.add(block)
             elif row not in tables:
                 self._blocks.discard(block)
@@ -56,16 +56,16 @@ class SuspectBlocks:
         stale: set[int] = set()
         while True:
             found = [
-                new.row
+                new
                 for new in new_rows
                 if new.row not in stale and not self._blocks.isdisjoint(tables[new.row][: self._num_read(new)])
             ]
             if not found:
                 self._rows |= stale
                 return stale
-            stale.update(found)
-            for row in found:
-                self._blocks.update(tables[row])
+            stale.update(new.row for new in found)
+            for new in found:
+                self._blocks.update(tables[new.row][new.num_computed_tokens // self._block_size :])
 
     def _num_read(self, new: NewRow) -> int:
         return -(-new.num_computed_tokens // self._block_size)
