@@ -9,12 +9,15 @@ does. The time of a pull of one block is the latency; larger pulls show the rate
 same for all. `nixl` is left out where its package is missing. `load_average` of the result tells what else ran.
 """
 
+import contextlib
+import functools
 import importlib.util
 import math
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ import numpy as np
 
 from headway.keys import make_keys
 from headway_conformance.block_transports import TransportUnderTest
-from headway_conformance.block_transports.stage import POOL, TransportStage
+from headway_conformance.block_transports.stage import POOL, Owner, TransportStage
+from headway_executor.block_store.transport import BlockTransport
+from headway_proto.columns import Int32Array
 from program import count, counts, parser_of, provenance, write_result
 
 SIZES = {"demo model, float32": 6 * 2 * 4 * 32 * 16 * 4, "135M model, float32": 30 * 2 * 3 * 64 * 16 * 4}
@@ -43,9 +48,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="headway-keys-") as directory:
         make_keys(Path(directory) / "keys")
-        for name, under_test in _transports(Path(directory) / "keys" / "executor").items():
-            for model, block_bytes in SIZES.items():
-                rows += _rows(name, under_test, model, block_bytes, arguments)
+        under_test = _transports(Path(directory) / "keys" / "executor")
+        for model, block_bytes in SIZES.items():
+            rows += _rows(under_test, model, block_bytes, arguments)
     print(f"{'transport':12} {'block of':22} {'blocks':>6} {'P50 ms':>8} {'P99 ms':>8} {'GB/s':>6}")
     for row in rows:
         print(
@@ -70,35 +75,45 @@ def _transports(keys: Path) -> dict[str, TransportUnderTest]:
 
 
 def _rows(
-    name: str, under_test: TransportUnderTest, model: str, block_bytes: int, arguments: Any
+    under_test: dict[str, TransportUnderTest], model: str, block_bytes: int, arguments: Any
 ) -> list[dict[str, Any]]:
+    """By turns: pull after pull, each transport once."""
     chance = np.random.default_rng(arguments.seed)
-    rows = []
-    with TransportStage(under_test) as stage:
-        owner = stage.owner(arguments.pool, block_bytes)
-        transport = under_test.puller_side()
+    with contextlib.ExitStack() as stack:
+        pulls: dict[str, Callable[[Int32Array], float]] = {}
+        for name, one in under_test.items():
+            owner = stack.enter_context(TransportStage(one)).owner(arguments.pool, block_bytes)
+            transport = one.puller_side()
+            stack.callback(transport.close)
+            pulls[name] = functools.partial(_time_ms, transport, owner)
+        rows = []
         for num_blocks in arguments.blocks:
-            times_ms = []
+            times_ms: dict[str, list[float]] = {name: [] for name in pulls}
             for _ in range(_WARM_PULLS + arguments.pulls):
                 blocks = chance.integers(0, arguments.pool, num_blocks, dtype=np.int32)
-                began = time.perf_counter()
-                transport.pull(POOL, owner.address, blocks, block_bytes=block_bytes, timeout_s=_TIMEOUT_S)
-                times_ms.append(1e3 * (time.perf_counter() - began))
-            times_ms = sorted(times_ms[_WARM_PULLS:])
-            p50_ms = statistics.median(times_ms)
-            rows.append(
-                {
-                    "transport": name,
-                    "model": model,
-                    "block_bytes": block_bytes,
-                    "blocks": num_blocks,
-                    "p50_ms": round(p50_ms, 3),
-                    "p99_ms": round(times_ms[math.ceil(0.99 * len(times_ms)) - 1], 3),
-                    "gb_per_s": round(num_blocks * block_bytes / p50_ms / 1e6, 3),
-                }
-            )
-        transport.close()
+                for name, pull in pulls.items():
+                    times_ms[name].append(pull(blocks))
+            rows += [
+                {"transport": name, "model": model, "block_bytes": block_bytes, "blocks": num_blocks}
+                | _figures(found[_WARM_PULLS:], num_blocks * block_bytes)
+                for name, found in times_ms.items()
+            ]
     return rows
+
+
+def _time_ms(transport: BlockTransport, owner: Owner, blocks: Int32Array) -> float:
+    began = time.perf_counter()
+    transport.pull(POOL, owner.address, blocks, block_bytes=owner.block_bytes, timeout_s=_TIMEOUT_S)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _figures(times_ms: list[float], num_bytes: int) -> dict[str, float]:
+    p50_ms = statistics.median(times_ms)
+    return {
+        "p50_ms": round(p50_ms, 3),
+        "p99_ms": round(sorted(times_ms)[math.ceil(0.99 * len(times_ms)) - 1], 3),
+        "gb_per_s": round(num_bytes / p50_ms / 1e6, 3),
+    }
 
 
 if __name__ == "__main__":
