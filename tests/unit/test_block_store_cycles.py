@@ -5,19 +5,22 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from executor_cell import GREEDY, ExecutorCell, Stored, pairs, pull_of
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.block_store.pool_file import SHARED_MEMORY
+from headway_executor.metrics import families_of, take_snapshot
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.columns import decode_column
-from headway_proto.step import ExecutorHeartbeat
+from headway_proto.step import ExecutorHeartbeat, ExecutorOutput
 
 DEMO_MODEL = Path(__file__).parents[2] / "services" / "launcher" / "headway" / "demo_model"
 SIMULATED = BackendConfig(model="", block_size=4, num_kv_blocks=64, max_model_len=64, max_num_seqs=4)
@@ -266,3 +269,79 @@ def test_what_a_killed_process_kept_is_there_for_others_and_for_the_next_of_its_
     assert (SHARED_MEMORY / name).exists()
     heir.close()
     assert not (SHARED_MEMORY / name).exists(), "a graceful end leaves nothing behind"
+
+
+class HeldBack(SimulatedBackend):
+    """Copies out only when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_export = threading.Event()
+
+    def move_blocks(self, **moves):
+        if moves["swap_out"].size:
+            self.may_export.wait(10)
+        return super().move_blocks(**moves)
+
+
+def test_an_answer_does_not_wait_for_exports_and_the_next_step_does(open_cell):
+    backend = HeldBack()
+    cell = open_cell(ThreadedBackend(backend))
+    token, _ = prefill_and_export(cell, blocks=(4, 1, 7))
+    assert [token] == expected_tokens(PROMPT, 1)
+    assert cell.records(HOST) == [(0, 0)] * 3
+    step = cell.send(swap_out=b"")
+    for _ in range(10):
+        cell.turn()
+    assert not any(isinstance(body, ExecutorOutput) and body.step == step for body in cell.bodies)
+    backend.may_export.set()
+    assert cell.tokens(step) == expected_tokens(PROMPT, 2)[1:]
+    assert cell.records(HOST) == [(1, 0)] * 3
+
+
+def test_exports_that_fail_leave_no_record_and_end_no_epoch_of_an_inline_backend(open_cell):
+    class Failing(SimulatedBackend):
+        def move_blocks(self, **moves):
+            raise MemoryError("the host pool is gone")
+
+    cell = open_cell(Failing())
+    prefill_and_export(cell, blocks=(4, 1, 7))
+    assert cell.tokens(cell.send()) == expected_tokens(PROMPT, 2)[1:]
+    assert cell.records(HOST) == [(0, 0)] * 3
+    assert cell.cycle.statistics.num_exported_blocks == 0
+
+
+def test_what_was_transferred_is_counted(open_cell):
+    cell = open_cell()
+    token, stored = prefill_and_export(cell, blocks=(4, 1, 7, 30))
+    cell.answer(resume(cell, stored, [*PROMPT, token], len(PROMPT), others=1))
+    texts = {
+        sample.name: sample.value
+        for family in families_of(take_snapshot(cell.info, cell.cycle.statistics))
+        for sample in family.samples
+    }
+    assert texts["headway_executor_exported_blocks_total"] == 3
+    assert texts["headway_executor_pulled_blocks_total"] == 3
+    assert texts["headway_executor_stale_blocks_total"] == 0
+    assert texts["headway_executor_pulled_bytes_total"] == 3 * 8 * (4 + 1)
+    assert texts["headway_executor_pull_seconds_count"] == 1
+
+
+def test_nan_in_the_blocks_of_a_row_is_an_error_of_this_row(open_cell):
+    """As whatever lies in the blocks of a stale row might be."""
+    config = BackendConfig(model=str(DEMO_MODEL), num_kv_blocks=40, max_model_len=256, max_num_seqs=2)
+    cell = open_cell(threaded_torch(), config)
+    prompt = [int(number) for number in np.random.default_rng(3).integers(10, 250, 20)]
+    alone = cell.tokens(cell.admit(0, prompt, (4, 1)))
+    pool = cell.backend._backend._model.forward.pool
+    with torch.inference_mode():
+        pool.layers[:, 9] = float("nan")
+    lost = Stored(cell.info.host_pool, (), 99, 0, (0,))
+    pulls = (pull_of(lost, (9,)),)
+    step = cell.admit(1, [*range(20, 37)], (9, 8), computed=16, num_prompt=17, others=1, pulls=pulls)
+    answer = cell.answer(step)
+    assert decode_column(answer.stale_rows).tolist() == [1]
+    assert [error.row for error in answer.errors] == [1]
+    beside = open_cell(threaded_torch(), config, place="beside")
+    assert beside.tokens(beside.admit(0, prompt, (4, 1))) == alone
+    assert decode_column(answer.sampled_token_ids).tolist() == [*beside.tokens(beside.send()), -1]

@@ -128,7 +128,7 @@ class FakeQueues:
         self.now_over = tuple(map(max, *self.clocks))
 
 
-def batch_of(step, finished, new_rows, new_blocks):
+def batch_of(step, finished, new_rows, new_blocks, rows=()):
     return StepBatch(
         step=step,
         finished_rows=np.array(finished, dtype=np.int32),
@@ -143,7 +143,7 @@ def batch_of(step, finished, new_rows, new_blocks):
             for row in new_rows
         ),
         new_blocks=pair_columns(new_blocks),
-        rows=np.empty(0, dtype=np.int32),
+        rows=np.array(sorted(rows), dtype=np.int32),
         num_scheduled_tokens=np.empty(0, dtype=np.int32),
         num_computed_tokens=np.empty(0, dtype=np.int32),
         samples=np.empty(0, dtype=np.int32),
@@ -161,6 +161,7 @@ class History:
         self.rows = {}
         """Blocks of each live row; it writes the last of them."""
         self.on_host = set()
+        self.exported = []
         self.step = 0
 
     def free_blocks(self):
@@ -172,7 +173,7 @@ class History:
     def run_step(self):
         finished, out = self.end_rows()
         before_free = self.free_blocks()
-        new_rows, new_blocks, swap_in, copies = [], [], [], []
+        new_rows, new_blocks, swap_in, copies, loads = [], [], [], [], []
         fresh = set()
         for row in list(self.rows):
             if before_free and self.random.random() < 0.3:
@@ -189,6 +190,8 @@ class History:
             for block in own[:-1]:
                 if available and self.random.random() < 0.5:
                     swap_in.append((self.random.choice(available), block))
+                elif self.random.random() < 0.2:
+                    loads.append(block)
                 elif self.random.random() < 0.3:
                     sources = sorted(set(range(self.queues.num_blocks)) - fresh - set(own) - {c[1] for c in copies})
                     if sources:
@@ -198,7 +201,17 @@ class History:
             new_blocks += [(row, block) for block in shared + own]
             fresh |= set(own)
         copies = [pair for pair in copies if pair[0] not in {destination for _, destination in copies}]
-        self.give(finished, new_rows, new_blocks, out, swap_in, copies, fresh)
+        self.give(finished, new_rows, new_blocks, out, swap_in, copies, loads, fresh)
+
+    def export(self):
+        """Right behind a step, copy what live rows hold: another move before the next step."""
+        held = [block for blocks in self.rows.values() for block in blocks[:1]]
+        self.exported = []
+        if held and self.random.random() < 0.3:
+            self.exported = held[:1]
+            host = self.random.randrange(self.queues.num_host_blocks)
+            self.moves.move(copies=NO_PAIRS, swap_out=pair_columns([(held[0], host)]), swap_in=NO_PAIRS)
+            self.on_host.add(host)
 
     def end_rows(self):
         finished = [row for row in self.rows if self.random.random() < 0.25]
@@ -219,7 +232,7 @@ class History:
         blocks = self.rows[self.random.choice(sorted(self.rows))]
         return blocks[: self.random.randint(0, len(blocks) - 1)]
 
-    def give(self, finished, new_rows, new_blocks, out, swap_in, copies, fresh):
+    def give(self, finished, new_rows, new_blocks, out, swap_in, copies, loads, fresh):
         queues, moves = self.queues, self.moves
         queues.waits.clear()
         if out or swap_in or copies:
@@ -227,17 +240,21 @@ class History:
             may_wait = bool(out) or queues.unordered(SWAPS, "block", brought, write=True)
             moves.move(copies=pair_columns(copies), swap_out=pair_columns(out), swap_in=pair_columns(swap_in))
             assert may_wait or SWAPS not in queues.waits, "an independent swap-in has waited"
+        if loads:
+            moves.load(None, np.array(loads, dtype=np.int32))
         used = sorted({block for blocks in self.rows.values() for block in blocks})
         given = sorted({block for _, block in new_blocks})
         may_wait = queues.unordered(STEPS, "block", given, write=True) or queues.unordered(
             STEPS, "block", used, write=False
         )
         waits = queues.waits.count(STEPS)
-        moves.before_step(batch_of(self.step, finished, new_rows, new_blocks))
+        may_wait = may_wait or queues.unordered(STEPS, "block", self.exported, write=True)
+        moves.before_step(batch_of(self.step, finished, new_rows, new_blocks, self.rows))
         assert may_wait or queues.waits.count(STEPS) == waits, "an independent step has waited"
         written = sorted(fresh | {blocks[-1] for blocks in self.rows.values()})
         queues.work(STEPS, [("block", used)], [("block", written)])
         moves.after_step()
+        self.export()
         self.step += 1
         assert not queues.conflicts, f"step {self.step}: {queues.conflicts}"
 

@@ -10,8 +10,8 @@ def column(*values):
     return np.array(values, dtype=np.int32)
 
 
-def run_step(fences, *new_blocks):
-    waited = fences.step(column(*new_blocks))
+def run_step(fences, *new_blocks, continued=()):
+    waited = fences.step(column(*new_blocks), column(*continued))
     fences.step_given()
     return waited
 
@@ -121,3 +121,13 @@ def test_blocks_of_rows_come_back_as_often_as_they_were_given():
     rows.append(np.array([[1], [9]], dtype=np.int32))
     assert sorted(rows.release([2, 1]).tolist()) == [4, 7, 9]
     assert rows.release([]).dtype == np.int32
+
+
+def test_a_step_waits_for_the_copy_of_a_block_that_its_row_goes_on_writing(fences):
+    run_step(fences, 4, 5)
+    fences.swap_out(column(4, 5))
+    assert run_step(fences, continued=(5,)) == 1
+    assert run_step(fences, continued=(5,)) == NOTHING
+    rows = RowBlocks()
+    rows.append(np.array([[3, 3, 7], [4, 5, 6]], dtype=np.int32))
+    assert rows.newest([3, 7, 8]) == [5, 6]

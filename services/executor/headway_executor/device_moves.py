@@ -205,6 +205,8 @@ class DeviceMoves:
         self._queues = queues
         self._fences = MoveFences(queues.num_blocks)
         self._rows = RowBlocks()
+        self._read: set[int] = set()
+        """Blocks that were swapped out since the last step."""
         self._work: deque[tuple[int, Mark]] = deque()
         self._swaps: deque[tuple[int, Mark]] = deque()
         self._coming: list[_TimedMove] = []
@@ -241,6 +243,7 @@ class DeviceMoves:
             start = self._queues.mark_swaps()
             self._queues.swap_out(swap_out)
             swapped_out = self._mark_swap(start, swap_out.shape[1])
+            self._read.update(swap_out[0].tolist())
         if swap_in.shape[1]:
             self._swaps_after(self._fences.swap_in(swap_in[1]))
             start = self._queues.mark_swaps()
@@ -269,11 +272,15 @@ class DeviceMoves:
         ended = dict.fromkeys(batch.finished_rows.tolist()) | dict.fromkeys(new.row for new in batch.new_rows)
         if ended:
             self._fences.rows_ended(self._rows.release(ended))
+        continued: list[int] = []
+        if self._read:
+            continued = [block for block in self._rows.newest(batch.rows.tolist()) if block in self._read]
+            self._read.clear()
         if batch.new_blocks.shape[1]:
             self._rows.append(batch.new_blocks)
         if self._swaps:
             self._check_ended()
-        self._steps_after(self._fences.step(batch.new_blocks[1]))
+        self._steps_after(self._fences.step(batch.new_blocks[1], np.array(continued, dtype=np.int32)))
 
     def after_step(self) -> int:
         """See ``BlockMover.after_step``."""

@@ -26,6 +26,7 @@ from headway_executor.batch_state import BatchState, BlockMoves
 from headway_executor.block_store.puller import FetchedBlocks
 from headway_executor.block_store.store import NoStore, Store
 from headway_executor.block_store.suspects import SuspectBlocks
+from headway_executor.block_store.transfers import BlockTransfers, StepNumber
 from headway_executor.diff_checks import ImpossibleDiff
 from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
@@ -60,22 +61,19 @@ class _Pending(msgspec.Struct, frozen=True):
     future: Future[StepResult]
 
 
+class _AppliedStep(NamedTuple):
+    number: StepNumber
+    num_tokens: int
+    batch: StepBatch
+    moves: BlockMoves | None
+    state_digest: int | None
+
+
 class _Arriving(NamedTuple):
     """A step whose pulls are under way; it keeps later steps waiting."""
 
-    output: SchedulerOutput
-    batch: StepBatch
-    moves: BlockMoves
-    state_digest: int | None
+    step: _AppliedStep
     fetched: Future[FetchedBlocks]
-
-
-class _Export(NamedTuple):
-    """``pairs``: as ``TransferringOutput.exports``."""
-
-    epoch: int
-    step: int
-    pairs: Int32Array
 
 
 class StepCycle:
@@ -106,17 +104,17 @@ class StepCycle:
         self._arriving: _Arriving | None = None
         self._held: deque[SchedulerOutput] = deque()
         """Steps behind the one that is arriving."""
-        self._exports: deque[_Export] = deque()
         self._oldest_since = float("inf")
         self._pending: deque[_Pending] = deque()
         self.statistics = ExecutorStatistics()
+        self._transfers = BlockTransfers(backend, self._store, self.statistics, log)
         self.device_lost: DeviceLostError | None = None
         """The error after which this process must end, or None."""
 
     @property
     def next_deadline(self) -> float:
         """The time when ``tick`` is due."""
-        return float("-inf") if self._exports else self._link.next_deadline
+        return float("-inf") if self._transfers.are_due else self._link.next_deadline
 
     def receive(self, data: bytes, now: float) -> list[bytes]:
         """Handle a frame; return the frames to send."""
@@ -124,7 +122,7 @@ class StepCycle:
 
     def tick(self, now: float) -> list[bytes]:
         """Do what is due; return the frames to send."""
-        self._export()
+        self._transfers.export()
         frames = self.collect(now)
         if self.device_lost is not None:
             return frames
@@ -146,7 +144,7 @@ class StepCycle:
             else:
                 frames += self._report(step, step.future.result(), now)
         if self._arriving is not None and self._arriving.fetched.done() and self.device_lost is None:
-            frames += self._arrive(self._arriving, now)
+            frames += self._arrive(self._arriving.step, self._arriving.fetched.result(), now)
         return frames
 
     def _act(self, outcome: LinkOutcome, now: float) -> list[bytes]:
@@ -175,105 +173,51 @@ class StepCycle:
         except ImpossibleDiff as error:
             return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
+        number = StepNumber(output.epoch, output.step)
+        step = _AppliedStep(number, output.total_num_scheduled_tokens, batch, moves, digest)
         if moves is None or not moves.pulls:
-            return self._execute(output, batch, moves, None, digest, now)
-        fetched = self._store.fetch(moves.pulls)
-        self._arriving = _Arriving(output, batch, moves, digest, fetched)
-        fetched.add_done_callback(lambda _: self._wake())
+            return self._execute(step, None, now)
+        self._arriving = _Arriving(step, self._store.fetch(moves.pulls))
+        self._arriving.fetched.add_done_callback(lambda _: self._wake())
         return self.collect(now)
 
-    def _arrive(self, step: _Arriving, now: float) -> list[bytes]:
+    def _arrive(self, step: _AppliedStep, fetched: FetchedBlocks, now: float) -> list[bytes]:
         """Run the step whose blocks are there, and those behind it."""
         self._arriving = None
-        fetched = step.fetched.result()
         self.statistics.record_pulls(
             len(fetched.blocks), len(fetched.missing), fetched.contents.nbytes, fetched.seconds
         )
         if len(fetched.missing):
             self._log.warning("blocks could not be pulled", count=len(fetched.missing), problems=fetched.problems)
-        frames = self._execute(step.output, step.batch, step.moves, fetched, step.state_digest, now)
+        frames = self._execute(step, fetched, now)
         while self._held and self._arriving is None:
             frames += self._take(self._held.popleft(), now)
         return frames
 
-    def _execute(
-        self,
-        output: SchedulerOutput,
-        batch: StepBatch,
-        moves: BlockMoves | None,
-        fetched: FetchedBlocks | None,
-        digest: int | None,
-        now: float,
-    ) -> list[bytes]:
-        self._export()
+    def _execute(self, step: _AppliedStep, fetched: FetchedBlocks | None, now: float) -> list[bytes]:
+        number, num_tokens, batch, moves, digest = step
+        self._transfers.export()
         stale_rows = self._suspects.stale_rows(batch, moves, fetched)
         if len(stale_rows):
             batch = msgspec.structs.replace(batch, stale_rows=stale_rows)
-        future: Future[StepResult]
-        self.statistics.record_step(output.total_num_scheduled_tokens, len(batch.rows), now)
+        self.statistics.record_step(num_tokens, len(batch.rows), now)
         try:
             if moves is not None:
-                self._move(output, moves, fetched)
+                self._transfers.before_step(number, moves, fetched)
             result = self._backend.execute(batch)
         except Exception as error:  # noqa: BLE001 (one step must not end the process)
-            return self._fail(output.epoch, output.step, error, now)
-        if moves is not None and moves.exports.size:
-            self._exports.append(_Export(output.epoch, output.step, moves.exports))
-        if isinstance(result, Future):
-            future = result
-        else:
-            future = Future()
-            future.set_result(result)
+            return self._fail(*number, error, now)
+        if moves is not None:
+            self._transfers.after_step(number, moves)
+        future = _future_of(result)
         num_samples = int(batch.samples.sum())
         if not self._pending:
             self._oldest_since = now
         speculates = batch.num_speculative_tokens is not None
-        self._pending.append(_Pending(output.epoch, output.step, num_samples, speculates, digest, stale_rows, future))
+        self._pending.append(_Pending(*number, num_samples, speculates, digest, stale_rows, future))
         if not future.done():
             future.add_done_callback(lambda _: self._wake())
         return self.collect(now)
-
-    def _move(self, output: SchedulerOutput, moves: BlockMoves, fetched: FetchedBlocks | None) -> None:
-        """Before the step: swaps, what was pulled, copies."""
-        copies, swap_out, swap_in = moves.copies, moves.swap_out, moves.swap_in
-        self.statistics.record_moves(copied=copies.shape[1], swapped_out=swap_out.shape[1], swapped_in=swap_in.shape[1])
-        has_contents = fetched is not None and len(fetched.blocks) > 0
-        first_copies = copies[:, :0] if has_contents else copies
-        if first_copies.size or swap_in.size or swap_out.size:
-            self._swap(output.epoch, output.step, copies=first_copies, swap_out=swap_out, swap_in=swap_in)
-        if fetched is not None and has_contents:
-            self._backend.load_blocks(fetched.contents, fetched.blocks)
-            if copies.size:
-                self._backend.move_blocks(copies=copies, swap_out=copies[:, :0], swap_in=copies[:, :0])
-
-    def _export(self) -> None:
-        """Behind the steps that ran, and behind their frames: their answers did not wait."""
-        while self._exports:
-            epoch, step, pairs = self._exports.popleft()
-            none = pairs[:, :0]
-            try:
-                self._swap(epoch, step, copies=none, swap_out=pairs, swap_in=none)
-            except Exception as error:  # noqa: BLE001 (the blocks have no record, so nobody believes them)
-                self._log.error("blocks could not be exported", epoch=epoch, step=step, exc_info=error)
-            else:
-                self.statistics.record_exports(pairs.shape[1])
-
-    def _swap(self, epoch: int, step: int, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
-        write = self._store.begin_write(swap_out[1]) if swap_out.size else 0
-        done = self._backend.move_blocks(copies=copies, swap_out=swap_out, swap_in=swap_in)
-        if not swap_out.size:
-            return
-        host_blocks = swap_out[1]
-        if done is None:
-            self._store.end_write(write, host_blocks, epoch=epoch, step=step)
-            return
-
-        def record(future: Future[None]) -> None:
-            """In the thread that copied, before it goes on."""
-            if future.exception() is None:
-                self._store.end_write(write, host_blocks, epoch=epoch, step=step)
-
-        done.add_done_callback(record)
 
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
         num_wanted = step.num_samples
@@ -311,6 +255,14 @@ class StepCycle:
     def _log_loss(self, event: EpochLost) -> None:
         self._forget_arriving()
         self._log.warning("epoch lost", epoch=event.epoch, reason=event.reason)
+
+
+def _future_of(result: StepResult | Future[StepResult]) -> Future[StepResult]:
+    if isinstance(result, Future):
+        return result
+    future: Future[StepResult] = Future()
+    future.set_result(result)
+    return future
 
 
 def serve(

@@ -7,7 +7,7 @@ nothing). A wait for a number covers all earlier work of that queue.
 
 - A swap-out waits for all earlier work: the last step may have written its blocks.
 - A step or a copy waits for the newest swap-out of a block that it is the first to write: a step's new blocks, a copy's
-  destinations.
+  destinations. If a row whose blocks were copied for others runs on, it also waits for the block that the row writes.
 - A swap-in waits for the last work that may use its blocks: the newest if a row holds one of them, else the last before
   their last row ended.
 - A step or a copy waits for every earlier swap-in, since its rows may read those blocks.
@@ -72,10 +72,10 @@ class MoveFences:
         self._last_use[destinations] = self._num_given
         return self._step_after(needed)
 
-    def step(self, new_blocks: Int32Array) -> int:
-        """Prepare a step; return the swap to wait for."""
+    def step(self, new_blocks: Int32Array, continued: Int32Array) -> int:
+        """Prepare a step, whose rows go on writing ``continued``; return the swap to wait for."""
         np.add.at(self._num_holders, new_blocks, 1)
-        return self._step_after(self._swap_needed(new_blocks))
+        return self._step_after(max(self._swap_needed(new_blocks), self._swap_needed(continued)))
 
     def step_given(self) -> int:
         """Count the queued step; return its number."""
@@ -113,7 +113,7 @@ class MoveFences:
 
 
 class RowBlocks:
-    """The blocks of each row, unordered."""
+    """The blocks of each row."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[int]] = {}
@@ -125,6 +125,10 @@ class RowBlocks:
         starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
         for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
             self._held.setdefault(int(rows[start]), []).extend(blocks[start:end].tolist())
+
+    def newest(self, rows: Iterable[int]) -> list[int]:
+        """The block that each row appended last."""
+        return [self._held[row][-1] for row in rows if self._held.get(row)]
 
     def release(self, rows: Iterable[int]) -> Int32Array:
         """Remove rows; return their blocks, int32, ``[n]``."""

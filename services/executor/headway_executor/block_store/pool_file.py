@@ -16,7 +16,6 @@ import os
 import secrets
 import stat
 import struct
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,15 +146,15 @@ def hold_pool_file(directory: Path, place: str, number: int, layout: PoolLayout)
 
 
 def _make(directory: Path, path: Path, layout: PoolLayout) -> PoolFile:
-    _remove_forgotten(directory)
-    free = _free_bytes(directory)
-    if layout.size > free:
-        raise OSError(errno.ENOSPC, f"{layout.size >> 20} MiB are needed and {max(0, free) >> 20} MiB are free")
     # It gets its name when it is locked and complete: until then nobody takes it over.
     unfinished = directory / f"{FILE_PREFIX}new-{secrets.token_hex(8)}"
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_forgotten(directory, now=os.fstat(descriptor).st_mtime)
+        free = _free_bytes(directory)
+        if layout.size > free:
+            raise OSError(errno.ENOSPC, f"{layout.size >> 20} MiB are needed and {max(0, free) >> 20} MiB are free")
         os.ftruncate(descriptor, layout.size)
         header = PoolHeader(layout, "", "")
         os.pwrite(descriptor, _packed(header), 0)
@@ -168,11 +167,11 @@ def _make(directory: Path, path: Path, layout: PoolLayout) -> PoolFile:
     return held
 
 
-def _remove_forgotten(directory: Path) -> None:
+def _remove_forgotten(directory: Path, *, now: float) -> None:
     """Of places that nobody came back to, for example of a server that was killed as a whole."""
     for path in directory.glob(f"{FILE_PREFIX}*"):
         with contextlib.suppress(OSError):
-            is_old = path.lstat().st_mtime < time.time() - _FORGOTTEN_S
+            is_old = path.lstat().st_mtime < now - _FORGOTTEN_S
             descriptor = _lock(path) if is_old else None
             if descriptor is not None:
                 path.unlink()
