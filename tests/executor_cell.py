@@ -14,7 +14,7 @@ from headway_executor.batch_state import BatchState
 from headway_executor.block_store.shm_transport import ShmTransport
 from headway_executor.block_store.store import BlockStore
 from headway_executor.loop import StepCycle
-from headway_executor.step_link import StepLink
+from headway_executor.step_link import LinkTiming, StepLink
 from headway_proto.columns import decode_column, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
@@ -61,7 +61,7 @@ class ExecutorCell:
         self.info = self.store.open(backend.open(msgspec.structs.replace(config, host_memory=self.store.host_memory)))
         self._rung = threading.Event()
         self.cycle = StepCycle(
-            link=StepLink(incarnation=INCARNATION, info=self.info),
+            link=StepLink(incarnation=INCARNATION, info=self.info, timing=LinkTiming(silence_timeout=60.0)),
             state=BatchState(self.info),
             backend=backend,
             log=structlog.get_logger(),

@@ -18,6 +18,7 @@ from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.block_store.pool_file import SHARED_MEMORY
 from headway_executor.metrics import families_of, take_snapshot
+from headway_executor.registry import create_backend
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.columns import decode_column
 from headway_proto.step import ExecutorHeartbeat, ExecutorOutput
@@ -69,13 +70,25 @@ def expected_tokens(prompt, count) -> list[int]:
     return backend.token_hash.continuation(prompt, count, GREEDY)
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "eager"])
-def test_a_prompt_runs_in_one_executor_and_its_answer_in_another(open_cell, kernels):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("torch", {"kernels": "compiled"}),
+        ("torch", {"kernels": "eager"}),
+        pytest.param("triton", {}, marks=pytest.mark.deep),
+    ],
+)
+def test_a_prompt_runs_in_one_executor_and_its_answer_in_another(open_cell, name, options):
     config = BackendConfig(
-        model=str(DEMO_MODEL), num_kv_blocks=40, max_model_len=256, max_num_seqs=2, options={"kernels": kernels}
+        model=str(DEMO_MODEL),
+        num_kv_blocks=40,
+        max_model_len=256,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        options=options,
     )
     prompt = [int(number) for number in np.random.default_rng(3).integers(10, 250, 45)]
-    first, second = (open_cell(threaded_torch(), config, place) for place in "ab")
+    first, second = (open_cell(ThreadedBackend(create_backend(name)), config, place) for place in "ab")
     tokens = []
     step = first.admit(0, prompt, (4, 1, 7), exports=pairs([(4, 6), (1, 2), (7, 9)]))
     tokens += first.tokens(step)
@@ -97,9 +110,7 @@ def test_a_prompt_runs_in_one_executor_and_its_answer_in_another(open_cell, kern
 
 
 def threaded_torch() -> ThreadedBackend:
-    from headway_executor.backends.torch_backend import TorchBackend
-
-    return ThreadedBackend(TorchBackend())
+    return ThreadedBackend(create_backend("torch"))
 
 
 def test_the_simulated_backend_verifies_what_was_pulled(open_cell):
