@@ -247,6 +247,20 @@ def test_fleet_cost(tmp_path):
         assert f"{row['executors']} executors of 8 rows" in printed
 
 
+def test_block_transports(tmp_path):
+    result = tmp_path / "result.json"
+    printed = run(
+        "block_transports.py", "--blocks", "1,3", "--pulls", "2", "--pool", "4", "--json", str(result), cwd=tmp_path
+    )
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert {(row["model"], row["blocks"]) for row in record["rows"] if row["transport"] == "tcp, keys"} == {
+        (model, blocks) for model in ("demo model, float32", "135M model, float32") for blocks in (1, 3)
+    }
+    assert all(row["gb_per_s"] > 0 and row["p50_ms"] <= row["p99_ms"] for row in record["rows"])
+    assert all(row["transport"] in printed for row in record["rows"])
+
+
 def test_placement(tmp_path):
     result = tmp_path / "result.json"
     printed = run("placement.py", "--requests", "10", "--json", str(result), cwd=tmp_path)

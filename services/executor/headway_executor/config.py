@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
-from headway_process.addresses import check_link_address, check_metrics_address
+from headway_process.addresses import check_link_address, check_metrics_address, check_offered_address
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 
@@ -96,6 +96,20 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "empty: none"
         ),
     ] = "shm"
+    block_address: Annotated[
+        str,
+        Meta(
+            description="where the block transport tcp offers this executor's blocks: tcp://HOST:PORT, with a host that the "
+            "others can reach; port 0 or *: any that is free; empty: nowhere, and tcp only pulls"
+        ),
+    ] = ""
+    nixl_devices: Annotated[
+        str,
+        Meta(
+            description="network devices of the block transport nixl, as UCX names them, for example mlx5_0:1; there "
+            "NIXL asks nobody for a key"
+        ),
+    ] = "lo"
     metrics_address: MetricsAddress = ""
     metrics_token_file: MetricsTokenFile = ""
     log_level: LogLevel = "info"
@@ -123,6 +137,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_link_address("step_address", self.step_address, has_keys=bool(self.curve_keys))
         check_metrics_address(self.metrics_address, self.metrics_token_file)
+        if self.block_address:
+            check_offered_address("block_address", self.block_address, has_keys=bool(self.curve_keys))
+            if "tcp" not in self.block_transports.replace(" ", "").split(","):
+                raise _refusal("block_address", self.block_address, "nothing, unless block_transports has tcp")
         if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         check_ranges(self)

@@ -39,6 +39,28 @@ def check_link_address(field: str, address: str, *, has_keys: bool, least_port: 
     raise ValueError(f"{field}: {address!r:.64} is not allowed; allowed: {allowed}")
 
 
+def check_offered_address(field: str, address: str, *, has_keys: bool) -> None:
+    """Refuse an address that this process cannot listen on and give to others as it is.
+
+    Port 0 or ``*`` lets the system choose.
+
+    Raises:
+        ValueError: see ``check_link_address``.
+    """
+    numbered = f"{address[:-1]}0" if address.endswith(":*") else address
+    check_link_address(field, numbered, has_keys=has_keys, least_port=0)
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        is_wildcard = host == "*" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_unspecified
+    except ValueError:
+        is_wildcard = False  # a name
+    if is_wildcard or not address.startswith("tcp://"):
+        raise ValueError(
+            f"{field}: {address!r:.64} is not allowed; allowed: tcp://HOST:PORT with an address of this host that the "
+            "others can reach"
+        )
+
+
 def check_ipc_directory(field: str, address: str) -> None:
     """Refuse a Unix socket that others could use or replace.
 

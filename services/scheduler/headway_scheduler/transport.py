@@ -12,8 +12,8 @@ from pathlib import Path
 import zmq
 
 from headway_process.addresses import check_ipc_directory
+from headway_process.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 from headway_process.link_keys import load_own_keys
-from headway_scheduler.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 
 HIGH_WATER_MARK = 100_000
 MAX_FRAMES_PER_BEAT = 256

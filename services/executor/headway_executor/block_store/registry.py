@@ -15,7 +15,13 @@ from headway_executor.block_store.transport import BlockTransport
 
 ENTRY_POINT_GROUP = "headway.block_transports"
 
-BUILT_IN: Mapping[str, str] = MappingProxyType({"shm": "headway_executor.block_store.shm_transport:ShmTransport"})
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "nixl": "headway_executor.block_store.nixl_transport:NixlTransport",
+        "shm": "headway_executor.block_store.shm_transport:ShmTransport",
+        "tcp": "headway_executor.block_store.tcp_transport:TcpTransport",
+    }
+)
 """Known without the metadata of an installation, which may be older than the source."""
 
 

@@ -1,4 +1,4 @@
-"""Admits peers to the scheduler's sockets, and limits connections without a handshake.
+"""Admits peers to the sockets that a process binds, and limits connections without a handshake.
 
 Owns: allow-lists, answers to ZeroMQ's authentication requests (ZAP), the limit. Must not know: what a frame means.
 A separate thread, so a flood of handshakes delays no step.
@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -41,6 +42,28 @@ _POLL_MS = 200
 _RELOAD_INTERVAL_S = 0.25
 _WINDOW_S = HANDSHAKE_INTERVAL_MS / 1000 + 0.5
 _MOST_PROBLEMS = 32
+
+
+class Admission(Protocol):
+    """Who may connect. ``problems``: see ``AllowList``."""
+
+    problems: deque[str]
+
+    def admits(self, public_key: bytes) -> bool:
+        """Whether a (binary) public key is allowed."""
+        ...
+
+
+class OneKey:
+    """Admits the owner of one key, given in Z85."""
+
+    def __init__(self, public_key: bytes) -> None:
+        self.problems: deque[str] = deque()
+        self._key = z85.decode(public_key)
+
+    def admits(self, public_key: bytes) -> bool:
+        """See ``Admission``."""
+        return public_key == self._key
 
 
 class AllowList:
@@ -116,7 +139,7 @@ class Rejections(msgspec.Struct, frozen=True):
 class LinkGuard:
     """Guards the sockets of ``watch``; ``allow_lists`` by link name."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, AllowList]) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allow_lists: Mapping[str, Admission]) -> None:
         self._context = context
         self._allow_lists = dict(allow_lists)
         self._doors: list[_Door] = []
