@@ -34,6 +34,10 @@ class Core:
         self.cached = 0
         self.us_per_token: float | None = 10.0
         self.step_us = 0.0
+        self.us_per_row = 0.0
+        self.tightest_s: float | None = None
+        self.are_kept = False
+        self.newest: Request | None = None
         self.lowest_class = 0
         self.step_times: StepTimeFigures | None = None
         for name, value in figures.items():
@@ -47,8 +51,16 @@ class Core:
         del num_computed_tokens
         return None if self.us_per_token is None else num_tokens * self.us_per_token * 1e-6
 
-    def decode_s(self) -> float:
-        return self.step_us * 1e-6
+    @property
+    def gaps(self) -> "Core":
+        return self
+
+    def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
+        del more_context
+        return (self.step_us + more_rows * self.us_per_row) * 1e-6
+
+    def newest_decoding(self) -> Request | None:
+        return self.newest
 
     def lowest_running_class(self) -> int:
         return self.lowest_class

@@ -210,28 +210,10 @@ class SchedulerView:
         """Seconds that so many prompt tokens add to steps; None while step times are not known."""
         return self._core.step_times.prefill_s(num_tokens, num_computed_tokens)
 
-    def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
-        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times; O(rows)."""
-        now = self._core.decoding.shape()
-        num_rows = now.num_rows + more_rows
-        shape = StepShape(num_rows, num_rows, now.num_context_tokens + more_context, 0)
-        return (self._core.step_times.predict_s(shape) or 0.0) if num_rows else 0.0
-
     @property
-    def tightest_itl_s(self) -> float | None:
-        """The tightest objective on gaps of running requests, in seconds."""
-        return self._core.tightest.tightest_s
-
-    @property
-    def keeps_objectives(self) -> bool:
-        """Whether steps are kept within objectives on gaps."""
-        return self._core.limits.budget != "fixed"
-
-    def newest_decoding(self) -> Request | None:
-        """The decoding request that started last and does not leave."""
-        rows, leaving = self._core.rows, self._core.leaving_rows
-        decoding = [row for row in self._core.decoding.indices().tolist() if row not in leaving]
-        return rows.request_in(max(decoding, key=rows.order_key.__getitem__)) if decoding else None
+    def gaps(self) -> "GapView":
+        """The gaps between the tokens of the rows that decode."""
+        return GapView(self._core)
 
     def lowest_running_class(self) -> int:
         """The largest priority number among running requests; 0 if none runs."""
@@ -279,3 +261,33 @@ class SchedulerView:
     def service_of(self, tenant: str) -> float | None:
         """A tenant's weighted service, if the order keeps books."""
         return self._core.service_counter_of(tenant)
+
+
+class GapView:
+    """Reads what the gaps between tokens follow from."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+
+    @property
+    def tightest_s(self) -> float | None:
+        """The tightest objective of running requests, in seconds."""
+        return self._core.tightest.tightest_s
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether prompts get only what objectives leave of a step."""
+        return self._core.limits.budget != "fixed"
+
+    def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
+        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times; O(rows)."""
+        now = self._core.decoding.shape()
+        num_rows = now.num_rows + more_rows
+        shape = StepShape(num_rows, num_rows, now.num_context_tokens + more_context, 0)
+        return (self._core.step_times.predict_s(shape) or 0.0) if num_rows else 0.0
+
+    def newest_decoding(self) -> Request | None:
+        """The decoding request that started last and does not leave."""
+        rows, leaving = self._core.rows, self._core.leaving_rows
+        decoding = [row for row in self._core.decoding.indices().tolist() if row not in leaving]
+        return rows.request_in(max(decoding, key=rows.order_key.__getitem__)) if decoding else None

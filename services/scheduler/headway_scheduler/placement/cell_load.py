@@ -39,6 +39,7 @@ class CellLoad:
         self.accepts = accepts
         self.role = role
         self._view = view
+        self._gaps = view.gaps
         self._decode_s = -1.0
         """Asked once per round: what is placed in it does not decode yet."""
 
@@ -109,8 +110,8 @@ class CellLoad:
         prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
         if prompts_s is None:
             return None
-        objective_s, decode_s = self._view.tightest_itl_s, self._decodes_s
-        if objective_s and decode_s and self._view.keeps_objectives:
+        objective_s, decode_s = self._gaps.tightest_s, self._decodes_s
+        if objective_s and decode_s and self._gaps.are_kept:
             # A step that decodes gives prompts only what the gap objective leaves of it.
             return prompts_s * objective_s / max(objective_s - decode_s, _LEAST_SLACK * objective_s)
         return prompts_s + -(-num_tokens // self._view.max_num_batched_tokens) * decode_s
@@ -118,7 +119,7 @@ class CellLoad:
     @property
     def _decodes_s(self) -> float:
         if self._decode_s < 0.0:
-            self._decode_s = self._view.decode_s()
+            self._decode_s = self._gaps.decode_s()
         return self._decode_s
 
     # -------------------------------------------------------------------------------------------- objectives on gaps
@@ -127,23 +128,23 @@ class CellLoad:
         """Whether a step with this row more is expected within ``share`` of its gap objective, if it has one."""
         if not request.itl_slo_ms:
             return True
-        return self._view.decode_s(more_rows=1, more_context=len(request.token_ids)) <= share * request.itl_slo_ms / 1e3
+        return self._gaps.decode_s(more_rows=1, more_context=len(request.token_ids)) <= share * request.itl_slo_ms / 1e3
 
     def keeps_gaps_beside(self, request: Request) -> bool:
         """Whether running requests keep their gap objective while this prompt runs beside them."""
-        objective_s = self._view.tightest_itl_s
+        objective_s = self._gaps.tightest_s
         if not objective_s or not self.num_running:
             return True
-        if self._view.keeps_objectives:
+        if self._gaps.are_kept:
             return self._decodes_s < objective_s
         num_tokens = min(len(request.token_ids), self._view.max_num_batched_tokens)
         return self._decodes_s + (self._view.prefill_s(num_tokens, 0) or 0.0) <= objective_s
 
     def misses_gaps(self) -> bool:
         """Whether a step of the rows that decode now takes longer than their tightest objective."""
-        objective_s = self._view.tightest_itl_s
+        objective_s = self._gaps.tightest_s
         return bool(objective_s) and self.num_running > 1 and self._decodes_s > (objective_s or 0.0)
 
     def newest_decoding(self) -> Request | None:
         """The decoding request that started last and does not leave already."""
-        return self._view.newest_decoding()
+        return self._gaps.newest_decoding()
