@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import random
-import socket
 import statistics
 import sys
 import time
@@ -43,7 +42,7 @@ from headway.replicas import free_ports
 from headway_gateway.tokenization import load_text_model
 from headway_lab.percentiles import percentiles
 from program import count, parser_of, provenance, write_result
-from served import DEMO_MODEL, served
+from served import DEMO_MODEL, figures, row_of_free_ports, served
 from smg_overhead import running_smg
 
 POLICIES = ("cache_aware", "round_robin")
@@ -51,7 +50,6 @@ WHOLE = "whole"
 CUT_SHORT = "cut short"
 _WORDS = 400
 _PORTS_PER_REPLICA = 3
-_METRICS_PORTS = (20000, 30000)
 _BACK_S = 90.0
 _POLL_S = 0.02
 _AFTER_FAILURE_S = 0.1
@@ -152,10 +150,11 @@ class Prompts:
 
     def part(self, num_requests: int) -> list[str]:
         """Return this many prompts, of groups in random order."""
-        shared = [self._text(self._shared_tokens) for _ in range(self._groups)]
-        return [self._random.choice(shared) + self._text(self._own_tokens) for _ in range(num_requests)]
+        shared = [self.text(self._shared_tokens) for _ in range(self._groups)]
+        return [self._random.choice(shared) + self.text(self._own_tokens) for _ in range(num_requests)]
 
-    def _text(self, num_tokens: int) -> str:
+    def text(self, num_tokens: int) -> str:
+        """Return random words of one token each."""
         return "".join(self._random.choices(self._words, k=num_tokens))
 
 
@@ -194,15 +193,6 @@ class Fleet:
         hits = sum(each["headway_prefix_cache_hits_total"] for each in figures)
         return hits, sum(each["headway_prefix_cache_queries_total"] for each in figures)
 
-    async def flush(self) -> None:
-        """Empty the prefix caches."""
-        for address in self.addresses:
-            async with grpc.aio.insecure_channel(address) as channel:
-                answer = await vllm_engine_pb2_grpc.VllmEngineStub(channel).FlushCache(
-                    common_pb2.FlushCacheRequest(timeout_s=5.0)
-                )
-                assert answer.success, answer.message
-
     def processes(self, replica: int, services: Sequence[str]) -> list[psutil.Process]:
         """Return these processes of a replica."""
         ends = (f"/step-{replica}", f"/ingress-{replica}")
@@ -215,15 +205,14 @@ class Fleet:
         return found
 
 
-def figures(text: str) -> dict[str, float]:
-    """Return a page's metrics by name, summed over labels."""
-    result: Counter[str] = Counter()
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            with contextlib.suppress(ValueError):
-                result[name.partition("{")[0]] += float(value)
-    return dict(result)
+async def flush(addresses: Sequence[str]) -> None:
+    """Empty the prefix caches behind these gateways."""
+    for address in addresses:
+        async with grpc.aio.insecure_channel(address) as channel:
+            answer = await vllm_engine_pb2_grpc.VllmEngineStub(channel).FlushCache(
+                common_pb2.FlushCacheRequest(timeout_s=5.0)
+            )
+            assert answer.success, answer.message
 
 
 def fleet_flags(arguments: argparse.Namespace, metrics_port: int) -> list[str]:
@@ -238,21 +227,11 @@ def fleet_flags(arguments: argparse.Namespace, metrics_port: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def running_fleet(arguments: argparse.Namespace, *flags: str) -> AsyncIterator[Fleet]:
-    metrics_port = _row_of_free_ports(_PORTS_PER_REPLICA * arguments.replicas)
+    metrics_port = row_of_free_ports(_PORTS_PER_REPLICA * arguments.replicas)
     connector = aiohttp.TCPConnector(limit=0)
     with served(*fleet_flags(arguments, metrics_port), *flags) as addresses:
         async with aiohttp.ClientSession(connector=connector) as session:
             yield Fleet(addresses.split(","), metrics_port, session)
-
-
-def _row_of_free_ports(count: int) -> int:
-    """Return the first of ``count`` free ports in a row, below the system's own range."""
-    for first in range(random.randrange(*_METRICS_PORTS), _METRICS_PORTS[1], count):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise SystemExit(f"no {count} free ports in a row")
 
 
 @contextlib.asynccontextmanager
@@ -274,7 +253,7 @@ async def compare_routing(arguments: argparse.Namespace) -> list[dict[str, objec
         for round_number in range(arguments.rounds):
             order = POLICIES if round_number % 2 == 0 else POLICIES[::-1]
             for policy in order:
-                await fleet.flush()
+                await flush(fleet.addresses)
                 part = prompts.part(arguments.requests)
                 rows.append(
                     {"policy": policy, "round": round_number} | await one_round(fleet, clients[policy], part, arguments)

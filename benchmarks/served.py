@@ -1,15 +1,20 @@
 """``headway serve`` for a benchmark, as a user would start it.
 
-Owns: starting it on a free port, waiting until it serves, and ending it. Must not know: what is measured.
+Owns: starting it on a free port, waiting until it serves, ending it, and its metrics. Must not know: what is measured.
 """
 
+import contextlib
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +25,7 @@ from headway.plan import without_settings
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 _READY = re.compile(r"headway is ready on (?P<address>\S+) ")
 _STOP_S = 60.0
+_METRICS_PORTS = (20000, 30000)
 
 
 @contextmanager
@@ -54,3 +60,30 @@ def write_random_model(directory: Path, seed: int, shape: Mapping[str, object]) 
     write_checkpoint(directory, seed, dict(shape))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
+
+
+def row_of_free_ports(count: int) -> int:
+    """Return the first of ``count`` free ports in a row, below the system's own range."""
+    for first in range(random.randrange(*_METRICS_PORTS), _METRICS_PORTS[1], count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise SystemExit(f"no {count} free ports in a row")
+
+
+def figures(text: str) -> dict[str, float]:
+    """Return a page's metrics by name, summed over labels."""
+    result: Counter[str] = Counter()
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            with contextlib.suppress(ValueError):
+                result[name.partition("{")[0]] += float(value)
+    return dict(result)
+
+
+def figures_at(port: int) -> dict[str, float]:
+    """Return the metrics that a process of this machine serves on this port, as ``figures``."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as answer:
+        return figures(answer.read().decode())

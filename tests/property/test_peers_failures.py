@@ -157,7 +157,7 @@ def test_a_preemption_after_which_there_is_nothing_to_run(is_cancelled: bool) ->
         run.abort(1)
         assert run.schedule() is None
         assert run.core.swapping.num_free_host_blocks == 4
-        assert run.core.swapping.take_moves() == NO_MOVES
+        assert run.core.swapping.take_moves(1) == NO_MOVES
     assert run.update() == [0]
     if not is_cancelled:
         assert run.schedule() == {1: 1}

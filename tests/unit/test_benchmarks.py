@@ -464,6 +464,26 @@ def test_executor_loss(tmp_path):
     assert "4 of 4 streams equal" in printed
 
 
+def test_executors_or_replicas(tmp_path):
+    for module in ("smg", "smg_grpc_proto", "aiohttp", "psutil", "matplotlib"):
+        pytest.importorskip(module, reason="needs smg, a client of its API and pictures (extras smg and dev)")
+    result = tmp_path / "result.json"
+    load = ("--policies", "round_robin", "--workloads", "both", "--seeds", "1", "--requests", "6", "--tokens", "4")
+    small = ("--long-share", "0.3", "--long-tokens", "200", "--families", "2", "--shared-tokens", "64")
+    fast = ("--short-tokens", "16", "--rate-share", "5", "--step-ms", "1", "--token-us", "1")
+    printed = run("executors_or_replicas.py", *load, *small, *fast, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert [(row["workload"], row["way"]) for row in record["rows"]] == [
+        ("both", "one scheduler"),
+        ("both", "round_robin"),
+    ]
+    for row in record["rows"]:
+        assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"]
+        assert row["ttft_p99_ratio"] > 0
+        assert str(row["ttft_ms_p99"]) in printed
+
+
 def test_fleet(tmp_path):
     for module in ("smg", "smg_grpc_proto", "aiohttp", "psutil", "matplotlib"):
         pytest.importorskip(module, reason="needs smg, a client of its API and pictures (extras smg and dev)")

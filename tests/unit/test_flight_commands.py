@@ -16,7 +16,8 @@ from flight_logs import MemoryLog, RecordedExactCore, recorder_into
 from headway.__main__ import main
 from headway.client import NotFoundError, ServerError
 from headway_lab.flight import fetched, live
-from headway_lab.flight.cells import Cell, Kind, StepCollector, StepRange, TimelineStep
+from headway_lab.flight.cells import Cell, Kind, StepCollector, StepRange, TimelineStep, Transfer
+from headway_lab.flight.perfetto import chrome_trace
 from headway_lab.flight.picture import figure_of, fitting, short_names
 from headway_lab.flight.recording import Recording
 from headway_proto.admin_pb2 import ExplainResponse, ReadFlightLogResponse
@@ -262,3 +263,26 @@ def test_no_name_leaves_its_cells():
     assert boxes[-1].x1 <= rows.get_window_extent(renderer).x1 + 1
     assert waiting.get_ylim()[0] == 0
     assert all(float(tick).is_integer() for tick in waiting.get_yticks())
+
+
+def test_a_hand_off_is_an_arrow_in_the_picture_and_a_flow_in_the_trace():
+    def step(number: int, executor: int, kind: Kind, transfer: Transfer, at_s: float) -> TimelineStep:
+        cells = (Cell(0, "mine", kind, 1, transfer), Cell(1, "other", Kind.DECODE, 1))
+        return TimelineStep(number, 1, number, at_s, 2, 0, 2, cells, executor, at_s, at_s + 0.5, move_s=0.125)
+
+    steps = [
+        step(0, 0, Kind.PREFILL, Transfer.EXPORT, 1.0),
+        step(1, 0, Kind.IDLE, Transfer.NONE, 1.5),
+        step(2, 1, Kind.DECODE, Transfer.PULL, 2.25),
+    ]
+    figure = figure_of("title", steps)
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text().endswith("ms")] == ["1250.0 ms"]
+    assert "handed off, and the gap between its tokens" in {
+        text.get_text() for text in figure.axes[0].get_legend().get_texts()
+    }
+    events = json.loads(chrome_trace(steps, 1.0, 2))["traceEvents"]
+    flow = [event for event in events if event["ph"] in "sf"]
+    assert [(event["pid"], event["ts"]) for event in flow] == [(1, 0.0), (3, 1.25e6)]
+    assert {event["args"]["gap ms"] for event in flow} == {1250.0}
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"mine prefill 1, export", "mine decode, pull"}
+    assert not figure_of("title", steps[1:2]).axes[0].texts[0].get_text().endswith("ms")

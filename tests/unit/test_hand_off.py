@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from headway_executor.backend import StepBatch
 from headway_executor.batch_state import BatchState
+from headway_lab.flight.cells import Kind, StepCollector, StepRange, Transfer, hand_offs_in
 from headway_proto.columns import decode_columns, encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
@@ -22,6 +24,8 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.flight.records import Answered, Turn
+from headway_scheduler.flight.replay import Event
 
 SIZE, VOCABULARY = 4, 251
 ME = Origin(0, 1)
@@ -391,3 +395,40 @@ def test_books_of_another_pool_take_no_lease_back() -> None:
     b.core.moving.take_ended_leases()
     run_to_end(b)
     assert a.received + b.received == expected(prompt, 12)
+
+
+def test_a_timeline_tells_which_steps_a_request_left_and_joined_with_its_blocks() -> None:
+    a, b = places()
+    add(a, num_prompt_tokens=20)
+    leaving(a)
+    seen = StepCollector(StepRange(0, 100))
+    fleet = SimpleNamespace(cores={0: a.core, 1: b.core}, moving={})
+
+    def step(cell: int, now: float) -> StepEvents:
+        place = (a, b)[cell]
+        output = place.schedule()
+        assert output is not None
+        seen.record(Event(Turn(now), now, output, cell=cell), fleet)
+        answer = place.answers[0]
+        events = place.update()
+        seen.record(Event(Answered(now + 0.25, answer), now + 0.25, events=events, cell=cell), fleet)
+        return events
+
+    assert step(0, 1.0).left == (ME,)
+    request = a.core.moving.release(ME)
+    assert request is not None
+    b.core.moving.adopt(request)
+    add(a, origin=Origin(0, 2))
+    step(0, 2.0)
+    step(1, 3.0)
+    step(1, 4.0)
+    kinds = [[(cell.request_id, cell.kind, cell.transfer) for cell in one.cells] for one in seen.steps]
+    assert kinds == [
+        [("1", Kind.PREFILL, Transfer.EXPORT)],
+        [("2", Kind.PREFILL, Transfer.NONE)],
+        [("1", Kind.DECODE, Transfer.PULL)],
+        [("1", Kind.DECODE, Transfer.NONE)],
+    ]
+    (found,) = hand_offs_in(seen.steps)
+    assert (found.request_id, found.left.executor, found.joined.executor) == ("1", 0, 1)
+    assert found.gap_s == 2.0

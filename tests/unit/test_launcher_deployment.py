@@ -62,6 +62,14 @@ def test_as_many_executors_start_on_the_cpu_as_the_scheduler_gives_work_to():
     assert "ports" not in executor
 
 
+def test_executors_in_containers_have_shared_memory_in_common_with_room_for_two_pools():
+    executor, blocks = COMPOSE["services"]["executor"], COMPOSE["volumes"]["blocks"]["driver_opts"]
+    assert "blocks:/dev/shm" in executor["volumes"]
+    (of_each,) = [word.partition("=")[2] for word in command_of("executor") if word.startswith("--swap-space-mib=")]
+    assert (blocks["type"], blocks["o"]) == ("tmpfs", "mode=1777,size=${BLOCKS_MEMORY:-1g}")
+    assert 2 * int(of_each) < 1024
+
+
 def test_smg_knows_every_flag_that_it_is_given_here():
     smg_arguments = pytest.importorskip("smg.router_args", reason="needs smg (extra smg)").RouterArgs
     parser = argparse.ArgumentParser(exit_on_error=False)

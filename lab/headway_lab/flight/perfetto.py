@@ -1,7 +1,7 @@
 """A flight as a Chrome trace for ui.perfetto.dev and chrome://tracing.
 
 One process has a track per row, with a slice per chunk and one per unbroken run of decodes. Another has the steps. With
-several executors, each has its own two.
+several executors, each has its own two. A hand-off is a flow from the slice that exports to the one that pulls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headway_lab.flight.cells import Cell, Kind, TimelineStep
+from headway_lab.flight.cells import Cell, Kind, TimelineStep, Transfer, hand_offs_in
 
 _US = 1e6
 
@@ -31,6 +31,7 @@ def chrome_trace(steps: Sequence[TimelineStep], first_s: float, max_in_flight: i
         *_names(answered, max_in_flight),
         *_row_slices(answered, first_s),
         *_steps(answered, first_s, max_in_flight),
+        *_flows(answered, first_s),
     ]
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n"
 
@@ -87,6 +88,7 @@ def _row_slices(steps: Sequence[TimelineStep], first_s: float) -> Iterator[dict[
 def _slice(run: _Run, first_s: float) -> dict[str, Any]:
     cell = run.cell
     name = f"{cell.request_id} {cell.kind.value}" + (f" {cell.num_tokens}" if cell.kind is Kind.PREFILL else "")
+    name += f", {cell.transfer.value}" if cell.transfer is not Transfer.NONE else ""
     return {
         "ph": "X", "pid": _rows(run.executor), "tid": cell.row + 1, "name": name, "cat": cell.kind.value,
         "ts": (run.start_s - first_s) * _US, "dur": (run.end_s - run.start_s) * _US,
@@ -112,3 +114,14 @@ def _steps(steps: Sequence[TimelineStep], first_s: float, max_in_flight: int) ->
             "ts": sent_us,
             "args": {"tokens": step.num_tokens},
         }
+
+
+def _flows(steps: Sequence[TimelineStep], first_s: float) -> Iterator[dict[str, Any]]:
+    for number, one in enumerate(hand_offs_in(steps)):
+        ends = (("s", one.left, one.left_row), ("f", one.joined, one.joined_row))
+        for phase, step, row in ends:
+            yield {
+                "ph": phase, "bp": "e", "id": number, "cat": "hand-off", "name": "hand-off",
+                "pid": _rows(step.executor), "tid": row + 1, "ts": (step.begin_s - first_s) * _US,
+                "args": {"request": one.request_id, "gap ms": one.gap_s * 1e3, "move ms": step.move_s * 1e3},
+            }  # fmt: skip

@@ -1,4 +1,8 @@
-"""The picture of a flight: rows against steps. Several executors stand below each other, each with its own rows."""
+"""The picture of a flight: rows against steps. Several executors stand below each other, each with its own rows.
+
+A hand-off is an arrow between two framed cells: the step that brought a token and exported the request's blocks, and
+the step that pulled them and brought the next token.
+"""
 
 import math
 from collections.abc import Collection, Sequence
@@ -6,18 +10,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from headway_lab.flight.cells import Kind, TimelineStep
+from headway_lab.flight.cells import Kind, TimelineStep, Transfer, hand_offs_in
 
 _EMPTY = "#f4f4f2"
 _COLORS = {Kind.PREFILL: "#d9730d", Kind.DECODE: "#7fa8d1", Kind.IDLE: "#d5d5d0", Kind.PREEMPTED: "#b3261e"}
 _KINDS = tuple(Kind)
+_HANDED_OFF = "#1b6e3c"
+_MOST_TOLD_GAPS = 24
 _MOST_NAMED_CELLS = 2400
 _MOST_COUNTED_CELLS = 700
 _INCHES_PER_STEP, _INCHES_PER_ROW, _INCHES_PER_CURVE = 0.30, 0.22, 0.8
@@ -115,11 +123,37 @@ def _draw_cells(
         axes.set_yticks(middles, [f"executor {executor}" for executor in lanes], rotation=90, va="center")
         for lane in lanes.values():
             axes.axhline(lane.first - 0.5, color="#333333", linewidth=0.8)
-    handles = [Patch(color=_COLORS[kind], label=kind.value) for kind in _KINDS]
+    handles: list[Artist] = [Patch(color=_COLORS[kind], label=kind.value) for kind in _KINDS]
     handles.append(Patch(facecolor=_EMPTY, edgecolor="#bbbbbb", label="free"))
+    if any(cell.transfer is not Transfer.NONE for step in steps for cell in step.cells):
+        _draw_hand_offs(axes, steps, lanes)
+        handles.append(
+            Line2D(
+                [], [], color=_HANDED_OFF, marker=">", markersize=4, label="handed off, and the gap between its tokens"
+            )
+        )
     axes.legend(
         handles=handles, frameon=False, fontsize=8, ncols=len(handles), loc="lower right", bbox_to_anchor=(1, 1)
     )
+
+
+def _draw_hand_offs(axes: Axes, steps: Sequence[TimelineStep], lanes: dict[int, _Lane]) -> None:
+    """Frame the cells whose blocks go or come, with an arrow from the one to the other, and the gap between tokens."""
+    for step in steps:
+        for cell in step.cells:
+            if cell.transfer is not Transfer.NONE:
+                corner = step.number - 0.5, lanes[step.executor].first + cell.row - 0.5
+                axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=_HANDED_OFF, linewidth=1.4, zorder=3))
+    found = hand_offs_in(steps)
+    for one in found:
+        left = one.left.number, lanes[one.left.executor].first + one.left_row
+        joined = one.joined.number, lanes[one.joined.executor].first + one.joined_row
+        arrow = {"arrowstyle": "-|>", "color": _HANDED_OFF, "linewidth": 1.2, "shrinkA": 4, "shrinkB": 4}
+        axes.annotate("", xy=joined, xytext=left, arrowprops=arrow, zorder=4)
+        if len(found) <= _MOST_TOLD_GAPS and one.gap_s < math.inf:
+            middle = (left[0] + joined[0]) / 2 + 0.3, (left[1] + joined[1]) / 2
+            gap = axes.text(*middle, f"{one.gap_s * 1e3:.1f} ms", fontsize=5.5, color=_HANDED_OFF, va="center")
+            gap.set_bbox({"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5})
 
 
 def _name_cells(

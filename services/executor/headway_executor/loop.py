@@ -114,7 +114,12 @@ class StepCycle:
     @property
     def next_deadline(self) -> float:
         """The time when ``tick`` is due."""
-        return float("-inf") if self._transfers.are_due else self._link.next_deadline
+        return float("-inf") if self._transfers.are_due or self._has_held else self._link.next_deadline
+
+    @property
+    def _has_held(self) -> bool:
+        """Whether a step waits for nothing any more."""
+        return self._arriving is None and len(self._held) > 0
 
     def receive(self, data: bytes, now: float) -> list[bytes]:
         """Handle a frame; return the frames to send."""
@@ -126,6 +131,8 @@ class StepCycle:
         frames = self.collect(now)
         if self.device_lost is not None:
             return frames
+        if self._has_held and not frames:  # the frames first: a backend may run the next step here, and they would wait
+            frames = self._begin(self._held.popleft(), now)
         if self._pending and now - self._oldest_since > self._step_timeout_s:
             step = self._pending[0]
             error = DeviceLostError(f"no result after {self._step_timeout_s:g} s")
@@ -165,9 +172,12 @@ class StepCycle:
         return frames
 
     def _take(self, output: SchedulerOutput, now: float) -> list[bytes]:
-        if self._arriving is not None:
+        if self._arriving is not None or self._held:
             self._held.append(output)
             return []
+        return self._begin(output, now)
+
+    def _begin(self, output: SchedulerOutput, now: float) -> list[bytes]:
         try:
             batch, moves = self._state.apply(output)
         except ImpossibleDiff as error:
@@ -182,17 +192,14 @@ class StepCycle:
         return self.collect(now)
 
     def _arrive(self, step: _AppliedStep, fetched: FetchedBlocks, now: float) -> list[bytes]:
-        """Run the step whose blocks are there, and those behind it."""
+        """Run the step whose blocks are there; those behind it come with the next ticks."""
         self._arriving = None
         self.statistics.record_pulls(
             len(fetched.blocks), len(fetched.missing), fetched.contents.nbytes, fetched.seconds
         )
         if len(fetched.missing):
             self._log.warning("blocks could not be pulled", count=len(fetched.missing), problems=fetched.problems)
-        frames = self._execute(step, fetched, now)
-        while self._held and self._arriving is None:
-            frames += self._take(self._held.popleft(), now)
-        return frames
+        return self._execute(step, fetched, now)
 
     def _execute(self, step: _AppliedStep, fetched: FetchedBlocks | None, now: float) -> list[bytes]:
         number, num_tokens, batch, moves, digest = step

@@ -311,8 +311,9 @@ class Fleet:
         if not self.placement.policy.has_roles or cell.core is None or len(self.cells) == 1:
             return
         if not role.decodes:
+            view = SchedulerView(cell.core)
             for row in cell.core.decoding.indices().tolist():
-                cell.let_leave(cell.core.rows.request_in(row).new.origin)
+                cell.let_leave(view.request_in(row).new.origin)
         self.take_back(cell.release_waiting())
 
     def _relieve(self, now: float) -> None:

@@ -24,7 +24,10 @@ from headway_proto.columns import Int32Array
 PATIENCE_S = 0.5
 """How long a step waits for its blocks in all."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+_PAUSE_SHARE = 0.1
+"""Of the time waited so far, which is therefore the most that a block waits in vain."""
+
 _LEAST_TIMEOUT_S = 0.01
 
 
@@ -106,7 +109,6 @@ class BlockPuller:
             for pull, end in zip(pulls, ends.tolist(), strict=True)
         ]
         problems: list[str] = []
-        pause = _FIRST_PAUSE_S
         while parts:
             late: list[_Part] = []
             for pull, places in parts:
@@ -116,16 +118,20 @@ class BlockPuller:
                     problems.append(str(error))
                     continue
                 right, is_older = _check(pulled, pull)
-                contents[places[right]] = pulled.blocks[right]
                 is_right[places[right]] = True
+                if right.all() and len(places) == len(targets):
+                    contents = pulled.blocks
+                    continue
+                contents[places[right]] = pulled.blocks[right]
                 if is_older.any():
                     late.append(_Part(pull._replace(blocks=pull.blocks[:, is_older]), places[is_older]))
             parts = late
             if parts:
-                if time.monotonic() + pause >= deadline:
+                now = time.monotonic()
+                pause = min(max(_FIRST_PAUSE_S, _PAUSE_SHARE * (now - started)), _LONGEST_PAUSE_S)
+                if now + pause >= deadline:
                     break
                 time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
         contents = contents if is_right.all() else contents[is_right]
         seconds = time.monotonic() - started
         return FetchedBlocks(contents, targets[is_right], targets[~is_right], tuple(problems), seconds)
@@ -173,5 +179,8 @@ def _check(pulled: PulledBlocks, pull: Pull) -> tuple[NDArray[np.bool_], NDArray
     is_own_epoch = pulled.records["epoch"] == np.uint64(pull.epoch)
     right: NDArray[np.bool_] = is_own_epoch & (pulled.records["step"] == steps)
     is_older = ~is_own_epoch | (pulled.records["step"] < steps)
-    right[right] = checksums_fit(pulled.records[right], pulled.blocks[right])
+    if right.all():
+        right = checksums_fit(pulled.records, pulled.blocks)
+    elif right.any():
+        right[right] = checksums_fit(pulled.records[right], pulled.blocks[right])
     return right, is_older
