@@ -152,8 +152,8 @@ def test_a_record_is_written_last_and_invalid_while_bytes_change():
     write = kept.begin(int32(2, 1))
     blocks[[2, 1]] = [[5], [6]]
     kept.end(write, int32(2, 1), epoch=1 << 62, step=9)
-    assert records[2].item() == (1 << 62, 9, zlib.crc32(bytes([5] * BLOCK_BYTES)))
-    assert records[1].item() == (1 << 62, 9, zlib.crc32(bytes([6] * BLOCK_BYTES)))
+    assert records[2].item() == (1 << 62, 9, zlib.crc32(bytes([5] * BLOCK_BYTES), 2))
+    assert records[1].item() == (1 << 62, 9, zlib.crc32(bytes([6] * BLOCK_BYTES), 1))
     later = kept.begin(int32(1))
     assert records[1].item() == (0, 0, 0)
     # What ends late says nothing of blocks that something else has begun to overwrite.
@@ -384,7 +384,9 @@ def contents_of(blocks, epoch, step, right=True):
         contents = np.repeat(host_blocks.astype(np.uint8)[:, None], BLOCK_BYTES, axis=1)
         records = np.zeros(len(host_blocks), dtype=RECORD)
         records["epoch"], records["step"] = epoch, step
-        records["checksum"] = [zlib.crc32(block) for block in contents]
+        records["checksum"] = [
+            zlib.crc32(block, number) for block, number in zip(contents, host_blocks.tolist(), strict=True)
+        ]
         if not right:
             contents[:, 3] ^= 1
         return PulledBlocks(records, contents)
@@ -432,6 +434,7 @@ def test_older_blocks_are_asked_for_again_and_only_they():
     [
         (contents_of(None, 5, 8), 1),
         (contents_of(None, 5, 7, right=False), 1),
+        (lambda host_blocks: contents_of(None, 5, 7)(host_blocks[::-1].copy()), 1),  # each is right, elsewhere
         (PullError("gone"), 1),
         (RuntimeError("a mistake of the transport"), 1),
         (contents_of(None, 5, 6), None),

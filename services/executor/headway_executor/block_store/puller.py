@@ -175,12 +175,12 @@ def _check(pulled: PulledBlocks, pull: Pull) -> tuple[NDArray[np.bool_], NDArray
 
     Epochs of different schedulers are in no order, so a record of any other epoch may be older.
     """
-    steps = pull.blocks[1]
+    host_blocks, steps = pull.blocks[:2]
     is_own_epoch = pulled.records["epoch"] == np.uint64(pull.epoch)
     right: NDArray[np.bool_] = is_own_epoch & (pulled.records["step"] == steps)
     is_older = ~is_own_epoch | (pulled.records["step"] < steps)
     if right.all():
-        right = checksums_fit(pulled.records, pulled.blocks)
+        right = checksums_fit(pulled.records, pulled.blocks, host_blocks)
     elif right.any():
-        right[right] = checksums_fit(pulled.records[right], pulled.blocks[right])
+        right[right] = checksums_fit(pulled.records[right], pulled.blocks[right], host_blocks[right])
     return right, is_older

@@ -34,7 +34,7 @@ class BlockRecords:
 
     def end(self, write: int, host_blocks: Int32Array, *, epoch: int, step: int) -> None:
         """Record blocks whose bytes are there, except those that a later write has begun to overwrite."""
-        checksums = np.array([checksum(self._blocks[block]) for block in host_blocks.tolist()], dtype=np.uint32)
+        checksums = np.array([checksum(self._blocks[block], block) for block in host_blocks.tolist()], dtype=np.uint32)
         with self._lock:
             own = self._writes[host_blocks] == write
             blocks = host_blocks[own]
@@ -44,13 +44,14 @@ class BlockRecords:
             self._records["epoch"][blocks] = epoch
 
 
-def checksum(block: Bytes) -> int:
-    """CRC32 of a block, contiguous."""
-    return zlib.crc32(block.data)
+def checksum(contents: Bytes, host_block: int) -> int:
+    """CRC32 of a block's bytes, contiguous, that begins with its place: another block with its record is never right."""
+    return zlib.crc32(contents.data, host_block)
 
 
-def checksums_fit(records: NDArray[np.void], blocks: Bytes) -> NDArray[np.bool_]:
-    """Whether each block is what its record says, ``[n]``."""
-    found = np.array([checksum(block) for block in blocks], dtype=np.uint32)
+def checksums_fit(records: NDArray[np.void], blocks: Bytes, host_blocks: Int32Array) -> NDArray[np.bool_]:
+    """Whether each block is the one that was asked for, and what its record says, ``[n]``."""
+    numbers = host_blocks.tolist()
+    found = np.array([checksum(block, number) for block, number in zip(blocks, numbers, strict=True)], dtype=np.uint32)
     fit: NDArray[np.bool_] = found == records["checksum"]
     return fit

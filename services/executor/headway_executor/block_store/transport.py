@@ -16,7 +16,7 @@ from headway_proto.columns import Int32Array
 Bytes = NDArray[np.uint8]
 
 RECORD = np.dtype([("epoch", "<u8"), ("step", "<u4"), ("checksum", "<u4")])
-"""Which step of which epoch wrote a block, and the CRC32 of its bytes; all zeros: nobody has."""
+"""Which step of which epoch wrote a block, and a CRC32 of its place and bytes; all zeros: nobody has."""
 
 
 class HostMemory(NamedTuple):
