@@ -14,6 +14,7 @@ from headway_scheduler.brake import MAX_LOSSES
 from headway_scheduler.cell import LEAST_STEP_TOKENS
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
 from headway_scheduler.core.admission.waiting_room import WaitingRoom
+from headway_scheduler.core.memory.host_books import HostBooks
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -146,7 +147,7 @@ def no_orphan(core: Scheduler) -> None:
             is_swapped = request.num_swapped_tokens > 0
             has_blocks = bool(len(request.host_blocks)) != (request.stored is not None)
             require(is_swapped == has_blocks, "NO-ORPHAN", "host blocks of who is not swapped out")
-    for request in {chunk.request for step in core._epoch.in_flight for chunk in step.chunks}:
+    for request in {chunk.request for step in core._epoch.in_flight for chunk in step.chunks if chunk.counts}:
         is_here = core._requests.get(request.new.origin) is request or request.status is RequestStatus.FINISHED
         require(
             is_here, "NO-ORPHAN", f"a step in flight has a prompt of {request.new.request_id}, which went elsewhere"
@@ -267,8 +268,12 @@ def lost_cells_are_empty(fleet: Fleet) -> None:
         require(not num_held, "ONE-PLACE", f"cell {cell.number} is lost and holds {num_held} requests")
 
 
-def leases_are_owned(fleet: Fleet) -> None:
-    """Each leased host block is owned by one live request, or one that a step in flight fetches; nothing else is leased."""
+def leases_are_owned(fleet: Fleet, books_of_pool: dict[str, HostBooks | None]) -> None:
+    """Each leased host block is owned by one live request, or one that a step in flight fetches; nothing else is leased.
+
+    ``books_of_pool``: the only books that a pool has had; None once there were others. An executor may join in another cell,
+    with its pool, and the books there say nothing of older leases: then records alone keep its blocks apart.
+    """
     owners: dict[tuple[str, int], int] = {}
     stored = [request.stored for request in fleet.placement.requests()]
     for core in fleet.cores:
@@ -286,8 +291,14 @@ def leases_are_owned(fleet: Fleet) -> None:
         leased = books._is_leased.nonzero()[0].tolist()
         lost = [block for block in leased if not owners.get((books.name, block))]
         require(not lost, "LEASES", f"host blocks {lost} are leased, and nobody wants them")
+        if books_of_pool.setdefault(books.name, books) is not books:
+            books_of_pool[books.name] = None
+            continue
         twice = [block for block in leased if owners.get((books.name, block), 0) > 1]
         require(not twice, "LEASES", f"host blocks {twice} are leased to several")
+        wanted = [block for name, block in owners if name == books.name]
+        free = [block for block in wanted if not books._is_leased[block]]
+        require(not free, "LEASES", f"host blocks {free} are wanted, and are not leased any more")
 
 
 def drained_cell_is_empty(number: int, core: Scheduler, epoch: int, next_step: int) -> None:

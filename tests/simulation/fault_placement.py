@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from simulation.fault_scheduler import SchedulerProcess
 
 
+_LONGEST_BEAT_S = 0.3
+"""A scheduler with something to do beats more often than this."""
+
+
 class PlacementWatch:
     """Wraps the choice of the next request. ``process``: the scheduler."""
 
@@ -35,10 +39,13 @@ class PlacementWatch:
         """By cell and arrival: since when there has been room for this request."""
         self._has_placed = False
         """Whether a request was placed since the last check; it may have come back."""
+        self._going_on: set[int] = set()
+        self._checked_at = 0.0
         self._place_next = placement.place_next
         placement.place_next = self._watched_place_next  # type: ignore[method-assign]
 
     def _watched_place_next(self, cells: Sequence[CellLoad], now: float) -> Placed | None:
+        self._going_on = set(map(id, self._placement._going_on))
         placed = self._place_next(cells, now)
         if placed is not None:
             self._has_placed = True
@@ -47,12 +54,17 @@ class PlacementWatch:
             if request.status is RequestStatus.WAITING and draw < self._world.schedule.settings.hands_off:
                 request.is_leaving = True
             if self._watches_fcfs:
-                invariants.placed_in_order(placed.request, self._waiting())
+                invariants.placed_in_order(placed.request, self._line_of(placed.request))
         return placed
 
     def _waiting(self) -> list[Request]:
         placement = self._placement
         return [request for origin, request in placement._requests.items() if origin not in placement._homeless]
+
+    def _line_of(self, request: Request) -> list[Request]:
+        """Who waits in the line from which this request was just taken."""
+        goes_on = id(request) in self._going_on
+        return [other for other in self._waiting() if (other in self._placement._going_on) == goes_on]
 
     def count_step(self) -> None:
         """A step was sent to any executor, and nobody ran alone."""
@@ -66,15 +78,16 @@ class PlacementWatch:
             self._idle, self._room_since, self._has_placed = {}, {}, False
             return
         waiting = self._waiting()
-        arrivals = {request.arrival for request in waiting}
+        allowed = self._allowed_cells(waiting)
         before, self._idle = self._idle, {}
-        room_before, self._room_since = self._room_since, {}
+        room_before = self._room_at_the_last_check()
         for cell in self._fleet.open_cells:
             core = cell.core
             if core is None or cell.is_draining:
                 continue
             if not core.num_unfinished:
                 place = cell.number, core.epoch
+                arrivals = {arrival for arrival, cells in allowed.items() if cell.number in cells}
                 self._idle[place] = arrivals
                 if not self._has_placed:
                     invariants.no_idle_cell(cell.number, before.get(place, set()) & arrivals)
@@ -82,9 +95,24 @@ class PlacementWatch:
             if core.num_waiting or core.num_running >= most:
                 continue
             for request in waiting:
-                if invariants.has_blocks_for(core, request):
+                if cell.number in allowed[request.arrival] and invariants.has_blocks_for(core, request):
                     key = cell.number, request.arrival
                     self._room_since[key] = room_before.get(key, self._world.now)
         self._has_placed = False
         if waiting and len(self._room_since) >= len(waiting):
-            invariants.no_wait_beside_room(self._room_since, arrivals, self._world.now)
+            invariants.no_wait_beside_room(self._room_since, allowed, self._world.now)
+
+    def _room_at_the_last_check(self) -> dict[tuple[int, int], float]:
+        """Since when there was room; nothing if the scheduler has stood still since."""
+        before, self._room_since = self._room_since, {}
+        has_stood_still = self._world.now - self._checked_at > _LONGEST_BEAT_S
+        self._checked_at = self._world.now
+        return {} if has_stood_still else before
+
+    def _allowed_cells(self, waiting: Sequence[Request]) -> dict[int, set[int]]:
+        """By arrival: the cells that the policy would give each request, if they had room."""
+        accepting = [load for load in self._fleet.loads() if load.accepts]
+        return {
+            request.arrival: {load.number for load in self._placement.policy.cells_for(request, accepting)}
+            for request in waiting
+        }

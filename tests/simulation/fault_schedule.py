@@ -14,6 +14,7 @@ import msgspec
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
+from headway_scheduler.placement.roles import Role
 
 EXECUTOR, SCHEDULER, FIRST_GATEWAY, SECOND_EXECUTOR = 0, 1, 2, 100
 UP, DOWN, BOTH = 0, 1, 2
@@ -39,7 +40,9 @@ CELL_FAULTS = ("kill", "drain")
 HOST_FAULTS = ("leave",)
 """Only where host pools are shared: all that runs on an executor is to go on elsewhere."""
 _MIXED = FRAME_FAULTS + LINK_FAULTS + PROCESS_FAULTS + STEP_FAULTS + CLIENT_FAULTS + OPERATOR_FAULTS
-KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS)
+ROLE_FAULTS = ("role",)
+"""Only where roles mean something: an operator gives an executor another role."""
+KINDS = (*_MIXED, "sleep", *CELL_FAULTS, *HOST_FAULTS, *ROLE_FAULTS)
 
 SEVERAL_WEIGHTS = (70, 20, 10)
 """How often there are one, two and three executors."""
@@ -94,6 +97,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The share of pulls that something happens to."""
     protect_itl: bool = False
     max_decode_only_steps: int = 0
+    placement: str = "aggregated"
+    roles: tuple[str, ...] = ()
+    """Of the first cells."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,7 +135,7 @@ def executor_slots(settings: Settings) -> tuple[int, ...]:
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """At ``at``, something goes wrong with a process (or its link): ``target`` is EXECUTOR, SCHEDULER, FIRST_GATEWAY + n or SECOND_EXECUTOR + n.
 
-    ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
+    ``role``: ``count`` is the place of the new role among all. ``cancel_preempted`` gives up whoever is preempted next. ``direction`` of frames; ``seconds`` it lasts, or by how much a frame is late; ``count`` of frames, steps, tokens, or the
     number of the request that is cancelled or whose prompt an operator pins. An executor that crashes comes back smaller if
     ``count`` is above 1. ``place`` where in a frame a bit is turned, or when in a sleep the others give the connection up,
     0 to 1.
@@ -184,6 +190,7 @@ def draw(seed: int, num_executors: int | None = None) -> Schedule:
     settings, requests = _with_prompts(random.Random(~seed), settings, requests)
     settings, faults = _with_executors(random.Random(f"executors {seed}"), settings, faults, num_executors)
     settings, faults = _with_host(random.Random(f"host {seed}"), settings, faults)
+    settings, faults = _with_roles(random.Random(f"roles {seed}"), settings, faults)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
@@ -258,6 +265,24 @@ def _with_host(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]
             count=rng.choice((1, 1, 2, 3)),
         )
         for _ in range(rng.choice((0, 0, 1, 2, 4)))
+    ]
+    return settings, tuple(sorted((*faults, *added), key=lambda fault: fault.at))
+
+
+def _with_roles(
+    rng: random.Random, settings: Settings, faults: tuple[Fault, ...]
+) -> tuple[Settings, tuple[Fault, ...]]:
+    """Roles, policies that know them, and operators who change them; drawn by itself as well."""
+    if settings.max_executors == 1 or rng.random() < 0.4:
+        return settings, faults
+    slots = executor_slots(settings)
+    roles = tuple(rng.choice((*Role, Role.PREFILL, Role.DECODE)).value for _ in slots)
+    settings = msgspec.structs.replace(
+        settings, placement=rng.choice(("disaggregated", "disaggregated", "hybrid", "auto")), roles=roles
+    )
+    added = [
+        Fault(at=round(rng.random() * 0.4, 4), kind="role", target=rng.choice(slots), count=rng.randrange(len(Role)))
+        for _ in range(rng.choice((0, 0, 1, 3)))
     ]
     return settings, tuple(sorted((*faults, *added), key=lambda fault: fault.at))
 

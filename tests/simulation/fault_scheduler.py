@@ -14,6 +14,7 @@ from headway_proto.ingress import (
     gateway_frame_reader,
 )
 from headway_scheduler.cell import Cell
+from headway_scheduler.core.memory.host_books import HostBooks
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -21,12 +22,14 @@ from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.ingress_link import GatewayGone
 from headway_scheduler.live_sequences import Name
+from headway_scheduler.placement.policies import PlacementSettings
+from headway_scheduler.placement.roles import Role
 from simulation import fault_invariants as invariants
 from simulation.fault_cell import CellWatch
 from simulation.fault_executor import ExecutorProcess
 from simulation.fault_placement import PlacementWatch
 from simulation.fault_process import Process
-from simulation.fault_schedule import TENANTS
+from simulation.fault_schedule import TENANTS, Settings
 
 TOKENS_KIND = 50
 
@@ -39,7 +42,11 @@ class WatchedEngine(SchedulerEngine):
 
     def __init__(self, process: "SchedulerProcess", limits: SchedulerLimits, incarnation: int) -> None:
         super().__init__(
-            limits, incarnation, process.world.new_recorder(limits), process.world.schedule.settings.max_executors
+            limits,
+            incarnation,
+            process.world.new_recorder(limits),
+            process.world.schedule.settings.max_executors,
+            placement_of(process.world.schedule.settings),
         )
         self._process = process
         self._add_cell = self.fleet._add_cell
@@ -89,6 +96,11 @@ class WatchedEngine(SchedulerEngine):
         super()._on_gateway_gone(event, now)
 
 
+def placement_of(settings: Settings) -> PlacementSettings:
+    """The policy and the first roles."""
+    return PlacementSettings(settings.placement, tuple(Role(role) for role in settings.roles))
+
+
 class SchedulerProcess(Process):
     """The real engine behind its two sockets."""
 
@@ -111,6 +123,7 @@ class SchedulerProcess(Process):
         self._heard: dict[bytes, float] = {}
         """When frames of an executor that was in use came; damaged ones count, as life is all that matters here."""
         self._seen: tuple[int, ...] = ()
+        self._books_of_pool: dict[str, HostBooks | None] = {}
         self._reader = gateway_frame_reader()
         self.num_losses: Counter[str] = Counter()
         """By request id: how often its steps were lost."""
@@ -135,6 +148,15 @@ class SchedulerProcess(Process):
         with self.world.watching():
             self._cells[number].drain(is_draining=is_draining)
             self.engine.fleet.drain_cell(number, is_draining=is_draining)
+        self.wake()
+
+    def set_role(self, executor: ExecutorProcess, role: Role) -> None:
+        """Do as an operator does."""
+        number = self.cell_number_of(executor)
+        if self.is_dead or self.is_stalled or number is None:
+            return
+        with self.world.watching():
+            self.engine.fleet.set_role(number, role)
         self.wake()
 
     def let_leave(self, executor: ExecutorProcess, *, must_leave: bool) -> None:
@@ -252,4 +274,4 @@ class SchedulerProcess(Process):
             invariants.bounded(self.engine)
             invariants.nobody_gone_is_suspected(self.engine, self.without_a_gateway)
             invariants.lost_cells_are_empty(fleet)
-            invariants.leases_are_owned(fleet)
+            invariants.leases_are_owned(fleet, self._books_of_pool)

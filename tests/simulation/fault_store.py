@@ -34,7 +34,14 @@ class FaultPool:
         self.name = name
         self.records = np.zeros(num_blocks, dtype=RECORD)
         self.blocks = np.zeros((num_blocks, block_size * 8), dtype=np.uint8)
+        self.older_records, self.older_blocks = self.records.copy(), self.blocks.copy()
+        """What each block held before the newest write."""
         self.holder: ExecutorProcess | None = None
+
+    def keep_older(self, host_blocks: Int32Array) -> None:
+        """These blocks are about to be written."""
+        self.older_records[host_blocks] = self.records[host_blocks]
+        self.older_blocks[host_blocks] = self.blocks[host_blocks]
 
     def contents(self, host_block: int) -> list[int]:
         numbers: list[int] = self.blocks[host_block].view(np.uint64).tolist()
@@ -50,6 +57,7 @@ class FaultPools:
     def __init__(self, world: "FaultWorld") -> None:
         self._world = world
         self._rng = random.Random(f"pulls {world.schedule.seed}")
+        self._older_rng = random.Random(f"older {world.schedule.seed}")
         self.by_name: dict[str, FaultPool] = {}
         self.num_harmed = 0
 
@@ -76,7 +84,10 @@ class FaultPools:
             return None
         records, blocks = pool.records[host_blocks], pool.blocks[host_blocks]
         victim = self._rng.randrange(len(host_blocks)) if harm else 0
-        if harm == "late":
+        if harm == "late" and self._older_rng.random() < 0.5:
+            place = host_blocks[victim]
+            records[victim], blocks[victim] = pool.older_records[place], pool.older_blocks[place]
+        elif harm == "late":
             records[victim] = np.zeros(1, dtype=RECORD)[0]
         elif harm == "damaged":
             blocks[victim, self._rng.randrange(blocks.shape[1])] ^= 1 << self._rng.randrange(8)
@@ -101,9 +112,11 @@ class FaultStore:
     def __init__(self, executor: "ExecutorProcess", pool: FaultPool) -> None:
         self._executor = executor
         self._pools = executor.world.pools
+        self._pool = pool
         self._records = BlockRecords(pool.records, pool.blocks)
 
     def begin_write(self, host_blocks: Int32Array) -> int:
+        self._pool.keep_older(host_blocks)
         return self._records.begin(host_blocks)
 
     def end_write(self, write: int, host_blocks: Int32Array, *, epoch: int, step: int) -> None:

@@ -30,6 +30,7 @@ from headway_proto.columns import encode_column
 from headway_proto.operations import PrefixToPin
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.recorder import FlightRecorder
+from headway_scheduler.placement.roles import Role
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import ExecutorProcess
 from simulation.fault_gateway import Client, GatewayProcess
@@ -350,6 +351,11 @@ class FaultWorld:
         executor = self._process(fault.target)
         assert isinstance(executor, ExecutorProcess)
         self.scheduler.let_leave(executor, must_leave=fault.count > 1)
+
+    def _inflict_role(self, fault: Fault) -> None:
+        executor = self._process(fault.target)
+        assert isinstance(executor, ExecutorProcess)
+        self.scheduler.set_role(executor, tuple(Role)[fault.count % len(Role)])
 
     def _inflict_drain(self, fault: Fault) -> None:
         scheduler, executor = self.scheduler, self._process(fault.target)

@@ -60,6 +60,7 @@ from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 from headway_scheduler.submissions import EarlySubmissions
+from simulation import hand_off_mutants
 from simulation.fault_schedule import draw
 from simulation.fault_world import run
 
@@ -875,7 +876,7 @@ def drained_cell_keeps_its_requests(original):
     return lambda self, origins: []
 
 
-@_several("a draining cell is given requests", (Fleet, "_loads"))
+@_several("a draining cell is given requests", (Fleet, "loads"))
 def draining_cell_is_used(original):
     def loads(self):
         return [CellLoad(cell.number, cell.view, accepts=True) for cell in self.open_cells]
@@ -904,10 +905,10 @@ def moved_without_its_output(original):
 @_several("a step in flight still has the prompt of a request that left its core", (Moving, "release"))
 def prompt_left_behind(original):
     def release(self, origin):
-        before = [(step, step.chunks) for step in self._epoch.in_flight]
+        before = [chunk for step in self._epoch.in_flight for chunk in step.chunks if chunk.counts]
         request = original(self, origin)
-        for step, chunks in before:
-            step.chunks = chunks
+        for chunk in before:
+            chunk.counts = True
         return request
 
     return release
@@ -997,6 +998,10 @@ def answer_of_another_cell(original):
         return number, events
 
     return receive
+
+
+for each in hand_off_mutants.MISTAKES:
+    _several(each.sentence, *each.places)(each.make)
 
 
 def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:

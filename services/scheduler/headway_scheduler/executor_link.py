@@ -130,6 +130,11 @@ class ExecutorLink:
         """The incarnation of the present or last executor; 0 before the first."""
         return self._executor
 
+    @property
+    def host_pool(self) -> str:
+        """The host pool of the newest executor; "" if there is none."""
+        return "" if self._info is None else self._info.host_pool
+
     def may_be_taken_over(self, now: float) -> bool:
         """Whether another executor that says hello gets this link."""
         return not self.is_open or now - self._heard_at >= TAKEOVER_SILENCE_S

@@ -4,7 +4,8 @@ Owns: that choice. Must not know: what events mean to a core, or what carries fr
 
 With one cell, a second executor is a spare: it joins when the first is gone. With more, it joins beside the first, up to
 ``most``; then it is a spare as well. One that asks for a number gets that cell if it is free, so that its process and
-its cell have one name. All executors must run the same model.
+its cell have one name. One that has the host pool of an executor that is gone gets the cell with the books of that pool.
+All executors must run the same model.
 """
 
 from headway_proto.framing import FramingError
@@ -101,7 +102,7 @@ class ExecutorLinks:
         others = [link for link in self._links if link.is_open and not link.may_be_taken_over(now)]
         if others and self._differs(body.info):
             return self._refuse(body)
-        wanted = self._numbered(body.number, now)
+        wanted = self._numbered(body.number, now) or self._with_pool(body.info.host_pool)
         if wanted is not None and wanted.may_be_taken_over(now):
             return wanted
         spare = self._spare(now)
@@ -117,6 +118,10 @@ class ExecutorLinks:
         while len(self._links) <= number:
             self._add_link(now)
         return self._links[number]
+
+    def _with_pool(self, host_pool: str) -> ExecutorLink | None:
+        """The link of the executor that had this host pool."""
+        return next((link for link in self._links if host_pool and link.host_pool == host_pool), None)
 
     def _add_link(self, now: float) -> ExecutorLink:
         self._tick_at = now

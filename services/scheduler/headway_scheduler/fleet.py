@@ -327,8 +327,7 @@ class Fleet:
         loads = self.loads()
         for load in loads:
             request = load.stranded()
-            others = [other for other in loads if other is not load and other.accepts]
-            if request is not None and any(other.can_hold(request) and other.has_room_for(request) for other in others):
+            if request is not None and self.placement.would_place_beside(request, loads, load):
                 self.take_back(self.cells[load.number].release([request.new.origin]))
 
     def _place(self, now: float) -> None:

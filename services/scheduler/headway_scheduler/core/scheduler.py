@@ -145,9 +145,9 @@ class Scheduler:
         if now >= state.first_tokens.next_due:
             self._check_first_tokens(now)
         self._passes.run(plan)
-        epoch.swapping.complete_plan()
         total = len(epoch.decoding.indices()) + plan.num_chunk_tokens
         if not total:
+            epoch.swapping.complete_plan()
             epoch.decoding.let_decode(plan.held_back, in_this_step=True)
             return None
         self._speculation.serve(plan)

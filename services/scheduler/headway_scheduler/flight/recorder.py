@@ -245,7 +245,7 @@ class FlightRecorder(NullRecorder):
         self._add(LetLeave(origin, must_leave))
 
     def lease_returned(self, stored: StoredBlocks) -> None:
-        self._add(LeaseReturned(stored.pool, encode_column(stored.host_blocks)))
+        self._add(LeaseReturned(stored.pool, encode_column(stored.host_blocks), stored.epoch, stored.step))
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool

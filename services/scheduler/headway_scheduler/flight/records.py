@@ -202,10 +202,12 @@ class LetLeave(msgspec.Struct, frozen=True, array_like=True, tag=19):
 
 
 class LeaseReturned(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Nobody needs these host blocks (an int32 column) of this pool any more."""
+    """Nobody needs these host blocks (an int32 column) of this pool any more, which ``step`` of ``epoch`` wrote."""
 
     pool: str
     host_blocks: bytes
+    epoch: int = 0
+    step: int = 0
 
 
 Record: TypeAlias = (

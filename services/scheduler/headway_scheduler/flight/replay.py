@@ -176,7 +176,7 @@ class Replay:
                 self._core.moving.let_leave(record.origin, must_leave=record.must_leave)
             case LeaseReturned():
                 blocks = decode_column(record.host_blocks).astype(np.intp)
-                self._core.moving.return_lease(StoredBlocks(record.pool, (), 0, 0, blocks, 0))
+                self._core.moving.return_lease(StoredBlocks(record.pool, (), record.epoch, record.step, blocks, 0))
 
     def _end_moving(self, record: Aborted) -> StepEvents:
         request = self.moving.pop(record.origin, None)

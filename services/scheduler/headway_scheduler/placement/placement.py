@@ -6,9 +6,13 @@ The order of the queue is the operator's, the same as within a core. The next re
 predicted time to its first token: the prompts ahead of it there, and its own tokens that are not cached there, by that
 cell's own model of step times. Of cells that are level, it takes the one where fewest run. So nothing piles up on one
 executor while another idles, and prompts that share a prefix meet where it is cached.
+
+Where executors have roles, requests that go on with stored blocks stand in a line of their own, by rank and arrival:
+they need another executor than prompts do, so neither may keep the other waiting.
 """
 
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headway_scheduler.core.admission.fair_queue import burst_tokens_of
@@ -58,6 +62,8 @@ class Placement:
             QueueSettings(limits.aging_s, limits.tenant_weights, self._predicted_output, self._burst_tokens)
         )
         self._waiting = WaitingRequests(limits, queue)
+        self._going_on: list[Request] = []
+        """Requests with stored blocks; only where executors have roles."""
         self._requests: dict[Origin, Request] = {}
         self._homeless: dict[Origin, Request] = {}
         """Requests that no open cell can hold: they must not keep others waiting."""
@@ -88,7 +94,7 @@ class Placement:
 
     def num_ahead_of(self, request: Request) -> int:
         """The requests that are to be placed before this one; O(n log n)."""
-        in_order = self._waiting.queue.in_order()
+        in_order = self._going_on if request in self._going_on else self._waiting.queue.in_order()
         return in_order.index(request) if request in in_order else 0
 
     # -------------------------------------------------------------------------------------------- requests come and go
@@ -123,7 +129,7 @@ class Placement:
             self._capacity = capacity
         for request in self._homeless.values():
             self._forget_to_enter_again(request)
-            self._waiting.enter(request)
+            self._enter_line(request)
         self._homeless.clear()
 
     def number_after(self, requests: Sequence[Request]) -> None:
@@ -167,18 +173,31 @@ class Placement:
         """Take the next request out of the queue and say where it goes; None if no cell could start it soon."""
         if now >= self._first_tokens.next_due:
             self._check_first_tokens(now)
-        while (request := self._waiting.queue.first(now)) is not None:
+        going_on = self._going_on
+        placed = self._place_first(lambda: going_on[0] if going_on else None, cells)
+        return placed or self._place_first(lambda: self._waiting.queue.first(now), cells)
+
+    def _place_first(self, first: Callable[[], Request | None], cells: Sequence[CellLoad]) -> Placed | None:
+        while (request := first()) is not None:
             able = [cell for cell in cells if cell.can_hold(request)]
             if not able:
-                self._waiting.leave(request)
+                self._leave_line(request)
                 self._homeless[request.new.origin] = request
                 continue
-            accepting = self.policy.cells_for(request, [cell for cell in able if cell.accepts])
+            accepting = self._cells_for(request, able)
             choices = [cell for cell in accepting if cell.has_room_for(request)]
             if not choices and self._waiting.queue.reason_to_preempt_for(request) is not None:
                 choices = [cell for cell in accepting if cell.may_make_room_for(request)]
             return self._place(request, choices, able) if choices else None
         return None
+
+    def would_place_beside(self, request: Request, cells: Sequence[CellLoad], here: CellLoad) -> bool:
+        """Whether one of ``cells`` other than ``here`` could start this request soon, if it were the next."""
+        accepting = self._cells_for(request, [cell for cell in cells if cell.can_hold(request)])
+        return any(cell is not here and cell.has_room_for(request) for cell in accepting)
+
+    def _cells_for(self, request: Request, able: Sequence[CellLoad]) -> Sequence[CellLoad]:
+        return self.policy.cells_for(request, [cell for cell in able if cell.accepts])
 
     def _place(self, request: Request, choices: Sequence[CellLoad], able: Sequence[CellLoad]) -> Placed:
         options = [
@@ -231,7 +250,23 @@ class Placement:
     def _enter(self, request: Request) -> None:
         request.curve = self._lengths.curve_of(request.new.tenant, request.new.num_prompt_tokens)
         self._requests[request.new.origin] = request
-        self._waiting.enter(request)
+        self._enter_line(request)
+
+    def _enter_line(self, request: Request) -> None:
+        has_first_token = len(request.token_ids) > request.new.num_prompt_tokens
+        if self.policy.has_roles and request.stored is not None and has_first_token:
+            request.num_queued_tokens = len(request.token_ids)
+            self._waiting.room.enter(request)
+            insort(self._going_on, request, key=_place_of)
+        else:
+            self._waiting.enter(request)
+
+    def _leave_line(self, request: Request) -> None:
+        if request in self._going_on:
+            self._going_on.remove(request)
+            self._waiting.room.leave(request)
+        else:
+            self._waiting.leave(request)
 
     def _forget_to_enter_again(self, request: Request) -> None:
         """As it enters the queue again, a request that has not run is counted anew."""
@@ -241,7 +276,7 @@ class Placement:
     def _leave(self, request: Request) -> None:
         del self._requests[request.new.origin]
         if self._homeless.pop(request.new.origin, None) is None:
-            self._waiting.leave(request)
+            self._leave_line(request)
 
     def _predicted_output(self, request: Request) -> int:
         age = len(request.token_ids) - request.new.num_prompt_tokens
@@ -259,6 +294,10 @@ def end_of_moving(request: Request, reason: FinishReason, error: str = "") -> Fi
     """The end of a request that no core has."""
     request.status = RequestStatus.FINISHED
     return end_of(request, reason, len(request.token_ids) - request.new.num_prompt_tokens, error=error)
+
+
+def _place_of(request: Request) -> tuple[int, int]:
+    return request.rank, request.arrival
 
 
 def _num_tokens_to_compute(option: Placed) -> int:

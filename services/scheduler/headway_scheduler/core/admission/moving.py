@@ -40,7 +40,7 @@ class Moving:
             return False
         if not request.is_leaving:
             self._epoch.leaving.add(request.row)
-        request.is_leaving, request.must_leave = True, must_leave
+        request.is_leaving, request.must_leave = True, must_leave or request.must_leave
         return True
 
     def return_lease(self, stored: StoredBlocks) -> bool:
@@ -138,7 +138,7 @@ class Moving:
         state = self._state
         for step in self._epoch.in_flight:
             # Its row may soon have the same number elsewhere, so the answer must not find it here.
-            step.chunks = [chunk for chunk in step.chunks if chunk.request is not request]
+            step.disregard(request)
         state.waiting.leave(request)
         self._epoch.swapping.lend(request)
         if request.stored is not None:

@@ -77,7 +77,7 @@ class Epoch:
         return list(found.values())
 
     def _requests_in(self, step: InFlightStep) -> list[Request]:
-        prompts = {chunk.row: chunk.request for chunk in step.chunks}
+        prompts = {chunk.row: chunk.request for chunk in step.chunks if chunk.counts}
         requests = list(prompts.values())
         for row in step.sampling_rows.tolist():
             if row not in prompts:

@@ -106,8 +106,13 @@ class HostBooks:
         return StoredBlocks(self.name, self.addresses, epoch, int(self._step_of[blocks[0]]), blocks, num_tokens)
 
     def is_leased_here(self, stored: StoredBlocks) -> bool:
-        """Whether this lease is in these books."""
-        return stored.pool == self.name and bool(self._is_leased[stored.host_blocks].all())
+        """Whether this lease is in these books. Other books of the pool may have lent the same blocks."""
+        if stored.pool != self.name or not self._is_leased[stored.host_blocks].all():
+            return False
+        is_own = (self._epoch_of[stored.host_blocks] == stored.epoch) & (
+            self._step_of[stored.host_blocks] == stored.step
+        )
+        return bool(is_own.all())
 
     def end_lease(self, stored: StoredBlocks) -> None:
         """From now on the blocks belong to a request of this core again."""

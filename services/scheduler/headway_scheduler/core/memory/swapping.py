@@ -157,7 +157,7 @@ class Swapping:
         return _pairs(moves_out), _pairs(moves_in), sum(len(blocks) for blocks, _ in moves_out + moves_in)
 
     def complete_plan(self) -> None:
-        """Free the host blocks that this step swaps in."""
+        """Free the host blocks that the step before reads: from now on others may be written into them."""
         self.books.pool.complete_plan()
 
     def _give_up(self, request: Request) -> None:

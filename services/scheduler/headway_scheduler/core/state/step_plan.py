@@ -21,10 +21,11 @@ from headway_scheduler.core.state.stored_blocks import StoredBlocks
 class PrefillChunk:
     """Part of a prompt in a step, from ``start`` on; the last part (``completes``) samples.
 
-    Afterwards ``row`` holds ``num_computed_tokens`` tokens, unless the request has been preempted since.
+    Afterwards ``row`` holds ``num_computed_tokens`` tokens, unless the request has been preempted since. It no longer
+    ``counts`` if another core has the request, or if it ran on blocks that were not right.
     """
 
-    __slots__ = ("completes", "num_computed_tokens", "num_preemptions", "request", "row", "start")
+    __slots__ = ("completes", "counts", "num_computed_tokens", "num_preemptions", "request", "row", "start")
 
     def __init__(self, request: Request, row: int, start: int, num_computed_tokens: int, completes: bool) -> None:
         self.request = request
@@ -33,6 +34,7 @@ class PrefillChunk:
         self.num_preemptions = request.num_preemptions
         self.num_computed_tokens = num_computed_tokens
         self.completes = completes
+        self.counts = True
 
     @property
     def end_of_prompt_logprobs(self) -> int:
@@ -43,7 +45,7 @@ class PrefillChunk:
     def holds_blocks(self) -> bool:
         """Whether the request still has this row."""
         request = self.request
-        return request.row == self.row and request.num_preemptions == self.num_preemptions
+        return self.counts and request.row == self.row and request.num_preemptions == self.num_preemptions
 
 
 class StepLoad(NamedTuple):
@@ -237,8 +239,14 @@ class InFlightStep:
 
     def ran_rows(self) -> set[int]:
         """The rows of this step that still belong to the same request."""
-        rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks)}
+        rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks if chunk.counts)}
         return rows.difference(self.leavers)
+
+    def disregard(self, request: Request) -> None:
+        """What this step computes of the request's prompt does not count."""
+        for chunk in self.chunks:
+            if chunk.request is request:
+                chunk.counts = False
 
     def samples(self, row: int) -> bool:
         """Whether this step brings a token for ``row``."""

@@ -150,7 +150,9 @@ class Answers:
         events = []
         for chunk in step.chunks:
             request = chunk.request
-            if request.status is RequestStatus.FINISHED or chunk.row in failed or not request.is_owed_prompt_logprobs:
+            if chunk.row in failed or not chunk.counts or not request.is_owed_prompt_logprobs:
+                continue
+            if request.status is RequestStatus.FINISHED:
                 continue
             first = request.num_prompt_logprobs + 1
             if chunk.end_of_prompt_logprobs > first:
@@ -169,7 +171,7 @@ class Answers:
     ) -> None:
         for chunk in step.chunks:
             request = chunk.request
-            if chunk.row in failed or request.status is RequestStatus.FINISHED:
+            if chunk.row in failed or not chunk.counts or request.status is RequestStatus.FINISHED:
                 continue
             if chunk.completes and request.first_token_time is None:
                 request.first_token_time = now

@@ -92,7 +92,7 @@ class HandingOff:
     def _forget_steps_of(self, request: Request) -> None:
         """Later steps in flight ran on the same blocks: nothing that they bring for it counts."""
         for step in self._epoch.in_flight:
-            step.chunks = [chunk for chunk in step.chunks if chunk.request is not request]
+            step.disregard(request)
             for row, owed in step.leavers.items():
                 if owed is request:
                     step.leavers[row] = None

@@ -39,6 +39,7 @@ class Sending:
         leaving = self._handing_off.export(sampling) if epoch.leaving else []
         # Behind the exports, which must not get a host block that this step writes or reads.
         swap_out, swap_in, num_moved_blocks = epoch.swapping.take_moves(step)
+        epoch.swapping.complete_plan()
         output = SchedulerOutput(
             epoch=epoch.number,
             step=step,
