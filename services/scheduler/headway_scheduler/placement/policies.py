@@ -73,7 +73,7 @@ class Disaggregated:
 
     def cells_for(self, request: Request, accepting: Sequence[CellLoad]) -> Sequence[CellLoad]:
         """Those with the role."""
-        return [cell for cell in accepting if _has_role(request, cell)] or accepting
+        return [cell for cell in accepting if has_role(request, cell)] or accepting
 
     def leaves(self, request: Request, cell: CellLoad, accepting: Sequence[CellLoad]) -> bool:
         """If nobody decodes in ``cell``, and somebody does elsewhere."""
@@ -114,7 +114,7 @@ class Hybrid:
 
     def is_misplaced(self, request: Request, cell: CellLoad) -> bool:
         """If the executor has another role."""
-        return not _has_role(request, cell)
+        return not has_role(request, cell)
 
     def to_relieve(self, cells: Sequence[CellLoad]) -> list[tuple[int, Request]]:
         """The newest decoding request of each executor that misses its gaps, if another has slack."""
@@ -128,7 +128,8 @@ class Hybrid:
         return found
 
 
-def _has_role(request: Request, cell: CellLoad) -> bool:
+def has_role(request: Request, cell: CellLoad) -> bool:
+    """Whether the executor's role is what the request needs next: a prompt, or decoding from stored blocks."""
     return cell.role.prefills if request.stored is None else cell.role.decodes
 
 
