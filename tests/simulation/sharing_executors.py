@@ -1,8 +1,9 @@
 """Simulated executors of one host: they read blocks out of each other's host pools, by the product's step cycle.
 
-Owns: pools that outlive their executors, and pulls that find nothing. Must not know: the scheduler, roles, or streams.
+Owns: pools that outlive their executors, pulls that find nothing, and how long steps take. Must not know: the scheduler, roles, or streams.
 """
 
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig
+from headway_executor.backend import BackendConfig, StepBatch, StepResult
+from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.block_store.puller import FetchedBlocks, _check
 from headway_executor.block_store.records import BlockRecords
 from headway_executor.block_store.transport import RECORD, PulledBlocks
@@ -29,10 +31,43 @@ class Silent:
     warning = error = info
 
 
+class PacedBackend:
+    """A simulated backend whose steps take ``row_s`` seconds for each row, one after another."""
+
+    def __init__(self, backend: SimulatedBackend, row_s: float) -> None:
+        self._backend = backend
+        self._row_s = row_s
+        self._now = 0.0
+        self._results: deque[tuple[float, Future[StepResult], StepResult]] = deque()
+        """By the time at which they are there."""
+
+    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
+        result = self._backend.execute(batch)
+        if not self._row_s:
+            return result
+        begins = max(self._now, self._results[-1][0]) if self._results else self._now
+        future: Future[StepResult] = Future()
+        self._results.append((begins + self._row_s * len(batch.rows), future, result))
+        return future
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        while self._results and self._results[0][0] <= now:
+            _, future, result = self._results.popleft()
+            future.set_result(result)
+
+    def move_blocks(self, **moves: Int32Array) -> None:
+        self._backend.move_blocks(**moves)
+
+    def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
+        self._backend.load_blocks(contents, blocks)
+
+
 class HostPools:
     """All pools of a host, by name; the next executor of a number takes its pool over."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_s: float = 0.0) -> None:
+        self.row_s = row_s
         self.memory: dict[str, tuple[NDArray[np.void], NDArray[np.uint8]]] = {}
         self.num_pulled_blocks = 0
         self.are_readable = True
@@ -68,15 +103,18 @@ class SharingExecutor(SimulatedExecutor):
         self.info = self.link._info = msgspec.structs.replace(self.info, **shared)
         self._pools = pools
         self._records = BlockRecords(*pools.memory[pool])
+        self._paced = PacedBackend(self.backend, pools.row_s)
         silent: Any = Silent()
+        paced: Any = self._paced
         self.cycle = StepCycle(
-            link=self.link, state=self.state, backend=self.backend, log=silent, wake=lambda: None, store=self
+            link=self.link, state=self.state, backend=paced, log=silent, wake=lambda: None, store=self
         )
 
     def receive(self, data: bytes, now: float) -> None:
         self.outbox += self.cycle.receive(data, now)
 
     def tick(self, now: float) -> None:
+        self._paced.tick(now)
         self.outbox += self.cycle.tick(now)
         while self.cycle.next_deadline <= now:
             self.outbox += self.cycle.tick(now)

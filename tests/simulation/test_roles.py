@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headway_proto.sampling import SamplingParams
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.flight.records import Adopted, LeaseReturned, LetLeave
@@ -27,10 +28,16 @@ class RoleWorld(World):
     """Executors of one host with roles, whose host pools outlive them."""
 
     def __init__(
-        self, roles: str, policy: str = "disaggregated", seed: int = 1, config: Any = CONFIG, **limits: object
+        self,
+        roles: str,
+        policy: str = "disaggregated",
+        seed: int = 1,
+        config: Any = CONFIG,
+        row_s: float = 0.0,
+        **limits: object,
     ) -> None:
         number = len(roles.split(","))
-        self.pools = HostPools()
+        self.pools = HostPools(row_s)
         super().__init__(
             msgspec.structs.replace(LIMITS, **limits),
             config,
@@ -231,6 +238,27 @@ def test_the_only_executor_that_decodes_is_drained() -> None:
     world.run_until(lambda: not drained.num_unfinished, 1)
     submit_some(world, 5)
     world.finish()
+
+
+def test_who_misses_its_gaps_moves_with_its_blocks_to_an_executor_with_slack_and_stays_there() -> None:
+    options = dict(CONFIG.options) | {"context_length": "512"}
+    config = msgspec.structs.replace(ROOMY, num_kv_blocks=2000, max_model_len=512, options=options)
+    world = RoleWorld("both,both", "hybrid", config=config, row_s=0.002, default_itl_slo_ms=13)
+    world.kill_executor(1)
+    world.wait_for_executors(1)
+    for number in range(10):
+        world.gateways[0].submit(f"r{number}", [number] * 8, 400, SamplingParams())
+    undisturbed_until(world, 20)
+    world.start_executor(1)
+    world.run_until(lambda: world.core(0).num_running <= 6, 6)
+    settled = world.now + 1.0
+    world.run_until(lambda: world.now >= settled, 2)
+    num_moved = world.engine.fleet.num_moved
+    assert 4 <= num_moved <= 6
+    assert world.core(1).counters.num_pulled_tokens > 0
+    assert not world.core(0).counters.wasted_tokens, "nothing is computed a second time"
+    world.finish()
+    assert world.engine.fleet.num_moved == num_moved, "nobody goes back and forth"
 
 
 @pytest.mark.parametrize("policy", ["disaggregated", "hybrid"])
