@@ -292,6 +292,9 @@ def test_roles_are_shown_where_they_mean_something(placement, is_shown):
     assert any("prefill" in line for line in lines) == is_shown
     header = next(line for line in lines if line.startswith("executor  ") and "steps/s" in line)
     assert header.rstrip().endswith("role" if is_shown else "last")
+    if placement:
+        wide = lines_of(history, width=120, height=40)
+        assert line_of(wide, "policies").endswith(f", placement {placement}")
 
 
 def test_many_executors_leave_room_for_requests():
