@@ -265,7 +265,7 @@ def test_who_misses_its_gaps_moves_with_its_blocks_to_an_executor_with_slack_and
 def test_requests_are_cancelled_wherever_they_are_handed_off(policy: str) -> None:
     world = RoleWorld(SPLIT, policy)
     submit_some(world, 40)
-    for count in range(1, 16):
+    for count in range(1, 9):
         world.until_handed_off(count)
         gateway = world.gateways[count % 2]
         live = [one for one in gateway.sequences if one.end is None and one not in gateway.aborted]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.placement.cell_load import CellLoad
@@ -190,6 +190,14 @@ def test_hybrid_decodes_where_the_gap_is_kept_and_there_where_decoding_is() -> N
     assert decode_placed("hybrid", loads, **TIGHT).cell == 1
 
 
+def test_a_decode_of_hybrid_waits_for_no_full_executor_while_another_has_room() -> None:
+    slow, full = {"step_us": 9_000.0, "us_per_row": 2_000.0}, Core(num_running=8, step_us=1_000.0)
+    assert decode_placed("hybrid", cells((PREFILL, Core(**slow)), (DECODE, full)), **TIGHT).cell == 0
+    placement = placement_of("hybrid", 1, **TIGHT)
+    handed_off(placement, cells((PREFILL, Core())))
+    assert placement.place_next(cells((PREFILL, Core(num_running=8)), (DECODE, full)), 0.0) is None
+
+
 def late_cell(request: Request, role: Role = DECODE) -> tuple[Role, Core]:
     return role, Core(num_running=2, step_us=12_000.0, us_per_row=1_000.0, tightest_s=0.01, newest=request)
 
@@ -202,6 +210,11 @@ def test_hybrid_relieves_who_misses_its_gaps_if_another_has_slack() -> None:
     assert relieve(cells(late_cell(request), slack, draining=1)) == []
     almost = (DECODE, Core(step_us=7_500.0, us_per_row=1_000.0))
     assert relieve(cells(late_cell(request), almost)) == [], "it would soon have to leave there too"
+    full = DECODE, Core(step_us=6_000.0, num_running=8)
+    assert relieve(cells(late_cell(request), full)) == [], "it would leave only to wait there"
+    small = DECODE, Core(step_us=6_000.0)
+    small[1].capacity = ExecutorCapacity(num_blocks=1, block_size=4, max_model_len=4, vocab_size=50, max_num_rows=8)
+    assert relieve(cells(late_cell(request), small)) == []
     alone = DECODE, Core(num_running=1, step_us=12_000.0, tightest_s=0.01, newest=request)
     assert relieve(cells(alone, slack)) == [], "by itself it is no faster elsewhere"
     kept = DECODE, Core(num_running=2, step_us=9_000.0, tightest_s=0.01, newest=request)
