@@ -148,6 +148,19 @@ def longest_answer_in(core: Scheduler) -> int:
     return max((core.num_tokens_of(one) - one.new.num_prompt_tokens for one in running), default=0)
 
 
+def test_prompts_that_wait_where_none_are_wanted_any_more_go_back_to_the_queue() -> None:
+    world = RoleWorld("both,both", config=ROOMY, max_num_batched_tokens=8)
+    submit_some(world, 12)
+    world.run_until(lambda: world.core(0).num_waiting > 0, 1)
+    world.set_role(0, Role.DECODE)
+    assert world.core(0).num_waiting == 0
+    world.run_until(lambda: not len(world.core(0).prefilling), 5)
+    started = world.core(0).counters.num_prompt_tokens
+    submit_some(world, 12)
+    world.finish()
+    assert world.core(0).counters.num_prompt_tokens == started
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
 @pytest.mark.parametrize("num_moved", [1, 6, 15])
 @pytest.mark.parametrize("seed", SEEDS)
