@@ -305,15 +305,19 @@ class Fleet:
         self._left.clear()
 
     def set_role(self, number: int, role: Role) -> None:
-        """Give a cell another role. What does not fit it goes on elsewhere, if the policy knows roles."""
+        """Give a cell another role. What does not fit it goes on elsewhere, if the policy knows roles.
+
+        A running request takes its blocks along; without room for these on the host it stays until it ends.
+        """
         cell = self.cells[number]
         cell.role = role
+        self._host.notices.add("executor has another role", executor=number, role=role.value)
         if not self.placement.policy.has_roles or cell.core is None or len(self.cells) == 1:
             return
         if not role.decodes:
-            view = SchedulerView(cell.core)
-            for row in cell.core.decoding.indices().tolist():
-                cell.let_leave(view.request_in(row).new.origin)
+            for request in cell.core.requests():
+                if request.row >= 0:
+                    cell.let_leave(request.new.origin)
         self.take_back(cell.release_waiting())
 
     def _relieve(self, now: float) -> None:
