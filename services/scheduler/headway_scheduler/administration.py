@@ -228,7 +228,7 @@ def _why_waiting(core: Scheduler, request: Request, where: str) -> str:
 
 def _why_unplaced(fleet: Fleet, request: Request) -> str:
     num_ahead = fleet.placement.num_ahead_of(request)
-    why = sentence_for_unplaced(request, fleet.loads(), is_paused=fleet.is_paused)
+    why = sentence_for_unplaced(request, fleet.transit.loads(), is_paused=fleet.is_paused)
     return f"{_preempted(request)} and waits for an executor behind {num_ahead} others: {why}."
 
 
