@@ -63,7 +63,7 @@ class CellLoad:
         if num_here >= view.max_running:
             return Shortage(Lack.ROWS, num_here + 1, view.max_running)
         num_tokens += view.num_waiting_tokens
-        if view.num_waiting and num_tokens > view.max_num_batched_tokens:
+        if view.num_waiting and request.stored is None and num_tokens > view.max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, view.max_num_batched_tokens)
         num_blocks = num_tokens // view.capacity.block_size + view.num_waiting + 1
         return Shortage(Lack.BLOCKS, num_blocks, view.num_free_blocks) if num_blocks > view.num_free_blocks else None

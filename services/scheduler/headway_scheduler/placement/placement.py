@@ -2,7 +2,8 @@
 
 Owns: the waiting requests that no core has, and the choice of a cell. Must not know: steps, rows, or frames.
 
-The order of the queue is the operator's, the same as within a core. The next request goes to the cell with the shortest
+The order of the queue is the operator's, the same as within a core. Where executors have roles, requests that come with
+their blocks wait in a line beside it, by class and arrival: prompts need not wait for room where others decode. The next request goes to the cell with the shortest
 predicted time to its first token: the prompts ahead of it there, and its own tokens that are not cached there, by that
 cell's own model of step times. Of cells that are level, it takes the one where fewest run. So nothing piles up on one
 executor while another idles, and prompts that share a prefix meet where it is cached.
@@ -61,6 +62,8 @@ class Placement:
         self._requests: dict[Origin, Request] = {}
         self._homeless: dict[Origin, Request] = {}
         """Requests that no open cell can hold: they must not keep others waiting."""
+        self._carrying: dict[Origin, Request] = {}
+        """Requests behind their prompt, which no prompt waits for: they need other executors."""
         self._placed: dict[Origin, Placed] = {}
         self._first_tokens = FirstTokenWatch()
         self._shed: list[FinishedEvent] = []
@@ -72,7 +75,8 @@ class Placement:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the requests that wait here."""
-        return self._waiting.room.num_tokens
+        carried = sum(len(request.token_ids) for request in self._carrying.values())
+        return self._waiting.room.num_tokens + carried
 
     def requests(self) -> list[Request]:
         """The requests that wait here, by arrival."""
@@ -89,7 +93,7 @@ class Placement:
     def num_ahead_of(self, request: Request) -> int:
         """The requests that are to be placed before this one; O(n log n)."""
         in_order = self._waiting.queue.in_order()
-        return in_order.index(request) if request in in_order else 0
+        return in_order.index(request) if request in in_order else 0  # to those that carry blocks, hardly anybody is
 
     # -------------------------------------------------------------------------------------------- requests come and go
 
@@ -167,18 +171,31 @@ class Placement:
         """Take the next request out of the queue and say where it goes; None if no cell could start it soon."""
         if now >= self._first_tokens.next_due:
             self._check_first_tokens(now)
-        while (request := self._waiting.queue.first(now)) is not None:
+        candidates = self._candidates(now)
+        while candidates:
+            request = candidates.pop(0)
             able = [cell for cell in cells if cell.can_hold(request)]
             if not able:
-                self._waiting.leave(request)
+                self._let_go(request)
                 self._homeless[request.new.origin] = request
+                candidates = self._candidates(now)
                 continue
             accepting = self.policy.cells_for(request, [cell for cell in able if cell.accepts])
             choices = [cell for cell in accepting if cell.has_room_for(request)]
             if not choices and self._waiting.queue.reason_to_preempt_for(request) is not None:
                 choices = [cell for cell in accepting if cell.may_make_room_for(request)]
-            return self._place(request, choices, able) if choices else None
+            if choices:
+                return self._place(request, choices, able)
         return None
+
+    def _candidates(self, now: float) -> list[Request]:
+        """The first of the queue, and the first of those that carry blocks, which goes first within its class."""
+        first = self._waiting.queue.first(now)
+        candidates = [] if first is None else [first]
+        if self._carrying:
+            carrying = min(self._carrying.values(), key=lambda request: (request.rank, request.arrival))
+            candidates.insert(first is not None and first.rank < carrying.rank, carrying)
+        return candidates
 
     def _place(self, request: Request, choices: Sequence[CellLoad], able: Sequence[CellLoad]) -> Placed:
         options = [
@@ -231,7 +248,10 @@ class Placement:
     def _enter(self, request: Request) -> None:
         request.curve = self._lengths.curve_of(request.new.tenant, request.new.num_prompt_tokens)
         self._requests[request.new.origin] = request
-        self._waiting.enter(request)
+        if request.stored is not None and self.policy.has_roles:
+            self._carrying[request.new.origin] = request
+        else:
+            self._waiting.enter(request)
 
     def _forget_to_enter_again(self, request: Request) -> None:
         """As it enters the queue again, a request that has not run is counted anew."""
@@ -241,6 +261,10 @@ class Placement:
     def _leave(self, request: Request) -> None:
         del self._requests[request.new.origin]
         if self._homeless.pop(request.new.origin, None) is None:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        if self._carrying.pop(request.new.origin, None) is None:
             self._waiting.leave(request)
 
     def _predicted_output(self, request: Request) -> int:
