@@ -238,7 +238,7 @@ class ExecutorState(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., model_name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., age_s: _Optional[float] = ..., last_step_us: _Optional[int] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
 
 class ExecutorStatus(_message.Message):
-    __slots__ = ("number", "state", "epoch", "is_draining", "details", "num_running", "num_waiting", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage", "num_steps")
+    __slots__ = ("number", "state", "epoch", "is_draining", "details", "num_running", "num_waiting", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage", "num_steps", "role")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class ExecutorStatus(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     number: int
     state: str
     epoch: int
@@ -263,19 +264,22 @@ class ExecutorStatus(_message.Message):
     num_cached_blocks: int
     kv_usage: float
     num_steps: int
-    def __init__(self, number: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., is_draining: _Optional[bool] = ..., details: _Optional[_Union[ExecutorState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    role: str
+    def __init__(self, number: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., is_draining: _Optional[bool] = ..., details: _Optional[_Union[ExecutorState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_steps: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class PolicyNames(_message.Message):
-    __slots__ = ("order", "batching", "budget", "preemption")
+    __slots__ = ("order", "batching", "budget", "preemption", "placement")
     ORDER_FIELD_NUMBER: _ClassVar[int]
     BATCHING_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     order: str
     batching: str
     budget: str
     preemption: str
-    def __init__(self, order: _Optional[str] = ..., batching: _Optional[str] = ..., budget: _Optional[str] = ..., preemption: _Optional[str] = ...) -> None: ...
+    placement: str
+    def __init__(self, order: _Optional[str] = ..., batching: _Optional[str] = ..., budget: _Optional[str] = ..., preemption: _Optional[str] = ..., placement: _Optional[str] = ...) -> None: ...
 
 class TenantServiceState(_message.Message):
     __slots__ = ("tenant", "num_running", "num_waiting", "num_prompt_tokens", "num_output_tokens", "counter")
@@ -404,6 +408,18 @@ class UndrainExecutorRequest(_message.Message):
     def __init__(self, executor: _Optional[int] = ...) -> None: ...
 
 class UndrainExecutorResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetExecutorRoleRequest(_message.Message):
+    __slots__ = ("executor", "role")
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    executor: int
+    role: str
+    def __init__(self, executor: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+
+class SetExecutorRoleResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

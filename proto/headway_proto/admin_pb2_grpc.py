@@ -79,6 +79,11 @@ class AdminStub:
                 request_serializer=headway__proto_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
                 response_deserializer=headway__proto_dot_admin__pb2.UndrainExecutorResponse.FromString,
                 _registered_method=True)
+        self.SetExecutorRole = channel.unary_unary(
+                '/headway.v1.Admin/SetExecutorRole',
+                request_serializer=headway__proto_dot_admin__pb2.SetExecutorRoleRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.SetExecutorRoleResponse.FromString,
+                _registered_method=True)
         self.PinPrefix = channel.unary_unary(
                 '/headway.v1.Admin/PinPrefix',
                 request_serializer=headway__proto_dot_admin__pb2.PinPrefixRequest.SerializeToString,
@@ -164,6 +169,16 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetExecutorRole(self, request, context):
+        """Says what one executor is for. Running requests that no longer fit go on elsewhere, with their blocks where those can
+        be reached. The role holds until it is changed, or the scheduler restarts and reads --roles. INVALID_ARGUMENT for an
+        unknown role; FAILED_PRECONDITION for an unknown number, if no executor would take prompts or none would decode, or if
+        roles mean nothing because placement is "aggregated".
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PinPrefix(self, request, context):
         """Keeps a prefix in the cache: its blocks are evicted last. Replaces a pin of the same name. FAILED_PRECONDITION if it
         fills no block, or if more than a quarter of the KV pool would be pinned. Pins survive a restart of the executor, but
@@ -242,6 +257,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UndrainExecutor,
                     request_deserializer=headway__proto_dot_admin__pb2.UndrainExecutorRequest.FromString,
                     response_serializer=headway__proto_dot_admin__pb2.UndrainExecutorResponse.SerializeToString,
+            ),
+            'SetExecutorRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetExecutorRole,
+                    request_deserializer=headway__proto_dot_admin__pb2.SetExecutorRoleRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.SetExecutorRoleResponse.SerializeToString,
             ),
             'PinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.PinPrefix,
@@ -507,6 +527,33 @@ class Admin:
             '/headway.v1.Admin/UndrainExecutor',
             headway__proto_dot_admin__pb2.UndrainExecutorRequest.SerializeToString,
             headway__proto_dot_admin__pb2.UndrainExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetExecutorRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/SetExecutorRole',
+            headway__proto_dot_admin__pb2.SetExecutorRoleRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.SetExecutorRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,9 @@ Owns: these messages, passed on by gateways. Must not know: how answers are made
 
 import msgspec
 
+EXECUTOR_ROLES = ("prefill", "decode", "both")
+"""What an executor may be for."""
+
 MAX_FLIGHT_LOG_PIECE_BYTES = 1 << 17
 """Limits reads between two steps."""
 
@@ -39,11 +42,12 @@ class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
-    """``method``: status, list, explain, cancel, pause, resume, drain, drain_executor, undrain_executor, pin, unpin, pins,
-    flush, cache, flight_log.
+    """``method``: status, list, explain, cancel, pause, resume, drain, drain_executor, undrain_executor,
+    set_executor_role, pin, unpin, pins, flush, cache, flight_log.
 
-    ``prefix`` is for pins, ``position`` for cache, ``place`` for flight_log. ``executor``: the number of the one that
-    drain_executor, undrain_executor, pins and cache are about.
+    ``prefix`` is for pins, ``position`` for cache, ``place`` for flight_log, ``role`` for set_executor_role.
+    ``executor``: the number of the one that drain_executor, undrain_executor, set_executor_role, pins and cache are
+    about.
     """
 
     call_id: int
@@ -53,6 +57,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True):
     position: CachePosition | None = None
     place: FlightLogPlace | None = None
     executor: int = 0
+    role: str = ""
 
 
 class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -123,7 +128,10 @@ class ExecutorState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class ExecutorStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One executor of several, or the only one. ``state``: absent, ready or silent; ``details``: None while absent."""
+    """One executor of several, or the only one. ``state``: absent, ready or silent; ``details``: None while absent.
+
+    ``role`` is one of ``EXECUTOR_ROLES``.
+    """
 
     number: int
     state: str
@@ -137,6 +145,7 @@ class ExecutorStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     num_cached_blocks: int
     kv_usage: float
     num_steps: int
+    role: str = ""
 
 
 class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -146,6 +155,7 @@ class PolicyNames(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     batching: str
     budget: str
     preemption: str
+    placement: str = ""
 
 
 class TenantServiceState(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -81,7 +81,9 @@ EXECUTOR = operations.ExecutorStatus(
     num_cached_blocks=5,
     kv_usage=0.75,
     num_steps=6,
+    role="decode",
 )
+POLICIES = operations.PolicyNames(order="o", batching="b", budget="u", preemption="p", placement="hybrid")
 STATUS = operations.Status(
     **dict.fromkeys(operations.Status.__struct_fields__[: -len(operations.Status.__struct_defaults__)], 0)
     | {"scheduler_state": "serving", "executor_state": "ready"},
@@ -178,6 +180,7 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             position=operations.CachePosition(1, 5),
             place=operations.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6),
             executor=7,
+            role="both",
         ),
     ),
     (
@@ -256,7 +259,9 @@ ADDED = {
     ingress.Tokens: {"prompt_logprobs": ()},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
-    operations.AdminCall: {"place": None, "executor": 0},
+    operations.AdminCall: {"place": None, "executor": 0, "role": ""},
+    operations.ExecutorStatus: {"role": ""},
+    operations.PolicyNames: {"placement": ""},
     operations.Status: {
         "executors": (),
         "num_unplaced": 0,
@@ -275,7 +280,18 @@ ADDED = {
 
 
 @pytest.mark.parametrize(
-    "body", [INFO, FINISHED, SAMPLING, MODEL, STATUS, SEQUENCE, *(body for _, body in MESSAGES if type(body) in ADDED)]
+    "body",
+    [
+        INFO,
+        FINISHED,
+        SAMPLING,
+        MODEL,
+        EXECUTOR,
+        POLICIES,
+        STATUS,
+        SEQUENCE,
+        *(body for _, body in MESSAGES if type(body) in ADDED),
+    ],
 )
 def test_a_message_of_an_older_side_reads_as_not_known(body: msgspec.Struct) -> None:
     added = ADDED[type(body)]

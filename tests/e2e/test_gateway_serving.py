@@ -419,6 +419,7 @@ async def test_executors_are_seen_and_drained_one_by_one():
         num_cached_blocks=4,
         kv_usage=0.75,
         num_steps=5,
+        role="prefill",
     )
     gone = msgspec.structs.replace(executor, number=2, state="absent", details=None)
     async with served(step_interval_s=0.005) as (on, scheduler):
@@ -439,12 +440,24 @@ async def test_executors_are_seen_and_drained_one_by_one():
         await on.client.drain_executor(1)
         await on.client.undrain_executor(1)
         await on.client.pinned_prefixes(executor=1)
-        for call in (on.client.drain_executor(7), on.client.undrain_executor(7), on.client.pinned_prefixes(executor=7)):
+        await on.client.set_executor_role(1, "decode")
+        with pytest.raises(
+            InvalidRequestError, match="role: 'cook' is not allowed; allowed: prefill, decode, both"
+        ) as refusal:
+            await on.client.set_executor_role(1, "cook")
+        assert refusal.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        for call in (
+            on.client.drain_executor(7),
+            on.client.undrain_executor(7),
+            on.client.pinned_prefixes(executor=7),
+            on.client.set_executor_role(7, "both"),
+        ):
             with pytest.raises(InvalidRequestError, match="executor: 7 is not known; allowed: 0, 1"):
                 await call
         called = [(call.method, call.executor) for call in scheduler.admin_calls]
-        methods = ("drain_executor", "undrain_executor", "pins")
+        methods = ("drain_executor", "undrain_executor", "pins", "set_executor_role")
         assert called == [(method, executor) for executor in (1, 7) for method in methods]
+        assert [call.role for call in scheduler.admin_calls if call.role] == ["decode", "both"]
 
 
 async def test_tokenize_detokenize_and_model():

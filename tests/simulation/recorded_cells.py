@@ -3,6 +3,8 @@
 Owns: the log in memory, its checkpoints, and a replay from each of them. Must not know: what happens in the world.
 """
 
+from typing import Any
+
 from flight_logs import MemoryLog
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.checkpoint import FleetState, encode_state, restore_state
@@ -15,8 +17,10 @@ from simulation.world import World
 class RecordedCells(World):
     """A world whose log in memory has a new segment after every so many beats, each with a checkpoint."""
 
-    def __init__(self, num_executors: int, seed: int, limits: SchedulerLimits = LIMITS, beats: int = 40) -> None:
-        super().__init__(limits, CONFIG, num_gateways=2, seed=seed, num_executors=num_executors)
+    def __init__(
+        self, num_executors: int, seed: int, limits: SchedulerLimits = LIMITS, beats: int = 40, **options: Any
+    ) -> None:
+        super().__init__(limits, CONFIG, num_gateways=2, seed=seed, num_executors=num_executors, **options)
         self._beats_per_segment = beats
         self._num_beats = 0
         self._begin_recording()

@@ -1,5 +1,6 @@
 """What several executors did replays to the byte, from the beginning and from every checkpoint."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.flight.records import Adopted, Arrived, InCell, Released
 from headway_scheduler.flight.replay import Replay
+from headway_scheduler.placement.policies import PlacementSettings
+from headway_scheduler.placement.roles import Role
 from simulation.recorded_cells import RecordedCells
+from simulation.sharing_executors import HostPools
 from simulation.test_cells import undisturbed_until
 from simulation.test_nothing_is_lost import LIMITS, submit_some
 
@@ -134,6 +138,39 @@ def test_explain_follows_a_request_to_another_executor(killed: RecordedCells) ->
             assert "of executor 1" in text
             assert sum(step.num_own_tokens for step in life.own_steps) >= life.num_prompt_tokens
     assert num_running > 2
+
+
+def explained(pools: HostPools, *, are_readable: bool) -> list[str]:
+    """Some requests that are handed off, in words, the longest answer first."""
+    placement = PlacementSettings("disaggregated", (Role.PREFILL, Role.DECODE))
+    world = RecordedCells(2, seed=6, beats=1 << 30, placement=placement, make_executor=pools.executor)
+    pools.are_readable = are_readable
+    submit_some(world, 12)
+    world.run_until(world.all_ended, 30)
+    world.recorder.flush(world.now, None, is_final=True)
+    sequences = [sequence for gateway in world.gateways for sequence in gateway.sequences]
+    sequences.sort(key=lambda one: -one.submission.max_tokens)
+    followers = [Follower(one.submission.request_id) for one in sequences]
+    replay = Replay(world.limits)
+    for event in replay.run(world.log.records):
+        for follower in followers:
+            follower.record(event, replay)
+    return [explanation(follower.lives[0], 1000.0) for follower in followers]
+
+
+def test_explain_tells_of_a_hand_off() -> None:
+    text, *others = explained(HostPools(), are_readable=True)
+    assert re.search(r"It was handed off with (\d+) computed tokens, for another executor to go on with it", text)
+    assert re.search(r"It got a row in step \d+ of executor 1: (\d+) of its \d+ tokens came with it\.", text)
+    assert "and 0 tokens were computed again" in text
+    assert "preempted" not in text
+    assert any("before token 2: it was handed off" in other for other in others)
+
+
+def test_explain_tells_of_blocks_that_were_not_right() -> None:
+    text = explained(HostPools(), are_readable=False)[0]
+    assert "It was handed off" in text
+    assert "It was preempted: the blocks that it brought from a host pool were not right." in text
 
 
 def test_a_timeline_has_a_lane_for_each_executor(killed: RecordedCells) -> None:

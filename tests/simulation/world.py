@@ -23,7 +23,9 @@ from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.fleet import DEFAULT_PLACEMENT
 from headway_scheduler.flight.recorder import NullRecorder
+from headway_scheduler.placement.policies import PlacementSettings
 
 BEAT_S = 0.002
 WIRE_DELAY_S = 0.001
@@ -139,7 +141,14 @@ class World:
     """One scheduler, one executor or several, some gateways, and the wires between them."""
 
     def __init__(
-        self, limits: SchedulerLimits, config: BackendConfig, num_gateways: int, seed: int, num_executors: int = 1
+        self,
+        limits: SchedulerLimits,
+        config: BackendConfig,
+        num_gateways: int,
+        seed: int,
+        num_executors: int = 1,
+        placement: PlacementSettings = DEFAULT_PLACEMENT,
+        make_executor: Callable[[int, int, BackendConfig], SimulatedExecutor] | None = None,
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.now = 1000.0
@@ -154,6 +163,9 @@ class World:
         self.poison: int | None = None
         """A prompt that begins with this token kills the executor that runs it; it is started again at once."""
         self._num_executors = num_executors
+        self._placement = placement
+        self._make_executor = make_executor
+        """From its number, its life and its settings."""
         self.recorder: NullRecorder | None = None
         """What the next life of the scheduler records into."""
         self.executors: list[SimulatedExecutor | None] = [None] * num_executors
@@ -166,7 +178,9 @@ class World:
         """A new life of the scheduler; the old one and all it knew is gone."""
         self._lives += 1
         incarnation = int(self.rng.integers(1, 1 << 62))
-        self.engine = SchedulerEngine(self.limits, incarnation, self.recorder, max_executors=self._num_executors)
+        self.engine = SchedulerEngine(
+            self.limits, incarnation, self.recorder, max_executors=self._num_executors, placement=self._placement
+        )
 
     @property
     def executor(self) -> SimulatedExecutor:
@@ -176,7 +190,9 @@ class World:
     def start_executor(self, number: int = 0) -> None:
         """A new life of an executor."""
         self._lives += 1
-        self._newest = self.executors[number] = SimulatedExecutor(self._lives, self.config)
+        life, config, make = self._lives, self.config, self._make_executor
+        executor = SimulatedExecutor(life, config) if make is None else make(number, life, config)
+        self._newest = self.executors[number] = executor
         self._newest.poison = self.poison
 
     def kill_executor(self, number: int) -> None:

@@ -156,6 +156,15 @@ def test_the_package_offers_the_clients_and_nothing_else():
         _ = headway.Server
 
 
+def test_both_clients_offer_the_same_calls():
+    assert public_names(Client) == public_names(AsyncClient)
+    assert "set_executor_role" in public_names(Client)
+
+
+def public_names(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
 def test_deltas_and_result(serve):
     servicer, address = serve(whole)
     with Client(address, token="s3cret") as client:

@@ -14,6 +14,7 @@ from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
 from headway_scheduler.placement.cell_load import Lack, Shortage
+from headway_scheduler.placement.placement import AGGREGATED
 from headway_scheduler.wait_sentences import sentence_for_unplaced
 from simulation.world import World
 from unit.test_scheduler_engine import CONFIG, LIMITS
@@ -37,10 +38,15 @@ def submit(world: World, count: int, max_tokens: int = 60, num_prompt_tokens: in
 
 
 def call(
-    world: World, method: str, executor: int = 0, request_id: str = "", prefix: PrefixToPin | None = None
+    world: World,
+    method: str,
+    executor: int = 0,
+    request_id: str = "",
+    prefix: PrefixToPin | None = None,
+    role: str = "",
 ) -> AdminReply:
     link = world.gateways[0].link
-    link.call_admin(method, request_id, prefix, executor=executor)
+    link.call_admin(method, request_id, prefix, executor=executor, role=role)
     replies: list[AdminReply] = []
 
     def answered() -> bool:
@@ -94,6 +100,7 @@ def test_one_executor_is_listed_as_it_is_told_alone() -> None:
         num_cached_blocks=status.num_cached_blocks,
         kv_usage=1 - status.num_free_blocks / status.num_total_blocks,
         num_steps=status.num_steps,
+        role="both",
     )
     assert status.executors == (expected,)
     assert (status.num_running, status.num_waiting, status.num_unplaced, status.num_moved) == (4, 2, 0, 0)
@@ -165,7 +172,7 @@ def test_a_drained_executor_gives_its_requests_away_and_gets_none_until_that_is_
     finish(world)
 
 
-@pytest.mark.parametrize("method", ["drain_executor", "undrain_executor", "cache", "pins"])
+@pytest.mark.parametrize("method", ["drain_executor", "undrain_executor", "set_executor_role", "cache", "pins"])
 def test_a_number_that_is_none_is_refused(method: str) -> None:
     world = world_of(2)
     assert call(world, method, 2).error == "executor: 2 is not known; allowed: 0, 1"
@@ -268,9 +275,11 @@ def test_what_each_executor_lacks(*, can_hold: bool, accepts: bool, shortage: Sh
         for number in range(10)
     ]
     told: Any = request
-    assert sentence_for_unplaced(told, cells[:2], is_paused=False) == f"executor 0 {why}; executor 1 {why}"
-    assert sentence_for_unplaced(told, cells, is_paused=False).endswith(f"; executor 7 {why}; and 2 more executors")
-    assert sentence_for_unplaced(told, cells, is_paused=True) == "admission is paused"
+    assert sentence_for_unplaced(told, cells[:2], AGGREGATED, is_paused=False) == f"executor 0 {why}; executor 1 {why}"
+    assert sentence_for_unplaced(told, cells, AGGREGATED, is_paused=False).endswith(
+        f"; executor 7 {why}; and 2 more executors"
+    )
+    assert sentence_for_unplaced(told, cells, AGGREGATED, is_paused=True) == "admission is paused"
 
 
 def test_pins_and_cache_are_those_of_the_executor_that_is_named() -> None:
@@ -300,7 +309,7 @@ def samples_of(world: World) -> dict[tuple[str, str], float]:
         (sample.name, sample.labels.get("executor", "")): sample.value
         for family in families_of(snapshot)
         for sample in family.samples
-        if not {"le", "mode", "reason", "term", "finished_reason"} & set(sample.labels)
+        if not {"le", "mode", "reason", "role", "term", "finished_reason"} & set(sample.labels)
     }
 
 
@@ -351,5 +360,5 @@ def test_nothing_is_kept_of_requests_that_ended_on_the_way() -> None:
     assert call(world, "cancel", request_id=waiting[0]).error == ""
     call(world, "resume")
     finish(world)
-    assert fleet.transit.num_moved == 3
+    assert fleet.num_moved == 3
     assert not fleet.transit.num_on_the_way

@@ -85,6 +85,10 @@ class CannedAdmin(api_grpc.AdminServicer):
         self.orders.append(f"use executor {request.executor}")
         return api.UndrainExecutorResponse()
 
+    def SetExecutorRole(self, request, context):  # noqa: N802
+        self.orders.append(f"executor {request.executor}: {request.role}")
+        return api.SetExecutorRoleResponse()
+
 
 class CannedServer:
     """Serves a ``CannedAdmin`` on a port of loopback that stays the same when it is started again."""
@@ -230,7 +234,7 @@ def test_keys_steer_the_server(server):
         terminal.assert_is_as_before()
 
 
-def test_keys_drain_one_executor(server):
+def test_keys_drain_one_executor_and_give_it_a_role(server):
     with top(server.address) as terminal:
         terminal.wait_for("older")
         terminal.press("x1")
@@ -240,6 +244,9 @@ def test_keys_drain_one_executor(server):
         terminal.press("u1\r")
         terminal.wait_for("executor 1 takes requests again")
         assert server.admin.orders == ["drain executor 1", "use executor 1"]
+        terminal.press("o1d")
+        terminal.wait_for("executor 1 has the role decode")
+        assert server.admin.orders[2:] == ["executor 1: decode"]
         terminal.press("x7\r")
         terminal.wait_for("drain executor: FAILED_PRECONDITION: executor: 7 is not known; allowed: 0, 1")
         terminal.press("q")

@@ -284,6 +284,19 @@ def test_several_executors_have_a_table():
     assert "1 of 4 in flight" in line_of(lines, "steps")
 
 
+@pytest.mark.parametrize(("placement", "is_shown"), [("", False), ("aggregated", False), ("hybrid", True)])
+def test_roles_are_shown_where_they_mean_something(placement, is_shown):
+    history = history_of_executors(executor(0, role="prefill"), executor(1, role="decode"))
+    history.latest.status.policies.placement = placement
+    lines = lines_of(history, height=40)
+    assert any("prefill" in line for line in lines) == is_shown
+    header = next(line for line in lines if line.startswith("executor  ") and "steps/s" in line)
+    assert header.rstrip().endswith("role" if is_shown else "last")
+    if placement:
+        wide = lines_of(history, width=120, height=40)
+        assert line_of(wide, "policies").endswith(f", placement {placement}")
+
+
 def test_many_executors_leave_room_for_requests():
     lines = lines_of(history_of_executors(*map(executor, range(64))))
     assert len(lines) == 24
@@ -481,6 +494,18 @@ def test_an_executor_is_named_by_its_number(key, kind, words):
         assert (controls.question, controls.message, controls.wants_to_quit) == ("", f"{words}: not done", False)
     controls.press(key, ())
     assert controls.question.endswith("Enter: _"), "nothing is left of the number that was given up"
+
+
+def test_a_role_is_given_by_number_and_letter():
+    controls = Controls()
+    assert [controls.press(key, ()) for key in "o1"] == [None, None]
+    words = "role of executor, by its number and p (prefill) or d (decode) or b (both): 1_"
+    assert controls.question == words
+    assert words in lines_of(busy_history(), controls)[-1]
+    assert controls.press("d", ()) == Order(OrderKind.SET_ROLE, executor=1, role="decode")
+    for keys in ("op", "o1\n", "o1x"):
+        assert [controls.press(key, ()) for key in keys] == [None] * len(keys)
+        assert (controls.question, controls.message) == ("", "role of executor: not done")
 
 
 def test_cancel_and_explain_are_about_the_selected_request():

@@ -112,7 +112,10 @@ def _waited(waits: list[Wait]) -> Iterator[str]:
 def _admitted(life: Life, place: int) -> str:
     admission = life.admissions[place]
     text = f"It got a row in step {admission.step}{_on_executor(life, admission.executor)}"
-    if admission.num_held_tokens and place and life.setbacks[place - 1].num_swapped_tokens:
+    before = life.setbacks[place - 1] if place else None
+    if admission.num_held_tokens and before is not None and before.num_handed_tokens:
+        return f"{text}: {admission.num_held_tokens} of its {admission.num_tokens} tokens came with it."
+    if admission.num_held_tokens and before is not None and before.num_swapped_tokens:
         return f"{text}: {admission.num_held_tokens} of its {admission.num_tokens} tokens came back from the host."
     if admission.num_held_tokens:
         return f"{text}: {admission.num_held_tokens} of its {admission.num_tokens} tokens were in the prefix cache."
@@ -179,6 +182,8 @@ def _beside(step: FlightStep) -> str:
 def _setback_text(life: Life, place: int) -> str:
     setback = life.setbacks[place]
     text = f"It was preempted: {setback.why}."
+    if setback.num_handed_tokens:
+        text = f"It was handed off with {setback.num_handed_tokens} computed tokens, for another executor to go on with it."
     if setback.num_swapped_tokens:
         text += f" The host got {setback.num_swapped_tokens} of its {setback.num_computed_tokens} computed tokens."
     if place + 1 >= len(life.admissions):
@@ -251,7 +256,7 @@ def _gaps(life: Life) -> Iterator[str]:
 def _gap_cause(life: Life, start_s: float, end_s: float) -> str:
     setbacks = [setback for setback in life.setbacks if start_s <= setback.at_s <= end_s]
     if setbacks:
-        return "it was preempted"
+        return "it was handed off" if all(setback.num_handed_tokens for setback in setbacks) else "it was preempted"
     steps = [step for step in life.steps if start_s < step.answered_s <= end_s]
     names = list(dict.fromkeys(name for step in steps for name, _ in step.prompts))
     num_prompt_tokens = sum(count for step in steps for _, count in step.prompts)

@@ -32,6 +32,7 @@ NO_EXECUTOR = "no executor was connected"
 ABOVE = "no executor could start it soon"
 ITS_EXECUTOR = "its executor was not connected"
 MOVED = "its executor gave it up, for another to go on with it"
+STALE = "the blocks that it brought from a host pool were not right"
 PIPE_FULL = "the steps under way had to return before another was decided"
 _NAMES = 3
 _NEVER = float("inf")
@@ -87,6 +88,8 @@ class Setback(msgspec.Struct):
     why: str
     num_computed_tokens: int
     num_swapped_tokens: int
+    num_handed_tokens: int = 0
+    """Whose blocks it took along to another executor."""
 
 
 class Life(msgspec.Struct, kw_only=True):
@@ -150,17 +153,18 @@ class _Followed:
         if waits and waits[-1].end_s == _NEVER:
             waits[-1].end_s = now
 
-    def loses_row(self, now: float, why: str) -> None:
+    def loses_row(self, now: float, why: str, num_handed_tokens: int = 0) -> None:
         """It begins again, if it had one."""
         self.open_steps.clear()
         if self.had_row:
             self.had_row = False
-            self.life.setbacks.append(Setback(now, why, self.num_computed_tokens, 0))
+            self.life.setbacks.append(Setback(now, why, self.num_computed_tokens, 0, num_handed_tokens))
         self.num_computed_tokens = 0
 
     def leaves(self, now: float) -> None:
         """It waits above the cores. The steps of others that it saw there are no longer of interest."""
-        self.loses_row(now, MOVED)
+        stored = self.request.stored
+        self.loses_row(now, MOVED, 0 if stored is None else stored.num_tokens)
         self.num_preemptions, self.num_ways_made = self.request.num_preemptions, self.request.num_ways_made
         self.life.steps = [step for step in self.life.steps if step.answered_s != _NEVER or step.num_own_tokens]
         self.cell = PLACEMENT
@@ -347,6 +351,9 @@ class Follower:
                 step = followed.open_steps.pop(0)
                 step.answered_s = event.now
                 step.device_s = record.output.device_time_us / 1e6
+            if record.output.stale_rows and followed.request.num_preemptions != followed.num_preemptions:
+                followed.loses_row(event.now, STALE)
+                followed.num_preemptions = followed.request.num_preemptions
             if ((columns.owners == origin.owner) & (columns.handles == origin.handle)).any():
                 followed.life.token_times_s.append(event.now)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from headway_lab.top.figures import printable
 from headway_proto import admin_pb2
+from headway_proto.operations import EXECUTOR_ROLES
 
 UP, DOWN, ESCAPE = "up", "down", "escape"
 ENTER, BACKSPACE = {"\r", "\n"}, {"\x08", "\x7f"}
@@ -19,7 +20,7 @@ HELP = (
     "p        pause: admit no more waiting requests; running ones go on",
     "r        resume: admit again",
     "d        drain: refuse new requests from now on; asks first",
-    "x, u     drain one executor: its requests go on elsewhere; use it again",
+    "x, u, o  drain one executor: its requests go on elsewhere; use it; its role",
     "j, k     select the next or previous request, as the arrow keys do",
     "c        cancel the selected request; asks first",
     "e        explain why the selected request is where it is",
@@ -36,6 +37,7 @@ class OrderKind(Enum):
     DRAIN = "drain"
     DRAIN_EXECUTOR = "drain executor"
     UNDRAIN_EXECUTOR = "use executor"
+    SET_ROLE = "role of executor"
     CANCEL = "cancel"
     EXPLAIN = "explain"
 
@@ -46,14 +48,18 @@ class Order(msgspec.Struct, frozen=True):
     kind: OrderKind
     request_id: str = ""
     executor: int = -1
+    role: str = ""
 
 
 _ORDERS = {"p": Order(OrderKind.PAUSE), "r": Order(OrderKind.RESUME)}
-_ABOUT_EXECUTORS = {OrderKind.DRAIN_EXECUTOR, OrderKind.UNDRAIN_EXECUTOR}
+_ABOUT_EXECUTORS = {OrderKind.DRAIN_EXECUTOR, OrderKind.UNDRAIN_EXECUTOR, OrderKind.SET_ROLE}
+_ROLES = {role[0]: role for role in EXECUTOR_ROLES}
+_ROLES_IN_WORDS = " or ".join(f"{key} ({role})" for key, role in _ROLES.items())
 _ASKED_FIRST = {
     "d": Order(OrderKind.DRAIN),
     "x": Order(OrderKind.DRAIN_EXECUTOR),
     "u": Order(OrderKind.UNDRAIN_EXECUTOR),
+    "o": Order(OrderKind.SET_ROLE),
 }
 _MOVES = {"j": 1, DOWN: 1, "k": -1, UP: -1}
 
@@ -90,7 +96,8 @@ class Controls:
         if self._asked is None:
             return ""
         if self._asked.kind in _ABOUT_EXECUTORS:
-            return f"{self._asked.kind.value}, by its number and Enter: {self._digits}_"
+            ends = _ROLES_IN_WORDS if self._asked.kind is OrderKind.SET_ROLE else "Enter"
+            return f"{self._asked.kind.value}, by its number and {ends}: {self._digits}_"
         if self._asked.kind is OrderKind.DRAIN:
             return "drain? New requests will be refused until the scheduler is restarted. y/n"
         return f"cancel {printable(self._asked.request_id)}? y/n"
@@ -140,15 +147,18 @@ class Controls:
         return None
 
     def _type(self, key: str) -> Order | None:
-        """Take one key of an executor's number. Any key but a digit, Backspace and Enter gives up."""
+        """Take one key of an executor's number. Any key but a digit, Backspace and what ends the number gives up."""
         assert self._asked is not None
         if key in BACKSPACE:
             self._digits = self._digits[:-1]
         elif key in _DIGITS and len(self._digits) < _MOST_DIGITS:
             self._digits += key
         else:
-            is_number = key in ENTER and self._digits != ""
-            return self._answer("y" if is_number else "n")
+            sets_role = self._asked.kind is OrderKind.SET_ROLE
+            if self._digits and key in (_ROLES if sets_role else ENTER):
+                self._asked = msgspec.structs.replace(self._asked, role=_ROLES.get(key, ""))
+                return self._answer("y")
+            return self._answer("n")
         return None
 
     def _about_selected(self, key: str, requests: Sequence[Request]) -> Order | None:

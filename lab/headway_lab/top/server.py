@@ -61,6 +61,9 @@ class Server:
             case OrderKind.UNDRAIN_EXECUTOR:
                 await _answer(self._client.undrain_executor(order.executor))
                 return f"executor {order.executor} takes requests again"
+            case OrderKind.SET_ROLE:
+                await _answer(self._client.set_executor_role(order.executor, order.role))
+                return f"executor {order.executor} has the role {order.role}"
             case OrderKind.CANCEL:
                 await _answer(self._client.cancel(order.request_id))
                 return f"cancelled {order.request_id}"

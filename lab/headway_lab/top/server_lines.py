@@ -211,4 +211,6 @@ def _ends(status: admin_pb2.GetStatusResponse) -> Text:
 def _policies(status: admin_pb2.GetStatusResponse) -> Text:
     names = status.policies
     words = f"order {names.order}, batching {names.batching}, budget {names.budget}, preemption {names.preemption}"
+    if len(status.executors) > 1:
+        words += f", placement {names.placement}"
     return _line("policies", printable(words))

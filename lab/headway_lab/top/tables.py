@@ -32,6 +32,7 @@ _EXECUTOR_COLUMNS = (
     Column("steps/s", 9),
     Column("last", 9),
 )
+_ROLE_OF_EXECUTOR = Column("role", 9)
 _TENANT_COLUMNS = (
     Column("running", 9),
     Column("waiting", 9),
@@ -58,8 +59,14 @@ def executor_table(history: History, frame: Frame, height: int) -> list[Text]:
         return []
     shown = executors[: height - 1]
     title = f"executor ({len(shown)} of {len(executors)})" if len(shown) < len(executors) else "executor"
-    rows = [_row(_executor(executor, history), _EXECUTOR_COLUMNS, frame, _style_of(executor)) for executor in shown]
-    return [_header(title, _EXECUTOR_COLUMNS, frame), *rows]
+    columns: Sequence[Column] = _EXECUTOR_COLUMNS
+    if history.latest.status.policies.placement not in {"", "aggregated"}:
+        columns = (*columns, _ROLE_OF_EXECUTOR)  # elsewhere roles mean nothing
+    rows = [
+        _row(_executor(executor, history)[: 1 + len(columns)], columns, frame, _style_of(executor))
+        for executor in shown
+    ]
+    return [_header(title, columns, frame), *rows]
 
 
 def _executor(executor: admin_pb2.ExecutorStatus, history: History) -> Sequence[str]:
@@ -74,6 +81,7 @@ def _executor(executor: admin_pb2.ExecutorStatus, history: History) -> Sequence[
         count(executor.num_cached_blocks),
         rate(history.executor_steps_per_s(executor.number)),
         duration(executor.details.last_step_us / 1e6) if is_connected else "-",
+        executor.role,
     )
 
 

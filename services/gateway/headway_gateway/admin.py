@@ -20,6 +20,7 @@ from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
 from headway_proto.operations import (
+    EXECUTOR_ROLES,
     AdminReply,
     FlightLogPart,
     FlightLogPlace,
@@ -84,6 +85,15 @@ class AdminServicer(api_grpc.AdminServicer):
         await self._call("undrain_executor", context, executor=request.executor)
         return api.UndrainExecutorResponse()
 
+    async def SetExecutorRole(  # noqa: N802
+        self, request: api.SetExecutorRoleRequest, context: Context
+    ) -> api.SetExecutorRoleResponse:
+        if request.role not in EXECUTOR_ROLES:
+            allowed = ", ".join(EXECUTOR_ROLES)
+            raise invalid_argument("role", f"{shown(request.role)} is not allowed; allowed: {allowed}")
+        await self._call("set_executor_role", context, executor=request.executor, role=request.role)
+        return api.SetExecutorRoleResponse()
+
     async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
         check_pin(request)
         try:
@@ -141,9 +151,12 @@ class AdminServicer(api_grpc.AdminServicer):
         prefix: PrefixToPin | None = None,
         place: FlightLogPlace | None = None,
         executor: int = 0,
+        role: str = "",
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
-        reply = await ask(self._client, context, method, request_id, prefix=prefix, place=place, executor=executor)
+        reply = await ask(
+            self._client, context, method, request_id, prefix=prefix, place=place, executor=executor, role=role
+        )
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)
         if reply.error:

@@ -140,10 +140,11 @@ class IngressLink:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
         executor: int = 0,
+        role: str = "",
     ) -> int:
         """Send an operator's call until it is answered."""
         self._last_call_id += 1
-        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place, executor)
+        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place, executor, role)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

@@ -25,6 +25,7 @@ async def ask(
     prefix: PrefixToPin | None = None,
     place: FlightLogPlace | None = None,
     executor: int = 0,
+    role: str = "",
 ) -> AdminReply:
     """Return the scheduler's answer.
 
@@ -33,7 +34,7 @@ async def ask(
     """
     try:
         return await client.call_admin(
-            method, request_id, prefix, place=place, executor=executor, timeout_s=time_left_s(context)
+            method, request_id, prefix, place=place, executor=executor, role=role, timeout_s=time_left_s(context)
         )
     except SchedulerUnavailableError as error:
         raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error

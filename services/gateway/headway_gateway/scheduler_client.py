@@ -127,6 +127,7 @@ class SchedulerClient:
         position: CachePosition | None = None,
         place: FlightLogPlace | None = None,
         executor: int = 0,
+        role: str = "",
         timeout_s: float,
     ) -> AdminReply:
         """Send an operator's call.
@@ -134,7 +135,7 @@ class SchedulerClient:
         Raises:
             SchedulerUnavailableError: no answer came within ``timeout_s``.
         """
-        call_id = self._link.call_admin(method, request_id, prefix, position, place, executor)
+        call_id = self._link.call_admin(method, request_id, prefix, position, place, executor, role)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._admin_waiters[call_id] = waiter
         self._flush()

@@ -33,8 +33,14 @@ from headway_scheduler.fleet import Fleet
 from headway_scheduler.fleet_view import NO_EXECUTOR
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
+from headway_scheduler.placement.roles import Role, what_nobody_does
 from headway_scheduler.status_report import Reported, status_of
-from headway_scheduler.wait_sentences import sentence_for, sentence_for_placed, sentence_for_unplaced
+from headway_scheduler.wait_sentences import (
+    sentence_for,
+    sentence_for_move,
+    sentence_for_placed,
+    sentence_for_unplaced,
+)
 
 MAX_PIN_NAME_BYTES = 128
 MOST_TOKENS_IN_A_REPLY = 1 << 18
@@ -47,7 +53,7 @@ MAX_REMEMBERED_ENDS = 16384
 """Cancelling an ended request is no error while its id is kept."""
 
 
-_ABOUT_ONE_EXECUTOR = {"drain_executor", "undrain_executor", "cache", "pins"}
+_ABOUT_ONE_EXECUTOR = {"drain_executor", "undrain_executor", "set_executor_role", "cache", "pins"}
 _ABOUT_ALL_EXECUTORS = {"pause", "resume", "flush", "pin", "unpin"}
 _reply = partial(AdminReply, call_id=0)
 
@@ -140,6 +146,8 @@ class Administration:
                 return _cache_changes(view, call.position)
             case "pins":
                 return _reply(pinned_prefixes=tuple(map(_pinned, view.pinned_prefixes())))
+            case "set_executor_role":
+                return _set_role(self._scheduler.fleet, cell, call.role)
         is_draining = call.method == "drain_executor"
         others = [other for other in self._scheduler.fleet.open_cells if other is not cell and not other.is_draining]
         if is_draining and not others:
@@ -187,6 +195,7 @@ class Administration:
         placed = fleet.placement.placed(request.new.origin)
         if placed is not None:
             explanation += f" {sentence_for_placed(placed)}"
+        explanation += sentence_for_move(request, placed, _keeper_of(fleet, request))
         state = _state_of(request, view.figures_of(request, executor), executor, now)
         return _reply(sequences=(state,), explanation=explanation)
 
@@ -228,12 +237,36 @@ def _why_waiting(core: Scheduler, request: Request, where: str) -> str:
 
 def _why_unplaced(fleet: Fleet, request: Request) -> str:
     num_ahead = fleet.placement.num_ahead_of(request)
-    why = sentence_for_unplaced(request, fleet.transit.loads(), is_paused=fleet.is_paused)
+    why = sentence_for_unplaced(request, fleet.transit.loads(), fleet.placement.policy, is_paused=fleet.is_paused)
     return f"{_preempted(request)} and waits for an executor behind {num_ahead} others: {why}."
+
+
+def _keeper_of(fleet: Fleet, request: Request) -> int:
+    """The executor in whose host pool the request's blocks are, of several; else ``NO_EXECUTOR``."""
+    if request.stored is None or len(fleet.cells) < 2:
+        return NO_EXECUTOR
+    pools = {cell.core.capacity.host_pool: cell.number for cell in fleet.cells if cell.core is not None}
+    return pools.get(request.stored.pool, NO_EXECUTOR)
 
 
 def _preempted(request: Request) -> str:
     return f", was preempted {request.num_preemptions} times" if request.num_preemptions else ""
+
+
+def _set_role(fleet: Fleet, cell: Cell, name: str) -> AdminReply:
+    if name not in set(Role):
+        return _refusal(f"role: {name!r:.64} is not allowed; allowed: {', '.join(Role)}")
+    if not fleet.placement.policy.has_roles:
+        return _refusal(f"role: it means nothing with --placement {fleet.policy_name}; allowed: disaggregated, hybrid")
+    role = Role(name)
+    if role is cell.role:
+        return _reply()
+    others = [other.role for other in fleet.open_cells if other is not cell and not other.is_draining]
+    missing = what_nobody_does([*others, role])
+    if missing:
+        return _refusal(f"role: {name!r} would leave no executor for {missing}, of those that take requests")
+    fleet.set_role(cell.number, role)
+    return _reply()
 
 
 def _pin(fleet: Fleet, prefix: PrefixToPin) -> AdminReply:

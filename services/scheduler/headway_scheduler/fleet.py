@@ -19,7 +19,6 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
-from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import StepEvent
 from headway_scheduler.executor_links import ExecutorLinks
 from headway_scheduler.flight.checkpoint import FleetState
@@ -104,6 +103,11 @@ class Fleet:
     def num_unfinished(self) -> int:
         """Requests waiting or running."""
         return len(self.placement) + sum(core.num_unfinished for core in self.cores)
+
+    @property
+    def num_moved(self) -> int:
+        """How often a request went from one cell to another."""
+        return self.transit.num_moved
 
     @property
     def is_paused(self) -> bool:
@@ -280,15 +284,19 @@ class Fleet:
         self.transit.forget_all()
 
     def set_role(self, number: int, role: Role) -> None:
-        """Give a cell another role. What does not fit it goes on elsewhere, if the policy knows roles."""
+        """Give a cell another role. What does not fit it goes on elsewhere, if the policy knows roles.
+
+        A running request takes its blocks along; without room for these on the host it stays until it ends.
+        """
         cell = self.cells[number]
         cell.role = role
+        self._host.notices.add("executor has another role", executor=number, role=role.value)
         if not self.placement.policy.has_roles or cell.core is None or len(self.cells) == 1:
             return
         if not role.decodes:
-            view = SchedulerView(cell.core)
-            for row in cell.core.decoding.indices().tolist():
-                cell.let_leave(view.request_in(row).new.origin)
+            for request in cell.core.requests():
+                if request.row >= 0:
+                    cell.let_leave(request.new.origin)
         self.take_back(cell.release_waiting())
 
     def _place(self, now: float) -> None:

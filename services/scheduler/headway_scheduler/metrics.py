@@ -213,6 +213,8 @@ def _each_executor(families: "MetricFamilies", status: Status) -> None:
     families.gauge("headway_executor_ready", "Whether an executor is connected and heard.", ready, "executor")
     steps = {label: executor.num_steps for label, executor in by_number.items()}
     families.counter("headway_executor_steps", "Steps sent to an executor.", steps, "executor")
+    roles = {(str(executor.number), executor.role): 1.0 for executor in status.executors}
+    families.gauge("headway_executor_role", "1 for the role that an executor has.", roles, "executor", "role")
     families.gauge("headway_num_requests_unplaced", "Waiting requests without an executor.", status.num_unplaced)
     families.counter("headway_requests_moved", "Moves of requests between executors.", status.num_moved)
 

@@ -74,7 +74,11 @@ def status_of(scheduler: Reported, now: float) -> Status:
         max_num_seqs=limits.max_num_seqs,
         max_steps_in_flight=limits.max_steps_in_flight,
         policies=PolicyNames(
-            order=limits.order, batching=limits.batching, budget=limits.budget, preemption=limits.preemption
+            order=limits.order,
+            batching=limits.batching,
+            budget=limits.budget,
+            preemption=limits.preemption,
+            placement=scheduler.fleet.policy_name,
         ),
         preemptions=tuple(
             PreemptionCount(mode=kind.mode, reason=kind.reason, count=count)
@@ -129,10 +133,11 @@ def _with_executors(
                 num_cached_blocks=figures.num_cached_blocks,
                 kv_usage=1.0 - figures.num_free_blocks / figures.num_total_blocks,
                 num_steps=cell.view.counters.num_steps,
+                role=cell.role.value,
             )
         )
     return msgspec.structs.replace(
-        status, executors=tuple(executors), num_unplaced=len(fleet.placement), num_moved=fleet.transit.num_moved
+        status, executors=tuple(executors), num_unplaced=len(fleet.placement), num_moved=fleet.num_moved
     )
 
 

@@ -10,6 +10,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.placement.cell_load import CellLoad, Lack
 from headway_scheduler.placement.placement import Placed
+from headway_scheduler.placement.policies import PlacementPolicy, has_role
 
 MOST_NAMED = 8
 """Executors that a sentence names."""
@@ -39,11 +40,16 @@ def sentence_for(core: Scheduler, request: Request) -> str:
     return f"the budget of {core.max_num_batched_tokens} tokens per step is taken, or it is next"
 
 
-def sentence_for_unplaced(request: Request, cells: Sequence[CellLoad], *, is_paused: bool) -> str:
+def sentence_for_unplaced(
+    request: Request, cells: Sequence[CellLoad], policy: PlacementPolicy, *, is_paused: bool
+) -> str:
     """Why placement gives a request to none of these cells, at least one."""
     if is_paused:
         return "admission is paused"
-    reasons = "; ".join(f"executor {cell.number} {_why_not_there(request, cell)}" for cell in cells[:MOST_NAMED])
+    allowed = policy.cells_for(request, [cell for cell in cells if cell.can_hold(request) and cell.accepts])
+    reasons = "; ".join(
+        f"executor {cell.number} {_why_not_there(request, cell, allowed)}" for cell in cells[:MOST_NAMED]
+    )
     num_more = len(cells) - MOST_NAMED
     return reasons if num_more <= 0 else f"{reasons}; and {num_more} more executors"
 
@@ -59,11 +65,29 @@ def sentence_for_placed(placed: Placed) -> str:
     )
 
 
-def _why_not_there(request: Request, cell: CellLoad) -> str:
+def sentence_for_move(request: Request, placed: Placed | None, keeper: int) -> str:
+    """What becomes of a request that changes executors, behind a space; "" if it does not.
+
+    ``keeper``: the executor that keeps its blocks on the host; negative if that need not be said.
+    """
+    if request.stored is not None:
+        whose = f"executor {keeper}" if keeper >= 0 else "the executor that had it"
+        return f" {request.stored.num_tokens} of its tokens are computed and kept in the host pool of {whose}."
+    if request.is_leaving:
+        after = "with its first token" if placed is not None and placed.leaves else "after its next token"
+        return f" It leaves this executor {after}, and goes on elsewhere."
+    if placed is not None and placed.leaves:
+        return " It was to leave behind its prompt, and stays: there was no room for its blocks where others can read."
+    return ""
+
+
+def _why_not_there(request: Request, cell: CellLoad, allowed: Sequence[CellLoad]) -> str:
     if not cell.can_hold(request):
         return f"cannot run its {len(request.token_ids)} tokens"
     if not cell.accepts:
         return "is draining"
+    if cell not in allowed:
+        return "could not keep inter-token objectives" if has_role(request, cell) else f"has the role {cell.role}"
     shortage = cell.shortage_for(request)
     if shortage is None:
         return "has room, and it starts there when its turn comes"

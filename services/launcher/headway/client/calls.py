@@ -118,6 +118,11 @@ def undrain_executor(executor: int) -> Call[None]:
     return Call("admin", "UndrainExecutor", admin_pb2.UndrainExecutorRequest(executor=executor), _nothing)
 
 
+def set_executor_role(executor: int, role: str) -> Call[None]:
+    request = admin_pb2.SetExecutorRoleRequest(executor=executor, role=role)
+    return Call("admin", "SetExecutorRole", request, _nothing)
+
+
 def cancel(request_id: str) -> Call[None]:
     return Call("admin", "Cancel", admin_pb2.CancelRequest(request_id=request_id), _nothing)
 

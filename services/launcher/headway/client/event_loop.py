@@ -133,6 +133,9 @@ class AsyncClient:
     async def undrain_executor(self, executor: int) -> None:
         await self._call(calls.undrain_executor(executor))
 
+    async def set_executor_role(self, executor: int, role: str) -> None:
+        await self._call(calls.set_executor_role(executor, role))
+
     async def cancel(self, request_id: str) -> None:
         await self._call(calls.cancel(request_id))
 

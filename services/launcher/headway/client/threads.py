@@ -39,22 +39,6 @@ class GenerationStream:
         """The prompt; complete before the first delta of continuation 0."""
         return self._generation.prompt
 
-    def drain_executor(self, executor: int) -> None:
-        """Start nothing more on one executor; its requests go on elsewhere. Its restart does not end this.
-
-        Raises:
-            InvalidRequestError: there is no such number, or no other executor takes requests.
-        """
-        self._call(calls.drain_executor(executor))
-
-    def undrain_executor(self, executor: int) -> None:
-        """Use an executor again.
-
-        Raises:
-            InvalidRequestError: there is no such number.
-        """
-        self._call(calls.undrain_executor(executor))
-
     def cancel(self) -> None:
         """End the stream; the server stops generating. Further iteration raises ``StreamCancelledError``."""
         self._generation.is_cancelled = True
@@ -178,6 +162,31 @@ class Client:
     def drain(self) -> None:
         """Refuse new requests from now on; accepted ones finish. Only a new scheduler ends this."""
         self._call(calls.drain())
+
+    def drain_executor(self, executor: int) -> None:
+        """Start nothing more on one executor; its requests go on elsewhere. Its restart does not end this.
+
+        Raises:
+            InvalidRequestError: there is no such number, or no other executor takes requests.
+        """
+        self._call(calls.drain_executor(executor))
+
+    def undrain_executor(self, executor: int) -> None:
+        """Use an executor again.
+
+        Raises:
+            InvalidRequestError: there is no such number.
+        """
+        self._call(calls.undrain_executor(executor))
+
+    def set_executor_role(self, executor: int, role: str) -> None:
+        """Say what an executor is for: "prefill", "decode" or "both". A restart of the scheduler ends this.
+
+        Raises:
+            InvalidRequestError: there is no such number or role, no executor would take prompts or none would decode, or
+                the scheduler's placement ignores roles.
+        """
+        self._call(calls.set_executor_role(executor, role))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request of any client.

@@ -78,7 +78,7 @@ class Disaggregated:
 
     def cells_for(self, request: Request, accepting: Sequence[CellLoad]) -> Sequence[CellLoad]:
         """Those with the role."""
-        return [cell for cell in accepting if _has_role(request, cell)] or accepting
+        return [cell for cell in accepting if has_role(request, cell)] or accepting
 
     def leaves(self, request: Request, cell: CellLoad, accepting: Sequence[CellLoad]) -> bool:
         """If nobody decodes in ``cell``, and somebody does elsewhere."""
@@ -103,11 +103,14 @@ class Hybrid:
     has_roles = True
 
     def cells_for(self, request: Request, accepting: Sequence[CellLoad]) -> Sequence[CellLoad]:
-        """A prompt goes where running requests keep their gaps beside it, a decode where it keeps its own."""
+        """A prompt goes where running requests keep their gaps beside it, a decode where it keeps its own.
+
+        A decode does not wait for such an executor while another has room: its client would see the wait as one gap.
+        """
         if request.stored is None:
             beside = [cell for cell in accepting if cell.keeps_gaps_beside(request, SLACK_TO_RECEIVE)]
             return beside or [cell for cell in accepting if cell.role.prefills] or accepting
-        keeping = [cell for cell in accepting if cell.keeps_gap_of(request)]
+        keeping = [cell for cell in accepting if cell.has_room_for(request) and cell.keeps_gap_of(request)]
         return [cell for cell in keeping if cell.role.decodes] or keeping or accepting
 
     def leaves(self, request: Request, cell: CellLoad, accepting: Sequence[CellLoad]) -> bool:
@@ -121,21 +124,25 @@ class Hybrid:
 
     def is_misplaced(self, request: Request, cell: CellLoad) -> bool:
         """If the executor has another role."""
-        return not _has_role(request, cell)
+        return not has_role(request, cell)
 
     def to_relieve(self, cells: Sequence[CellLoad]) -> list[tuple[int, Request]]:
-        """The newest decoding request of each executor that misses its gaps, if another has slack."""
+        """The newest decoding request of each executor that misses its gaps, if another has slack and room."""
         found = []
         for cell in cells:
             request = cell.newest_decoding() if cell.misses_gaps() else None
-            if request is not None and any(
-                other is not cell and other.accepts and other.keeps_gap_of(request, SLACK_TO_RECEIVE) for other in cells
-            ):
+            if request is not None and any(other is not cell and _can_receive(other, request) for other in cells):
                 found.append((cell.number, request))
         return found
 
 
-def _has_role(request: Request, cell: CellLoad) -> bool:
+def _can_receive(cell: CellLoad, request: Request) -> bool:
+    may_start = cell.accepts and cell.can_hold(request) and cell.has_room_for(request)
+    return may_start and cell.keeps_gap_of(request, SLACK_TO_RECEIVE)
+
+
+def has_role(request: Request, cell: CellLoad) -> bool:
+    """Whether the executor's role is what the request needs next: a prompt, or decoding from stored blocks."""
     return cell.role.prefills if request.stored is None else cell.role.decodes
 
 

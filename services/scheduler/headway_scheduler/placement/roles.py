@@ -3,6 +3,7 @@
 Owns: the roles, and how they are written. Must not know: what a policy makes of them.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -37,11 +38,15 @@ def roles_of(text: str, num_executors: int) -> tuple[Role, ...]:
     roles = tuple([Role(word) for word in words])
     if len(roles) > num_executors:
         raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at most {num_executors}, one for each executor")
-    if len(roles) == num_executors:
-        for what, are_there in (
-            ("prompts", any(role.prefills for role in roles)),
-            ("decoding", any(role.decodes for role in roles)),
-        ):
-            if not are_there:
-                raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at least one executor for {what}")
+    missing = what_nobody_does(roles) if len(roles) == num_executors else ""
+    if missing:
+        raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at least one executor for {missing}")
     return roles
+
+
+def what_nobody_does(roles: Iterable[Role]) -> str:
+    """The work for which executors with these roles leave nobody: "prompts", "decoding", or ""."""
+    there = set(roles)
+    if not any(role.prefills for role in there):
+        return "prompts"
+    return "" if any(role.decodes for role in there) else "decoding"
