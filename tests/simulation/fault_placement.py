@@ -111,7 +111,7 @@ class PlacementWatch:
 
     def _allowed_cells(self, waiting: Sequence[Request]) -> dict[int, set[int]]:
         """By arrival: the cells that the policy would give each request, if they had room."""
-        accepting = [load for load in self._fleet.loads() if load.accepts]
+        accepting = [load for load in self._fleet.transit.loads() if load.accepts]
         return {
             request.arrival: {load.number for load in self._placement.policy.cells_for(request, accepting)}
             for request in waiting

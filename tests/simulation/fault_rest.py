@@ -113,7 +113,7 @@ MAY_GROW = (
     _MayGrow("engine.recorder._latest.cell", None, "the cell of the newest record"),
     _MayGrow("engine.fleet.cells[].num_answers", None, "a total"),
     _MayGrow("*.num_damaged_frames", None, "a total"),
-    _MayGrow("engine.fleet.num_moved", None, "a total"),
+    _MayGrow("engine.fleet.transit.num_moved", None, "a total"),
     _MayGrow("len(engine.fleet._settings*)", lambda world: len(world.executors), "the roles that were asked for"),
     _MayGrow("*counters.*", None, "totals"),
     _MayGrow("gateway.num_steps", None, "a total, as the scheduler told it"),

@@ -20,7 +20,7 @@ from headway_scheduler.core.memory.host_books import HostBooks
 from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.memory.transfers import Transfers
 from headway_scheduler.core.step.handing_off import HandingOff
-from headway_scheduler.fleet import Fleet
+from headway_scheduler.placement.transit import Transit
 from simulation import fault_store
 
 
@@ -43,7 +43,7 @@ def _mistake(sentence: str, *places: tuple[Any, str]) -> Callable[[Callable[[Any
     return register
 
 
-@_mistake("leases are never returned", (Fleet, "return_leases"))
+@_mistake("leases are never returned", (Transit, "return_leases"))
 def lease_never_returned(original):
     del original
     return lambda self, leases: None
@@ -62,7 +62,7 @@ def lease_returned_too_soon(original):
     return fetch
 
 
-@_mistake("who gives up in placement keeps its lease", (Fleet, "_forget_stored"))
+@_mistake("who gives up in placement keeps its lease", (Transit, "forget_stored"))
 def lease_kept_by_who_gave_up(original):
     del original
     return lambda self, request: None

@@ -59,6 +59,7 @@ from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
+from headway_scheduler.placement.transit import Transit
 from headway_scheduler.submissions import EarlySubmissions
 from simulation import hand_off_mutants
 from simulation.fault_schedule import draw
@@ -876,10 +877,11 @@ def drained_cell_keeps_its_requests(original):
     return lambda self, origins: []
 
 
-@_several("a draining cell is given requests", (Fleet, "loads"))
+@_several("a draining cell is given requests", (Transit, "loads"))
 def draining_cell_is_used(original):
     def loads(self):
-        return [CellLoad(cell.number, cell.view, accepts=True) for cell in self.open_cells]
+        open_cells = [cell for cell in self._cells if cell.is_open and cell.core is not None]
+        return [CellLoad(cell.number, cell.view, accepts=True) for cell in open_cells]
 
     return loads
 

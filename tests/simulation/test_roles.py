@@ -68,7 +68,7 @@ class RoleWorld(World):
 
     def until_handed_off(self, count: int) -> None:
         """Run until so many requests have left the executors that they started on."""
-        self.run_until(lambda: self.engine.fleet.num_moved >= count, 30)
+        self.run_until(lambda: self.engine.fleet.transit.num_moved >= count, 30)
 
 
 def assert_host_is_free(cell: Cell) -> None:
@@ -98,7 +98,7 @@ def test_prompts_are_computed_in_one_place_and_answers_in_another() -> None:
     assert second.num_output_tokens > 500
     assert second.num_prompt_tokens == 0 or second.num_pulled_tokens > 0
     assert not second.wasted_tokens
-    assert world.engine.fleet.num_moved == first.num_output_tokens - sum(
+    assert world.engine.fleet.transit.num_moved == first.num_output_tokens - sum(
         sequence.submission.max_tokens == 1 for gateway in world.gateways for sequence in gateway.sequences
     )
 
@@ -192,7 +192,7 @@ def test_whose_role_nobody_has_any_more_goes_on_where_it_can_until_the_role_is_b
     assert world.core(0).counters.num_output_tokens > before + 100, "it decodes all by itself"
     world.start_executor(1)
     world.wait_for_executors(2)
-    moved = world.engine.fleet.num_moved
+    moved = world.engine.fleet.transit.num_moved
     submit_some(world, 20)
     world.until_handed_off(moved + 5)
     world.finish()
@@ -266,12 +266,12 @@ def test_who_misses_its_gaps_moves_with_its_blocks_to_an_executor_with_slack_and
     world.run_until(lambda: world.core(0).num_running <= 6, 6)
     settled = world.now + 1.0
     world.run_until(lambda: world.now >= settled, 2)
-    num_moved = world.engine.fleet.num_moved
+    num_moved = world.engine.fleet.transit.num_moved
     assert 4 <= num_moved <= 6
     assert world.core(1).counters.num_pulled_tokens > 0
     assert not world.core(0).counters.wasted_tokens, "nothing is computed a second time"
     world.finish()
-    assert world.engine.fleet.num_moved == num_moved, "nobody goes back and forth"
+    assert world.engine.fleet.transit.num_moved == num_moved, "nobody goes back and forth"
 
 
 @pytest.mark.parametrize("policy", ["disaggregated", "hybrid"])

@@ -360,5 +360,5 @@ def test_nothing_is_kept_of_requests_that_ended_on_the_way() -> None:
     assert call(world, "cancel", request_id=waiting[0]).error == ""
     call(world, "resume")
     finish(world)
-    assert fleet.num_moved == 3
-    assert not fleet._left
+    assert fleet.transit.num_moved == 3
+    assert not fleet.transit.num_on_the_way

@@ -193,6 +193,19 @@ def test_every_limit_of_the_scheduler_is_a_flag_and_can_be_compared(capsys):
     assert "enable_prefix_caching=false" in run(capsys, "--compare", "enable_prefix_caching=true,false")
 
 
+def test_placements_are_compared_and_moves_reported(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    flags = ("--executors", "2", "--roles", "prefill,decode", "--compare", "placement=aggregated,disaggregated")
+    text = run(capsys, *flags, "--json", str(path))
+    assert "on 2 executors (prefill,decode) of 1 x h100 each" in text
+    assert "placement=disaggregated: 24 moves between executors with " in text
+    assert "placement=aggregated: 24 moves" not in text
+    apart, by_role = msgspec.json.decode(path.read_bytes())["cases"]
+    assert (apart["placement"], by_role["placement"]) == ("aggregated", "disaggregated")
+    assert (apart["totals"]["num_moved"], by_role["totals"]["num_moved"]) == (0, 24)
+    assert by_role["totals"]["num_pulled_tokens"] > 0
+
+
 def test_cases_are_combined_or_listed():
     combined = make_cases({}, {"order": "fcfs,priority", "max_num_seqs": "8,16"}, (), ())
     assert [case.label for case in combined] == [
@@ -224,6 +237,19 @@ def test_cases_are_combined_or_listed():
         (("--slowdown", "3"), "--slowdown: '3' is not allowed; allowed: AT_S:FACTOR"),
         (("--noise", "-1"), "--noise: '-1' is not allowed"),
         (("--host-bandwidth-gb-s", "-1"), "--host-bandwidth-gb-s: '-1' is not allowed"),
+        (
+            ("--roles", "prefill,decode"),
+            "--roles: 'prefill,decode' is not allowed with one executor; allowed: --executors",
+        ),
+        (
+            ("--executors", "2", "--roles", "prefill,decode", "--replicas"),
+            "--roles: 'prefill,decode' is not allowed beside --replicas",
+        ),
+        (("--executors", "2", "--roles", "prefill,prefill"), "allowed: at least one executor for decoding"),
+        (("--executors", "2", "--roles", "cook"), "--roles: 'cook' is not allowed; allowed: prefill, decode, both"),
+        (("--executors", "2", "--placement", "best"), "--placement: 'best' is not allowed; allowed: "),
+        (("--executors", "2", "--compare", "placement=best"), "--compare placement: 'best' is not allowed"),
+        (("--transfer-latency-us", "-1"), "--transfer-latency-us: '-1' is not allowed"),
         (("--model", "measured"), "--model: measured is not allowed without --hardware-file"),
         (("--hardware-file", "nowhere.json"), "--hardware-file: cannot read 'nowhere.json'"),
         (("--compare", "--case", "order=fcfs"), "allowed: alone"),
@@ -268,8 +294,8 @@ def test_limits_that_only_the_scheduler_can_judge_are_refused_in_one_line():
 
 def test_a_scheduler_that_stops_is_reported_in_one_line(capsys, monkeypatch):
     class Stopped:
-        def __init__(self, limits, capacity):
-            self.core = Scheduler(limits, capacity)
+        def __init__(self, limits, capacity, epoch):
+            self.core = Scheduler(limits, capacity, epoch)
 
         def __getattr__(self, name):
             return getattr(self.core, name)

@@ -77,7 +77,8 @@ def comparison_text(recording: Recording, results: Sequence[CaseResult]) -> str:
 def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResult:
     assert recording.capacity is not None
     num_rows = max(recording.capacity.max_num_rows, case.limits.max_num_seqs)
-    capacity = msgspec.structs.replace(recording.capacity, max_num_rows=num_rows)
+    # What a request computed stays where it was computed: the recording does not tell how long blocks travel.
+    capacity = msgspec.structs.replace(recording.capacity, max_num_rows=num_rows, host_pool="", block_addresses=())
     requests, times_s = recording.requests()
     lengths = {request.number: request.num_output_tokens for request in requests if request.is_stopped}
     stations = [
@@ -91,6 +92,7 @@ def _simulated(recording: Recording, costs: FittedCosts, case: Case) -> CaseResu
                 lengths=lengths,
                 acceptance=recording.acceptance,
             ),
+            number,
         )
         for number in range(recording.num_executors)
     ]

@@ -10,15 +10,18 @@ from headway.configuration import Given, Layer, build, suggestion
 from headway.settings import ConfigurationError, Setting, from_text, settings_of, shown
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.core.state.limits import SchedulerLimits
+from headway_scheduler.placement.policies import AUTO
 
 SWEPT_LIMIT = "max_num_batched_tokens"
+PLACEMENT = "placement"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and their name in the table."""
+    """Settings, and their name in the table. ``placement``: a policy's name, or ``AUTO``."""
 
     label: str
     limits: SchedulerLimits
+    placement: str = AUTO
 
 
 def limit_settings() -> dict[str, Setting]:
@@ -31,6 +34,11 @@ def limit_settings() -> dict[str, Setting]:
     return settings
 
 
+def case_settings() -> dict[str, Setting]:
+    """Return what may differ between simulated cases: the limits, and the placement."""
+    return {**limit_settings(), PLACEMENT: settings_of(SchedulerConfig)[PLACEMENT]}
+
+
 def make_cases(
     given: Layer,
     compared: Mapping[str, str],
@@ -38,11 +46,12 @@ def make_cases(
     listed: Sequence[str],
     *,
     origin: str = "--case",
+    settings: Mapping[str, Setting] | None = None,
 ) -> tuple[Case, ...]:
     """Return the cases in the given order; without a comparison one case of ``given``.
 
     ``compared`` gives a case per combination of values. ``listed`` has one ``FIELD=VALUE,...`` per case. ``swept`` has
-    token budgets.
+    token budgets. ``settings``: those that may be named; by default the limits.
 
     Raises:
         ConfigurationError: a limit or value is wrong, or two ways of comparing are mixed.
@@ -51,7 +60,7 @@ def make_cases(
         raise ConfigurationError("--compare, --case and --sweep-budget do not go together; allowed: one of them")
     if swept:
         compared = {SWEPT_LIMIT: ",".join(map(str, swept))}
-    settings = limit_settings()
+    settings = limit_settings() if settings is None else settings
     if listed:
         variants = [_listed(text, settings, origin) for text in listed]
     else:
@@ -62,12 +71,14 @@ def make_cases(
 
 
 def case_of(label: str, given: Layer) -> Case:
-    """Return the case with these limits.
+    """Return the case with these limits, and perhaps a placement.
 
     Raises:
         ConfigurationError: a value is wrong.
     """
-    return Case(label=label, limits=build(SchedulerLimits, given, _validate))
+    limits = {name: value for name, value in given.items() if name != PLACEMENT}
+    placement = given[PLACEMENT].value if PLACEMENT in given else AUTO
+    return Case(label=label, limits=build(SchedulerLimits, limits, _validate), placement=placement)
 
 
 def _axis(name: str, values: str, settings: Mapping[str, Setting], origin: str) -> list[tuple[str, Given]]:

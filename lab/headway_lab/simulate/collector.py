@@ -55,6 +55,14 @@ class SimulationTotals(Totals, frozen=True, kw_only=True):
     num_swapped_blocks: int
     swap_share: float
     """The share of the device's busy time."""
+    num_moved: int
+    """How often a request went from one executor to another."""
+    num_pulled_tokens: int
+    """Tokens that came with requests instead of being computed again."""
+    num_stale_pulls: int
+    """Requests whose blocks took too long, so that they were computed again."""
+    pull_ms: float
+    """The mean time of a step's pulls."""
     tenants: dict[str, SimulatedGroup]
     priorities: dict[str, SimulatedGroup]
 
@@ -144,7 +152,11 @@ class RunCollector:
         )
 
     def totals(
-        self, counters: SchedulerCounters, asked_requests_per_s: float | None, num_executors: int = 1
+        self,
+        counters: SchedulerCounters,
+        asked_requests_per_s: float | None,
+        num_executors: int = 1,
+        num_moved: int = 0,
     ) -> SimulationTotals:
         """Return the run's figures without the warm-up."""
         measured = [number for number in sorted(self._ends) if number >= self._first_measured]
@@ -157,6 +169,7 @@ class RunCollector:
         num_prompt_tokens = sum(self._requests[number].num_prompt_tokens for number in measured)
         steps = [step for step in self.steps if step.end_s > start_s]
         busy_s = sum(step.end_s - max(step.start_s, start_s) for step in steps)
+        pulls_s = [step.pull_s for step in steps if step.pull_s]
 
         def group(numbers: Sequence[int]) -> SimulatedGroup:
             return self._group(measurement, numbers, window_s)
@@ -185,6 +198,10 @@ class RunCollector:
             device_busy_share=ratio(busy_s, window_s * num_executors),
             num_swapped_blocks=sum(step.num_swapped_blocks for step in steps),
             swap_share=ratio(sum(step.swap_s for step in steps), busy_s),
+            num_moved=num_moved,
+            num_pulled_tokens=counters.num_pulled_tokens,
+            num_stale_pulls=counters.num_stale_pulls,
+            pull_ms=ratio(sum(pulls_s) * 1e3, len(pulls_s)),
             tenants=measurement.by_tenant(measured, group),
             priorities=measurement.by_priority(measured, group),
         )

@@ -11,7 +11,7 @@ from headway.configuration import add_setting_flags, build, given_by_flags, merg
 from headway.progress import ProgressLine
 from headway.settings import ConfigurationError, metavar, settings_of
 from headway_lab.output_files import check_output_files, check_pictures, write_output
-from headway_lab.simulate.cases import Case, limit_settings, make_cases
+from headway_lab.simulate.cases import Case, case_settings, make_cases
 from headway_lab.simulate.collector import RunCollector
 from headway_lab.simulate.comparison import (
     COMPARE_SOURCES,
@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=VALUE,...",
         help="a case with these limits of the scheduler; may be repeated",
     )
-    add_setting_flags(parser, limit_settings().values(), title="the scheduler's limits")
+    add_setting_flags(parser, case_settings().values(), title="the scheduler's limits and placement")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,11 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     if compares_sources:
         given = merged((given, settings_layer(given)))
     options = build(SimulationOptions, given, SimulationOptions.validate)
-    limits = given_by_flags(arguments, limit_settings())
+    settings = case_settings()
+    given_limits = given_by_flags(arguments, settings)
     if compares_sources:
-        cases = source_cases(limits, options.users)
+        cases = source_cases(given_limits, options.users)
     else:
-        cases = make_cases(limits, options.compare, options.sweep_budget, arguments.case)
+        cases = make_cases(given_limits, options.compare, options.sweep_budget, arguments.case, settings=settings)
     _check_outputs(options)
     world = make_world(options)
     try:
@@ -123,7 +124,8 @@ def _title(world: World) -> str:
     options, capacity = world.options, world.capacity
     devices = f"{options.tensor_parallel} x {world.roofline.accelerator.name}"
     if options.executors > 1:
-        devices = f"{options.executors} executors of {devices} each"
+        roles = f" ({options.roles})" if options.roles else ""
+        devices = f"{options.executors} executors{roles} of {devices} each"
     return (
         f"{world.roofline.shape.name} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
         f"{len(world.load.requests)} requests, {world.load.title}; seed {options.seed}"

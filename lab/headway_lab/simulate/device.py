@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from headway.settings import shown
 from headway_executor.backend import StepBatch
 from headway_executor.batch_state import BatchState, BlockMoves
+from headway_executor.block_store.suspects import SuspectBlocks
 from headway_lab.simulate.roofline import StepTime
+from headway_lab.simulate.transfers import Fetch, VirtualTransfers
 from headway_proto.columns import Int32Array, decode_column, encode_column, encode_columns
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
 from headway_scheduler.core.state.limits import ExecutorCapacity
@@ -52,7 +54,8 @@ class Disturbance:
 class StepRecord(NamedTuple):
     """One step; times in seconds. ``num_decodes`` of its rows run one token and sample.
 
-    ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host.
+    ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host. Before it, ``pull_s`` brought blocks of other
+    executors.
     """
 
     start_s: float
@@ -62,6 +65,7 @@ class StepRecord(NamedTuple):
     num_decodes: int
     num_swapped_blocks: int
     swap_s: float
+    pull_s: float = 0.0
 
 
 class StepCosts(Protocol):
@@ -87,7 +91,7 @@ class VirtualDevice:
 
     ``host_bandwidth``: bytes per second between each device and the host. ``lengths``: output tokens at which requests
     stop, by the seed of their sampling. ``acceptance``: probability that a proposed token is right if those before it
-    were; proposals cost nothing.
+    were; proposals cost nothing. Without ``transfers``, no blocks go to other executors or come from them.
     """
 
     def __init__(
@@ -100,7 +104,10 @@ class VirtualDevice:
         disturbance: Disturbance | None = None,
         lengths: Mapping[int, int] | None = None,
         acceptance: float = 0.0,
+        transfers: VirtualTransfers | None = None,
     ) -> None:
+        self._transfers = transfers
+        self._suspects = SuspectBlocks(capacity.block_size)
         self._acceptance = acceptance
         self._costs = costs
         self._vocab_size = capacity.vocab_size
@@ -127,9 +134,11 @@ class VirtualDevice:
             ImpossibleDiff: the scheduler contradicts earlier steps.
         """
         batch, moves = self._state.apply(output)
+        fetch = self._fetch(moves, now)
+        stale_rows = self._suspects.stale_rows(batch, moves, None if fetch is None else fetch.blocks)
         sampling = batch.samples != 0
         num_samples = int(np.count_nonzero(sampling))
-        start_s = max(now, self._free_s)
+        start_s = max(now, self._free_s, now if fetch is None else fetch.ready_s)
         factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
         num_tokens = batch.num_scheduled_tokens
         if batch.num_speculative_tokens is not None:
@@ -147,7 +156,11 @@ class VirtualDevice:
             num_decodes=int(np.count_nonzero(sampling & (batch.num_scheduled_tokens == 1))),
             num_swapped_blocks=num_swapped_blocks,
             swap_s=swap_s,
+            pull_s=0.0 if fetch is None else fetch.ready_s - now,
         )
+        if moves is not None and self._transfers is not None:
+            self._transfers.written(moves.swap_out[1], start_s + swap_s)
+            self._transfers.export(moves.exports[1], self._free_s)
         answer = ExecutorOutput(
             epoch=output.epoch,
             step=output.step,
@@ -155,6 +168,7 @@ class VirtualDevice:
             device_time_us=round(factor * time.total_s * 1e6),
             state_digest=self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None,
             move_time_us=round(swap_s * 1e6),
+            stale_rows=encode_column(stale_rows) if len(stale_rows) else b"",
         )
         if batch.num_speculative_tokens is not None:
             answer = self._accept(batch, batch.num_speculative_tokens, answer)
@@ -163,6 +177,12 @@ class VirtualDevice:
     def answer(self) -> tuple[StepRecord, ExecutorOutput]:
         """End the oldest step."""
         return self._steps.popleft()
+
+    def _fetch(self, moves: BlockMoves | None, now: float) -> Fetch | None:
+        if moves is None or not moves.pulls:
+            return None
+        assert self._transfers is not None
+        return self._transfers.fetch(moves.pulls, now)
 
     def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
         name = self._costs.model_name
@@ -181,6 +201,8 @@ class VirtualDevice:
             num_host_blocks=capacity.num_host_blocks,
             swap_us_per_block=capacity.swap_us_per_block,
             max_speculative_tokens=capacity.max_speculative_tokens,
+            host_pool=capacity.host_pool,
+            block_addresses=capacity.block_addresses,
         )
 
     def _accept(self, batch: StepBatch, num_proposed: Int32Array, answer: ExecutorOutput) -> ExecutorOutput:

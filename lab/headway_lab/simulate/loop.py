@@ -74,6 +74,7 @@ class Simulation:
         for station in self._stations:
             if station.has_news:
                 shed = station.schedule(now)
+                self._router.pass_on(station)
                 for end in shed:
                     self._router.count_end(end)
                 self._end_shed(shed, now)
@@ -85,6 +86,7 @@ class Simulation:
 
     def _take_answer(self, station: Station, now: float) -> None:
         step, events = station.take_answer(now)
+        self._router.pass_on(station)
         measurement = self._measurement
         measurement.steps.append(step)
         num_running = sum(station.core.num_running for station in self._stations)

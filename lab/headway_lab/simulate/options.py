@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from headway.settings import shown
 from headway_lab.simulate.device import SLOWDOWN_NOTATION, parse_slowdowns
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.workload.options import LoadOptions
+from headway_scheduler.placement.roles import Role, roles_of
 
 MEASURED_MODEL = "measured"
 
@@ -44,6 +46,24 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
         bool,
         Meta(description="beside --executors: as many replicas with a scheduler each, which get the requests in turn"),
     ] = False
+    roles: Annotated[
+        str,
+        Meta(
+            description="beside --executors: what each is for, by number, with commas: prefill, decode or both; those beyond "
+            "the list are for both"
+        ),
+    ] = ""
+    transfer_bandwidth_gb_s: Annotated[
+        float,
+        Meta(ge=0, le=1e6, description="GB/s between the devices of two executors; 0: the accelerator's link"),
+    ] = 0.0
+    transfer_latency_us: Annotated[
+        float, Meta(ge=0, le=1e9, description="microseconds before the first byte of a pull arrives")
+    ] = 0.0
+    transfer_direct: Annotated[
+        bool,
+        Meta(description="blocks go from device to device, as over RDMA, and not by way of main memory"),
+    ] = False
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[
         int, Meta(ge=0, le=1 << 24, description="KV blocks; 0: as many as fit beside the weights")
@@ -51,7 +71,15 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int, Meta(ge=0, le=1 << 24, description="most tokens per request; 0: the model's context")
     ] = 0
-    host_blocks: Annotated[int, Meta(ge=0, le=1 << 24, description="KV blocks on the host, for swapping out")] = 0
+    host_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="KV blocks on the host, for swapping out; 0: none, or where requests are handed off as many as on "
+            "the device",
+        ),
+    ] = 0
     host_bandwidth_gb_s: Annotated[
         float, Meta(ge=0, le=1e6, description="GB/s between each device and the host; 0: the accelerator's")
     ] = 0.0
@@ -81,7 +109,7 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     compare: Annotated[
         dict[str, str],
         Meta(
-            description="a case per value of one of the scheduler's limits, as order=fcfs,priority; alone: static, orca "
+            description="a case per value of one of the scheduler's limits or of placement, as order=fcfs,priority; alone: static, orca "
             "and chunked batching as published, beside the published figures"
         ),
     ] = msgspec.field(default_factory=dict)
@@ -99,7 +127,20 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
             raise ValueError(f"model: {self.model} is not allowed without --hardware-file; allowed: another model")
         if self.replicas and self.executors == 1:
             raise ValueError("replicas: true is not allowed with one executor; allowed: --executors of 2 or more")
+        if self.roles and self.executors == 1:
+            raise ValueError(
+                f"roles: {shown(self.roles)} is not allowed with one executor; allowed: --executors of 2 or more"
+            )
+        if self.roles and self.replicas:
+            raise ValueError(f"roles: {shown(self.roles)} is not allowed beside --replicas; allowed: one of them")
+        roles_of(self.roles, self.executors)
         for field in ("tensor_parallel", "block_size"):
             value = getattr(self, field)
             if value & (value - 1):
                 raise ValueError(f"{field}: {value} is not allowed; allowed: a power of two")
+
+    @property
+    def executor_roles(self) -> tuple[Role, ...]:
+        """The role of each executor."""
+        given = roles_of(self.roles, self.executors)
+        return given + (Role.BOTH,) * (self.executors - len(given))

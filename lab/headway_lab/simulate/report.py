@@ -133,6 +133,13 @@ def _note(result: CaseResult) -> str:
         parts.append(f"{100 * totals.prefix_restore_rate:.1f}% of the prompts' tokens came back from the host")
     if totals.num_swapped_blocks:
         parts.append(f"{totals.num_swapped_blocks} blocks swapped in {100 * totals.swap_share:.1f}% of the busy time")
+    if totals.num_moved:
+        parts.append(
+            f"{totals.num_moved} moves between executors with {totals.num_pulled_tokens} tokens, {totals.pull_ms:.1f} ms "
+            "a pull"
+        )
+    if totals.num_stale_pulls:
+        parts.append(f"{totals.num_stale_pulls} requests computed again, since their blocks took too long")
     return _name(result) + ", ".join(parts) if parts else ""
 
 
@@ -184,7 +191,7 @@ def as_json(
                 "requests": result.requests,
                 "steps": result.steps,
                 "queue": result.queue,
-                **({"executors": result.executors} if result.executors else {}),
+                **({"executors": result.executors, "placement": result.case.placement} if result.executors else {}),
             }
             for result in results
         ],

@@ -1,6 +1,7 @@
 """Simulated executors, each with its core, and the two ways to share requests among them.
 
-Owns: which core gets a request, by the scheduler's own placement or in turn. Must not know: arrivals or figures.
+Owns: which core gets a request, by the scheduler's own placement or in turn. Must not know: arrivals, figures, or how
+requests and their blocks find another core: that is the scheduler's ``Transit``.
 """
 
 from collections.abc import Sequence
@@ -9,24 +10,34 @@ from typing import Protocol
 from headway_lab.simulate.device import StepRecord, VirtualDevice
 from headway_scheduler.core.admission.door import check_request, limit_of
 from headway_scheduler.core.scheduler import Scheduler
-from headway_scheduler.core.state.arrival import NewRequestEvent
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.placement.cell_load import CellLoad
-from headway_scheduler.placement.placement import Placement
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
+from headway_scheduler.placement.placement import AGGREGATED, Placement
+from headway_scheduler.placement.policies import PlacementPolicy
+from headway_scheduler.placement.roles import Role
+from headway_scheduler.placement.transit import Transit
 
 
 class Station:
     """One executor and its core. Times in seconds."""
 
-    def __init__(self, core: Scheduler, device: VirtualDevice) -> None:
+    is_open = True
+    is_draining = False
+
+    def __init__(self, core: Scheduler, device: VirtualDevice, number: int = 0, role: Role = Role.BOTH) -> None:
         self.core = core
+        self.number = number
+        self.role = role
         self.has_news = False
         """Whether the core may have another step now."""
         self.num_ended = 0
         self.busy_s = 0.0
         self._device = device
+        self._leaving: dict[Origin, None] = {}
+        """Requests that are to be released as soon as no step owes them a token."""
 
     @property
     def next_end_s(self) -> float | None:
@@ -38,6 +49,7 @@ class Station:
         step, answer = self._device.answer()
         events = self.core.update(answer, now)
         self.has_news = True
+        self._leaving.update(dict.fromkeys(events.left))
         self.num_ended += len(events.finished)
         self.busy_s += step.end_s - step.start_s
         return step, events
@@ -49,6 +61,38 @@ class Station:
             self._device.take(output, now)
         return self.core.take_shed()
 
+    def adopt(self, request: Request) -> None:
+        """Let the core queue a request."""
+        self.has_news = True
+        self.core.moving.adopt(request)
+
+    def let_leave(self, origin: Origin) -> bool:
+        """See ``TransitCell``."""
+        self.has_news = True
+        return origin not in self._leaving and self.core.moving.let_leave(origin)
+
+    def release(self, origins: list[Origin]) -> list[Request]:
+        """See ``TransitCell``."""
+        self._leaving.update(dict.fromkeys(origins))
+        return self.take_released()
+
+    def take_released(self) -> list[Request]:
+        """The requests that were to be released and that no step owes a token any more."""
+        found = []
+        for origin in list(self._leaving):
+            self.has_news = True
+            request = self.core.moving.release(origin)
+            if request is not None or self.core.find(origin) is None:
+                del self._leaving[origin]
+            if request is not None:
+                found.append(request)
+        return found
+
+    def return_lease(self, stored: StoredBlocks) -> None:
+        """See ``TransitCell``."""
+        self.has_news = True
+        self.core.moving.return_lease(stored)
+
 
 class Router(Protocol):
     """Shares requests among stations."""
@@ -57,6 +101,9 @@ class Router(Protocol):
 
     @property
     def num_waiting(self) -> int: ...  # noqa: D102 - requests that no core has
+
+    @property
+    def num_moved(self) -> int: ...  # noqa: D102 - how often a request went from one core to another
 
     def add(self, new: NewRequestEvent, now: float) -> None:
         """Take a request.
@@ -71,11 +118,15 @@ class Router(Protocol):
     def count_end(self, end: FinishedEvent) -> None:
         """A request has ended in a core."""
 
+    def pass_on(self, station: Station) -> None:
+        """Take what this executor gives up: requests that left, and blocks of others that it needs no more."""
+
 
 class InTurn:
     """Replicas: each has its own queue, and the next request goes to the next of them."""
 
     num_waiting = 0
+    num_moved = 0
 
     def __init__(self, stations: Sequence[Station]) -> None:
         self.stations = stations
@@ -96,13 +147,19 @@ class InTurn:
     def count_end(self, end: FinishedEvent) -> None:
         """See ``Router``."""
 
+    def pass_on(self, station: Station) -> None:
+        """See ``Router``: nobody leaves."""
+
 
 class OneQueue:
     """Executors behind one scheduler: its placement chooses, as ``headway_scheduler.fleet`` asks it to."""
 
-    def __init__(self, stations: Sequence[Station], limits: SchedulerLimits) -> None:
+    def __init__(
+        self, stations: Sequence[Station], limits: SchedulerLimits, policy: PlacementPolicy = AGGREGATED
+    ) -> None:
         self.stations = stations
-        self._placement = Placement(limits)
+        self._placement = Placement(limits, policy)
+        self._transit = Transit(self._placement, stations)
         for station in stations:
             self._placement.cell_opened(station.core.capacity)
 
@@ -111,27 +168,34 @@ class OneQueue:
         """See ``Router``."""
         return len(self._placement)
 
+    @property
+    def num_moved(self) -> int:
+        """See ``Router``."""
+        return self._transit.num_moved
+
     def add(self, new: NewRequestEvent, now: float) -> None:
         """See ``Router``."""
         capacity = self.stations[0].core.capacity
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self._placement.add(new, self._loads(), now)
+        self._placement.add(new, self._transit.loads(), now)
 
     def place(self, now: float) -> tuple[FinishedEvent, ...]:
         """See ``Router``."""
+        self._transit.relieve(now)
         if not len(self._placement):
             return ()
-        loads = self._loads()  # anew for each round: a load remembers what it has asked
-        while (placed := self._placement.place_next(loads, now)) is not None:
-            station = self.stations[placed.cell]
-            station.core.moving.adopt(placed.request)
-            station.has_news = True
-        return self._placement.take_shed()
+        for placed in self._transit.place(now):
+            self.stations[placed.cell].adopt(placed.request)
+        shed = self._placement.take_shed()
+        for end in shed:
+            self._transit.forget(end.origin)
+        return shed
 
     def count_end(self, end: FinishedEvent) -> None:
         """See ``Router``."""
         self._placement.count_end(end)
 
-    def _loads(self) -> list[CellLoad]:
-        views = [SchedulerView(station.core) for station in self.stations]
-        return [CellLoad(number, view, accepts=True) for number, view in enumerate(views)]
+    def pass_on(self, station: Station) -> None:
+        """See ``Router``."""
+        self._transit.take_back(station.take_released())
+        self._transit.return_leases(station.core.moving.take_ended_leases())

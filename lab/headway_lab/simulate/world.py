@@ -19,12 +19,19 @@ from headway_lab.simulate.options import MEASURED_MODEL, SimulationOptions
 from headway_lab.simulate.report import CaseResult, ExecutorFigures, QueueColumns, StepColumns
 from headway_lab.simulate.roofline import Roofline
 from headway_lab.simulate.stations import InTurn, OneQueue, Router, Station
+from headway_lab.simulate.transfers import TransferCosts, VirtualPool, VirtualTransfers
 from headway_lab.workload.load import Load, make_load
 from headway_lab.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.fleet_view import sum_of
+from headway_scheduler.placement.placement import AGGREGATED
+from headway_scheduler.placement.policies import POLICIES, PlacementPolicy, PlacementSettings
+
+_ADDRESS = "virtual:"
+_EPOCH = 1
+"""Of each executor: no block was written in an earlier one."""
 
 
 class World(NamedTuple):
@@ -113,22 +120,26 @@ def simulate(
         ConfigurationError: the scheduler refuses these limits.
         NoProgress: it leaves requests waiting for ever.
     """
+    policy = _policy_of(world, case)
     # The device has a row for each request that may run, like an executor with the same settings.
     capacity = msgspec.structs.replace(world.capacity, max_num_rows=case.limits.max_num_seqs)
+    if policy.has_roles and not capacity.num_host_blocks:
+        capacity = msgspec.structs.replace(capacity, num_host_blocks=capacity.num_blocks)
+    pools: dict[str, VirtualPool] = {}
     try:
-        stations = [_station(world, case, capacity, number) for number in range(world.options.executors)]
+        stations = [_station(world, case, capacity, number, pools) for number in range(world.options.executors)]
     except (KeyError, ValueError) as error:
         raise ConfigurationError(f"{case.label or 'the limits'}: the scheduler refuses {error}") from None
     measurement = RunCollector(len(world.load.requests), world.options.warmup_requests)
     started = time.perf_counter()
     prompts = PromptSource(world.options.seed, capacity.vocab_size)
-    router = InTurn(stations) if as_replicas else router_of(stations, case.limits)
+    router = InTurn(stations) if as_replicas else router_of(stations, case.limits, policy)
     Simulation(router, world.load.arrivals(), prompts, measurement, on_progress).run()
     wall_s = time.perf_counter() - started
     counters = sum_of(SchedulerView(station.core).counters for station in stations)
     return CaseResult(
         case=case,
-        totals=measurement.totals(counters, world.load.asked_requests_per_s, len(stations)),
+        totals=measurement.totals(counters, world.load.asked_requests_per_s, len(stations), router.num_moved),
         requests=measurement.requests(),
         steps=step_columns(measurement),
         queue=queue_columns(measurement),
@@ -137,9 +148,16 @@ def simulate(
     )
 
 
-def router_of(stations: Sequence[Station], limits: SchedulerLimits) -> Router:
+def router_of(stations: Sequence[Station], limits: SchedulerLimits, policy: PlacementPolicy = AGGREGATED) -> Router:
     """Return what a scheduler does: with one executor, its core queues every request."""
-    return InTurn(stations) if len(stations) == 1 else OneQueue(stations, limits)
+    return InTurn(stations) if len(stations) == 1 else OneQueue(stations, limits, policy)
+
+
+def _policy_of(world: World, case: Case) -> PlacementPolicy:
+    roles, num_executors = world.options.executor_roles, world.options.executors
+    if num_executors == 1:
+        return AGGREGATED
+    return POLICIES[PlacementSettings(case.placement, roles).name_for(case.limits, num_executors)]
 
 
 def executor_figures(stations: Sequence[Station], measurement: RunCollector) -> list[ExecutorFigures]:
@@ -157,9 +175,24 @@ def executor_figures(stations: Sequence[Station], measurement: RunCollector) -> 
     ]
 
 
-def _station(world: World, case: Case, capacity: ExecutorCapacity, number: int) -> Station:
+def transfer_costs(world: World) -> TransferCosts:
+    """Return what blocks between two executors cost."""
+    options, roofline, block_size = world.options, world.roofline, world.options.block_size
+    accelerator = roofline.accelerator
+    bandwidth = options.transfer_bandwidth_gb_s * 1e9 or accelerator.link_bandwidth * accelerator.link_share
+    host_block_s = 0.0 if options.transfer_direct else roofline.swap_time(1, block_size, world.host_bandwidth)
+    return TransferCosts(host_block_s, roofline.swap_time(1, block_size, bandwidth), options.transfer_latency_us / 1e6)
+
+
+def _station(
+    world: World, case: Case, capacity: ExecutorCapacity, number: int, pools: dict[str, VirtualPool]
+) -> Station:
     options = world.options
     own_stream = (number,) if number else ()
+    transfers = None
+    if options.executors > 1 and capacity.num_host_blocks:
+        capacity = msgspec.structs.replace(capacity, host_pool=f"pool-{number}", block_addresses=(_ADDRESS,))
+        transfers = VirtualTransfers(transfer_costs(world), pools, capacity.host_pool, capacity.num_host_blocks)
     device = VirtualDevice(
         world.roofline,
         capacity,
@@ -168,8 +201,9 @@ def _station(world: World, case: Case, capacity: ExecutorCapacity, number: int) 
         disturbance=_disturbance(options, own_stream),
         lengths={request.number: request.num_output_tokens for request in world.load.requests if request.is_stopped},
         acceptance=options.speculative_acceptance,
+        transfers=transfers,
     )
-    return Station(Scheduler(case.limits, capacity), device)
+    return Station(Scheduler(case.limits, capacity, _EPOCH), device, number, options.executor_roles[number])
 
 
 def _disturbance(options: SimulationOptions, own_stream: tuple[int, ...]) -> Disturbance | None:

@@ -237,7 +237,7 @@ def _why_waiting(core: Scheduler, request: Request, where: str) -> str:
 
 def _why_unplaced(fleet: Fleet, request: Request) -> str:
     num_ahead = fleet.placement.num_ahead_of(request)
-    why = sentence_for_unplaced(request, fleet.loads(), fleet.placement.policy, is_paused=fleet.is_paused)
+    why = sentence_for_unplaced(request, fleet.transit.loads(), fleet.placement.policy, is_paused=fleet.is_paused)
     return f"{_preempted(request)} and waits for an executor behind {num_ahead} others: {why}."
 
 

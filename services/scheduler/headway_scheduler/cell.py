@@ -108,6 +108,11 @@ class Cell:
         return None if self.core is None else SchedulerView(self.core)
 
     @property
+    def is_open(self) -> bool:
+        """Whether its executor is there."""
+        return self.link.is_open and self.core is not None
+
+    @property
     def next_deadline(self) -> float:
         """The time until which no step is sent; infinite if there is none."""
         return self._paused_until if self._paused_until > float("-inf") else float("inf")

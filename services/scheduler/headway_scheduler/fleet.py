@@ -19,20 +19,16 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
-from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import StepEvent
 from headway_scheduler.executor_links import ExecutorLinks
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 from headway_scheduler.placement.policies import POLICIES, PlacementSettings
 from headway_scheduler.placement.roles import Role
+from headway_scheduler.placement.transit import Transit
 
 DEFAULT_PLACEMENT = PlacementSettings()
-RELIEVE_INTERVAL_S = 0.25
-"""How often running requests may be sent elsewhere for their gaps."""
-
 TOO_LATE = "its first token can no longer come within its objective"
 
 
@@ -58,7 +54,6 @@ class Fleet:
         self.policy_name = settings.name_for(host.limits, max_executors)
         self.placement = Placement(host.limits, POLICIES[self.policy_name])
         self._settings = settings
-        self._relieve_at = float("-inf")
         self.brake = Brake(num_trial_tokens=host.limits.max_steps_in_flight)
         self.info: BackendInfo | None = None
         """What the newest executor announced; all run the same model."""
@@ -68,17 +63,14 @@ class Fleet:
         self._is_paused = False
         self._unproven: dict[Origin, None] = {}
         """Requests of lost steps that wait for a cell."""
-        self._left: dict[Origin, int] = {}
-        """The cells that waiting requests came from."""
-        self.num_moved = 0
-        """How often a request went from one cell to another."""
         self.cells: list[Cell] = []
+        self.transit = Transit(self.placement, self.cells)
         self._add_cell()
 
     @property
     def open_cells(self) -> list[Cell]:
         """The cells with an executor."""
-        return [cell for cell in self.cells if cell.link.is_open and cell.core is not None]
+        return [cell for cell in self.cells if cell.is_open]
 
     @property
     def cores(self) -> list[Scheduler]:
@@ -164,8 +156,8 @@ class Fleet:
     def schedule(self, now: float) -> None:
         """Place what waits, and send each executor its steps."""
         if len(self.cells) > 1:
-            self._relieve(now)
-        if len(self.placement):
+            self.transit.relieve(now, is_paused=self._is_paused)
+        if len(self.placement) and not self._is_paused:
             self._place(now)
         if len(self.cells) == 1:
             self.cells[0].schedule_steps(now)
@@ -188,20 +180,20 @@ class Fleet:
             return
         capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self.placement.add(new, self.loads(), now)
+        self.placement.add(new, self.transit.loads(), now)
         self._placement_recorder.arrived(now, new)
 
     def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
         """Abort a request, wherever it is; None if it is unknown (it may just have ended)."""
         self._unproven.pop(origin, None)
-        self._left.pop(origin, None)
+        self.transit.forget(origin)
         cell = self.cell_of(origin)
         if cell is not None:
             return cell.abort(origin, why, now)
         request = self.placement.find(origin)
         if request is not None:
             self._placement_recorder.aborted(now, origin, why)
-            self._forget_stored(request)
+            self.transit.forget_stored(request)
         return self.placement.finish(origin, FinishReason.ABORT)
 
     def cell_of(self, origin: Origin) -> Cell | None:
@@ -229,30 +221,12 @@ class Fleet:
             )
 
     def return_leases(self, leases: tuple[StoredBlocks, ...]) -> None:
-        """Tell the cores that keep the books of these pools."""
-        for stored in leases:
-            for cell in self.cells:
-                if cell.core is not None and cell.core.capacity.host_pool == stored.pool:
-                    cell.return_lease(stored)
-
-    def _forget_stored(self, request: Request) -> None:
-        if request.stored is not None:
-            self.return_leases((request.stored,))
-            request.forget_stored()
-
-    def _can_reach(self, stored: StoredBlocks) -> bool:
-        pools = (cell.core.capacity.host_pool for cell in self.open_cells if cell.core is not None)
-        return stored.outlives_process or stored.pool in pools
+        """See ``Transit``."""
+        self.transit.return_leases(leases)
 
     def take_back(self, requests: list[Request]) -> None:
-        """Let these requests wait for a cell."""
-        if len(self.cells) == 1 and requests:
-            # Its core has numbered the requests until now.
-            self.placement.number_after(self.cores[0].requests())
-        for request in requests:
-            placed = self.placement.placed(request.new.origin)
-            self._left[request.new.origin] = 0 if placed is None else placed.cell
-            self.placement.take_back(request)
+        """See ``Transit``."""
+        self.transit.take_back(requests)
 
     # ---------------------------------------------------------------------------------------------------------- cells
 
@@ -298,11 +272,11 @@ class Fleet:
         self._unproven.clear()
         for request in self.placement.requests():
             self._placement_recorder.aborted(now, request.new.origin, "", ANOTHER_MODEL)
-            self._forget_stored(request)
+            self.transit.forget_stored(request)
             end = self.placement.finish(request.new.origin, FinishReason.ERROR, ANOTHER_MODEL)
             if end is not None:
                 self._host.deliver(StepEvents(finished=(end,)), now)
-        self._left.clear()
+        self.transit.forget_all()
 
     def set_role(self, number: int, role: Role) -> None:
         """Give a cell another role. What does not fit it goes on elsewhere, if the policy knows roles.
@@ -320,45 +294,17 @@ class Fleet:
                     cell.let_leave(request.new.origin)
         self.take_back(cell.release_waiting())
 
-    def _relieve(self, now: float) -> None:
-        """Who lost its blocks, or misses its gaps, in one cell goes on in another that has room for it."""
-        if now >= self._relieve_at and self.placement.policy.has_roles:
-            self._relieve_at = now + RELIEVE_INTERVAL_S
-            for number, late in self.placement.policy.to_relieve(self.loads()):
-                self.cells[number].let_leave(late.new.origin)
-        if self._is_paused or not any(cell.core is not None and cell.core.num_preempted for cell in self.cells):
-            return
-        loads = self.loads()
-        for load in loads:
-            request = load.stranded()
-            if request is not None and self.placement.would_place_beside(request, loads, load):
-                self.take_back(self.cells[load.number].release([request.new.origin]))
-
     def _place(self, now: float) -> None:
         """Give waiting requests to the cells that can start them soon."""
-        loads = self.loads()
-        if self._is_paused or not loads:
-            return
-        while (placed := self.placement.place_next(loads, now)) is not None:
+        for placed in self.transit.place(now):
             origin = placed.request.new.origin
             was_lost = origin in self._unproven
             self._unproven.pop(origin, None)
-            self.num_moved += self._left.pop(origin, placed.cell) != placed.cell
-            if placed.request.stored is not None and not self._can_reach(placed.request.stored):
-                self._forget_stored(placed.request)
             self.cells[placed.cell].adopt(placed.request, slowly=was_lost)
         for end in self.placement.take_shed():
-            self._left.pop(end.origin, None)
+            self.transit.forget(end.origin)
             self._placement_recorder.aborted(now, end.origin, TOO_LATE)
             self._host.refuse_late(end, 0.0, now)
-
-    def loads(self) -> list[CellLoad]:
-        """What placement asks of the cells with an executor."""
-        return [
-            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining, role=cell.role)
-            for cell in self.open_cells
-            if cell.core is not None
-        ]
 
     def _act(self, number: int, events: list[StepEvent], now: float) -> None:
         while number >= len(self.cells):

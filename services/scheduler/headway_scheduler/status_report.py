@@ -137,7 +137,7 @@ def _with_executors(
             )
         )
     return msgspec.structs.replace(
-        status, executors=tuple(executors), num_unplaced=len(fleet.placement), num_moved=fleet.num_moved
+        status, executors=tuple(executors), num_unplaced=len(fleet.placement), num_moved=fleet.transit.num_moved
     )
 
 

@@ -63,7 +63,7 @@ class CellLoad:
         if num_here >= view.max_running:
             return Shortage(Lack.ROWS, num_here + 1, view.max_running)
         num_tokens += view.num_waiting_tokens
-        if view.num_waiting and num_tokens > view.max_num_batched_tokens:
+        if view.num_waiting and request.stored is None and num_tokens > view.max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, view.max_num_batched_tokens)
         num_blocks = num_tokens // view.capacity.block_size + view.num_waiting + 1
         return Shortage(Lack.BLOCKS, num_blocks, view.num_free_blocks) if num_blocks > view.num_free_blocks else None
@@ -130,13 +130,13 @@ class CellLoad:
             return True
         return self._gaps.decode_s(more_rows=1, more_context=len(request.token_ids)) <= share * request.itl_slo_ms / 1e3
 
-    def keeps_gaps_beside(self, request: Request) -> bool:
-        """Whether running requests keep their gap objective while this prompt runs beside them."""
+    def keeps_gaps_beside(self, request: Request, share: float = 1.0) -> bool:
+        """Whether running requests decode within ``share`` of their gap objective, and keep it beside this prompt."""
         objective_s = self._gaps.tightest_s
         if not objective_s or not self.num_running:
             return True
         if self._gaps.are_kept:
-            return self._decodes_s < objective_s
+            return self._decodes_s < share * objective_s
         num_tokens = min(len(request.token_ids), self._view.max_num_batched_tokens)
         return self._decodes_s + (self._view.prefill_s(num_tokens, 0) or 0.0) <= objective_s
 

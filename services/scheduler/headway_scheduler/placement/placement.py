@@ -173,9 +173,12 @@ class Placement:
         """Take the next request out of the queue and say where it goes; None if no cell could start it soon."""
         if now >= self._first_tokens.next_due:
             self._check_first_tokens(now)
-        going_on = self._going_on
-        placed = self._place_first(lambda: going_on[0] if going_on else None, cells)
-        return placed or self._place_first(lambda: self._waiting.queue.first(now), cells)
+        going_on, queue = self._going_on, self._waiting.queue
+        lines = [lambda: going_on[0] if going_on else None, lambda: queue.first(now)]
+        first = queue.first(now)
+        if going_on and first is not None and first.rank < going_on[0].rank:
+            lines.reverse()
+        return self._place_first(lines[0], cells) or self._place_first(lines[1], cells)
 
     def _place_first(self, first: Callable[[], Request | None], cells: Sequence[CellLoad]) -> Placed | None:
         while (request := first()) is not None:

@@ -18,7 +18,12 @@ from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.roles import Role
 
 SLACK_TO_RECEIVE = 0.8
-"""A running request goes where its gap is expected to be at most this share of the objective, so that it stays there."""
+"""A running request goes where its gap is expected to be at most this share of the objective, so that it stays there, and
+a prompt beside rows that decode where they leave the rest of the objective."""
+
+SLACK_TO_STAY = 0.4
+"""A request stays with the prompts of its executor if decoding takes at most this share of its objective there: then to
+leave would win little for prompts, and cost a hand-off."""
 
 
 class PlacementPolicy(Protocol):
@@ -103,7 +108,8 @@ class Hybrid:
         A decode does not wait for such an executor while another has room: its client would see the wait as one gap.
         """
         if request.stored is None:
-            return [cell for cell in accepting if cell.keeps_gaps_beside(request)] or accepting
+            beside = [cell for cell in accepting if cell.keeps_gaps_beside(request, SLACK_TO_RECEIVE)]
+            return beside or [cell for cell in accepting if cell.role.prefills] or accepting
         keeping = [cell for cell in accepting if cell.has_room_for(request) and cell.keeps_gap_of(request)]
         return [cell for cell in keeping if cell.role.decodes] or keeping or accepting
 
@@ -111,7 +117,8 @@ class Hybrid:
         """If its gaps are kept elsewhere, and here prompts come first or its gaps would be missed."""
         if request.stored is not None or request.new.max_tokens <= 1:
             return False
-        if cell.role.decodes and cell.keeps_gap_of(request):
+        share = 1.0 if cell.role.decodes else SLACK_TO_STAY
+        if (cell.role.decodes or request.itl_slo_ms) and cell.keeps_gap_of(request, share):
             return False
         return any(other is not cell and other.role.decodes and other.keeps_gap_of(request) for other in accepting)
 

@@ -125,8 +125,10 @@ class Answers:
     # --------------------------------------------------------------------------------------------- the time of steps
 
     def _learn(self, step: InFlightStep, output: ExecutorOutput, now: float, accepted: list[AcceptedTokens]) -> None:
-        # The time of a step that moved blocks is useless: the moves may have run beside the step before.
-        if step.load is not None and not step.num_moved_blocks and step.transfers is None:
+        # The time of a step that moved blocks is useless: the moves may have run beside the step before. Exports come
+        # behind their step, and an executor for prompts has hardly a step without.
+        has_waited = step.num_moved_blocks > 0 or (step.transfers is not None and len(step.transfers.fetched) > 0)
+        if step.load is not None and not has_waited:
             self._learn_duration(step, step.load, now, accepted)
         self._observer.last_answer_time = now
         self._counters.device_us += output.device_time_us

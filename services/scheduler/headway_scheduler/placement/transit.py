@@ -1,0 +1,132 @@
+"""Requests on their way: from the queue into a cell, and from one cell to another, with or without their blocks.
+
+Owns: who is placed where, what comes back, the leases of blocks that travel, and who is sent on. Must not know: links,
+frames, the records of a flight, or where cells come from.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
+from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.placement.cell_load import CellLoad
+from headway_scheduler.placement.placement import Placed, Placement
+from headway_scheduler.placement.roles import Role
+
+RELIEVE_INTERVAL_S = 0.25
+"""How often running requests may be sent elsewhere for their gaps."""
+
+
+class TransitCell(Protocol):
+    """What is needed of a cell. ``core``: None before an executor joins."""
+
+    @property
+    def number(self) -> int: ...  # noqa: D102 - its place among the cells
+    @property
+    def role(self) -> Role: ...  # noqa: D102 - what it is for
+    @property
+    def core(self) -> Scheduler | None: ...  # noqa: D102 - see above
+    @property
+    def is_open(self) -> bool: ...  # noqa: D102 - whether its executor is there
+    @property
+    def is_draining(self) -> bool: ...  # noqa: D102 - whether it takes no requests
+
+    def let_leave(self, origin: Origin) -> bool:
+        """Let a running request go on elsewhere after its next token."""
+
+    def release(self, origins: list[Origin]) -> list[Request]:
+        """Give up these requests; those that a step in flight owes a token come later."""
+
+    def return_lease(self, stored: StoredBlocks) -> None:
+        """Nobody needs these blocks of its executor's pool any more."""
+
+
+class Transit:
+    """Times in seconds. ``cells``: all of them, by number; cells may be added while it works."""
+
+    def __init__(self, placement: Placement, cells: Sequence[TransitCell]) -> None:
+        self.num_moved = 0
+        """How often a request went from one cell to another."""
+        self._placement = placement
+        self._cells = cells
+        self._left: dict[Origin, int] = {}
+        """The cells that waiting requests came from."""
+        self._relieve_at = float("-inf")
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Requests that left a cell and have not reached another."""
+        return len(self._left)
+
+    def loads(self) -> list[CellLoad]:
+        """What placement asks of the cells with an executor."""
+        return [
+            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining, role=cell.role)
+            for cell in self._cells
+            if cell.is_open and cell.core is not None
+        ]
+
+    def place(self, now: float) -> Iterator[Placed]:
+        """Take requests that can start soon out of the queue. Each must be adopted before the next is asked for."""
+        loads = self.loads()
+        if not loads:
+            return
+        while (placed := self._placement.place_next(loads, now)) is not None:
+            request = placed.request
+            self.num_moved += self._left.pop(request.new.origin, placed.cell) != placed.cell
+            if request.stored is not None and not self._can_reach(request.stored):
+                self.forget_stored(request)
+            yield placed
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        """Let these requests wait for a cell."""
+        if len(self._cells) == 1 and requests and self._cells[0].core is not None:
+            # Its core has numbered the requests until now.
+            self._placement.number_after(self._cells[0].core.requests())
+        for request in requests:
+            placed = self._placement.placed(request.new.origin)
+            self._left[request.new.origin] = 0 if placed is None else placed.cell
+            self._placement.take_back(request)
+
+    def forget(self, origin: Origin) -> None:
+        """A request has ended, perhaps on its way."""
+        self._left.pop(origin, None)
+
+    def forget_all(self) -> None:
+        """The requests on their way have ended."""
+        self._left.clear()
+
+    def return_leases(self, leases: Sequence[StoredBlocks]) -> None:
+        """Tell the cells that keep the books of these pools."""
+        for stored in leases:
+            for cell in self._cells:
+                if cell.core is not None and cell.core.capacity.host_pool == stored.pool:
+                    cell.return_lease(stored)
+
+    def forget_stored(self, request: Request) -> None:
+        """The request ends, or goes on without the blocks that it left somewhere."""
+        if request.stored is not None:
+            self.return_leases((request.stored,))
+            request.forget_stored()
+
+    def relieve(self, now: float, *, is_paused: bool = False) -> None:
+        """Who lost its blocks, or misses its gaps, in one cell goes on in another that has room for it."""
+        policy = self._placement.policy
+        if now >= self._relieve_at and policy.has_roles:
+            self._relieve_at = now + RELIEVE_INTERVAL_S
+            for number, late in policy.to_relieve(self.loads()):
+                self._cells[number].let_leave(late.new.origin)
+        if is_paused or not any(cell.core is not None and cell.core.num_preempted for cell in self._cells):
+            return
+        loads = self.loads()
+        for load in loads:
+            request = load.stranded()
+            if request is not None and self._placement.would_place_beside(request, loads, load):
+                self.take_back(self._cells[load.number].release([request.new.origin]))
+
+    def _can_reach(self, stored: StoredBlocks) -> bool:
+        pools = (cell.core.capacity.host_pool for cell in self._cells if cell.is_open and cell.core is not None)
+        return stored.outlives_process or stored.pool in pools
