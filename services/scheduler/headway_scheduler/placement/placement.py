@@ -256,8 +256,7 @@ class Placement:
         self._enter_line(request)
 
     def _enter_line(self, request: Request) -> None:
-        has_first_token = len(request.token_ids) > request.new.num_prompt_tokens
-        if self.policy.has_roles and request.stored is not None and has_first_token:
+        if self.policy.has_roles and request.stored is not None:
             request.num_queued_tokens = len(request.token_ids)
             self._waiting.room.enter(request)
             insort(self._going_on, request, key=_place_of)
