@@ -11,6 +11,11 @@ it would know the prompts of the second round.
 The flight log says which streams moved. The others are the survivors'. Their gaps between tokens are compared with those
 of the rounds without a loss: P99 over all rounds, and for each pair. A moved prompt and its output are computed again,
 which makes steps of the survivor longer; ``--serve-flags`` may bound that (--budget=slo,--default-itl-slo-ms=...).
+
+With ``--roles prefill,decode`` every stream is handed off behind its prompt, and ``--kill`` says whose process dies:
+*first*, *second*, *both*, or one of the two by chance. Streams then begin over ``--spread`` seconds, so that some are in
+the middle of their hand-off at any moment. Tokens are what counts there: an executor with another role has no survivors
+to compare.
 """
 
 import argparse
@@ -39,6 +44,7 @@ from program import count, parser_of, provenance, write_result
 from served import served
 
 NUM_EXECUTORS = 2
+VICTIMS: dict[str, tuple[int, ...]] = {"any": (), "first": (0,), "second": (1,), "both": (0, 1)}
 _VOCABULARY = range(3, 1000)
 _JOIN_S = 60.0
 _POLL_S = 0.02
@@ -93,12 +99,14 @@ class Load:
         prompts = [draw.choices(_VOCABULARY, k=self._arguments.prompt) for _ in range(self._arguments.streams)]
         began = time.perf_counter()
         streams = [Stream(f"{name}-{number}-{index}") for index in range(len(prompts))]
+        starts = [draw.uniform(0.0, self._arguments.spread) for _ in prompts]
         await asyncio.gather(
-            *(self._follow(*each, seed) for seed, each in enumerate(zip(streams, prompts, strict=True)))
+            *(self._follow(*each, seed) for seed, each in enumerate(zip(streams, prompts, starts, strict=True)))
         )
         return Round(streams, time.perf_counter() - began)
 
-    async def _follow(self, stream: Stream, prompt: list[int], seed: int) -> None:
+    async def _follow(self, stream: Stream, prompt: list[int], start_s: float, seed: int) -> None:
+        await asyncio.sleep(start_s)
         answer = self._client.generate(
             prompt,
             request_id=stream.request_id,
@@ -120,16 +128,22 @@ async def run_pairs(address: str, arguments: argparse.Namespace) -> list[Pair]:
         await _joined(client, NUM_EXECUTORS)
         wall_s = (await load.run(-1, "warm-up")).wall_s
         pairs = []
+        num_killed = 0
         for number in range(arguments.moments):
-            share, victim = draw.uniform(_EARLIEST, _LATEST), draw.randrange(NUM_EXECUTORS)
+            share, any_one = draw.uniform(_EARLIEST, _LATEST), draw.randrange(NUM_EXECUTORS)
+            victims = VICTIMS[arguments.kill] or (any_one,)
+            if arguments.roles:
+                share *= arguments.spread / wall_s
             alone = await load.run(number, "alone") if number % 2 == 0 else None
             running = asyncio.create_task(load.run(number, "loss"))
             await asyncio.sleep(share * wall_s)
-            _executor(victim).kill()
+            for process in [_executor(victim) for victim in victims]:
+                process.kill()
+            num_killed += len(victims)
             with_loss = await running
             with_loss.killed_at = share
             if alone is None or number + 1 < arguments.moments:
-                await _joined(client, NUM_EXECUTORS + number + 1)
+                await _joined(client, NUM_EXECUTORS + num_killed)
             alone = alone or await load.run(number, "alone")
             wall_s = alone.wall_s
             pairs.append(Pair(alone, with_loss))
@@ -220,8 +234,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=count, default=120, help="tokens of an answer (default: 120)")
     parser.add_argument("--step-ms", type=float, default=30.0, help="time of a step without tokens (default: 30)")
     parser.add_argument("--token-us", type=float, default=5.0, help="time per token of a step (default: 5)")
+    parser.add_argument("--roles", default="", help="roles of the two executors, as prefill,decode (default: none)")
+    parser.add_argument("--kill", choices=VICTIMS, default="any", help="whose process dies (default: any)")
+    parser.add_argument("--spread", type=float, default=0.0, help="seconds over which streams begin (default: 0)")
     parser.add_argument("--serve-flags", default="", help="more flags of headway serve, with commas between")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.roles and not arguments.spread:
+        parser.error("--spread: 0 is not allowed with --roles; allowed: seconds above 0")
+    return arguments
 
 
 def main() -> None:
@@ -233,6 +253,7 @@ def main() -> None:
             *("--executors", str(NUM_EXECUTORS), "--backend", "simulated", "--no-enable-prefix-caching"),
             *("--flight-log", directory, "--max-restarts", "1000", "--restart-window-s", "0.1"),
             *(word for option in options for word in ("--backend-option", option)),
+            *(("--roles", arguments.roles) if arguments.roles else ()),
             *arguments.serve_flags.split(",")[: None if arguments.serve_flags else 0],
         )
         with served(*flags) as address:
