@@ -273,6 +273,19 @@ def test_placement(tmp_path):
         assert f"ratio {row['ttft_p99_ratio']}" in printed
 
 
+@pytest.mark.deep
+def test_goodput(tmp_path):
+    result, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    load = ("--workloads", "llama-3-8b", "--most-requests", "12")
+    printed = run("goodput.py", *load, "--json", str(result), "--png", str(picture), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE | {"ways"}
+    points = record["results"]["llama-3-8b"]["by_gap"]
+    assert [point["gap_ms"] for point in points] == sorted(point["gap_ms"] for point in points)
+    assert all(str(point["hybrid_over_better"]) in printed for point in points)
+    assert picture.stat().st_size > 0
+
+
 def test_reliability_overhead(tmp_path):
     result = tmp_path / "result.json"
     sizes = ("--running", "4", "--steps", "20", "--round-trips", "50", "--rounds", "1")
@@ -306,7 +319,7 @@ def test_compare(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["bench_truth", "compare", "gpu_stack", "gpu_steps", "load_generators"])
+@pytest.mark.parametrize("name", ["bench_truth", "compare", "goodput", "gpu_stack", "gpu_steps", "load_generators"])
 def test_what_runs_only_in_make_deep_can_be_imported(name):
     assert importlib.import_module(name).main
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway_proto.ingress import PRIORITY_HIGH, PRIORITY_LOW
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed, Placement
@@ -134,6 +135,45 @@ def test_hybrid_prefers_the_role_and_leaves_a_prefill_executor() -> None:
     placed = prompt_placed("hybrid", cells((DECODE, Core()), (PREFILL, Core())))
     assert (placed.cell, placed.num_choices, placed.leaves) == (1, 2, True)
     assert decode_placed("hybrid", cells((PREFILL, Core()), (DECODE, Core()))).cell == 1
+
+
+@pytest.mark.parametrize(("step_us", "leaves"), [(3_900.0, False), (4_100.0, True)])
+def test_hybrid_hands_nobody_off_where_decoding_takes_little_of_the_objective(step_us: float, *, leaves: bool) -> None:
+    loads = cells((PREFILL, Core(step_us=step_us)), (DECODE, Core(num_prompt_tokens_left=10_000)))
+    placed = prompt_placed("hybrid", loads, **TIGHT)
+    assert (placed.cell, placed.leaves) == (0, leaves)
+
+
+def test_a_prompt_does_not_wait_behind_one_that_waits_for_room_to_decode() -> None:
+    full = Core(num_running=8)
+    placement = placement_of("disaggregated", 1, 2)
+    carrying = handed_off(placement, cells((PREFILL, Core())))
+    placed = chosen(placement, cells((PREFILL, Core()), (DECODE, full)))
+    assert (placed.request.new.origin.handle, placed.cell) == (2, 0)
+    assert (len(placement), placement.num_waiting_tokens) == (1, len(carrying.token_ids))
+    placement.add(new_request(3), [], 0.0)
+    assert chosen(placement, cells((PREFILL, Core()), (DECODE, Core()))).request is carrying, "who has run goes first"
+    assert len(placement) == 1
+
+
+def test_who_waits_with_its_blocks_is_ended_like_others_and_stands_behind_a_higher_class() -> None:
+    placement = placement_of("disaggregated", 1)
+    carrying = handed_off(placement, cells((PREFILL, Core())))
+    assert placement.find(carrying.new.origin) is carrying
+    assert placement.num_ahead_of(carrying) == 0
+    assert placement.finish(carrying.new.origin, FinishReason.ABORT) is not None
+    assert (len(placement), placement.num_waiting_tokens) == (0, 0)
+    placement = Placement(SchedulerLimits(order="priority"), POLICIES["disaggregated"])
+    placement.add(new_request(1, priority=PRIORITY_LOW), [], 0.0)
+    handed_off(placement, cells((PREFILL, Core())))
+    placement.add(new_request(2, priority=PRIORITY_HIGH), [], 0.0)
+    assert chosen(placement, cells((BOTH, Core()))).request.new.origin.handle == 2
+
+
+def test_blocks_that_come_along_take_no_tokens_of_a_step() -> None:
+    waits = Core(num_waiting=1, num_waiting_tokens=60)
+    assert decode_placed("disaggregated", cells((DECODE, waits)), num_tokens=40).cell == 0
+    assert placement_of("disaggregated", 1, num_tokens=40).place_next(cells((PREFILL, waits)), 0.0) is None
 
 
 def test_hybrid_starts_a_prompt_on_a_decode_executor_with_slack() -> None:
