@@ -79,6 +79,17 @@ MODEL_SHAPES = {
             context_length=8192,
         ),
         ModelShape(
+            name="llama-2-13b",
+            num_layers=40,
+            hidden_size=5120,
+            intermediate_size=13824,
+            num_heads=40,
+            num_kv_heads=40,
+            head_dim=128,
+            vocab_size=32_000,
+            context_length=4096,
+        ),
+        ModelShape(
             name="llama-2-70b",
             num_layers=80,
             hidden_size=8192,

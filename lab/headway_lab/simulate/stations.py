@@ -39,7 +39,7 @@ class Station:
         events = self.core.update(answer, now)
         self.has_news = True
         self.num_ended += len(events.finished)
-        self.busy_s += step.end_s - step.start_s
+        self.busy_s += step.end_s - step.start_s - step.overlap_s
         return step, events
 
     def schedule(self, now: float) -> tuple[FinishedEvent, ...]:

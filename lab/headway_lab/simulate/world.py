@@ -48,7 +48,12 @@ def make_world(options: SimulationOptions) -> World:
         ConfigurationError: the model does not fit the device, or the workload not the model.
     """
     accelerator, shape = _accelerator_and_model(options)
-    roofline = Roofline(accelerator, shape, options.tensor_parallel)
+    if shape.num_layers % options.pipeline_parallel:
+        raise ConfigurationError(
+            f"--pipeline-parallel: {options.pipeline_parallel} is not allowed; "
+            f"allowed: a divisor of {shape.num_layers}, the layers of {shape.name}"
+        )
+    roofline = Roofline(accelerator, shape, options.tensor_parallel, options.pipeline_parallel)
     if options.max_model_len == 1 or options.max_model_len > shape.context_length:
         raise ConfigurationError(
             f"--max-model-len: {options.max_model_len} is not allowed; allowed: 2 to {shape.context_length}, "
@@ -57,7 +62,7 @@ def make_world(options: SimulationOptions) -> World:
     num_blocks = options.num_kv_blocks or roofline.num_blocks(options.block_size)
     if num_blocks < 1:
         raise ConfigurationError(
-            f"--tensor-parallel: {shape.name} does not fit into {options.tensor_parallel} x {accelerator.name}; "
+            f"--tensor-parallel: {shape.name} does not fit into {roofline.num_devices} x {accelerator.name}; "
             "allowed: more devices"
         )
     capacity = ExecutorCapacity(
