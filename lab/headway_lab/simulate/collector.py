@@ -124,6 +124,10 @@ class RunCollector:
         )
         return Measurement(self._requests, times)
 
+    def preempted(self) -> list[int]:
+        """Return the ended requests that were preempted, by number."""
+        return sorted(number for number, event in self._ends.items() if event.num_preemptions)
+
     def requests(self) -> list[SimulatedRequest]:
         """Return all ended requests."""
         measurement = self.measurement()
