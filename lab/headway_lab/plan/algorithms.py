@@ -272,7 +272,7 @@ class Planner:
         check = self._check(instances, counts, rate)
         for _ in range(_MOST_ADDED):
             grown = _one_more(counts, check, is_pair=is_pair)
-            if check.share >= self._goal.attainment or _total(grown, sizes) > most:
+            if check.meets(self._goal.attainment) or _total(grown, sizes) > most:
                 break
             counts = grown
             check = self._check(instances, counts, rate)

@@ -10,7 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from headway_lab.plan.instance import FloatArray, Instance, Phase
+from headway_lab.plan.options import MEAN_GAP
 from headway_lab.plan.workload import Workload
+from headway_lab.simulate.device import pass_stages
+from headway_lab.simulate.roofline import StepTime
 
 CEILING_MARGIN = 1.15
 """An executor whose ceiling is so far below another one's goodput is not tried. Mean lengths make the ceiling; a run of
@@ -28,18 +31,26 @@ class Alone(NamedTuple):
     gap_s: FloatArray
 
 
-def alone(instance: Instance, workload: Workload, transfer_token_s: float) -> Alone:
-    """Return the latencies of the first requests. ``transfer_token_s``: a hand-off's seconds per token of the prompt."""
+def alone(instance: Instance, workload: Workload, gaps: str, transfer_token_s: float) -> Alone:
+    """Return the latencies of the first requests. ``gaps``: see ``PlanOptions``.
+
+    ``transfer_token_s``: a hand-off's seconds per token of the prompt.
+    """
     requests = workload.requests[:_MOST_SEEN]
     first_s, gap_s = np.zeros(len(requests)), np.zeros(len(requests))
     for place, request in enumerate(requests):
-        prompt, output = request.num_prompt_tokens, request.num_output_tokens
+        prompt, num_gaps = request.num_prompt_tokens, request.num_output_tokens - 1
         if instance.phase is not Phase.DECODE:
             first_s[place] = _prompt_s(instance, prompt)[0]
-        if instance.phase is not Phase.PREFILL and output > 1:
-            last_s = _decode_s(instance, 1, prompt + output - 1)[0]
-            handed_s = prompt * transfer_token_s + _decode_s(instance, 1, prompt + 1)[0]
-            gap_s[place] = max(last_s, handed_s) if instance.phase is Phase.DECODE else last_s
+        if instance.phase is Phase.PREFILL or not num_gaps:
+            continue
+        # The first gap has the hand-off, and the last one the longest context.
+        transfer_s = prompt * transfer_token_s * (instance.phase is Phase.DECODE)
+        earliest_s, latest_s = (_decode_s(instance, 1, prompt + count)[0] for count in (1, num_gaps))
+        if gaps == MEAN_GAP:
+            gap_s[place] = (earliest_s + latest_s) / 2 + transfer_s / num_gaps
+        else:
+            gap_s[place] = max(transfer_s + earliest_s, latest_s)
     return Alone(first_s, gap_s)
 
 
@@ -117,12 +128,14 @@ def fullest_batch(instance: Instance, workload: Workload) -> int:
 def _prompt_s(instance: Instance, num_tokens: int) -> tuple[float, float]:
     """Return a prompt's latency, and how long it keeps the slowest stage busy."""
     budget = instance.limits.max_num_batched_tokens
-    busy_s = 0.0
+    free_s = [0.0] * instance.degrees.pipeline_parallel
+    latency_s = busy_s = 0.0
     for start in range(0, num_tokens, budget):
         chunk = min(budget, num_tokens - start)
-        latency_s, interval_s = _step_s(instance, [chunk], [start], int(start + chunk == num_tokens))
-        busy_s += interval_s
-    return busy_s - interval_s + latency_s, busy_s
+        time = _step_time(instance, [chunk], [start], int(start + chunk == num_tokens))
+        latency_s = pass_stages(free_s, time, free_s[0]) if time.stages_s else latency_s + time.total_s
+        busy_s += max(time.stages_s, default=time.total_s)
+    return latency_s, busy_s
 
 
 def _decode_s(instance: Instance, num_rows: int, num_tokens: int) -> tuple[float, float]:
@@ -131,7 +144,10 @@ def _decode_s(instance: Instance, num_rows: int, num_tokens: int) -> tuple[float
 
 
 def _step_s(instance: Instance, scheduled: list[int], computed: list[int], num_samples: int) -> tuple[float, float]:
-    time = instance.roofline.step_time(
-        np.array(scheduled, dtype=np.int32), np.array(computed, dtype=np.int32), num_samples
-    )
+    time = _step_time(instance, scheduled, computed, num_samples)
     return time.total_s, max(time.stages_s, default=time.total_s)
+
+
+def _step_time(instance: Instance, scheduled: list[int], computed: list[int], num_samples: int) -> StepTime:
+    rows = np.array(scheduled, dtype=np.int32), np.array(computed, dtype=np.int32)
+    return instance.roofline.step_time(*rows, num_samples)

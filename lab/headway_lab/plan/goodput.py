@@ -17,7 +17,7 @@ from headway_lab.percentiles import rounded
 from headway_lab.plan.bounds import alone, ceiling
 from headway_lab.plan.cluster import Degrees
 from headway_lab.plan.instance import FloatArray, Instance, Phase, Run
-from headway_lab.plan.options import EACH_GAP
+from headway_lab.plan.options import MEAN_GAP
 from headway_lab.plan.workload import MOST_REQUESTS, Workload
 from headway_lab.workload.requests import PlannedRequest
 
@@ -34,11 +34,19 @@ Missed = Literal["", "ttft", "itl", "load"]
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One rate, in requests per second: the share from 0 to 1 of ``num_requests`` that kept the phase's objectives."""
+    """One rate, in requests per second: the share from 0 to 1 of ``num_requests`` that kept the phase's objectives.
+
+    ``keeps_up``: whether the wait for a first token did not grow with the trial.
+    """
 
     rate: float
     num_requests: int
     share: float
+    keeps_up: bool = True
+
+    def meets(self, attainment: float) -> bool:
+        """Whether the executor can bear the rate for long."""
+        return self.keeps_up and self.share >= attainment
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,18 +87,17 @@ class Goal(NamedTuple):
 
     def keeps_gaps(self, requests: Sequence[PlannedRequest], run: Run, handed_s: FloatArray | float = 0.0) -> BoolArray:
         """Return whether each request's gaps keep the objective; ``handed_s``: its gap at the hand-off, bool, ``[requests]``."""
-        limit_s = self.workload.objectives.limits_s[1]
-        if self.gaps == EACH_GAP:
-            keeps: BoolArray = np.maximum(run.longest_gap_s, handed_s) <= limit_s
-            return keeps
-        num_gaps = np.array([max(one.num_output_tokens - 1, 1) for one in requests])
-        keeps = (run.gaps_s + handed_s) / num_gaps <= limit_s
+        judged_s = np.maximum(run.longest_gap_s, handed_s)
+        if self.gaps == MEAN_GAP:
+            num_gaps = np.array([max(one.num_output_tokens - 1, 1) for one in requests])
+            judged_s = (run.gaps_s + handed_s) / num_gaps
+        keeps: BoolArray = judged_s <= self.workload.objectives.limits_s[1]
         return keeps
 
 
 def appraise(instance: Instance, goal: Goal) -> Outcome:
     """Return an outcome without a search: only what the costs say."""
-    latencies = alone(instance, goal.workload, goal.transfer_token_s)
+    latencies = alone(instance, goal.workload, goal.gaps, goal.transfer_token_s)
     limits_s = goal.workload.objectives.limits_s
     missed: Missed = ""
     if float(np.mean(latencies.first_s <= limits_s[0])) < goal.attainment:
@@ -116,9 +123,13 @@ def searched(instance: Instance, outcome: Outcome, goal: Goal, on_trial: Callabl
     def take(rate: float) -> Trial:
         num_requests = requests_to_settle({instance.phase}, goal, rate)
         requests = goal.workload.requests[:num_requests]
-        run = instance.run(requests, goal.workload.times_s(rate, num_requests), goal.workload.seed)
+        times_s = goal.workload.times_s(rate, num_requests)
+        run = instance.run(requests, times_s, goal.workload.seed)
         return Trial(
-            rate=rounded(rate), num_requests=num_requests, share=share_counted(_keeps(instance, goal, requests, run))
+            rate=rounded(rate),
+            num_requests=num_requests,
+            share=share_counted(_keeps(instance, goal, requests, run)),
+            keeps_up=keeps_up(times_s, run.first_s),
         )
 
     least_rate = goal.least_rate * instance.degrees.num_devices
@@ -156,7 +167,7 @@ def highest_rate(
                 break
             rate = max(rate, least_rate)
         trials.append(take(rate))
-        search.record(rate, meets=trials[-1].share >= attainment)
+        search.record(rate, meets=trials[-1].meets(attainment))
         on_trial(trials[-1])
     return search.met and rounded(search.met), trials
 
@@ -170,6 +181,19 @@ def requests_to_settle(phases: Collection[Phase], goal: Goal, rate: float) -> in
     if phases != {Phase.PREFILL}:
         longest_s = max(longest_s, WARM_UP_SHARE * goal.workload.mean_output_tokens * itl_s)
     return min(max(goal.least_requests, ceil(rate * longest_s)), MOST_REQUESTS)
+
+
+def keeps_up(times_s: FloatArray, first_s: FloatArray) -> bool:
+    """Return whether waits grow by less than ``TOLERANCE`` of the time, by the line of least squares.
+
+    In a queue that gets e times what it can serve, the wait grows by 1 - 1 / e of each second. An objective that forgives
+    long waits would not show it within a trial.
+    """
+    counted = np.isfinite(first_s)
+    counted[: len(counted) // WARM_UP_SHARE] = False
+    if np.count_nonzero(counted) < 2:
+        return False
+    return float(np.polyfit(times_s[counted], first_s[counted], 1)[0]) < TOLERANCE
 
 
 def share_counted(meets: BoolArray) -> float:

@@ -15,10 +15,10 @@ from headway_lab.reports import rate_cell
 
 JSON_SCHEMA = 1
 _COLUMNS = ("executor for", "degrees", "devices", "goodput req/s", "per device", "alone ms", "")
-_MISSED = {
-    "ttft": "misses the first token alone",
-    "itl": "misses the gaps alone",
-    "load": "misses them under load",
+_NOT_SEARCHED = {
+    "ttft": "not searched, since one request alone gets its first token too late",
+    "itl": "not searched, since one request alone has too long gaps",
+    "": "not searched, since by their costs they need no fewer devices",
 }
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -51,17 +51,16 @@ def _table(plan: Plan) -> list[str]:
         if system is not None
         for role in system.roles
     }
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    skipped: Counter[str] = Counter()
-    for outcome in plan.outcomes:
-        if not outcome.missed and outcome.goodput is None:
-            skipped[outcome.phase.value] += 1
-            continue
-        rows.append(_row(outcome, is_chosen=(outcome.phase, outcome.degrees) in chosen))
-    lines = aligned(rows, left=(0, 1, 6))
-    if skipped:
-        counts = ", ".join(f"{count} for {phase}" for phase, count in skipped.items())
-        lines.append(f"not searched, since by their costs they need no fewer devices: {counts}")
+    searched = [outcome for outcome in plan.outcomes if outcome.trials]
+    lines = aligned(
+        [_COLUMNS, *(_row(outcome, is_chosen=(outcome.phase, outcome.degrees) in chosen) for outcome in searched)],
+        left=(0, 1, 6),
+    )
+    rest = [outcome for outcome in plan.outcomes if not outcome.trials]
+    for missed, words in _NOT_SEARCHED.items():
+        counts = Counter(outcome.phase.value for outcome in rest if outcome.missed == missed)
+        if counts:
+            lines.append(f"{words}: " + ", ".join(f"{count} for {phase}" for phase, count in counts.items()))
     return lines
 
 
@@ -75,7 +74,7 @@ def _row(outcome: Outcome, *, is_chosen: bool) -> tuple[str, ...]:
         rate_cell(outcome.goodput),
         rate_cell(outcome.per_device) if outcome.goodput else "-",
         alone.get(outcome.phase, f"{first_ms:.1f}/{gap_ms:.1f}"),
-        _MISSED.get(outcome.missed, ""),
+        "misses them under load" if outcome.missed else "",
     )
 
 
@@ -131,7 +130,7 @@ def _hand_off(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     split, together = plan.split, plan.together
     if split is None or together is None:
-        return f"{plan.better}: the other keeps no objectives"
+        return f"{plan.better}, since nothing else keeps the objectives"
     best, other = (split, together) if plan.better == SPLIT else (together, split)
     words = f"{plan.better}: {_devices(best.num_devices)} instead of {other.num_devices}, "
     words += f"{best.per_device:.2f} requests/s per device instead of {other.per_device:.2f}"

@@ -50,7 +50,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def serves(self, system: System) -> bool:
         """Whether it reaches the rate within the objectives."""
-        return system.check.rate >= self.options.rate and system.check.share >= self.options.attainment
+        return system.check.rate >= self.options.rate and system.check.meets(self.options.attainment)
 
     @property
     def is_enough(self) -> bool:

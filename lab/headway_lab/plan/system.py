@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headway_lab.percentiles import rounded
-from headway_lab.plan.goodput import BoolArray, Goal, Trial, requests_to_settle, share_counted
+from headway_lab.plan.goodput import BoolArray, Goal, Trial, keeps_up, requests_to_settle, share_counted
 from headway_lab.plan.instance import FloatArray, Instance, Phase
 from headway_lab.workload.requests import PlannedRequest
 
@@ -20,7 +20,8 @@ _MS = 1e3
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A system at a rate, in requests per second. Shares from 0 to 1 kept the objectives; times in milliseconds.
 
-    ``ttft_share`` and ``itl_share``: each objective alone. ``decode_step_ms``: the mean step that decodes.
+    ``ttft_share`` and ``itl_share``: each objective alone. ``decode_step_ms``: the mean step that decodes. ``keeps_up``: see
+    ``Trial``.
     """
 
     rate: float
@@ -29,6 +30,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     ttft_share: float
     itl_share: float
     decode_step_ms: float
+    keeps_up: bool
+
+    def meets(self, attainment: float) -> bool:
+        """Whether the system can bear the rate for long."""
+        return self.keeps_up and self.share >= attainment
 
 
 def check_split(
@@ -40,7 +46,7 @@ def check_split(
     seed = goal.workload.seed
     first = prefill.run(requests, times_s, seed, num_prefill)
     came_s = times_s + first.first_s
-    ready_s = _handed_over(requests, came_s, num_prefill, goal.transfer_token_s)
+    ready_s = handed_over(requests, came_s, num_prefill, goal.transfer_token_s)
     places = np.flatnonzero(np.isfinite(ready_s))
     chosen = [requests[place] for place in places.tolist()]
     rest = decode.run(chosen, ready_s[places], seed, num_decode)
@@ -48,7 +54,9 @@ def check_split(
     keeps_itl = np.zeros(num_requests, dtype=np.bool_)
     handed_s = is_handed * (ready_s[places] - came_s[places] + rest.first_s)
     keeps_itl[places] = goal.keeps_gaps(chosen, rest, handed_s)
-    return _checked(rate, first.first_s <= goal.workload.objectives.limits_s[0], keeps_itl, rest.mean_step_s)
+    keeps_pace = keeps_up(times_s, first.first_s) and keeps_up(ready_s[places], rest.first_s)
+    keeps_ttft = first.first_s <= goal.workload.objectives.limits_s[0]
+    return _checked(rate, keeps_ttft, keeps_itl, rest.mean_step_s, keeps_pace)
 
 
 def check_together(instance: Instance, num_executors: int, goal: Goal, rate: float) -> Check:
@@ -57,15 +65,16 @@ def check_together(instance: Instance, num_executors: int, goal: Goal, rate: flo
     requests, times_s = goal.workload.requests[:num_requests], goal.workload.times_s(rate, num_requests)
     run = instance.run(requests, times_s, goal.workload.seed, num_executors)
     keeps_ttft = run.first_s <= goal.workload.objectives.limits_s[0]
-    return _checked(rate, keeps_ttft, goal.keeps_gaps(requests, run), run.mean_step_s)
+    keeps_itl = goal.keeps_gaps(requests, run)
+    return _checked(rate, keeps_ttft, keeps_itl, run.mean_step_s, keeps_up(times_s, run.first_s))
 
 
 def trial_of(check: Check) -> Trial:
     """Return a check as a trial of its rate."""
-    return Trial(rate=check.rate, num_requests=check.num_requests, share=check.share)
+    return Trial(rate=check.rate, num_requests=check.num_requests, share=check.share, keeps_up=check.keeps_up)
 
 
-def _handed_over(
+def handed_over(
     requests: Sequence[PlannedRequest], came_s: FloatArray, num_links: int, transfer_token_s: float
 ) -> FloatArray:
     """Return when each request's keys and values have arrived; infinite if its first token has not come."""
@@ -83,7 +92,7 @@ def _handed_over(
     return ready_s
 
 
-def _checked(rate: float, keeps_ttft: BoolArray, keeps_itl: BoolArray, mean_step_s: float) -> Check:
+def _checked(rate: float, keeps_ttft: BoolArray, keeps_itl: BoolArray, mean_step_s: float, keeps_pace: bool) -> Check:
     return Check(
         rate=rounded(rate),
         num_requests=len(keeps_ttft),
@@ -91,4 +100,5 @@ def _checked(rate: float, keeps_ttft: BoolArray, keeps_itl: BoolArray, mean_step
         ttft_share=share_counted(keeps_ttft),
         itl_share=share_counted(keeps_itl),
         decode_step_ms=rounded(mean_step_s * _MS),
+        keeps_up=keeps_pace,
     )

@@ -194,12 +194,7 @@ class VirtualDevice:
             return self._stages_free_s[0]
         if len(self._stages_free_s) == 1:
             self._stages_free_s = [0.0] * len(time.stages_s)
-        send_s = factor * time.send_s / (len(time.stages_s) - 1)
-        arrival_s = start_s + swap_s
-        for stage, stage_s in enumerate(time.stages_s):
-            self._stages_free_s[stage] = max(arrival_s, self._stages_free_s[stage]) + factor * stage_s
-            arrival_s = self._stages_free_s[stage] + send_s
-        return self._stages_free_s[-1]
+        return pass_stages(self._stages_free_s, time, start_s + swap_s, factor)
 
     def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
         name = self._costs.model_name
@@ -253,6 +248,19 @@ class VirtualDevice:
         num_computed = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling]
         token_ids[num_computed == self._stops_at[batch.rows[sampling]]] = self._stop_token_id
         return token_ids
+
+
+def pass_stages(free_s: list[float], time: StepTime, start_s: float, factor: float = 1.0) -> float:
+    """Send a step through several stages; return its end.
+
+    ``free_s``: when each stage is done with the step before; afterwards, with this one. ``factor``: on the step's time.
+    """
+    send_s = factor * time.send_s / (len(free_s) - 1)
+    arrival_s = start_s
+    for stage, stage_s in enumerate(time.stages_s):
+        free_s[stage] = max(arrival_s, free_s[stage]) + factor * stage_s
+        arrival_s = free_s[stage] + send_s
+    return free_s[-1]
 
 
 def stop_token_of(vocab_size: int) -> int:
