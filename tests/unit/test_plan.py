@@ -104,6 +104,17 @@ def test_stages_on_several_nodes_send_from_node_to_node():
     assert not cluster.crosses_nodes(8)
 
 
+def test_two_executors_share_nodes_part_by_part():
+    cluster = cluster_of(options_of(devices_per_node=4))
+    assert cluster.nodes_of_pair(Degrees(1), Degrees(2)) == 1
+    assert cluster.nodes_of_pair(Degrees(1, 2), Degrees(2)) == 1
+    assert cluster.nodes_of_pair(Degrees(2, 2), Degrees(2, 2)) == 2  # two stages of both, four devices each
+    assert cluster.nodes_of_pair(Degrees(2, 2), Degrees(1, 4)) == 2  # one stage and two stages on each node
+    assert cluster.nodes_of_pair(Degrees(4), Degrees(1)) is None
+    assert cluster.nodes_of_pair(Degrees(2, 8), Degrees(2, 8)) == 8
+    assert cluster_of(options_of(), most_devices=8).nodes_of_pair(Degrees(4, 2), Degrees(4, 2)) is None
+
+
 # ----------------------------------------------------------------------------------------------------------- instances
 
 

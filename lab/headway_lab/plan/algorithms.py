@@ -2,8 +2,8 @@
 
 - *Algorithm 1*, for fast links between nodes: each phase chooses its degrees alone, by the goodput of one executor, and
   has as many executors as the rate needs.
-- *Algorithm 2*, for slow links: an executor for prefill and one for decode have as many stages, and each stage of both is
-  on one node, so that keys and values move inside it. The pair's goodput counts.
+- *Algorithm 2*, for slow links: an executor for prefill and one for decode share nodes, so that keys and values move inside
+  a node. If one node is too small, each holds the same part of the layers of both. The pair's goodput counts.
 
 Both choose the fewest devices for the rate, then the most goodput per device. The paper compares goodput per device alone
 and rounds up afterwards; for high rates this is the same. A chosen system is run as a whole. Since a request must keep both
@@ -73,6 +73,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: Degrees
     decode: Degrees
+    num_nodes: int
     ceiling: float
     goodput: float | None = None
     trials: list[Trial] = []
@@ -117,7 +118,8 @@ class Planner:
         """Return what is known of an executor; its costs at least."""
         key = (phase, degrees, crosses_nodes)
         if key not in self.outcomes:
-            self.outcomes[key] = appraise(self._instance(*key), self._goal)
+            outcome = appraise(self._instance(*key), self._goal)
+            self.outcomes[key] = msgspec.structs.replace(outcome, crosses_nodes=crosses_nodes)
         return self.outcomes[key]
 
     def search(self, phase: Phase, degrees: Degrees, *, crosses_nodes: bool) -> Outcome:
@@ -213,23 +215,19 @@ class Planner:
         fitting = self._cluster.fitting_degrees()
         for prefill in fitting:
             for decode in fitting:
-                if (
-                    prefill.pipeline_parallel != decode.pipeline_parallel
-                    or prefill.tensor_parallel + decode.tensor_parallel > self._cluster.devices_per_node
-                    or prefill.num_devices + decode.num_devices > self._cluster.most_devices
-                ):
+                num_nodes = self._cluster.nodes_of_pair(prefill, decode)
+                if num_nodes is None:
                     continue
-                crosses = self._cluster.crosses_nodes(prefill.num_devices + decode.num_devices)
                 outcomes = [
-                    self.appraise(phase, degrees, crosses_nodes=crosses)
+                    self.appraise(phase, degrees, crosses_nodes=num_nodes > 1)
                     for phase, degrees in ((Phase.PREFILL, prefill), (Phase.DECODE, decode))
                 ]
                 if not any(outcome.missed for outcome in outcomes):
                     ceiling = CEILING_MARGIN * min(outcome.ceiling for outcome in outcomes)
-                    yield Pair(prefill=prefill, decode=decode, ceiling=rounded(ceiling))
+                    yield Pair(prefill=prefill, decode=decode, num_nodes=num_nodes, ceiling=rounded(ceiling))
 
     def _instances_of(self, pair: Pair) -> list[Instance]:
-        crosses = self._cluster.crosses_nodes(pair.num_devices)
+        crosses = pair.num_nodes > 1
         parts = ((Phase.PREFILL, pair.prefill), (Phase.DECODE, pair.decode))
         return [self._instance(phase, degrees, crosses) for phase, degrees in parts]
 
@@ -238,7 +236,7 @@ class Planner:
 
         Both together keep no more than the worse of them, so its goodput is the next ceiling.
         """
-        crosses = self._cluster.crosses_nodes(pair.num_devices)
+        crosses = pair.num_nodes > 1
         for phase, degrees in ((Phase.PREFILL, pair.prefill), (Phase.DECODE, pair.decode)):
             goodput = self.search(phase, degrees, crosses_nodes=crosses).goodput
             if not goodput:

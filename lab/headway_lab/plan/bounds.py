@@ -20,7 +20,7 @@ CEILING_MARGIN = 1.15
 other lengths may do a little better."""
 _HALVINGS = 16
 _SHORTER_STEPS = 5
-_MOST_SEEN = 512
+_MOST_SEEN = 256
 """Requests that stand for all."""
 
 

@@ -56,6 +56,17 @@ class Cluster(NamedTuple):
         bandwidth = min(self.node_bandwidth, self.link_bandwidth) if crosses_nodes else self.link_bandwidth
         return Roofline(self.accelerator, self.shape, *degrees, stage_bandwidth=bandwidth)
 
+    def nodes_of_pair(self, prefill: Degrees, decode: Degrees) -> int | None:
+        """Return the fewest nodes that two executors can share, each with the same part of the layers of both.
+
+        None: they have too many devices for a node's part, or for all.
+        """
+        num_devices = prefill.num_devices + decode.num_devices
+        for num_nodes in _powers_of_two(min(prefill.pipeline_parallel, decode.pipeline_parallel)):
+            if num_devices <= min(num_nodes * self.devices_per_node, self.most_devices):
+                return num_nodes
+        return None
+
     def all_degrees(self) -> Iterator[Degrees]:
         """Yield powers of two: tensor parallelism within a node, stages that divide the layers."""
         for tensor_parallel in _powers_of_two(min(self.devices_per_node, self.most_devices)):

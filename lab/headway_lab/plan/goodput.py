@@ -52,7 +52,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a search has found.
 
-    ``goodput``: requests per second, None if no rate keeps the objectives or if it was not searched. ``missed``: the
+    ``crosses_nodes``: whether its stages send from node to node. ``goodput``: requests per second, None if no rate keeps the objectives or if it was not searched. ``missed``: the
     objective that one request alone misses, or ``load`` if any load does. ``alone_ms``: both latencies of a request
     alone that the required share keeps. ``ceiling``: an estimate of the highest rate that it cannot exceed by far.
     """
@@ -61,6 +61,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     degrees: Degrees
     alone_ms: tuple[float, float]
     ceiling: float
+    crosses_nodes: bool = False
     missed: Missed = ""
     goodput: float | None = None
     trials: list[Trial] = []

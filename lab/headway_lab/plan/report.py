@@ -69,7 +69,7 @@ def _row(outcome: Outcome, *, is_chosen: bool) -> tuple[str, ...]:
     alone = {Phase.PREFILL: f"{first_ms:.1f}", Phase.DECODE: f"{gap_ms:.1f}"}
     return (
         outcome.phase.value,
-        outcome.degrees.label + " *" * is_chosen,
+        outcome.degrees.label + ", across nodes" * outcome.crosses_nodes + " *" * is_chosen,
         str(outcome.degrees.num_devices),
         rate_cell(outcome.goodput),
         rate_cell(outcome.per_device) if outcome.goodput else "-",
@@ -79,12 +79,13 @@ def _row(outcome: Outcome, *, is_chosen: bool) -> tuple[str, ...]:
 
 
 def _pairs(plan: Plan) -> list[str]:
-    rows: list[tuple[str, ...]] = [("prefill", "with decode", "devices", "goodput req/s", "per device")]
+    rows: list[tuple[str, ...]] = [("prefill", "with decode", "nodes", "devices", "goodput req/s", "per device")]
     searched = [pair for pair in plan.pairs if pair.goodput]
     rows += [
         (
             pair.prefill.label,
             pair.decode.label,
+            str(pair.num_nodes),
             str(pair.num_devices),
             rate_cell(pair.goodput),
             rate_cell((pair.goodput or 0.0) / pair.num_devices),
@@ -101,7 +102,7 @@ def _answer(plan: Plan, system: System | None) -> str:
     roles = " + ".join(map(_role, system.roles))
     carried = f"{check.rate:g} requests/s" if check.rate >= plan.options.rate else f"only {check.rate:.2f} requests/s"
     return (
-        f"{roles}: {_devices(system.num_devices)}, {system.per_device:.2f} requests/s per device; "
+        f"{roles}: {_devices(system.num_devices)}, {system.per_device:.2f} requests/s per device at most; "
         f"at {carried} {100 * check.share:.1f}% keep both objectives"
     )
 
@@ -130,13 +131,18 @@ def _hand_off(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     split, together = plan.split, plan.together
     if split is None or together is None:
-        return f"{plan.better}, since nothing else keeps the objectives"
+        return f"{plan.better}, since nothing else keeps the objectives{_shortage(plan)}"
     best, other = (split, together) if plan.better == SPLIT else (together, split)
-    words = f"{plan.better}: {_devices(best.num_devices)} instead of {other.num_devices}, "
-    words += f"{best.per_device:.2f} requests/s per device instead of {other.per_device:.2f}"
-    if not plan.is_enough:
-        words += f"; --devices {plan.options.devices} is not enough for the rate and the objectives"
-    return words
+    is_equal = best.num_devices == other.num_devices
+    words = f"{plan.better}: {_devices(best.num_devices)} {'each' if is_equal else f'instead of {other.num_devices}'}, "
+    words += f"{best.per_device:.2f} requests/s per device at most instead of {other.per_device:.2f}"
+    return words + _shortage(plan)
+
+
+def _shortage(plan: Plan) -> str:
+    if plan.is_enough:
+        return ""
+    return f"; --devices {plan.options.devices} is not enough for this rate and these objectives"
 
 
 def as_json(plan: Plan) -> bytes:

@@ -20,6 +20,10 @@ SPLIT: Literal["split"] = "split"
 TOGETHER: Literal["together"] = "together"
 
 
+_LEAST_SHARE_OF_RATE = 0.25
+"""All devices together need not be able to serve less than this share of the rate."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. ``split``: executors for prefill and for decode; ``together``: executors that do both.
 
@@ -86,7 +90,7 @@ def make_plan(options: PlanOptions, on_trial: OnTrial) -> Plan:
         gaps=options.gaps,
         least_requests=options.num_requests,
         transfer_token_s=hand_off(shape, 1, bandwidth).seconds,
-        least_rate=options.rate / options.devices,
+        least_rate=_LEAST_SHARE_OF_RATE * options.rate / options.devices,
     )
     planner = Planner(cluster, options, goal, on_trial)
     together = planner.together()

@@ -115,7 +115,7 @@ COMMANDS = {
         "headway_lab.simulate.command",
     ),
     "plan": Command(
-        "search how many executors of which role and degrees serve a rate within objectives on the fewest devices",
+        "search how many executors of which role and degrees of parallelism serve a rate within objectives",
         "headway_lab.plan.command",
     ),
     "bench": Command(
