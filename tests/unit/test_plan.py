@@ -31,6 +31,7 @@ def cluster_of(options, *, most_devices=64):
         shape=MODEL_SHAPES[options.model],
         most_devices=most_devices,
         devices_per_node=options.devices_per_node,
+        most_stages=options.most_stages,
         node_bandwidth=50e9,
         block_size=options.block_size,
     )
@@ -82,6 +83,8 @@ def test_hand_offs_of_one_executor_follow_each_other():
 def test_degrees_stay_within_a_node_and_divide_the_layers():
     found = {tuple(degrees) for degrees in cluster_of(options_of(devices_per_node=2), most_devices=8).all_degrees()}
     assert found == {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4)}  # 40 layers
+    alone = cluster_of(options_of(devices_per_node=1, most_stages=1))
+    assert [tuple(degrees) for degrees in alone.all_degrees()] == [(1, 1)]
 
 
 def test_a_model_fits_by_tensor_parallelism_or_by_stages():

@@ -10,7 +10,6 @@ from headway_lab.simulate.hardware import Accelerator
 from headway_lab.simulate.model_shapes import ModelShape
 from headway_lab.simulate.roofline import Roofline
 
-MOST_STAGES = 16
 DEFAULT_GB_S = {"fast": 50.0, "slow": 3.125}
 """Between nodes: InfiniBand of 400 Gbit/s, and the 25 Gbit/s of DistServe's own cluster (Zhong et al., 2024, 6.1)."""
 
@@ -39,6 +38,7 @@ class Cluster(NamedTuple):
     shape: ModelShape
     most_devices: int
     devices_per_node: int
+    most_stages: int
     node_bandwidth: float
     block_size: int
 
@@ -70,7 +70,7 @@ class Cluster(NamedTuple):
     def all_degrees(self) -> Iterator[Degrees]:
         """Yield powers of two: tensor parallelism within a node, stages that divide the layers."""
         for tensor_parallel in _powers_of_two(min(self.devices_per_node, self.most_devices)):
-            for pipeline_parallel in _powers_of_two(min(MOST_STAGES, self.most_devices // tensor_parallel)):
+            for pipeline_parallel in _powers_of_two(min(self.most_stages, self.most_devices // tensor_parallel)):
                 if self.shape.num_layers % pipeline_parallel == 0:
                     yield Degrees(tensor_parallel, pipeline_parallel)
 

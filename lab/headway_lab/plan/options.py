@@ -46,6 +46,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_node: Annotated[
         int, Meta(ge=1, le=64, description="devices that a fast link connects; tensor parallelism stays among them")
     ] = 8
+    most_stages: Annotated[
+        int, Meta(ge=1, le=16, description="most stages of a pipeline; 1 beside --devices-per-node 1: one device each")
+    ] = 16
     interconnect: Annotated[
         Literal["fast", "slow"],
         Meta(

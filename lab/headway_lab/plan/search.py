@@ -123,6 +123,7 @@ def make_cluster(options: PlanOptions) -> Cluster:
         shape=shape,
         most_devices=options.devices,
         devices_per_node=options.devices_per_node,
+        most_stages=options.most_stages,
         node_bandwidth=(options.transfer_bandwidth_gb_s or DEFAULT_GB_S[options.interconnect]) * 1e9,
         block_size=options.block_size,
     )
