@@ -115,7 +115,7 @@ def test_a_host_without_torch_is_told_what_to_install(flags):
 @pytest.mark.parametrize(
     ("flags", "exit_code", "message"),
     [
-        (["--shape", "gpt-9"], 2, "--shape: 'gpt-9' is not allowed; allowed: llama-2-70b, llama-2-7b, llama-3-70b"),
+        (["--shape", "gpt-9"], 2, "--shape: 'gpt-9' is not allowed; allowed: llama-2-13b, llama-2-70b, llama-2-7b"),
         (["--model", "nowhere"], 3, "--model: nowhere: no such model directory"),
     ],
 )

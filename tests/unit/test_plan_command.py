@@ -6,7 +6,7 @@ import re
 import pytest
 
 from headway.__main__ import main
-from headway_lab.plan.command import NOT_ENOUGH_EXIT_CODE
+from headway_lab.plan import command
 
 SMALL = ("plan", "--num-requests", "50", "--output-tokens", "12", "--devices", "8", "--max-num-seqs", "32")
 ASKED = ("--rate", "40", "--ttft-slo-ms", "150", "--itl-slo-ms", "30")
@@ -98,7 +98,7 @@ def test_on_a_slow_interconnect_each_stage_of_both_is_on_one_node(capsys, tmp_pa
 
 
 def test_too_few_devices_carry_a_part_of_the_rate(capsys):
-    printed = run(capsys, *ASKED, "--rate", "150", "--devices", "1", exit_code=NOT_ENOUGH_EXIT_CODE)
+    printed = run(capsys, *ASKED, "--rate", "150", "--devices", "1", exit_code=command.NOT_ENOUGH_EXIT_CODE)
     assert re.search(r"1 executor tp 1: 1 device, .* at only [\d.]+ requests/s", line_of(printed, "together"))
     assert line_of(printed, "better").endswith("--devices 1 is not enough for this rate and these objectives")
 
@@ -122,6 +122,28 @@ def test_the_plan_is_drawn(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_answers_of_one_token_need_no_decode(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    printed = run(capsys, *ASKED, "--output-tokens", "1", "--json", str(path))
+    assert line_of(printed, "better").startswith("better     together: 1 device instead of 2")
+    decode = json.loads(path.read_bytes())["split"]["roles"][1]
+    assert (decode["phase"], decode["num_executors"]) == ("decode", 1)
+
+
+def test_one_executor_cannot_be_split(capsys):
+    printed = run(capsys, *ASKED, "--devices", "1", "--interconnect", "slow")
+    assert line_of(printed, "split") == "split      no such system of at most 1 x h100 keeps both objectives"
+
+
+def test_a_search_can_be_cancelled(capsys, monkeypatch):
+    def interrupted(options, on_trial):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "make_plan", interrupted)
+    assert main([*SMALL, *ASKED]) == command.INTERRUPTED_EXIT_CODE
+    assert capsys.readouterr().err == "headway plan: cancelled\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -142,7 +164,10 @@ def test_the_plan_is_drawn(capsys, tmp_path):
             ("--itl-slo-ms", "1"),
             "--itl-slo-ms: 1 is not allowed, since no executor keeps it even with one request at a time; allowed: at least 3",
         ),
-        (("--rate", "9000", "--devices", "1"), "--rate: 9000 is not allowed, since no system of at most 1 devices"),
+        (
+            ("--rate", "9000", "--devices", "1"),
+            "--rate: 9000 is not allowed, since no system of at most 1 x h100 keeps both",
+        ),
         (("--json", "/nowhere/plan.json"), "--json: '/nowhere/plan.json' is not allowed"),
     ],
 )

@@ -144,7 +144,7 @@ def why_no_split(plan: Plan) -> str:
             alone = f"a request alone needs {best_ms:.1f} ms at best"
             handed = ", hand-off included" * (phase is Phase.DECODE)
             return f"no executor for {phase.value} keeps the objective on the {objective}: {alone}{handed}"
-    return f"no such system of at most {plan.options.devices} devices keeps both objectives"
+    return f"no such system of at most {plan.options.devices} x {plan.cluster.accelerator.name} keeps both objectives"
 
 
 def _why_nothing(options: PlanOptions, outcomes: Sequence[Outcome]) -> str:
@@ -160,7 +160,7 @@ def _why_nothing(options: PlanOptions, outcomes: Sequence[Outcome]) -> str:
             )
     gaps = "" if options.gaps == MEAN_GAP else ", --gaps mean"
     return (
-        f"--rate: {options.rate:g} is not allowed, since no system of at most {options.devices} devices keeps both objectives; "
+        f"--rate: {options.rate:g} is not allowed, since no system of at most {options.devices} x {options.hardware} keeps both objectives; "
         f"allowed: a lower rate, more --devices, longer objectives{gaps}"
     )
 
