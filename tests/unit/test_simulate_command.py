@@ -91,6 +91,20 @@ def test_the_published_comparison_is_run_again(capsys, tmp_path, flags):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_pipeline_is_named_and_holds_a_larger_model(capsys):
+    flags = (
+        "--model",
+        "llama-3-70b",
+        "--tensor-parallel",
+        "2",
+        "--pipeline-parallel",
+        "2",
+        "--max-steps-in-flight",
+        "3",
+    )
+    assert run(capsys, *flags).startswith("llama-3-70b on 2 stages of 2 x h100")
+
+
 def test_limits_given_beside_the_published_comparison_hold_for_all_its_cases(capsys, tmp_path):
     result = tmp_path / "result.json"
     run(capsys, "--compare", "--max-num-seqs", "4", "--model", "llama-3-8b", "--json", str(result))
@@ -228,6 +242,10 @@ def test_cases_are_combined_or_listed():
         (("--model", "gpt-9"), "--model: 'gpt-9' is not allowed"),
         (("--hardware", "abacus"), "--hardware: 'abacus' is not allowed"),
         (("--tensor-parallel", "3"), "--tensor-parallel: 3 is not allowed; allowed: a power of two"),
+        (
+            ("--pipeline-parallel", "3"),
+            "--pipeline-parallel: 3 is not allowed; allowed: a divisor of 32, the layers of llama-3-8b",
+        ),
         (("--block-size", "12"), "--block-size: 12 is not allowed; allowed: a power of two"),
         (("--model", "llama-3-70b"), "llama-3-70b does not fit into 1 x h100"),
         (("--prompt-tokens", "many"), "--prompt-tokens: 'many' is not allowed; allowed: N, uniform"),

@@ -30,7 +30,28 @@ class OneSecondSteps(Roofline):
         return StepTime(linear_s=1.0, attention_s=0.0, elementwise_s=0.0, all_reduce_s=0.0, sampling_s=0.0, fixed_s=0.0)
 
 
-def measured(limits, requests, times_s, *, num_blocks=64, paused=False, objectives=None, make_scheduler=Scheduler):
+class Stages(Roofline):
+    """A pipeline whose stages take so many seconds each."""
+
+    def __init__(self, *stages_s):
+        super().__init__(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
+        self.stages_s = stages_s
+
+    def step_time(self, num_scheduled_tokens, num_computed_tokens, num_samples):
+        return StepTime(sum(self.stages_s), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, stages_s=self.stages_s)
+
+
+def measured(
+    limits,
+    requests,
+    times_s,
+    *,
+    num_blocks=64,
+    paused=False,
+    objectives=None,
+    make_scheduler=Scheduler,
+    costs=None,
+):
     """Run ``requests``, (prompt tokens, output tokens) each, with steps of one second."""
     capacity = ExecutorCapacity(num_blocks=num_blocks, block_size=4, max_model_len=64, vocab_size=100, max_num_rows=8)
     planned = [
@@ -47,7 +68,7 @@ def measured(limits, requests, times_s, *, num_blocks=64, paused=False, objectiv
     scheduler = make_scheduler(limits, capacity)
     scheduler.paused = paused
     roofline = OneSecondSteps(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-8b"], 1)
-    device = VirtualDevice(roofline, capacity, rng_of(0, 0), host_bandwidth=1e9)
+    device = VirtualDevice(costs or roofline, capacity, rng_of(0, 0), host_bandwidth=1e9)
     measurement = RunCollector(len(planned))
     Simulation(
         InTurn([Station(scheduler, device)]), OpenArrivals(planned, times_s), PromptSource(0, 100), measurement
@@ -58,6 +79,34 @@ def measured(limits, requests, times_s, *, num_blocks=64, paused=False, objectiv
 def result_of(case=None, **options):
     limits = SchedulerLimits(**(case or {}))
     return simulate(make_world(SimulationOptions(**options)), Case(label="", limits=limits))
+
+
+PIPELINED = SchedulerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_steps_in_flight=3)
+
+
+@pytest.mark.parametrize(("stages_s", "ends_s"), [((1.0, 1.0), [2.0, 3.0, 4.0]), ((1.0, 3.0), [4.0, 7.0, 10.0])])
+def test_prompts_follow_each_other_through_the_stages_at_the_slowest_ones_pace(stages_s, ends_s):
+    measurement, totals = measured(PIPELINED, [(8, 1)] * 3, [0.0] * 3, costs=Stages(*stages_s))
+    assert [request.end_to_end_s for request in measurement.requests()] == ends_s
+    assert totals.device_busy_share == 1.0
+
+
+def test_chunks_of_one_prompt_follow_each_other_and_decodes_wait_for_the_token():
+    """Chunks end at 2 s and 3 s. Each decode needs the token before it, so it starts when the last stage is done."""
+    measurement, totals = measured(PIPELINED, [(16, 3)], [0.0], costs=Stages(1.0, 1.0))
+    (request,) = measurement.requests()
+    assert (request.ttft_s, request.itl_ms) == (3.0, (2000.0, 2000.0))
+    assert [(step.start_s, step.end_s) for step in measurement.steps] == [(0, 2), (1, 3), (3, 5), (5, 7)]
+    assert totals.mean_step_ms == 2000.0
+
+
+def test_batches_that_alternate_fill_the_stages():
+    """Orca's batches of one row each: A decodes in one stage while B decodes in the other."""
+    limits = SchedulerLimits(
+        max_num_batched_tokens=8, max_num_seqs=1, max_steps_in_flight=2, batching="orca", reserve="none"
+    )
+    measurement, _ = measured(limits, [(4, 3), (4, 3)], [0.0, 0.0], costs=Stages(1.0, 1.0))
+    assert [request.end_to_end_s for request in measurement.requests()] == [6.0, 7.0]
 
 
 def test_latencies_of_two_requests_worked_out_by_hand():

@@ -25,9 +25,9 @@ AT_PEAK = {
 """What a device can do at best: no tiles, no idle processors, reading hidden wholly behind arithmetic."""
 
 
-def roofline(hardware, model, tensor_parallel=1, **changes):
+def roofline(hardware, model, tensor_parallel=1, pipeline_parallel=1, **changes):
     accelerator = msgspec.structs.replace(ACCELERATORS[hardware], **changes)
-    return Roofline(accelerator, MODEL_SHAPES[model], tensor_parallel)
+    return Roofline(accelerator, MODEL_SHAPES[model], tensor_parallel, pipeline_parallel)
 
 
 def step_time(model, chunks, num_samples=None):
@@ -203,3 +203,42 @@ def test_kv_blocks_fill_what_the_weights_leave():
     assert roofline("h100", "llama-3-70b", 4).num_blocks(16) == 28_017
     assert roofline("h100", "llama-3-70b", 1).num_blocks(16) < 0
     assert roofline("h200", "llama-3-70b", 4).num_blocks(16) > 28_017
+
+
+def test_stages_have_equal_parts_of_the_layers_and_the_last_one_the_logits():
+    one, four = (roofline("h100", "llama-3-70b", 1, stages, **AT_PEAK) for stages in (1, 4))
+    whole, parts = step_time(one, [(1, 1023)]), step_time(four, [(1, 1023)])
+    # Weights are read at 3.35 TB/s: a quarter of 80 layers on each stage, and 128,256 x 8192 on the last.
+    layers_s = 2 * MODEL_SHAPES["llama-3-70b"].num_layer_parameters / 3.35e12
+    head_s = 2 * 128_256 * 8192 / 3.35e12
+    *others, last = parts.stages_s
+    assert len(parts.stages_s) == 4
+    rest_s = (whole.attention_s + whole.elementwise_s) / 4
+    assert others == pytest.approx([layers_s / 4 + rest_s] * 3)
+    assert last == pytest.approx(layers_s / 4 + rest_s + head_s + whole.sampling_s)
+    assert sum(parts.stages_s) + parts.send_s == pytest.approx(parts.total_s)
+    assert sum(parts.stages_s) == pytest.approx(whole.total_s)
+    assert whole.stages_s == ()
+
+
+def test_a_step_sends_its_hidden_states_from_stage_to_stage():
+    time = step_time(roofline("h100", "llama-3-70b", 1, 4), [(1000, 0)])
+    # Three times 10 us, and 1000 x 8192 x 2 bytes at 0.8 x 450 GB/s.
+    assert time.send_s == pytest.approx(3 * (10e-6 + 16_384_000 / 360e9))
+    slower = Roofline(ACCELERATORS["h100"], MODEL_SHAPES["llama-3-70b"], 1, 4, stage_bandwidth=50e9)
+    assert step_time(slower, [(1000, 0)]).send_s == pytest.approx(3 * (10e-6 + 16_384_000 / 50e9))
+    # Each stage is a process with its own time between steps.
+    assert time.fixed_s == pytest.approx(80 * 10 * 2e-6 + 4 * 300e-6)
+
+
+def test_stages_share_weights_and_cache():
+    # 0.9 x 80e9 - 2 x (68,452,352,000 / 4 of the layers, 1,050,673,152 and 1,318,912 beside them), in blocks of
+    # 16 x 81,920 bytes.
+    four = roofline("h100", "llama-3-70b", 1, 4)
+    shape = four.shape
+    norms = (2 * 80 + 1) * 8192
+    weights = 2 * (shape.num_layer_parameters // 4 + shape.num_head_parameters + norms)
+    assert four.num_blocks(16) == (72_000_000_000 - weights) // (16 * 81_920)
+    assert four.kv_bytes_per_token == 81_920
+    assert four.num_devices == 4
+    assert four.swap_time(100, 16, 50e9) == pytest.approx(100 * 16 * 81_920 / 50e9)

@@ -132,6 +132,10 @@ class RunCollector:
         )
         return Measurement(self._requests, times)
 
+    def preempted(self) -> list[int]:
+        """Return the ended requests that were preempted, by number."""
+        return sorted(number for number, event in self._ends.items() if event.num_preemptions)
+
     def requests(self) -> list[SimulatedRequest]:
         """Return all ended requests."""
         measurement = self.measurement()
@@ -168,7 +172,8 @@ class RunCollector:
         num_output_tokens = sum(count for time_s, count in self._token_times if time_s > start_s)
         num_prompt_tokens = sum(self._requests[number].num_prompt_tokens for number in measured)
         steps = [step for step in self.steps if step.end_s > start_s]
-        busy_s = sum(step.end_s - max(step.start_s, start_s) for step in steps)
+        step_s = sum(step.end_s - max(step.start_s, start_s) for step in steps)
+        busy_s = sum(step.end_s - max(step.start_s + step.overlap_s, start_s) for step in steps)
         pulls_s = [step.pull_s for step in steps if step.pull_s]
 
         def group(numbers: Sequence[int]) -> SimulatedGroup:
@@ -193,7 +198,7 @@ class RunCollector:
             prefix_restore_rate=ratio(counters.num_restored_tokens, counters.num_prefix_query_tokens),
             mean_batch_size=ratio(sum(step.num_rows for step in steps), len(steps)),
             mean_step_tokens=ratio(sum(step.num_tokens for step in steps), len(steps)),
-            mean_step_ms=ratio(busy_s * 1e3, len(steps)),
+            mean_step_ms=ratio(step_s * 1e3, len(steps)),
             mean_concurrency=ratio(float((end_s - arrival_s).sum()), window_s),
             device_busy_share=ratio(busy_s, window_s * num_executors),
             num_swapped_blocks=sum(step.num_swapped_blocks for step in steps),

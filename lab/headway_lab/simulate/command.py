@@ -122,7 +122,9 @@ def _run_all(world: World, cases: Sequence[Case]) -> list[CaseResult]:
 
 def _title(world: World) -> str:
     options, capacity = world.options, world.capacity
-    devices = f"{options.tensor_parallel} x {world.roofline.accelerator.name}"
+    devices = f"{world.roofline.num_devices} x {world.roofline.accelerator.name}"
+    if options.pipeline_parallel > 1:
+        devices = f"{options.pipeline_parallel} stages of {options.tensor_parallel} x {world.roofline.accelerator.name}"
     if options.executors > 1:
         roles = f" ({options.roles})" if options.roles else ""
         devices = f"{options.executors} executors{roles} of {devices} each"

@@ -54,8 +54,8 @@ class Disturbance:
 class StepRecord(NamedTuple):
     """One step; times in seconds. ``num_decodes`` of its rows run one token and sample.
 
-    ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host. Before it, ``pull_s`` brought blocks of other
-    executors.
+    ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host. For ``overlap_s`` of it an earlier step was
+    in other stages of the pipeline. Before it, ``pull_s`` brought blocks of other executors.
     """
 
     start_s: float
@@ -65,6 +65,7 @@ class StepRecord(NamedTuple):
     num_decodes: int
     num_swapped_blocks: int
     swap_s: float
+    overlap_s: float = 0.0
     pull_s: float = 0.0
 
 
@@ -88,6 +89,12 @@ class StepCosts(Protocol):
 
 class VirtualDevice:
     """Runs one step after the other.
+
+    A pipeline's first stage takes the next step as soon as it is free, if the step needs no token that an earlier one
+    has still to draw: chunks of prompts may follow each other through the stages, and a row decodes in one step at a
+    time. A step waits before a stage that is busy with the one before. So short and long steps leave bubbles, and many
+    equal ones start at the slowest stage's intervals. Sends go on beside arithmetic. Blocks are moved before the first
+    stage starts.
 
     ``host_bandwidth``: bytes per second between each device and the host. ``lengths``: output tokens at which requests
     stop, by the seed of their sampling. ``acceptance``: probability that a proposed token is right if those before it
@@ -120,7 +127,10 @@ class VirtualDevice:
         self._stops_at = np.full(capacity.max_num_rows, _NEVER, dtype=np.int64)
         self._state = BatchState(self._info(capacity))
         self._steps: deque[tuple[StepRecord, ExecutorOutput]] = deque()
-        self._free_s = 0.0
+        self._stages_free_s = [0.0]
+        """When each stage has done its part of the newest step."""
+        self._drawn_s = np.zeros(capacity.max_num_rows)
+        """By row: when its newest token is there. Used with several stages."""
 
     @property
     def next_end_s(self) -> float | None:
@@ -138,7 +148,9 @@ class VirtualDevice:
         stale_rows = self._suspects.stale_rows(batch, moves, None if fetch is None else fetch.blocks)
         sampling = batch.samples != 0
         num_samples = int(np.count_nonzero(sampling))
-        start_s = max(now, self._free_s, now if fetch is None else fetch.ready_s)
+        start_s = max(now, self._stages_free_s[0], now if fetch is None else fetch.ready_s)
+        if len(self._stages_free_s) > 1:
+            start_s = self._with_tokens_s(batch, start_s)
         factor = 1.0 if self._disturbance is None else self._disturbance.factor(start_s)
         num_tokens = batch.num_scheduled_tokens
         if batch.num_speculative_tokens is not None:
@@ -147,20 +159,24 @@ class VirtualDevice:
         time = self._costs.step_time(num_tokens, batch.num_computed_tokens, num_samples)
         num_swapped_blocks = _num_swapped(moves)
         swap_s = factor * num_swapped_blocks * self._swap_block_s
-        self._free_s = start_s + factor * time.total_s + swap_s
+        end_before_s = self._stages_free_s[-1]
+        end_s = self._run(time, factor, start_s, swap_s)
+        if time.stages_s:
+            self._drawn_s[batch.rows[sampling]] = end_s
         record = StepRecord(
             start_s=start_s,
-            end_s=self._free_s,
+            end_s=end_s,
             num_tokens=output.total_num_scheduled_tokens,
             num_rows=len(batch.rows),
             num_decodes=int(np.count_nonzero(sampling & (batch.num_scheduled_tokens == 1))),
             num_swapped_blocks=num_swapped_blocks,
             swap_s=swap_s,
+            overlap_s=max(end_before_s - start_s, 0.0),
             pull_s=0.0 if fetch is None else fetch.ready_s - now,
         )
         if moves is not None and self._transfers is not None:
             self._transfers.written(moves.swap_out[1], start_s + swap_s)
-            self._transfers.export(moves.exports[1], self._free_s)
+            self._transfers.export(moves.exports[1], end_s)
         answer = ExecutorOutput(
             epoch=output.epoch,
             step=output.step,
@@ -183,6 +199,21 @@ class VirtualDevice:
             return None
         assert self._transfers is not None
         return self._transfers.fetch(moves.pulls, now)
+
+    def _with_tokens_s(self, batch: StepBatch, start_s: float) -> float:
+        """Return when a step can start that needs the tokens its rows have drawn."""
+        for new in batch.new_rows:
+            self._drawn_s[new.row] = 0.0
+        return max(start_s, float(self._drawn_s[batch.rows].max(initial=0.0)))
+
+    def _run(self, time: StepTime, factor: float, start_s: float, swap_s: float) -> float:
+        """Send a step through the stages; return its end."""
+        if not time.stages_s:
+            self._stages_free_s[0] = start_s + factor * time.total_s + swap_s
+            return self._stages_free_s[0]
+        if len(self._stages_free_s) == 1:
+            self._stages_free_s = [0.0] * len(time.stages_s)
+        return pass_stages(self._stages_free_s, time, start_s + swap_s, factor)
 
     def _info(self, capacity: ExecutorCapacity) -> BackendInfo:
         name = self._costs.model_name
@@ -238,6 +269,19 @@ class VirtualDevice:
         num_computed = (batch.num_computed_tokens + batch.num_scheduled_tokens)[sampling]
         token_ids[num_computed == self._stops_at[batch.rows[sampling]]] = self._stop_token_id
         return token_ids
+
+
+def pass_stages(free_s: list[float], time: StepTime, start_s: float, factor: float = 1.0) -> float:
+    """Send a step through several stages; return its end.
+
+    ``free_s``: when each stage is done with the step before; afterwards, with this one. ``factor``: on the step's time.
+    """
+    send_s = factor * time.send_s / (len(free_s) - 1)
+    arrival_s = start_s
+    for stage, stage_s in enumerate(time.stages_s):
+        free_s[stage] = max(arrival_s, free_s[stage]) + factor * stage_s
+        arrival_s = free_s[stage] + send_s
+    return free_s[-1]
 
 
 def stop_token_of(vocab_size: int) -> int:

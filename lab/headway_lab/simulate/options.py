@@ -39,6 +39,15 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     tensor_parallel: Annotated[
         int, Meta(ge=1, le=64, description="devices that share the model over NVLink, a power of two")
     ] = 1
+    pipeline_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="stages of --tensor-parallel devices each; divides the layers. With --max-steps-in-flight of one "
+            "more, prompts fill the stages",
+        ),
+    ] = 1
     executors: Annotated[
         int, Meta(ge=1, le=256, description="executors behind one scheduler, each with its own devices")
     ] = 1

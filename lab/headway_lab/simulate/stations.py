@@ -51,7 +51,7 @@ class Station:
         self.has_news = True
         self._leaving.update(dict.fromkeys(events.left))
         self.num_ended += len(events.finished)
-        self.busy_s += step.end_s - step.start_s
+        self.busy_s += step.end_s - step.start_s - step.overlap_s
         return step, events
 
     def schedule(self, now: float) -> tuple[FinishedEvent, ...]:

@@ -54,8 +54,13 @@ def make_world(options: SimulationOptions) -> World:
     Raises:
         ConfigurationError: the model does not fit the device, or the workload not the model.
     """
-    accelerator, shape = _accelerator_and_model(options)
-    roofline = Roofline(accelerator, shape, options.tensor_parallel)
+    accelerator, shape = accelerator_and_model(options.model, options.hardware, options.hardware_file)
+    if shape.num_layers % options.pipeline_parallel:
+        raise ConfigurationError(
+            f"--pipeline-parallel: {options.pipeline_parallel} is not allowed; "
+            f"allowed: a divisor of {shape.num_layers}, the layers of {shape.name}"
+        )
+    roofline = Roofline(accelerator, shape, options.tensor_parallel, options.pipeline_parallel)
     if options.max_model_len == 1 or options.max_model_len > shape.context_length:
         raise ConfigurationError(
             f"--max-model-len: {options.max_model_len} is not allowed; allowed: 2 to {shape.context_length}, "
@@ -64,7 +69,7 @@ def make_world(options: SimulationOptions) -> World:
     num_blocks = options.num_kv_blocks or roofline.num_blocks(options.block_size)
     if num_blocks < 1:
         raise ConfigurationError(
-            f"--tensor-parallel: {shape.name} does not fit into {options.tensor_parallel} x {accelerator.name}; "
+            f"--tensor-parallel: {shape.name} does not fit into {roofline.num_devices} x {accelerator.name}; "
             "allowed: more devices"
         )
     capacity = ExecutorCapacity(
@@ -89,16 +94,20 @@ def _with_limit(request: PlannedRequest, max_tokens: int) -> PlannedRequest:
     return msgspec.structs.replace(request, num_output_tokens=num_output_tokens, max_tokens=max_tokens)
 
 
-def _accelerator_and_model(options: SimulationOptions) -> tuple[Accelerator, ModelShape]:
-    if not options.hardware_file:
-        return ACCELERATORS[options.hardware], MODEL_SHAPES[options.model]
-    described = read_device(options.hardware_file)
-    if options.model != MEASURED_MODEL:
-        return described.accelerator, MODEL_SHAPES[options.model]
+def accelerator_and_model(model: str, hardware: str, hardware_file: str) -> tuple[Accelerator, ModelShape]:
+    """Return what these flags name.
+
+    Raises:
+        ConfigurationError: the file is wrong, or holds no model.
+    """
+    if not hardware_file:
+        return ACCELERATORS[hardware], MODEL_SHAPES[model]
+    described = read_device(hardware_file)
+    if model != MEASURED_MODEL:
+        return described.accelerator, MODEL_SHAPES[model]
     if described.model is None:
         raise ConfigurationError(
-            f"--model: {options.model} is not allowed, since {shown(options.hardware_file)} holds no model; "
-            "allowed: another model"
+            f"--model: {model} is not allowed, since {shown(hardware_file)} holds no model; allowed: another model"
         )
     return described.accelerator, described.model
 

@@ -114,6 +114,10 @@ COMMANDS = {
         "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
         "headway_lab.simulate.command",
     ),
+    "plan": Command(
+        "search how many executors of which role and degrees of parallelism serve a rate within objectives",
+        "headway_lab.plan.command",
+    ),
     "bench": Command(
         "send a load to a running server, Headway's or an OpenAI-compatible one, and report latencies and throughput",
         "headway_lab.bench.command",

@@ -19,12 +19,16 @@ class ProgressLine:
 
     def show(self, num_done: int, num_all: int, what: str) -> None:
         """Draw, unless it was drawn recently."""
+        filled = BAR_CELLS * num_done // max(num_all, 1)
+        bar = "#" * filled + "-" * (BAR_CELLS - filled)
+        self.note(f"[{bar}] {num_done} of {num_all} {what}")
+
+    def note(self, what: str) -> None:
+        """Write it, without a bar, unless something was drawn recently."""
         if not self._is_shown or (now := self._clock()) < self._next_draw_s:
             return
         self._next_draw_s = now + REDRAW_S
-        filled = BAR_CELLS * num_done // max(num_all, 1)
-        bar = "#" * filled + "-" * (BAR_CELLS - filled)
-        self._out.write(f"\r\x1b[K[{bar}] {num_done} of {num_all} {what}")
+        self._out.write(f"\r\x1b[K{what}")
         self._out.flush()
 
     def erase(self) -> None:
