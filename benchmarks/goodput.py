@@ -11,7 +11,7 @@ same executors and requests. Those that know the objectives are told them.
 - *chunked*: every executor does everything, with Headway's defaults.
 - *aggregated*: the same, with prompts in what the objective on gaps leaves of each step (``--budget slo``).
 - *disaggregated*: prompts and decoding on executors of their own. The split is the best for these objectives.
-- *hybrid*: ``--placement hybrid --budget slo``, with that split as preferences or with none, whichever is better.
+- *hybrid*: ``--placement hybrid --budget slo``, with that split as preferences, an even one, or none: whichever is best.
 
 One axis makes the objective on gaps tighter or looser, as a multiple of the time of a lone decode step; the other scales
 both objectives. Rates are from a grid of 2%, and a run has few hundred requests, so goodputs that differ by some percent
@@ -36,8 +36,8 @@ from program import count, parser_of, provenance, write_result
 EXECUTORS = 4
 SHARE = 0.9
 GRID = 1.02
-MOST_REQUESTS, LEAST_REQUESTS = 400, 150
-SECONDS = 10
+MOST_REQUESTS, LEAST_REQUESTS = 300, 120
+SECONDS = 8
 """Of arrivals in a run, as far as the two counts allow."""
 WARMUP_SHARE = 0.1
 GAP_SCALES = (1.2, 1.35, 1.5, 1.8, 4.5)
@@ -201,6 +201,8 @@ def compared(bench: Bench, objectives: Objectives, near: dict[str, int]) -> dict
         found[system] = bench.goodput(system, num_prefill, objectives, near.get(system, 120))
         near[system] = max(found[system], 0)
     preferred = {num_prefill: found[HYBRID], 0: bench.goodput(HYBRID, 0, objectives, near[AGGREGATED])}
+    if EXECUTORS // 2 not in preferred:
+        preferred[EXECUTORS // 2] = bench.goodput(HYBRID, EXECUTORS // 2, objectives, near[HYBRID])
     hybrid_prefill = max(preferred, key=lambda number: preferred[number])
     found[HYBRID] = preferred[hybrid_prefill]
     found = {system: found[system] for system in SYSTEMS}

@@ -108,10 +108,15 @@ class Hybrid:
         A decode does not wait for such an executor while another has room: its client would see the wait as one gap.
         """
         if request.stored is None:
-            beside = [cell for cell in accepting if cell.keeps_gaps_beside(request, SLACK_TO_RECEIVE)]
+            beside = [cell for cell in accepting if self._may_prefill(request, cell)]
             return beside or [cell for cell in accepting if cell.role.prefills] or accepting
         keeping = [cell for cell in accepting if cell.has_room_for(request) and cell.keeps_gap_of(request)]
         return [cell for cell in keeping if cell.role.decodes] or keeping or accepting
+
+    def _may_prefill(self, request: Request, cell: CellLoad) -> bool:
+        """An executor for decoding must have slack even if it is empty: others will soon decode beside the prompt."""
+        has_slack = cell.role.prefills or cell.keeps_gap_of(request, SLACK_TO_RECEIVE)
+        return has_slack and cell.keeps_gaps_beside(request, SLACK_TO_RECEIVE)
 
     def leaves(self, request: Request, cell: CellLoad, accepting: Sequence[CellLoad]) -> bool:
         """If its gaps are kept elsewhere, and here prompts come first or its gaps would be missed."""
