@@ -218,7 +218,8 @@ def test_pulls_that_find_nothing_are_computed_again(seed: int) -> None:
     world.until_handed_off(20)
     world.pools.are_readable = True
     world.finish()
-    assert world.core(1).counters.num_stale_pulls > 0
+    num_stale = world.core(1).counters.num_stale_pulls
+    assert 0 < num_stale <= 40, "nobody loses its blocks twice"
     assert world.pools.num_pulled_blocks > 0
 
 

@@ -124,6 +124,11 @@ class CellLoad:
 
     # -------------------------------------------------------------------------------------------- objectives on gaps
 
+    @property
+    def knows_its_speed(self) -> bool:
+        """Whether anything is known of its step times."""
+        return self._gaps.decode_s(more_rows=1) > 0.0
+
     def keeps_gap_of(self, request: Request, share: float = 1.0) -> bool:
         """Whether a step with this row more is expected within ``share`` of its gap objective, if it has one."""
         if not request.itl_slo_ms:

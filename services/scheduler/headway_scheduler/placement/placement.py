@@ -220,7 +220,9 @@ class Placement:
         ]
         *_, placed, cell = min(ranked)
         if self.policy.has_roles:
-            leaves = self.policy.leaves(request, cell, [other for other in able if other.accepts])
+            # Over a way that is always too slow, it would compute its prompt anew for every token.
+            accepting = [other for other in able if other.accepts]
+            leaves = not request.has_lost_blocks and self.policy.leaves(request, cell, accepting)
             placed = placed._replace(leaves=leaves)
             request.is_leaving = leaves
         self._leave(request)

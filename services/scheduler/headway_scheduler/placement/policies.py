@@ -108,24 +108,21 @@ class Hybrid:
         A decode does not wait for such an executor while another has room: its client would see the wait as one gap.
         """
         if request.stored is None:
-            beside = [cell for cell in accepting if self._may_prefill(request, cell)]
+            beside = [cell for cell in accepting if cell.keeps_gaps_beside(request, SLACK_TO_RECEIVE)]
             return beside or [cell for cell in accepting if cell.role.prefills] or accepting
         keeping = [cell for cell in accepting if cell.has_room_for(request) and cell.keeps_gap_of(request)]
         return [cell for cell in keeping if cell.role.decodes] or keeping or accepting
-
-    def _may_prefill(self, request: Request, cell: CellLoad) -> bool:
-        """An executor for decoding must have slack even if it is empty: others will soon decode beside the prompt."""
-        has_slack = cell.role.prefills or cell.keeps_gap_of(request, SLACK_TO_RECEIVE)
-        return has_slack and cell.keeps_gaps_beside(request, SLACK_TO_RECEIVE)
 
     def leaves(self, request: Request, cell: CellLoad, accepting: Sequence[CellLoad]) -> bool:
         """If its gaps are kept elsewhere, and here prompts come first or its gaps would be missed."""
         if request.stored is not None or request.new.max_tokens <= 1:
             return False
-        share = 1.0 if cell.role.decodes else SLACK_TO_STAY
-        if (cell.role.decodes or request.itl_slo_ms) and cell.keeps_gap_of(request, share):
-            return False
-        return any(other is not cell and other.role.decodes and other.keeps_gap_of(request) for other in accepting)
+        others = [other for other in accepting if other is not cell and other.role.decodes]
+        if cell.role.decodes:
+            return not cell.keeps_gap_of(request) and any(other.keeps_gap_of(request) for other in others)
+        stays = bool(request.itl_slo_ms) and cell.knows_its_speed and cell.keeps_gap_of(request, SLACK_TO_STAY)
+        # Where gaps are missed everywhere, prompts would only be held up beside it here.
+        return bool(others) and not stays
 
     def is_misplaced(self, request: Request, cell: CellLoad) -> bool:
         """If the executor has another role."""

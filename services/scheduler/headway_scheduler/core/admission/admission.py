@@ -234,8 +234,8 @@ class Admission:
     def _keeps_objective(self, plan: StepPlan, request: Request) -> bool:
         is_due = plan.is_prompt_due and not plan.chunks
         is_first = not len(self._epoch.decoding.indices())
-        if is_due or is_first:
-            return True
+        if is_due or is_first or request.stored is not None:
+            return True  # for a client whose stream goes on here, waiting would be a longer gap than any step
         self._joining = request
         admits = self._state.budget.admits_more(self._ask_joining_row)
         self._joining = None

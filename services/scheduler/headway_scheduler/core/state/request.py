@@ -48,7 +48,10 @@ def may_speculate(new: NewRequestEvent) -> bool:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Request:
-    """While it runs, its tokens and counters are columns of its row."""
+    """While it runs, its tokens and counters are columns of its row.
+
+    ``has_lost_blocks``: once, blocks that it had left somewhere could not be brought.
+    """
 
     __slots__ = (
         "arrival",
@@ -57,6 +60,7 @@ class Request:
         "curve",
         "device_us_marks",
         "first_token_time",
+        "has_lost_blocks",
         "host_blocks",
         "is_leaving",
         "itl_slo_ms",
@@ -125,7 +129,7 @@ class Request:
         """Its first so many tokens are in these blocks while it is swapped out."""
         self.stored: StoredBlocks | None = None
         """They do, in place of ``host_blocks``, for a request that comes from another core or an earlier epoch."""
-        self.is_leaving, self.must_leave = False, False
+        self.is_leaving, self.must_leave, self.has_lost_blocks = False, False, False
         """With its next token it leaves this core, for another executor to go on with, its blocks kept on the host; it
         must leave even if there is no room for them."""
         self.num_admitted_tokens = 0

@@ -64,6 +64,8 @@ class HandingOff:
             self._state.counters.num_stale_pulls += 1
             if fetched.stored is None:
                 self._epoch.swapping.drop_offloaded()
+            else:
+                request.has_lost_blocks = True
             self._forget_steps_of(request)
             if request.row >= 0:
                 self._running.keep_tokens(request, WasteReason.RECOMPUTE)
