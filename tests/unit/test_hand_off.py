@@ -285,6 +285,8 @@ def test_what_follows_from_a_stale_block_is_computed_again(steps_before_the_answ
     events = b.update()
     assert not len(events.token_ids)
     assert b.core.counters.num_stale_pulls == 1
+    (request,) = b.core.requests()
+    assert request.has_lost_blocks
     run_to_end(b)
     assert a.received + b.received == expected(prompt, 12)
     assert_all_is_free(a, b)

@@ -144,6 +144,28 @@ def test_hybrid_hands_nobody_off_where_decoding_takes_little_of_the_objective(st
     assert (placed.cell, placed.leaves) == (0, leaves)
 
 
+@pytest.mark.parametrize(("prefill_us", "decode_us"), [(0.0, 0.0), (0.0, 20_000.0), (4_100.0, 20_000.0)])
+def test_hybrid_keeps_nobody_with_prompts_where_speed_is_unknown_or_gaps_are_missed_everywhere(
+    prefill_us: float, decode_us: float
+) -> None:
+    loads = cells((PREFILL, Core(step_us=prefill_us)), (DECODE, Core(step_us=decode_us, num_prompt_tokens_left=10_000)))
+    placed = prompt_placed("hybrid", loads, **TIGHT)
+    assert (placed.cell, placed.leaves) == (0, True)
+
+
+@pytest.mark.parametrize("policy", ["disaggregated", "hybrid"])
+def test_who_lost_its_blocks_once_is_not_handed_off_again(policy: str) -> None:
+    loads = cells((PREFILL, Core()), (DECODE, Core()))
+    placement = placement_of(policy, 1)
+    request = handed_off(placement, loads)
+    assert chosen(placement, loads).cell == 1
+    request.forget_stored()
+    request.has_lost_blocks = True
+    placement.take_back(request)
+    placed = chosen(placement, loads)
+    assert (placed.request, placed.cell, placed.leaves) == (request, 0, False)
+
+
 def test_a_prompt_does_not_wait_behind_one_that_waits_for_room_to_decode() -> None:
     full = Core(num_running=8)
     placement = placement_of("disaggregated", 1, 2)
