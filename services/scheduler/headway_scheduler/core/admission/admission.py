@@ -84,8 +84,13 @@ class Admission:
         """Let no request start in this step."""
         self.refused = Refused(reason)
 
+    def is_decode_next(self, now: float) -> bool:
+        """Whether the next request only decodes: prompts under way would be a gap for its client."""
+        first = self._waiting.queue.first(now) if self._waiting else None
+        return first is not None and first.only_decodes
+
     def admit_waiting(self, plan: StepPlan, cut: PromptCut, *, before: Request | None = None) -> None:
-        """Start waiting requests in order until one is refused, only those that go ``before`` a running one."""
+        """Start waiting requests in order until one is refused, only those that go ``before`` a running prompt."""
         books: Books | None = None
         self.refused = None
         while not plan.short_of_blocks and len(plan.new_requests) < plan.max_new_requests:
@@ -97,7 +102,9 @@ class Admission:
                 return
             passed_over, request = self._with_longest_prefix(first)
             budget = self._epoch.budget_left(plan)
-            is_behind = before is not None and not self._waiting.queue.goes_before(request, before)
+            is_behind = before is not None and not (
+                request.only_decodes or self._waiting.queue.goes_before(request, before)
+            )
             if request.num_unreturned or budget <= 0 or is_behind:
                 self.refused = Refused(Reason.TURN, request)
                 return

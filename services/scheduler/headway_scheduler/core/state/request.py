@@ -173,6 +173,11 @@ class Request:
         if self.stored is not None and self.stored.num_tokens > most:
             self.stored = self.stored._replace(num_tokens=most)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the blocks that it left elsewhere are all but the newest token's."""
+        return self.stored is not None and self.num_swapped_tokens >= len(self.token_ids) - 1
+
     def forget_stored(self) -> None:
         """The blocks outside this core cannot be had."""
         self.stored, self.num_swapped_tokens = None, 0
