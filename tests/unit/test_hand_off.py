@@ -223,6 +223,26 @@ def test_a_request_goes_on_elsewhere_behind_its_prompt_and_nothing_is_computed_t
     assert_all_is_free(a, b)
 
 
+def test_who_only_decodes_waits_for_no_prompt_under_way() -> None:
+    a, b = places(SchedulerLimits(max_num_batched_tokens=8))
+    prompt = add(a)
+    leaving(a)
+    request = a.run_until_left()
+    assert request.only_decodes
+    add(b, num_prompt_tokens=40, max_tokens=1, origin=Origin(0, 2))
+    b.schedule()
+    b.core.moving.adopt(request)
+    output = b.schedule()
+    assert output is not None
+    assert [new.num_prompt_tokens for new in output.scheduled_new_reqs] == [10]
+    assert output.total_num_scheduled_tokens == 8, "the prompt gets what is left"
+    b.update()
+    assert b.update().token_ids.tolist() == expected(prompt, 2)[1:]
+    b.received.clear()
+    run_to_end(b)
+    assert_all_is_free(a, b)
+
+
 def test_the_prompt_stays_in_the_prefix_cache_of_the_cell_that_ran_it() -> None:
     a, b = places()
     add(a)
