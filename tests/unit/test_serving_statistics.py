@@ -152,7 +152,9 @@ def test_the_model_of_step_times_is_told():
     assert 0 <= status.step_time_model.relative_error < 1
     assert 0 < status.num_budget_tokens <= 64
     assert status.budget_margin >= 1
-    assert status.policies == operations.PolicyNames(order="fcfs", batching="chunked", budget="slo", preemption="auto")
+    assert status.policies == operations.PolicyNames(
+        order="fcfs", batching="chunked", budget="slo", preemption="auto", placement="aggregated"
+    )
 
 
 class TestCounters:
