@@ -151,11 +151,12 @@ class Bench:
             num_kv_blocks=_NUM_KV_BLOCKS,
             max_model_len=_MAX_MODEL_LEN,
             host_blocks=_NUM_KV_BLOCKS,
+            roles=SETUPS[setup].get("roles", ""),
             **load,
-            **SETUPS[setup],
         )
         world = make_world(options)._replace(roofline=costs)
-        result = simulate(world, Case(label="", limits=SchedulerLimits(enable_prefix_caching=False)))
+        limits = SchedulerLimits(enable_prefix_caching=False)
+        result = simulate(world, Case(label="", limits=limits, placement=SETUPS[setup]["placement"]))
         return self._seen(msgspec.to_builtins(result.requests), "arrival_s")
 
     def _load(self, seed: int) -> dict[str, Any]:
