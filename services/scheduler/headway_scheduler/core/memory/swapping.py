@@ -103,7 +103,9 @@ class Swapping:
         if request.stored is not None or not request.num_swapped_tokens:
             return
         is_sent = self._out.pop(request.arrival, None) is None
-        request.stored = self.books.lease(request.host_blocks, request.num_swapped_tokens) if is_sent else None
+        # Whose prompt is not reported yet computes it again: the answers that would report it may be lost.
+        is_wanted = is_sent and not request.is_owed_prompt_logprobs
+        request.stored = self.books.lease(request.host_blocks, request.num_swapped_tokens) if is_wanted else None
         if request.stored is None:
             self._give_up(request)
         else:
