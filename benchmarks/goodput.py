@@ -15,8 +15,8 @@ same executors and requests. Those that know the objectives are told them.
 
 One axis makes the objective on gaps tighter or looser, as a multiple of the time of a lone decode step; the other scales
 both objectives. Rates are from a grid of 2%, and a run has few hundred requests, so goodputs that differ by some percent
-are level. One step is in flight at a time: in virtual time, the next one comes at once. Blocks go from device to device over NVLink. What slower ways cost is measured at the end; "by host memory" is
-what the executor can do today.
+are level. One step is in flight at a time: in virtual time, the next one comes at once. Blocks go from device to device
+over NVLink. What slower ways cost is measured at the end; "by host memory" is what the executor can do today.
 
     python benchmarks/goodput.py --json benchmarks/results/goodput.json --png docs/pictures/goodput.png
 """

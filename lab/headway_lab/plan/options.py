@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headway_lab.simulate.options import MEASURED_MODEL, HardwareName, ModelName
-from headway_lab.workload.lengths import NOTATION, parse_lengths
+from headway_lab.simulate.options import HardwareFileSetting, HardwareSetting, ModelSetting, check_model
+from headway_lab.workload.lengths import NOTATION, check_lengths
 from headway_lab.workload.requests import MOST_OBJECTIVE_MS, Objectives
 
 FAST: Literal["fast"] = "fast"
@@ -32,16 +32,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     attainment: Annotated[
         float, Meta(ge=0.01, le=0.999, description="share of the requests that keep both objectives")
     ] = 0.9
-    model: Annotated[
-        ModelName, Meta(description="the model's dimensions, in bfloat16; measured: the one in --hardware-file")
-    ] = "llama-3-8b"
-    hardware: Annotated[
-        HardwareName,
-        Meta(description="the accelerator, in its SXM form; compute-bound: one where only arithmetic counts"),
-    ] = "h100"
-    hardware_file: Annotated[
-        str, Meta(description="an accelerator from a JSON file instead, as benchmarks/step_time_fit.py writes it")
-    ] = ""
+    model: ModelSetting = "llama-3-8b"
+    hardware: HardwareSetting = "h100"
+    hardware_file: HardwareFileSetting = ""
     devices: Annotated[int, Meta(ge=1, le=4096, description="most devices in all")] = 64
     devices_per_node: Annotated[
         int, Meta(ge=1, le=64, description="devices that a fast link connects; tensor parallelism stays among them")
@@ -95,12 +88,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one line that begins with the field's name.
         """
-        for field in ("prompt_tokens", "output_tokens"):
-            try:
-                parse_lengths(getattr(self, field))
-            except ValueError as error:
-                raise ValueError(f"{field}: {error}") from None
-        if self.model == MEASURED_MODEL and not self.hardware_file:
-            raise ValueError(f"model: {self.model} is not allowed without --hardware-file; allowed: another model")
+        check_lengths(prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
+        check_model(self.model, self.hardware_file)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size: {self.block_size} is not allowed; allowed: a power of two")

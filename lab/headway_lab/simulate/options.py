@@ -22,20 +22,34 @@ else:
     ModelName = Literal[(*MODEL_SHAPES, MEASURED_MODEL)]
     HardwareName = Literal[tuple(ACCELERATORS)]
 
+ModelSetting: TypeAlias = Annotated[
+    ModelName, Meta(description="the model's dimensions, in bfloat16; measured: the one in --hardware-file")
+]
+HardwareSetting: TypeAlias = Annotated[
+    HardwareName,
+    Meta(description="the accelerator, in its SXM form; compute-bound: one where only arithmetic counts"),
+]
+HardwareFileSetting: TypeAlias = Annotated[
+    str, Meta(description="an accelerator from a JSON file instead, as benchmarks/step_time_fit.py writes it")
+]
+
+
+def check_model(model: str, hardware_file: str) -> None:
+    """Check that a measured model comes with its file.
+
+    Raises:
+        ValueError: one line that begins with the field's name.
+    """
+    if model == MEASURED_MODEL and not hardware_file:
+        raise ValueError(f"model: {model} is not allowed without --hardware-file; allowed: another model")
+
 
 class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
     """Load, device and output of a simulation."""
 
-    model: Annotated[
-        ModelName, Meta(description="the model's dimensions, in bfloat16; measured: the one in --hardware-file")
-    ] = "llama-3-8b"
-    hardware: Annotated[
-        HardwareName,
-        Meta(description="the accelerator, in its SXM form; compute-bound: one where only arithmetic counts"),
-    ] = "h100"
-    hardware_file: Annotated[
-        str, Meta(description="an accelerator from a JSON file instead, as benchmarks/step_time_fit.py writes it")
-    ] = ""
+    model: ModelSetting = "llama-3-8b"
+    hardware: HardwareSetting = "h100"
+    hardware_file: HardwareFileSetting = ""
     tensor_parallel: Annotated[
         int, Meta(ge=1, le=64, description="devices that share the model over NVLink, a power of two")
     ] = 1
@@ -132,8 +146,7 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
             parse_slowdowns(self.slowdown)
         except ValueError as error:
             raise ValueError(f"slowdown: {error}") from None
-        if self.model == MEASURED_MODEL and not self.hardware_file:
-            raise ValueError(f"model: {self.model} is not allowed without --hardware-file; allowed: another model")
+        check_model(self.model, self.hardware_file)
         if self.replicas and self.executors == 1:
             raise ValueError("replicas: true is not allowed with one executor; allowed: --executors of 2 or more")
         if self.roles and self.executors == 1:

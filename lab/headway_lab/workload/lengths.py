@@ -65,6 +65,19 @@ KINDS = {
 }
 
 
+def check_lengths(**texts: str) -> None:
+    """Check the notation of settings, by name.
+
+    Raises:
+        ValueError: one line that begins with the field's name.
+    """
+    for field, text in texts.items():
+        try:
+            parse_lengths(text)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from None
+
+
 def parse_lengths(text: str) -> LengthDistribution:
     """Read the notation of the command line.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headway_lab.workload.lengths import NOTATION, parse_lengths
+from headway_lab.workload.lengths import NOTATION, check_lengths
 from headway_lab.workload.requests import MOST_OBJECTIVE_MS, TENANT_NOTATION, Objectives, parse_tenants
 
 
@@ -61,11 +61,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one line that begins with the field's name.
         """
-        for field in ("prompt_tokens", "output_tokens"):
-            try:
-                parse_lengths(getattr(self, field))
-            except ValueError as error:
-                raise ValueError(f"{field}: {error}") from None
+        check_lengths(prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens)
         try:
             parse_tenants(self.tenants)
         except ValueError as error:

@@ -259,7 +259,6 @@ class Placement:
 
     def _enter_line(self, request: Request) -> None:
         if self.policy.has_roles and request.stored is not None:
-            request.num_queued_tokens = len(request.token_ids)
             self._waiting.room.enter(request)
             insort(self._going_on, request, key=_place_of)
         else:

@@ -22,7 +22,6 @@ class WaitingRequests:
 
     def enter(self, request: Request) -> None:
         """Add a request."""
-        request.num_queued_tokens = len(request.token_ids)
         self.room.enter(request)
         self.num_preempted += request.status is RequestStatus.PREEMPTED
         self.queue.push(request)

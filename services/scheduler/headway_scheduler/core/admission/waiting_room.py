@@ -33,7 +33,8 @@ class WaitingRoom:
             _check(f" of tenant {tenant!r:.64}", own_requests, own_tokens, num_tokens, most, most_tokens)
 
     def enter(self, request: Request) -> None:
-        """Count a request."""
+        """Count a request, with the tokens that it has now."""
+        request.num_queued_tokens = len(request.token_ids)
         self.num_requests += 1
         self.num_tokens += request.num_queued_tokens
         counts = self._tenants.setdefault(request.new.tenant, [0, 0])
