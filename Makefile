@@ -27,7 +27,7 @@ BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_sche
 PYTEST := $(BIN)/python -m pytest
 ALONE := tests/chaos tests/e2e
 # Of tests/e2e, what starts processes but looks at no clock.
-NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files demo documentation extreme_numbers fleet flight_log gateway_process mistakes \
+NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files demo documentation embeddings extreme_numbers fleet flight_log gateway_process mistakes \
   numerical_truth openai_through_smg other_languages out_of_memory pinning poison prompt_logprobs several_executors vllm_engine)
 # One worker more than processors, since many of these tests wait for a process to start.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)

@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 from program import count, counts, parser_of, provenance, write_result
 
 BYTES_OF_WEIGHTS = 300e6
-WEIGHT_BYTES = {WeightForm.FLOAT32: 4, WeightForm.BFLOAT16: 2, WeightForm.INT8: 1}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 5 / 8}
+"""By form; int4 with its scales."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,17 @@ def variants(num_threads: int) -> dict[str, Variant]:
 
 
 def measure(
-    shape: Shape, form: WeightForm, all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
+    shape: Shape, form: str, all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
 ) -> list[dict[str, object]]:
     """Return billions of operations per second of each variant, by number of rows."""
     weight = torch.randn(shape.outputs, shape.inputs) * 0.02
-    if form is WeightForm.BFLOAT16:
+    if form == "bfloat16":
         weight = weight.bfloat16().float()
+    kind = WeightForm[form.upper()] if form != "int4" else WeightForm.FLOAT32
+    held = rounded_to_4_bits(weight) if form == "int4" else weight
     num_copies = max(1, int(arguments.bytes_of_weights / (weight.numel() * WEIGHT_BYTES[form])))
     products = {
-        name: [PackedLinear(variant.library, weight, None, form, gated=shape.gated) for _ in range(num_copies)]
+        name: [PackedLinear(variant.library, held, None, kind, gated=shape.gated) for _ in range(num_copies)]
         for name, variant in chosen.items()
     }
     records: list[dict[str, object]] = []
@@ -78,14 +82,14 @@ def measure(
                 seconds[name] = min(seconds[name], (time.perf_counter() - started) / num_copies)
         operations = 2 * rows * weight.numel()
         rates = {name: float(f"{operations / taken / 1e9:.3g}") for name, taken in seconds.items()}
-        records.append({**asdict(shape), "form": form.name.lower(), "rows": rows, "giga_operations_per_s": rates})
-        print(f"{form.name.lower():>8} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
+        records.append({**asdict(shape), "form": form, "rows": rows, "giga_operations_per_s": rates})
+        print(f"{form:>8} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
     return records
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, seed=0)
-    parser.add_argument("--forms", default="float32,bfloat16,int8", help="how weights are held")
+    parser.add_argument("--forms", default="float32,bfloat16,int8,int4", help="how weights are held")
     parser.add_argument("--rows", type=counts, default="1,8,32,128,256")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--threads", type=count, default=2)
@@ -105,7 +109,7 @@ def main() -> None:
         record
         for form in arguments.forms.split(",")
         for shape in shapes
-        for record in measure(shape, WeightForm[form.upper()], all_rows, chosen, arguments)
+        for record in measure(shape, form, all_rows, chosen, arguments)
     ]
     record = {"benchmark": "cpu_products", "threads": arguments.threads, **provenance(arguments.seed)}
     write_result(arguments.json, record | {"results": results})

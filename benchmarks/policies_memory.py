@@ -365,7 +365,7 @@ class CostBench:
                     state_digest=newest.digest,
                 )
             )
-        if len(self._in_flight) == self._core.limits.max_steps_in_flight:
+        if len(self._in_flight) == self._core.limits.steps_in_flight(num_lanes=1):
             self._now += 0.02
             answer = self._in_flight.popleft()
             start = time.thread_time_ns()

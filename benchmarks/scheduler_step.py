@@ -165,7 +165,7 @@ class Bench:
         """Run one step and the oldest answer, without a clock."""
         if self.schedule() is not None:
             self.in_flight.append(self.answer())
-        if len(self.in_flight) == self.core.limits.max_steps_in_flight or not self.core.num_running:
+        if len(self.in_flight) == self.core.limits.steps_in_flight(num_lanes=1) or not self.core.num_running:
             self.update(self.in_flight.popleft())
 
     def timed_step(self, arrivals: list[NewRequestEvent]) -> float:
@@ -179,7 +179,7 @@ class Bench:
         assert frame is not None
         self.message_bytes.append(len(frame))
         self.in_flight.append(self.answer())
-        if len(self.in_flight) < self.core.limits.max_steps_in_flight:
+        if len(self.in_flight) < self.core.limits.steps_in_flight(num_lanes=1):
             return spent / 1e3
         answer = self.in_flight.popleft()
         start = clock()

@@ -11,10 +11,13 @@ The model has random weights and 28M parameters; each executor is bound to a cor
 In each round all setups get the same requests from ``headway bench``, one setup after the other, in changing order. The
 first ``--warm-up`` requests, from which the scheduler learns step times, count nowhere, nor in the simulation.
 
-The simulated device is learned from steps of this machine: those of one more run with other requests, *together*, by
-least squares of the relative errors. ``difference`` is a simulated figure over the measured one, less 1, of all rounds
-together. It is judged for tokens per second and for the means of TTFT and gaps; few requests decide about tails, and a
-median jumps where gaps with and without a prompt beside them are equally many.
+The simulated device of a setup is learned from one more run of this setup with other requests, since two executors that
+share memory, caches and two cores with everything else slow each other down, and more so the more they work at the same
+time. Step times are the least squares of its steps, each weighted by its expected time. What a client waits for beside
+the scheduler and its executors (client, gateway, both ways) is the difference of its mean TTFT and the flight log's in
+that run; it is added to each simulated TTFT. ``difference`` is a simulated figure over the measured one, less 1, of all
+rounds together. It is judged for tokens per second and for the means of TTFT and gaps; few requests decide about tails,
+and a median jumps where gaps with and without a prompt beside them are equally many.
 
     python benchmarks/three_setups.py --json benchmarks/results/three_setups.json
 """
@@ -62,6 +65,9 @@ MEASURED, SIMULATED = "measured", "simulated"
 _MAX_MODEL_LEN = 1024
 _NUM_KV_BLOCKS = 512
 _JOIN_S = 60.0
+_FITTING_ROUNDS = 3
+_FITTING_SEED = 500
+"""Away from those of the rounds."""
 
 
 class Seen(NamedTuple):
@@ -85,11 +91,11 @@ class LearnedCosts:
     def __init__(self, steps: Sequence[RunStep], swap_us_per_block: float) -> None:
         self._swap_s = swap_us_per_block / 1e6
         times = np.array([step.device_s for step in steps])
-        features = np.array([_features(step.shape) for step in steps]) / times[:, None]
-        self._parts = _non_negative_least_squares(features, np.ones(len(times)))
+        features = np.array([_features(step.shape) for step in steps])
+        self._parts = _mean_times(features, times)
         between = [step.record.end_s - step.record.start_s - step.device_s - step.record.swap_s for step in steps]
         self._between_s = max(0.0, float(np.mean(between)))
-        self.median_error = float(np.median(np.abs(features @ self._parts - 1.0)))
+        self.median_error = float(np.median(np.abs(features @ self._parts / times - 1.0)))
 
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
@@ -112,6 +118,15 @@ def _features(shape: StepShape) -> NDArray[np.float64]:
     )
 
 
+def _mean_times(features: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weigh by the expected times: weights of the times themselves would favour steps that were fast by chance."""
+    expected = np.full_like(times, times.mean())
+    for _ in range(_FITTING_ROUNDS):
+        parts = _non_negative_least_squares(features / expected[:, None], times / expected)
+        expected = features @ parts
+    return parts
+
+
 def _non_negative_least_squares(features: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
     """Leave out the most negative part until none is; there are few."""
     kept = list(range(features.shape[1]))
@@ -124,12 +139,32 @@ def _non_negative_least_squares(features: NDArray[np.float64], targets: NDArray[
         del kept[int(found.argmin())]
 
 
+class Fitted(NamedTuple):
+    """What the simulation of a setup is given: its step times, and a client's wait beside scheduler and executors."""
+
+    costs: LearnedCosts
+    door_ms: float
+
+
 class Bench:
     """The servers and loads of one run. ``model``: a directory."""
 
     def __init__(self, arguments: argparse.Namespace, model: Path) -> None:
         self._arguments = arguments
         self._model = model
+
+    def fit(self, setup: str, seed: int) -> Fitted:
+        """Learn a setup's device and door from a recorded run."""
+        with tempfile.TemporaryDirectory(prefix="hw") as directory:
+            seen = self.measure(setup, seed, Path(directory))
+            flight, recording = Flight(directory), Recording()
+            for event in flight.events("step times"):
+                recording.record(event, flight.replay)
+        assert recording.capacity is not None
+        costs = LearnedCosts(recording.steps, recording.capacity.swap_us_per_block)
+        times = recording.measurement().measurement().times
+        inside_ms = (times.first_token_s - times.arrival_s)[self._arguments.warm_up :] * 1e3
+        return Fitted(costs, max(0.0, float(np.mean(seen.ttft_ms) - inside_ms.mean())))
 
     def measure(self, setup: str, seed: int, flight_log: Path | None = None) -> Seen:
         """Start a setup, warm it up, and send it a round's requests."""
@@ -143,7 +178,7 @@ class Bench:
             num_hand_offs = _num_hand_offs(address)
         return self._seen(sent["requests"], "intended_s")._replace(num_hand_offs=num_hand_offs)
 
-    def simulate(self, setup: str, seed: int, costs: LearnedCosts) -> Seen:
+    def simulate(self, setup: str, seed: int, fitted: Fitted) -> Seen:
         """Run the same requests in virtual time."""
         load = {name.replace("-", "_"): value for name, value in self._load(seed).items()}
         options = SimulationOptions(
@@ -154,10 +189,11 @@ class Bench:
             roles=SETUPS[setup].get("roles", ""),
             **load,
         )
-        world = make_world(options)._replace(roofline=costs)
+        world = make_world(options)._replace(roofline=fitted.costs)
         limits = SchedulerLimits(enable_prefix_caching=False)
         result = simulate(world, Case(label="", limits=limits, placement=SETUPS[setup]["placement"]))
-        return self._seen(msgspec.to_builtins(result.requests), "arrival_s")
+        seen = self._seen(msgspec.to_builtins(result.requests), "arrival_s")
+        return seen._replace(ttft_ms=[ttft_ms + fitted.door_ms for ttft_ms in seen.ttft_ms])
 
     def _load(self, seed: int) -> dict[str, Any]:
         """Return the options of a load, the same for bench and simulation."""
@@ -242,17 +278,6 @@ def compared(measured: Sequence[Seen], simulated: Sequence[Seen]) -> dict[str, A
     return {MEASURED: real, SIMULATED: virtual, "difference": differences, "agrees": agrees}
 
 
-def learned_costs(bench: Bench, arguments: argparse.Namespace) -> LearnedCosts:
-    """Learn step times from a recorded run of other requests."""
-    with tempfile.TemporaryDirectory(prefix="hw") as directory:
-        bench.measure(TOGETHER, arguments.seed + 500, Path(directory))
-        flight, recording = Flight(directory), Recording()
-        for event in flight.events("step times"):
-            recording.record(event, flight.replay)
-    assert recording.capacity is not None
-    return LearnedCosts(recording.steps, recording.capacity.swap_us_per_block)
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure and simulate every setup."""
     setups = arguments.setups.split(",")
@@ -262,18 +287,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         model.mkdir()
         write_random_model(model, arguments.seed, RANDOM_SHAPE)
         bench = Bench(arguments, model)
-        costs = learned_costs(bench, arguments)
+        fitted = {setup: bench.fit(setup, arguments.seed + _FITTING_SEED) for setup in setups}
         for number in range(arguments.rounds):
             first = number % len(setups)
             for setup in setups[first:] + setups[:first]:
                 measured[setup].append(bench.measure(setup, arguments.seed + number))
                 print(f"  {setup}: {figures(measured[setup][-1:])}", file=sys.stderr)
         simulated = {
-            setup: [bench.simulate(setup, arguments.seed + number, costs) for number in range(arguments.rounds)]
+            setup: [bench.simulate(setup, arguments.seed + number, fitted[setup]) for number in range(arguments.rounds)]
             for setup in setups
         }
     return {
-        "step_times_median_error": round(costs.median_error, 4),
+        "fitted": {
+            setup: {"step_times_median_error": round(fit.costs.median_error, 4), "door_ms": round(fit.door_ms, 2)}
+            for setup, fit in fitted.items()
+        },
         "setups": {setup: compared(measured[setup], simulated[setup]) for setup in setups},
     }
 

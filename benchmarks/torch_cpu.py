@@ -144,13 +144,16 @@ class OfflineEngine:
         )
 
 
-def write_checkpoint(directory: Path, seed: int, shape: dict[str, object] | None = None) -> None:
+def write_checkpoint(
+    directory: Path, seed: int, shape: dict[str, object] | None = None, dtype: torch.dtype = torch.float32
+) -> None:
     """Write a random checkpoint, of the 135M shape by default."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape or SHAPE_135M, indent=1))
     torch.manual_seed(seed)
     shapes = expected_tensors(read_model_config(directory))
     tensors = {name: torch.ones(s) if "norm" in name else torch.randn(s) * 0.02 for name, s in shapes.items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -25,6 +25,7 @@ class Request:
     max_tokens: int
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     shared_blocks: list[int] = field(default_factory=list)
+    adapter: str = ""
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     errors: list[RowError] = field(default_factory=list)
@@ -155,6 +156,7 @@ class BackendDriver:
             num_prompt_tokens=len(request.prompt),
             num_computed_tokens=request.num_computed,
             sampling=request.sampling,
+            adapter=request.adapter,
         )
 
     def _grow(self, request: Request, count: int) -> list[tuple[int, int]]:

@@ -12,16 +12,49 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 VOCAB_SIZE = 320
@@ -61,25 +94,46 @@ def _rope(kind: str, **fields: object) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": 10_000.0} | fields
 
 
-def _llama(**changes: object) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_sizes(**changes)))
+def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
+    # Only the eager attention of transformers has soft caps.
+    return lambda **changes: model(config(attn_implementation="eager", **_sizes(**changes)))
 
 
-def _mistral(**changes: object) -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**_sizes(**changes)))
+_llama = _of(LlamaForCausalLM, LlamaConfig)
+_mistral = _of(MistralForCausalLM, MistralConfig)
+_qwen2 = _of(Qwen2ForCausalLM, Qwen2Config)
+_qwen3 = _of(Qwen3ForCausalLM, Qwen3Config)
+_gemma2 = _of(Gemma2ForCausalLM, Gemma2Config)
+_gemma3 = _of(Gemma3ForCausalLM, Gemma3TextConfig)
+_phi3 = _of(Phi3ForCausalLM, Phi3Config)
+_olmo2 = _of(Olmo2ForCausalLM, Olmo2Config)
+_granite = _of(GraniteForCausalLM, GraniteConfig)
+_smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config)
+_starcoder2 = _of(Starcoder2ForCausalLM, Starcoder2Config)
+_gpt_neox = _of(GPTNeoXForCausalLM, GPTNeoXConfig)
+_cohere2 = _of(Cohere2ForCausalLM, Cohere2Config)
 
 
-def _qwen2(**changes: object) -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**_sizes(**changes)))
-
-
-def _qwen3(**changes: object) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**_sizes(**changes)))
+_mixtral = _of(MixtralForCausalLM, MixtralConfig)
+_qwen2_moe = _of(Qwen2MoeForCausalLM, Qwen2MoeConfig)
+_qwen3_moe = _of(Qwen3MoeForCausalLM, Qwen3MoeConfig)
+_olmoe = _of(OlmoeForCausalLM, OlmoeConfig)
+_gpt_oss = _of(GptOssForCausalLM, GptOssConfig)
+_deepseek_v2 = _of(DeepseekV2ForCausalLM, DeepseekV2Config)
+_deepseek_v3 = _of(DeepseekV3ForCausalLM, DeepseekV3Config)
 
 
 _LLAMA3_ROPE = _rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+_LONG_ROPE = _rope(
+    "longrope",
+    short_factor=[1.0 + i / 8 for i in range(3)],
+    long_factor=[2.0 + i for i in range(3)],
+    original_max_position_embeddings=CONTEXT,
+    partial_rotary_factor=0.5,
+)
+_GEMMA3_ROPE = {"sliding_attention": _rope("default"), "full_attention": _rope("linear", factor=2.0)}
 _YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -97,8 +151,95 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-tied": lambda: _qwen2(tie_word_embeddings=True),
     "qwen3": lambda: _qwen3(head_dim=16),
     "qwen3-bias": lambda: _qwen3(head_dim=24, attention_bias=True, tie_word_embeddings=True),
+    "gemma2": lambda: _gemma2(
+        sliding_window=20,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": lambda: _gemma3(
+        sliding_window=20,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=_GEMMA3_ROPE,
+        tie_word_embeddings=True,
+    ),
+    "phi3": lambda: _phi3(sliding_window=24),
+    "phi3-long": lambda: _phi3(rope_parameters=_LONG_ROPE, max_position_embeddings=4 * CONTEXT),
+    "olmo2": _olmo2,
+    "granite": lambda: _granite(
+        embedding_multiplier=6.0, residual_multiplier=0.4, logits_scaling=3.0, attention_multiplier=0.1
+    ),
+    "smollm3": lambda: _smollm3(
+        no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=20, layer_types=None, pad_token_id=0
+    ),
+    "starcoder2": lambda: _starcoder2(sliding_window=24, tie_word_embeddings=True),
+    "gpt_neox": lambda: _gpt_neox(rotary_pct=0.5, num_key_value_heads=4),
+    "gpt_neox-in-turn": lambda: _gpt_neox(
+        use_parallel_residual=False, rotary_pct=1.0, attention_bias=False, hidden_act="relu", num_key_value_heads=4
+    ),
+    "cohere2": lambda: _cohere2(sliding_window=20, sliding_window_pattern=2, logit_scale=0.5, tie_word_embeddings=True),
 }
 
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
+}
+_DEEPSEEK_ROPE = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
+
+_MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "mixtral": lambda: _mixtral(num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "qwen2_moe": lambda: _qwen2_moe(
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe": lambda: _qwen3_moe(
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, head_dim=16
+    ),
+    "qwen3_moe-sparse": lambda: _qwen3_moe(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=2, head_dim=16
+    ),
+    "gpt_oss": lambda: _gpt_oss(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=36,
+        sliding_window=20,
+        head_dim=16,
+        rope_parameters=_YARN_ROPE | {"truncate": False},
+    ),
+    "deepseek_v2": lambda: _deepseek_v2(
+        q_lora_rank=20,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        n_shared_experts=2,
+        **_LATENT,
+    ),
+    "deepseek_v2-lite": lambda: _deepseek_v2(q_lora_rank=None, rope_parameters=_DEEPSEEK_ROPE, **_LATENT),
+    "deepseek_v3": lambda: _deepseek_v3(
+        q_lora_rank=20, n_group=2, topk_group=1, n_shared_experts=1, rope_parameters=_DEEPSEEK_ROPE, **_LATENT
+    ),
+    "deepseek_v3-halves": lambda: _deepseek_v3(
+        q_lora_rank=20, n_group=1, topk_group=1, rope_interleave=False, **_LATENT
+    ),
+    "olmoe": lambda: _olmoe(num_experts=4, num_experts_per_tok=2, intermediate_size=32),
+}
+
+_MAKERS |= _MIXTURES
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
 
@@ -108,11 +249,15 @@ def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = _MAKERS[name]().eval()
     with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(".bias"):
+            if parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name:
-                parameter.uniform_(0.6, 1.6)
+                # Gemma adds 1 to the weight.
+                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") else 0.0)
     return model
 
 

@@ -42,6 +42,7 @@ class CoreDriver:
                 eos_token_ids=(STOP_TOKEN,),
                 max_num_rows=capacity.max_num_rows,
                 num_host_blocks=capacity.num_host_blocks,
+                num_lanes=capacity.num_lanes,
             )
         )
         self.now = 0.0

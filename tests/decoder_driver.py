@@ -21,7 +21,9 @@ from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors
 from headway_executor.weights import Checkpoint
-from headway_kernels.cpu.library import CpuLibrary, Decoder, PackedLinear, Team, WeightForm
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight
+from headway_kernels.cpu.decoder import Decoder
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm
 
 CPU = torch.device("cpu")
 
@@ -145,9 +147,11 @@ def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
     """The checkpoint as torch operators, with a pool."""
     config = read_model_config(directory)
     with torch.inference_mode(), Checkpoint(directory) as checkpoint:
-        decoder = load_eager(config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU)
+        decoder, embedding = load_eager(
+            config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU
+        )
     block_shape = (2 * config.num_kv_heads, sequences.block_size, config.head_dim)
-    return EagerModel(config, decoder, _pool(directory, sequences, block_shape))
+    return EagerModel(config, decoder, embedding, _pool(directory, sequences, block_shape))
 
 
 def _pool(directory: Path, sequences: Sequences, block_shape: tuple[int, ...]) -> KvPool:
@@ -161,8 +165,8 @@ def _pool(directory: Path, sequences: Sequences, block_shape: tuple[int, ...]) -
     )
 
 
-def exercise(library_path: Path, directory: Path) -> None:
-    """Run every weight form and a few mixed steps of a small decoder, to see that nothing undefined happens."""
+def exercise(library_path: Path, *directories: Path) -> None:
+    """Run every weight form and a few mixed steps of small decoders, to see that nothing undefined happens."""
     library = CpuLibrary(library_path)
     team = Team(library, 2)
     for form in WeightForm:
@@ -171,8 +175,12 @@ def exercise(library_path: Path, directory: Path) -> None:
             for gated in (False, True)[: 2 - outputs % 2]:
                 product = PackedLinear(library, weight, torch.randn(outputs), form, gated=gated)
                 assert product(team, torch.randn(rows, inputs), torch.rand(inputs), 1e-5).isfinite().all()
-    for quantization in ("none", "int8"):
-        for block_size in (4, 32):
+    for form, dtype in CODE_DTYPES.items():
+        codes = torch.randint(0, 16, (34, 40), dtype=torch.uint8).view(dtype)
+        coded = CodedWeight(form, codes, torch.rand(34, 2), 32, torch.rand(34, 2))
+        assert PackedLinear(library, coded, None)(team, torch.randn(13, 40)).isfinite().all()
+    for quantization, block_size in (("none", 4), ("none", 32), ("int8", 4), ("int8", 32), ("int4", 32)):
+        for directory in directories:
             sequences = Sequences(num_rows=3, length=150, vocab_size=90, block_size=block_size)
             model = compiled_model(directory, library, sequences, quantization=quantization, num_threads=2)
             first = sequences.last_logits(model, [Span(0, 0, 140), Span(1, 0, 1), Span(2, 0, 37)])

@@ -13,6 +13,7 @@ import numpy as np
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
+from headway_executor.ranks.place import RankPlace
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowError
@@ -49,6 +50,7 @@ class ExactCore:
                 num_kv_blocks=capacity.num_blocks,
                 max_model_len=capacity.max_model_len,
                 max_num_seqs=capacity.max_num_rows,
+                place=RankPlace(pipeline_parallel=capacity.num_lanes),
                 options={
                     "vocab_size": str(VOCAB_SIZE),
                     "context_length": str(capacity.max_model_len),

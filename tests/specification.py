@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headway_proto.pooling import POOL_CLS, POOL_MEAN
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from specification_of_learning import (
@@ -40,6 +41,8 @@ class SpecRequest:
     limit: int
     stops: frozenset[int]
     min_tokens: int
+    adapter: str
+    pooling: int
     scope: str
     """Only requests of the same scope share cached blocks."""
     row: int | None = None
@@ -82,9 +85,13 @@ class SpecRequest:
     sampled_ahead: int = 0
     """Tokens that steps in flight will bring to this stay."""
     wants_prompt_logprobs: bool = False
+    runs_whole: bool = False
+    """Its vector is made of all tokens, so all run in one stay."""
     told: int = 0
     """Prompt tokens, from the second on, whose log probabilities are known."""
     speculation: SpecifiedRecord = field(default_factory=SpecifiedRecord)
+    step_lane: int | None = None
+    """In whose steps it decodes: those of the lane in which its prompt ended."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -105,6 +112,7 @@ class SpecStep:
     message: dict[str, object]
     speculating: dict[int, int]
     """Most proposals by row."""
+    lane: int = 0
     sent_time: float = 0.0
     expected_s: float | None = None
     """How long it will take, if any running request had an objective on gaps."""
@@ -287,7 +295,7 @@ class Specification:
         self.capacity = capacity
         self.predict_s = predict_s
         """Of a step's tokens, rows, context tokens and pairs of prefill attention."""
-        self.last_answer_time = 0.0
+        self.last_answer_time = [0.0] * capacity.num_lanes
         self.prompts_kept_out_since: float | None = None
         self.num_decode_only_steps = 0
         self.pool = SpecPool(capacity.num_blocks, capacity.block_size)
@@ -298,6 +306,9 @@ class Specification:
         self.arrivals = 0
         self.num_started = 0
         self.step = 0
+        self.newest_lane = -1
+        self.owed: set[int] = set()
+        """Lanes that decode before another prompt runs alone, since prompts had no block left."""
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self.batch_is_closed = False
@@ -349,12 +360,16 @@ class Specification:
             limit=min(new.num_prompt_tokens + new.max_tokens, self.capacity.max_request_tokens),
             stops=new.stop_token_ids,
             min_tokens=new.sampling.min_tokens,
-            scope=new.tenant if self.limits.prefix_cache_scope == "tenant" else "",
+            adapter=new.adapter,
+            pooling=new.pooling,
+            scope=(f"adapter {new.adapter} " if new.adapter else "")
+            + (new.tenant if self.limits.prefix_cache_scope == "tenant" else ""),
         )
         request.objective_s = objective_ms / 1e3
         request.itl_slo_s = (new.itl_slo_ms or self.limits.default_itl_slo_ms) / 1e3
         request.wants_prompt_logprobs = new.sampling.prompt_logprobs >= 0
         request.told = new.num_prompt_logprobs
+        request.runs_whole = new.pooling in {POOL_MEAN, POOL_CLS}
         # What a constraint allows behind a proposal is not known before that has been drawn.
         request.speculation = SpecifiedRecord(may_speculate=new.max_tokens > 1 and new.sampling.constraint is None)
         if self.predicts:
@@ -427,16 +442,27 @@ class Specification:
         first = self.first(now)
         if first is not None and any(first is r for r, _ in self.unproven) and self.num_in_window >= self.window:
             return [], None
-        if first is None or not self.limits.prefix_aware or first.passed_over >= 16 or self.unproven:
-            return [], first
+        if first is None:
+            return [], None
+        has_place = self._has_place_for_adapter_of
+        if first.passed_over >= 16 or self.unproven or (has_place(first) and not self.limits.prefix_aware):
+            return [], first if has_place(first) else None
         queue = self.queue()
         if self.limits.order == "fair":
             alike = [r for r in queue if r.lane != 0 and r.tenant == first.tenant] if first.lane else [first]
         else:
             alike = [r for r in queue if (r.rank, r.lane) == (first.rank, first.lane)]
         few = alike[:8]
-        best = max(few, key=lambda r: len(self._find_cached(r)[0]))
+        allowed = [r for r in few if has_place(r)]
+        if not allowed:
+            return [], None
+        best = max(allowed, key=lambda r: len(self._find_cached(r)[0])) if self.limits.prefix_aware else allowed[0]
         return few[: few.index(best)], best
+
+    def _has_place_for_adapter_of(self, request: SpecRequest) -> bool:
+        """Rows of at most so many adapters run."""
+        adapters = {r.adapter for r in self.running if r.adapter}
+        return not request.adapter or request.adapter in adapters or len(adapters) < self.limits.max_adapters
 
     def _find_cached(self, request: SpecRequest) -> tuple[list[int], list[int]]:
         if not self.limits.enable_prefix_caching:
@@ -445,6 +471,8 @@ class Specification:
 
     def _most_cached(self, request: SpecRequest) -> int:
         """Tokens that need not run: not the last, nor those from which log probabilities are still to come."""
+        if request.runs_whole:
+            return 0
         is_owed = request.wants_prompt_logprobs and request.told < request.num_prompt_tokens - 1
         return min(len(request.tokens) - 1, request.told) if is_owed else len(request.tokens) - 1
 
@@ -513,7 +541,7 @@ class Specification:
             return
         known = [r for r, _ in self.unproven]
         more = [r for r in self.waiting + self.running if r.origin in origins]
-        goals = {id(r): len(r.tokens) + self.limits.max_steps_in_flight for r in more}
+        goals = {id(r): len(r.tokens) + self.max_in_flight for r in more}
         self.unproven = [(r, goals.get(id(r), goal)) for r, goal in self.unproven]
         self.unproven += [(r, goals[id(r)]) for r in more if r not in known]
         self.window = 2 * math.isqrt(len(self.unproven))
@@ -539,22 +567,49 @@ class Specification:
     # -- schedule
 
     def schedule(self, now: float) -> dict[str, object] | None:
-        if len(self.in_flight) >= self.limits.max_steps_in_flight:
+        if len(self.in_flight) >= self.max_in_flight:
             return None
         if self.in_flight and self.in_flight[-1].speculating:
             return None  # what follows depends on what was right
         self.now = now
+        self._begin_step()
+        self._clear_the_way()
+        self._count_window()
+        if not self.running:
+            self.batch_is_closed = False
+        self._mind_first_tokens(now)
+        for lane in self._lanes_in_turn():
+            self.lane = lane
+            message = self._schedule_in_lane(now)
+            if message is not None:
+                return message
+        return None
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.limits.max_steps_in_flight or self.capacity.num_lanes + 1
+
+    def _lanes_in_turn(self) -> list[int]:
+        """Each lane once, from the one behind that of the newest step; not who has its share of the steps in flight."""
+        num_lanes = self.capacity.num_lanes
+        if num_lanes == 1:
+            return [0]
+        most = 1 if self.limits.batching == "orca" else -(-self.max_in_flight // num_lanes)
+        in_turn = [(self.newest_lane + 1 + place) % num_lanes for place in range(num_lanes)]
+        return [lane for lane in in_turn if sum(step.lane == lane for step in self.in_flight) < most]
+
+    def _begin_step(self) -> None:
         self.running.sort(key=lambda request: request.key)
         self.short = False
         self.promised = 0
         self.tokens: dict[int, int] = {}  # row -> tokens in this step
         self.new_blocks: list[tuple[int, int]] = []
         self.new_requests: list[dict[str, object]] = []
-        self._clear_the_way()
-        self._count_window()
-        if not self.running:
-            self.batch_is_closed = False
-        self._mind_first_tokens(now)
+        self.new_adapters: list[tuple[int, str]] = []
+        self.new_pooled: list[tuple[int, int]] = []
+
+    def _schedule_in_lane(self, now: float) -> dict[str, object] | None:
+        self._begin_step()
         self._hurry()
         self.start_of_step = self._start_of_step() if self.protects_gaps else now
         self.may_run = self._who_may_run()
@@ -562,9 +617,12 @@ class Specification:
         self.most_tokens = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
         self.held_back: list[SpecRequest] = []
         if self.limits.batching in {"static", "prefill_first"}:
-            if not any(request.stalled for request in self.running):
+            self.owed &= {r.step_lane for r in self.running if not r.stalled and r.computed < r.limit - 1}
+            if not any(request.stalled for request in self.running) and not self.owed:
                 self._serve_prompts()
                 self._admit()
+                if self.short and not self.tokens:
+                    self.owed = set(range(self.capacity.num_lanes))
             if not self.tokens:  # decodes run only in a step without a prompt
                 self._protect_gaps()
                 self._serve_decoding()
@@ -621,12 +679,34 @@ class Specification:
         return any(ran is request and stay == request.stay for step in self.in_flight for ran, stay, *_ in step.ran)
 
     def _who_may_run(self) -> list[SpecRequest]:
+        if self.has_lanes:
+            # Who decodes has a lane. Who is in its prompt may run in a step of any.
+            return [r for r in self.running if r.step_lane in {None, self.lane}]
         if self.limits.batching != "orca":
             return list(self.running)
         # A request is in one batch at a time, and a batch has a size.
         ready = [r for r in self.running if not self._is_in_flight(r)]
         in_order = sorted(ready, key=self._urgency) if self.protects_gaps else ready
         return [r for r in ready if r in in_order[: self.max_batch]]
+
+    @property
+    def has_lanes(self) -> bool:
+        return self.capacity.num_lanes > 1
+
+    def _within_lane(self, chunk: int, left: int) -> int:
+        """How much of a chunk may run in this step: nothing of it in a full one, and not the end of the prompt in a lane
+        that has its share of those that run or soon will."""
+        if not self.has_lanes:
+            return chunk
+        decoding = sum(r.step_lane == self.lane for r in self.running)
+        if decoding + sum(map(self._is_planned, self.running)) >= self.max_batch:
+            return 0
+        coming = 0
+        if self.waiting:
+            coming = max(1, min(len(self.waiting), self.max_running - len(self.running), self.pool.num_free))
+        share = -(-min(self.max_running, len(self.running) + coming) // self.capacity.num_lanes)
+        ending = [r for r in self.running if self._is_planned(r) and r.computed + self.tokens[r.row] == r.prompt_end]
+        return chunk if chunk < left or decoding + len(ending) < share else chunk - 1
 
     def _budget(self) -> int:
         return self.most_tokens - sum(self.tokens.values())
@@ -683,15 +763,16 @@ class Specification:
 
     def _start_of_step(self) -> float:
         """When this step will start: those in flight bring their tokens before."""
-        start = self.last_answer_time
-        for step in self.in_flight:
+        start = self.last_answer_time[self.lane]
+        in_flight = [step for step in self.in_flight if step.lane == self.lane]
+        for step in in_flight:
             if step.expected_s is not None:
                 start = max(start, step.sent_time) + step.expected_s
             start = max(start, self.now)
             for request, stay, _, _, samples in step.ran:
                 if samples and request.row is not None and stay == request.stay:
                     request.token_time = start
-        return start if self.in_flight else self.now
+        return start if in_flight else self.now
 
     def _limit_prompts(self, running: list[SpecRequest], duration_s: Callable[..., float]) -> None:
         """Prompts get as many times 64 tokens as those of higher classes have time for."""
@@ -767,7 +848,8 @@ class Specification:
                 self._admit(before=request)
             if request.row is None or request.stay != stay:
                 continue  # preempted for a request before it
-            wanted = min(request.prompt_end - request.computed, self._budget())
+            left = request.prompt_end - request.computed
+            wanted = self._within_lane(min(left, self._budget()), left)
             room = len(request.blocks) * self.capacity.block_size - request.computed
             if wanted <= 0 or (room == 0 and not self._obtain_block(request)):
                 continue
@@ -863,7 +945,8 @@ class Specification:
         self.new_blocks = [(row, block) for row, block in self.new_blocks if row != victim.row]
         num_blocks = -(-victim.computed // self.capacity.block_size)
         is_idle = victim.computed >= victim.limit - 1
-        if self.limits.preemption == "swap" and not is_idle and 0 < num_blocks <= len(self.free_host_blocks):
+        may_swap = self.limits.preemption == "swap" and not victim.runs_whole
+        if may_swap and not is_idle and 0 < num_blocks <= len(self.free_host_blocks):
             victim.host_blocks = self.free_host_blocks[:num_blocks]
             del self.free_host_blocks[:num_blocks]
             victim.swapped = victim.computed
@@ -884,24 +967,29 @@ class Specification:
         self.running.remove(request)
         if cache and self.limits.enable_prefix_caching:
             self.pool.register(request, request.confirmed)
-        # Under orca, what is not in flight is written by nobody; otherwise nearly everything is in flight.
-        is_written = bool(self.in_flight) and (self.limits.batching != "orca" or self._is_in_flight(request))
+        # Under orca, and with lanes, what is not in flight is written by nobody; otherwise nearly everything is in flight.
+        looks = self.limits.batching == "orca" or self.has_lanes
+        is_written = bool(self.in_flight) and (not looks or self._is_in_flight(request))
         self.pool.release(request.blocks, self.in_flight[-1].number if is_written else None)
         self.finished_rows.append(request.row)
         request.row, request.blocks, request.computed, request.chain = None, [], 0, []
         request.stalled = False
+        request.step_lane = None
 
     @property
     def max_running(self) -> int:
-        num_batches = self.limits.max_steps_in_flight if self.limits.batching == "orca" else 1
-        return min(self.max_batch * num_batches, self.capacity.max_num_rows)
+        if self.limits.batching == "orca":
+            num_batches = self.capacity.num_lanes if self.has_lanes else self.max_in_flight
+            return min(self.max_batch * num_batches, self.capacity.max_num_rows)
+        most_tokens = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
+        return min(self.limits.max_num_seqs, most_tokens * self.capacity.num_lanes, self.capacity.max_num_rows)
 
     def _admit(self, before: SpecRequest | None = None) -> None:
         if self.limits.batching == "static" and self.batch_is_closed:
             return
         self.forecast = None
         most_new = self.capacity.most_batched_tokens(self.limits.max_num_batched_tokens)
-        if self.limits.batching == "orca":
+        if self.limits.batching == "orca" and not self.has_lanes:
             most_new = self.max_batch - self.num_chosen
         while not self.short and len(self.new_requests) < most_new and not self._is_soon_after_refusal():
             passed_over, request = self._next_to_start(self.now)
@@ -940,6 +1028,9 @@ class Specification:
         if self._waits_for_prefix(request, start):
             return False
         chunk = self._first_chunk(len(request.tokens) - start, (len(shared) + free) * size - start)
+        most = chunk if lacks_row else self._within_lane(chunk, len(request.tokens) - start)
+        if most < chunk:
+            chunk = most if self.limits.batching in {"chunked", "split_fuse"} else 0
         missing = self._num_missing(request, start + max(chunk, 1), len(shared), unshared)
         missing += self._headroom(request)
         if missing > 0 or (lacks_row and chunk > 0):
@@ -1070,6 +1161,10 @@ class Specification:
                 "scheduled": count,
             }
         )
+        if request.adapter:
+            self.new_adapters.append((request.row, request.adapter))
+        if request.pooling:
+            self.new_pooled.append((request.row, request.pooling))
 
     def _give_up_host_blocks(self, request: SpecRequest) -> None:
         if request.host_blocks:
@@ -1085,6 +1180,7 @@ class Specification:
             self.prompts_kept_out_since = None if runs_prompts else self.prompts_kept_out_since
         is_decode_only = not runs_prompts and bool(prompts or self.waiting)
         self.num_decode_only_steps = self.num_decode_only_steps + 1 if is_decode_only else 0
+        exceptions = self._exceptions()
         ran = []
         by_row = {request.row: request for request in self.running}
         for row, count in self.tokens.items():  # in the order of service
@@ -1093,25 +1189,39 @@ class Specification:
             request.computed += count
             samples = request.computed == request.expected
             request.sampled_ahead += samples
+            if samples and request.step_lane is None:
+                request.step_lane = self.lane
             ran.append((request, request.stay, row, request.computed, samples))
         message: dict[str, object] = {
             "step": self.step,
             "new": self.new_requests,
             "finished_rows": sorted(self.finished_rows),
             "new_blocks": sorted(self.new_blocks, key=lambda entry: entry[0]),
-            "exceptions": sorted(
-                (r.row, self.tokens.get(r.row, 0)) for r in self.running if self.tokens.get(r.row, 0) != 1
-            ),
+            "exceptions": exceptions,
+            "lane": self.lane if self.has_lanes else None,
             "swap_out": [pair for _, pairs in self.swap_out for pair in pairs],
             "swap_in": self.swap_in,
+            "adapters": self.new_adapters,
+            "pooled": self.new_pooled,
             "total": total,
             "speculative": sorted(self.speculating.items()),
         }
         self.swap_out, self.swap_in = [], []
-        self.in_flight.append(SpecStep(self.step, ran, message, self.speculating, self.now, expected_s))
+        self.in_flight.append(SpecStep(self.step, ran, message, self.speculating, self.lane, self.now, expected_s))
+        self.newest_lane = self.lane
+        self.owed.discard(self.lane)
         self.finished_rows = []
         self.step += 1
         return message
+
+    def _exceptions(self) -> list[tuple[int, int]]:
+        """Rows, of those that the step would run anyway, that do not run one token; with lanes, all prompts that run."""
+        if not self.has_lanes:
+            return sorted((r.row, self.tokens.get(r.row, 0)) for r in self.running if self.tokens.get(r.row, 0) != 1)
+        prompts = [(r.row, self.tokens[r.row]) for r in self.running if r.step_lane is None and r.row in self.tokens]
+        return sorted(
+            prompts + [(r.row, 0) for r in self.running if r.step_lane == self.lane and r.row not in self.tokens]
+        )
 
     # -- update
 
@@ -1140,7 +1250,7 @@ class Specification:
         sampling = sorted((entry for entry in step.ran if entry[4]), key=lambda entry: entry[2])
         stays = [entry for entry in sampling if entry[0].row is not None and entry[0].stay == entry[1]]
         left = [entry for entry in sampling if entry[0] in self.waiting and entry[0].unreturned]
-        self._record_token_times([request for request, *_ in stays], now)
+        self._record_token_times(step.lane, [request for request, *_ in stays], now)
         for request, _, row, _, _ in stays:
             request.sampled_ahead -= 1
             self._deliver(request, by_row[row], delivered)
@@ -1157,8 +1267,8 @@ class Specification:
                 self._take_accepted(request, step.speculating[row], num_proposed, tokens, delivered, ended)
         return delivered, ended
 
-    def _record_token_times(self, requests: list[SpecRequest], now: float) -> None:
-        self.last_answer_time = now
+    def _record_token_times(self, lane: int, requests: list[SpecRequest], now: float) -> None:
+        self.last_answer_time[lane] = now
         if self.protects_gaps:
             for request in requests:
                 request.token_time = now

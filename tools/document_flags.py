@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from headway.cluster.config import ClusterConfig
 from headway.serve_config import ServeConfig
 from headway.services import SERVICES, SETTLED_BY_SERVE
 from headway.settings import Setting, settings_of
@@ -22,7 +23,11 @@ END = "<!-- end of settings -->"
 
 def rows() -> Iterator[str]:
     """Yield the table's lines; a setting of several services comes once, with all of them."""
-    declared = {"serve": settings_of(ServeConfig), **{name: service.settings for name, service in SERVICES.items()}}
+    declared = {
+        "serve": settings_of(ServeConfig),
+        **{name: service.settings for name, service in SERVICES.items()},
+        "cluster": settings_of(ClusterConfig),
+    }
     owners: dict[tuple[str, str, str, str], list[str]] = {}
     for section, settings in declared.items():
         for name, setting in settings.items():

@@ -19,6 +19,16 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
     out.copy_(_rms_normalised(hidden, weight, eps))
 
 
+def add_layer_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, out: Tensor, *, eps: float
+) -> None:
+    """``gpu.norm.add_layer_norm``."""
+    if delta is not None:
+        hidden.add_(delta)
+    wide_bias = None if bias is None else bias.float()
+    out.copy_(functional.layer_norm(hidden.float(), weight.shape, weight.float(), wide_bias, eps))
+
+
 def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     """``gpu.activation.silu_and_multiply``."""
     gate, up = gate_up.chunk(2, dim=1)

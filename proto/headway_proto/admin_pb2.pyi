@@ -423,6 +423,48 @@ class SetExecutorRoleResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "directory")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    directory: str
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[LoadedAdapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[LoadedAdapter, _Mapping]]] = ...) -> None: ...
+
+class LoadedAdapter(_message.Message):
+    __slots__ = ("name", "directory", "fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    directory: str
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
 class PinPrefixRequest(_message.Message):
     __slots__ = ("name", "text", "token_ids", "chat", "tenant")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -84,6 +84,21 @@ class AdminStub:
                 request_serializer=headway__proto_dot_admin__pb2.SetExecutorRoleRequest.SerializeToString,
                 response_deserializer=headway__proto_dot_admin__pb2.SetExecutorRoleResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/headway.v1.Admin/LoadAdapter',
+                request_serializer=headway__proto_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/headway.v1.Admin/UnloadAdapter',
+                request_serializer=headway__proto_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/headway.v1.Admin/ListAdapters',
+                request_serializer=headway__proto_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.PinPrefix = channel.unary_unary(
                 '/headway.v1.Admin/PinPrefix',
                 request_serializer=headway__proto_dot_admin__pb2.PinPrefixRequest.SerializeToString,
@@ -179,6 +194,28 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Lets every executor load an adapter (LoRA), from a directory that each of them can read; requests may name it once this
+        returns, and executors that join later load it first. FAILED_PRECONDITION if the name is taken, or if an executor cannot
+        load it: then none has it. INVALID_ARGUMENT for a wrong name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forgets an adapter. FAILED_PRECONDITION while requests with it have not ended; NOT_FOUND for an unknown name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PinPrefix(self, request, context):
         """Keeps a prefix in the cache: its blocks are evicted last. Replaces a pin of the same name. FAILED_PRECONDITION if it
         fills no block, or if more than a quarter of the KV pool would be pinned. Pins survive a restart of the executor, but
@@ -262,6 +299,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetExecutorRole,
                     request_deserializer=headway__proto_dot_admin__pb2.SetExecutorRoleRequest.FromString,
                     response_serializer=headway__proto_dot_admin__pb2.SetExecutorRoleResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=headway__proto_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=headway__proto_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=headway__proto_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=headway__proto_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'PinPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.PinPrefix,
@@ -554,6 +606,87 @@ class Admin:
             '/headway.v1.Admin/SetExecutorRole',
             headway__proto_dot_admin__pb2.SetExecutorRoleRequest.SerializeToString,
             headway__proto_dot_admin__pb2.SetExecutorRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/LoadAdapter',
+            headway__proto_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/UnloadAdapter',
+            headway__proto_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Admin/ListAdapters',
+            headway__proto_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            headway__proto_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

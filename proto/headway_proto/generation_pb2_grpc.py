@@ -54,6 +54,16 @@ class GenerationStub:
                 request_serializer=headway__proto_dot_generation__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=headway__proto_dot_generation__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/headway.v1.Generation/Embed',
+                request_serializer=headway__proto_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/headway.v1.Generation/Score',
+                request_serializer=headway__proto_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=headway__proto_dot_generation__pb2.ScoreResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -84,6 +94,20 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Makes one vector of each input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Gives the log probabilities of continuations of one prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +130,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=headway__proto_dot_generation__pb2.GetModelRequest.FromString,
                     response_serializer=headway__proto_dot_generation__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=headway__proto_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=headway__proto_dot_generation__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=headway__proto_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=headway__proto_dot_generation__pb2.ScoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -216,6 +250,60 @@ class Generation:
             '/headway.v1.Generation/GetModel',
             headway__proto_dot_generation__pb2.GetModelRequest.SerializeToString,
             headway__proto_dot_generation__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Generation/Embed',
+            headway__proto_dot_generation__pb2.EmbedRequest.SerializeToString,
+            headway__proto_dot_generation__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headway.v1.Generation/Score',
+            headway__proto_dot_generation__pb2.ScoreRequest.SerializeToString,
+            headway__proto_dot_generation__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ import msgspec
 
 from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.operations import AdminCall, AdminReply
+from headway_proto.pooling import NO_POOLING, POOL_LAST
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 
@@ -46,6 +47,7 @@ REJECT_ALREADY_EXISTS = "already_exists"
 REJECT_OVERLOADED = "overloaded"
 REJECT_UNAVAILABLE = "unavailable"
 REJECT_UNSUPPORTED = "unsupported"
+REJECT_NOT_FOUND = "not_found"
 
 
 class GatewayHello(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +64,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     all output. ``sampling.stop_token_ids``, and the model's unless ``ignore_eos``, end the sequence. ``index`` numbers
     the continuations of ``request_id``. ``traceparent``: W3C or empty. ``has_run``: it started on an earlier link, so it
     must get an end, and its objective no longer ends it. ``num_prompt_logprobs``: prompt tokens from the second on whose
-    log probabilities have arrived.
+    log probabilities have arrived. ``adapter``: its name, or "" for the model as it is.
     """
 
     handle: int
@@ -80,6 +82,16 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     traceparent: str = ""
     has_run: bool = False
     num_prompt_logprobs: int = 0
+    adapter: str = ""
+
+
+class SubmitPooled(Submit, frozen=True, array_like=True, kw_only=True):
+    """One input to make a vector of; its one token means nothing. ``pooling``: see ``headway_proto.pooling``.
+
+    A message of its own, so that other submissions stay as they are.
+    """
+
+    pooling: int = POOL_LAST
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +107,7 @@ class GatewayHeartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The executor's model."""
+    """The executor's model, and the names of its adapters."""
 
     name: str
     fingerprint: str
@@ -109,6 +121,11 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The most tokens (prompt + output) that fit the KV pool."""
     supports_prompt_logprobs: bool = False
     supports_constraints: bool = False
+    adapters: tuple[str, ...] = ()
+    embedding_size: int = 0
+    default_pooling: int = NO_POOLING
+    generates: bool = True
+    """These three: see ``BackendInfo``."""
 
 
 class SchedulerHello(msgspec.Struct, frozen=True, array_like=True):
@@ -207,6 +224,19 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
+class Vector(msgspec.Struct, frozen=True, array_like=True):
+    """A pooled input's vector: a float32 column."""
+
+    handle: int
+    values: bytes
+
+
+class TokensAndVectors(Tokens, frozen=True, array_like=True, kw_only=True):
+    """The news of a step in which pooled inputs ended. A vector comes with its sequence's end."""
+
+    vectors: tuple[Vector, ...] = ()
+
+
 class Rejected(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """``retry_after_ms`` is 0 if a retry is useless."""
 
@@ -223,6 +253,7 @@ _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
     Abort: 34,
     GatewayHeartbeat: 35,
     AdminCall: 36,
+    SubmitPooled: 37,
 }
 _TO_GATEWAY: dict[type[msgspec.Struct], int] = {
     SchedulerHello: 48,
@@ -230,6 +261,7 @@ _TO_GATEWAY: dict[type[msgspec.Struct], int] = {
     Tokens: 50,
     Rejected: 51,
     AdminReply: 52,
+    TokensAndVectors: 53,
 }
 
 

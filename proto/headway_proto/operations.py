@@ -5,6 +5,8 @@ Owns: these messages, passed on by gateways. Must not know: how answers are made
 
 import msgspec
 
+from headway_proto.adapters import LoadedAdapter
+
 EXECUTOR_ROLES = ("prefill", "decode", "both")
 """What an executor may be for."""
 
@@ -41,11 +43,18 @@ class FlightLogPlace(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     offset: int = 0
 
 
+class AdapterToLoad(msgspec.Struct, frozen=True, array_like=True):
+    """``directory``: where each executor finds its files; "" to unload."""
+
+    name: str
+    directory: str = ""
+
+
 class AdminCall(msgspec.Struct, frozen=True, array_like=True):
     """``method``: status, list, explain, cancel, pause, resume, drain, drain_executor, undrain_executor,
-    set_executor_role, pin, unpin, pins, flush, cache, flight_log.
+    set_executor_role, pin, unpin, pins, flush, cache, flight_log, load_adapter, unload_adapter, adapters.
 
-    ``prefix`` is for pins, ``position`` for cache, ``place`` for flight_log, ``role`` for set_executor_role.
+    ``adapter`` is for load_adapter and unload_adapter, ``prefix`` for pins, ``position`` for cache, ``place`` for flight_log, ``role`` for set_executor_role.
     ``executor``: the number of the one that drain_executor, undrain_executor, set_executor_role, pins and cache are
     about.
     """
@@ -58,6 +67,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True):
     place: FlightLogPlace | None = None
     executor: int = 0
     role: str = ""
+    adapter: AdapterToLoad | None = None
 
 
 class RecentPercentiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -326,3 +336,4 @@ class AdminReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pinned_prefixes: tuple[PinnedPrefix, ...] = ()
     cache: CacheChanges | None = None
     flight_log: FlightLogPart | None = None
+    adapters: tuple[LoadedAdapter, ...] = ()

@@ -25,6 +25,19 @@ token ids, block table, ``num_computed_tokens`` and sampling state.
    proposes. The token after a proposal counts only if this proposal and all before it equal the tokens drawn for their
    places. With a accepted proposals the row brings 1 + a ids, and ``num_computed_tokens`` and ``num_tokens`` grow by a
    more. ``state_digest`` leaves a out, and the next step waits for the answer.
+10. A new row in ``pooled`` makes a vector of its tokens' hidden states. The step in which it samples reports the vector;
+   the token that it samples means nothing. If the pooling needs every token, the row begins at position 0.
+
+An executor with several **lanes** (``BackendInfo.num_lanes``) works on several steps at once, as the stages of a pipeline
+do. Its steps are each of one lane (``LaneOutput``), and rule 2 becomes:
+
+2. Every live row *of the step's lane* runs one token, unless ``num_scheduled_tokens`` lists another number (0: none). A
+   row that has not sampled since it was new is in no lane: it runs only in the steps that list it, of whatever lane. The
+   step in which it first samples puts it in its lane, where it stays. A step lists no row of another lane.
+
+Steps are applied, moved, run and answered in their order by each stage. A step needs the tokens of its lane's earlier
+steps, and no tokens of other lanes'; so chunks of one prompt may follow each other through the stages, and its decodes
+may not. Such an executor does not speculate.
 
 So a decode step without changes has constant size. ``NewEpoch`` opens an epoch for a new executor process or after an
 error: there are no rows, steps count from 0, other epochs' messages are ignored. Messages are arrays; new
@@ -37,10 +50,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter, RowAdapter
 from headway_proto.columns import INT32, Int32Array
 from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.pooling import NO_POOLING, POOL_CLS
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
+
+NO_LANE = -1
+"""The lane of a row that has not sampled yet."""
 
 DIGEST_INTERVAL_STEPS = 64
 """``state_digest`` is reported with steps that are multiples of this."""
@@ -54,9 +72,14 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     ``max_model_len`` per request; ``vocab_size``: width of the logits; ``num_host_blocks`` for swapping (0: none), at
     about ``swap_us_per_block`` microseconds each (0.0: unknown); ``max_num_batched_tokens`` per step (0: no limit);
-    ``max_speculative_tokens`` per row and step. ``host_pool`` names the contents of the host blocks: a process that takes
+    ``max_speculative_tokens`` per row and step, 0 with several lanes. ``host_pool`` names the contents of the host blocks: a process that takes
     them over from one that died announces the same name; "" if they end with the process. ``block_addresses``: where
-    other executors reach them, best first, each ``TRANSPORT:ADDRESS``.
+    other executors reach them, best first, each ``TRANSPORT:ADDRESS``. ``num_lanes``: steps that it works on at the same
+    time, one for each stage of its pipeline. ``adapters``: those that are loaded; none with several lanes.
+
+    ``embedding_size``: numbers of a pooled vector, 0 without rule 10; ``default_pooling`` is the checkpoint's own, or
+    ``NO_POOLING``.
+    ``generates``: an encoder's tokens mean nothing.
     """
 
     backend: str
@@ -78,6 +101,12 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_speculative_tokens: int = 0
     host_pool: str = ""
     block_addresses: tuple[str, ...] = ()
+    num_lanes: int = 1
+    supports_adapters: bool = False
+    adapters: tuple[LoadedAdapter, ...] = ()
+    embedding_size: int = 0
+    default_pooling: int = NO_POOLING
+    generates: bool = True
 
 
 SHARED_MEMORY = "shm"
@@ -93,10 +122,14 @@ _RANGES = (
     ("swap_us_per_block", 0, 1e9),
     ("max_num_batched_tokens", 0, 1 << 31),
     ("max_speculative_tokens", 0, 1 << 10),
+    ("num_lanes", 1, 1 << 6),
+    ("embedding_size", 0, 1 << 24),
+    ("default_pooling", NO_POOLING, POOL_CLS),
 )
 _MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 4096
 _MAX_BLOCK_ADDRESSES = 8
+_MAX_ADAPTERS = 1 << 16
 
 
 def info_problem(info: BackendInfo) -> str | None:
@@ -108,6 +141,10 @@ def info_problem(info: BackendInfo) -> str | None:
     for field in ("backend", "device", "dtype", "model_name", "model_fingerprint", "host_pool"):
         if len(getattr(info, field)) > _MAX_NAME_CHARACTERS:
             return f"{field}: {len(getattr(info, field))} characters; allowed: at most {_MAX_NAME_CHARACTERS}"
+    if info.num_lanes > 1 and info.max_speculative_tokens:
+        return f"max_speculative_tokens: {info.max_speculative_tokens} is not allowed with several lanes; allowed: 0"
+    if len(info.adapters) > (_MAX_ADAPTERS if info.supports_adapters and info.num_lanes == 1 else 0):
+        return f"adapters: {len(info.adapters)} are not allowed; allowed: {_MAX_ADAPTERS}, with one lane and a backend for them"
     addresses = info.block_addresses
     if len(addresses) > _MAX_BLOCK_ADDRESSES or any(len(address) > _MAX_NAME_CHARACTERS for address in addresses):
         return (
@@ -185,6 +222,29 @@ class TransferringOutput(SchedulerOutput, frozen=True, array_like=True, kw_only=
     pulls: tuple[BlockPull, ...] = ()
 
 
+class LaneOutput(TransferringOutput, frozen=True, array_like=True, kw_only=True):
+    """A step of an executor with several lanes: of lane ``lane``, from 0. Only such an executor gets this message."""
+
+    lane: int = 0
+
+
+class AdapterOutput(TransferringOutput, frozen=True, array_like=True, kw_only=True):
+    """A step with new rows that run with an adapter. Only an executor that supports adapters gets this message."""
+
+    adapters: tuple[RowAdapter, ...] = ()
+
+
+class PoolingOutput(AdapterOutput, frozen=True, array_like=True, kw_only=True):
+    """A step with new rows that are pooled: ``pooled`` is a column group (row, pooling). See rule 10.
+
+    Of ``SchedulerOutput``, ``TransferringOutput``, ``AdapterOutput`` and this, each has all fields of the one before, and a
+    step is the first that holds what it needs. An executor with several lanes takes neither adapters nor pooled rows, so
+    its ``LaneOutput`` holds neither.
+    """
+
+    pooled: bytes = b""
+
+
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token and the most likely ones, best first."""
 
@@ -199,6 +259,13 @@ class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     values: PromptLogprobColumns
+
+
+class RowVector(msgspec.Struct, frozen=True, array_like=True):
+    """See rule 10. ``values``: a float32 column."""
+
+    row: int
+    values: bytes
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -228,6 +295,12 @@ class ExecutorOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
     accepted_tokens: bytes = b""
     stale_rows: bytes = b""
+
+
+class PooledOutput(ExecutorOutput, frozen=True, array_like=True, kw_only=True):
+    """The results of a step in which pooled rows sampled: their vectors, rows ascending."""
+
+    vectors: tuple[RowVector, ...] = ()
 
 
 class ExecutorHello(msgspec.Struct, frozen=True, array_like=True):
@@ -281,12 +354,18 @@ _TO_EXECUTOR: dict[type[msgspec.Struct], int] = {
     NewEpoch: 2,
     SchedulerHeartbeat: 3,
     TransferringOutput: 4,
+    LaneOutput: 5,
+    AdapterOutput: 6,
+    AdapterChange: 7,
+    PoolingOutput: 8,
 }
 _TO_SCHEDULER: dict[type[msgspec.Struct], int] = {
     ExecutorOutput: 16,
     ExecutorHello: 17,
     ResyncRequest: 18,
     ExecutorHeartbeat: 19,
+    PooledOutput: 20,
+    AdapterChanged: 21,
 }
 
 
@@ -315,11 +394,12 @@ def state_digest(
     num_computed_tokens: Int32Array,
     num_blocks: Int32Array,
     block_table: NDArray[np.integer],
+    lanes: NDArray[np.integer] | None = None,
 ) -> int:
     """CRC32 of the mirrored state after a step, equal on both sides.
 
     ``rows`` ascending; ``num_computed_tokens`` and ``num_blocks`` of them, shape ``[n]``; ``block_table`` whole, shape
-    ``[max rows, max blocks per row]``.
+    ``[max rows, max blocks per row]``. ``lanes``, of these rows, -1 for none: only if the executor has several.
     """
     digest = zlib.crc32(rows.astype(INT32, copy=False).tobytes())
     digest = zlib.crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)
@@ -328,4 +408,6 @@ def state_digest(
         width = int(num_blocks.max())
         used = np.arange(width, dtype=np.int32) < num_blocks[:, None]
         digest = zlib.crc32(block_table[rows, :width][used].astype(INT32, copy=False).tobytes(), digest)
+    if lanes is not None:
+        digest = zlib.crc32(lanes.astype(INT32, copy=False).tobytes(), digest)
     return digest

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos import faulty_backends
 from headway.__main__ import main
-from headway_executor import process
+from headway_executor import opening
 
 if __name__ == "__main__":
     backend_class = getattr(faulty_backends, sys.argv[1])
-    process.create_backend = lambda name: backend_class()
+    opening.create_backend = lambda name: backend_class()
     sys.argv[0:2] = ["headway", "executor"]
     sys.exit(main())

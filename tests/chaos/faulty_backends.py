@@ -8,12 +8,16 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
+
 from headway_executor.backend import StepBatch, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 
 MOST_TOKENS_OF_A_STEP = 40
 DEADLY_TOKEN = 401
 DEATHS_FILE_VARIABLE = "CHAOS_DEATHS_FILE"
+STEP_APART = 20
+APART_FILE_VARIABLE = "CHAOS_APART_FILE"
 
 
 class SmallDevice(SimulatedBackend):
@@ -35,3 +39,15 @@ class Mortal(SimulatedBackend):
                 deaths.write(b"x")
             os.kill(os.getpid(), signal.SIGKILL)
         return super().execute(batch)
+
+
+class Apart(SimulatedBackend):
+    """On rank 1, draws one wrong token, once for all processes; writes the step's number to a file."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        result = super().execute(batch)
+        file = Path(os.environ[APART_FILE_VARIABLE])
+        if os.environ.get("RANK") != "1" or batch.step < STEP_APART or file.exists() or not len(batch.rows):
+            return result
+        file.write_text(str(batch.step))
+        return msgspec.structs.replace(result, sampled_token_ids=result.sampled_token_ids ^ 1)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from headway_proto import ingress, operations, step
+from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter, RowAdapter
 from headway_proto.columns import encode_column, encode_columns, encode_floats
 from headway_proto.framing import FrameReader, FrameWriter
+from headway_proto.pooling import POOL_LAST, POOL_MEAN
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import Constraint, SamplingParams
 
@@ -55,6 +57,7 @@ SAMPLING = SamplingParams(
     constraint=Constraint("regex", "a+"),
 )
 PROMPT = PromptLogprobColumns(1, encode_floats([-0.5]), encode_column([6]), encode_floats([-0.25]))
+ADAPTER = LoadedAdapter("style", "/adapters/style", "f00d")
 NEW_REQUEST = step.NewRequest(
     row=1,
     token_ids=encode_column([5, 6, 7]),
@@ -134,6 +137,17 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             pulls=(step.BlockPull("f00d", ("shm:headway-f00d",), 7, encode_column([1, 2, 3])),),
         ),
     ),
+    (TO_EXECUTOR, step.LaneOutput(epoch=1, step=2, exports=encode_columns(PAIR), lane=3)),
+    (
+        TO_EXECUTOR,
+        step.AdapterOutput(
+            epoch=1, step=2, scheduled_new_reqs=(NEW_REQUEST,), adapters=(RowAdapter(1, ADAPTER.identity),)
+        ),
+    ),
+    (TO_EXECUTOR, AdapterChange(3, "style", "/adapters/style", "f00d")),
+    (TO_SCHEDULER, AdapterChanged(3, ADAPTER)),
+    (TO_SCHEDULER, AdapterChanged(4, error="no such directory")),
+    (TO_EXECUTOR, step.PoolingOutput(epoch=1, step=2, scheduled_new_reqs=(NEW_REQUEST,), pooled=encode_columns(PAIR))),
     (TO_EXECUTOR, step.NewEpoch(1, 2, 3)),
     (TO_EXECUTOR, step.SchedulerHeartbeat(3)),
     (
@@ -149,6 +163,15 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             move_time_us=321,
             prompt_logprobs=(step.RowPromptLogprobs(0, PROMPT),),
             accepted_tokens=encode_columns(np.array([[0], [2], [1]], dtype=np.int32)),
+        ),
+    ),
+    (
+        TO_SCHEDULER,
+        step.PooledOutput(
+            epoch=1,
+            step=2,
+            sampled_token_ids=encode_column([0]),
+            vectors=(step.RowVector(1, encode_floats([0.5, -0.25])),),
         ),
     ),
     (TO_SCHEDULER, step.ExecutorHello(2, INFO)),
@@ -167,8 +190,27 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             sampling=SAMPLING,
             tenant="t",
             num_prompt_logprobs=1,
+            adapter="style",
         ),
     ),
+    (
+        FROM_GATEWAY,
+        ingress.SubmitPooled(
+            handle=6,
+            request_id="a",
+            index=1,
+            token_ids=encode_column([5, 6, 7]),
+            num_prompt_tokens=3,
+            max_tokens=1,
+            sampling=SAMPLING,
+            pooling=POOL_MEAN,
+        ),
+    ),
+    (
+        FROM_GATEWAY,
+        operations.AdminCall(3, "load_adapter", adapter=operations.AdapterToLoad("style", "/adapters/style")),
+    ),
+    (TO_GATEWAY, operations.AdminReply(call_id=3, adapters=(ADAPTER,))),
     (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
     (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
     (FROM_GATEWAY, operations.AdminCall(1, "cancel", "a")),
@@ -197,6 +239,10 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
             finished=(FINISHED,),
             prompt_logprobs=(ingress.PromptLogprobs(5, PROMPT),),
         ),
+    ),
+    (
+        TO_GATEWAY,
+        ingress.TokensAndVectors(finished=(FINISHED,), vectors=(ingress.Vector(5, encode_floats([0.5, -0.25])),)),
     ),
     (TO_GATEWAY, ingress.Rejected(handle=5, reason=ingress.REJECT_INVALID, field="top_p", message="2.0")),
     (TO_GATEWAY, operations.AdminReply(call_id=1, error="not found")),
@@ -249,17 +295,36 @@ ADDED = {
         "max_speculative_tokens": 0,
         "host_pool": "",
         "block_addresses": (),
+        "num_lanes": 1,
+        "supports_adapters": False,
+        "adapters": (),
+        "embedding_size": 0,
+        "default_pooling": 0,
+        "generates": True,
     },
     SamplingParams: {"prompt_logprobs": -1, "constraint": None},
-    ingress.ModelInfo: {"supports_prompt_logprobs": False, "supports_constraints": False},
+    ingress.ModelInfo: {
+        "supports_prompt_logprobs": False,
+        "supports_constraints": False,
+        "adapters": (),
+        "embedding_size": 0,
+        "default_pooling": 0,
+        "generates": True,
+    },
     step.SchedulerOutput: {"num_speculative_tokens": b""},
     step.TransferringOutput: {"exports": b"", "pulls": ()},
+    step.LaneOutput: {"lane": 0},
+    step.AdapterOutput: {"adapters": ()},
+    step.PoolingOutput: {"pooled": b""},
+    step.PooledOutput: {"vectors": ()},
+    ingress.SubmitPooled: {"pooling": POOL_LAST},
+    ingress.TokensAndVectors: {"vectors": ()},
     step.ExecutorOutput: {"move_time_us": 0, "prompt_logprobs": (), "accepted_tokens": b"", "stale_rows": b""},
-    ingress.Submit: {"traceparent": "", "has_run": False, "num_prompt_logprobs": 0},
+    ingress.Submit: {"traceparent": "", "has_run": False, "num_prompt_logprobs": 0, "adapter": ""},
     ingress.Tokens: {"prompt_logprobs": ()},
     ingress.Finished: {"total_ms": 0.0, "prefill_device_ms": 0.0, "decode_device_ms": 0.0},
     ingress.SchedulerStatus: {"load": ingress.SchedulerLoad()},
-    operations.AdminCall: {"place": None, "executor": 0, "role": ""},
+    operations.AdminCall: {"place": None, "executor": 0, "role": "", "adapter": None},
     operations.ExecutorStatus: {"role": ""},
     operations.PolicyNames: {"placement": ""},
     operations.Status: {
@@ -273,7 +338,7 @@ ADDED = {
         "num_stale_pulls": 0,
     },
     operations.SequenceState: {"executor": -1},
-    operations.AdminReply: {"flight_log": None},
+    operations.AdminReply: {"flight_log": None, "adapters": ()},
     step.ExecutorHello: {"number": -1},
     step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
 }

@@ -178,6 +178,76 @@ REQUESTS: dict[str, tuple[api.GenerateRequest, grpc.StatusCode, str]] = {
 }  # fmt: skip
 
 
+def text(value: str) -> api.Input:
+    return api.Input(text=value)
+
+
+def tokens(*values: int) -> api.Input:
+    return api.Input(token_ids=api.TokenIds(ids=values))
+
+
+def embed(*inputs: api.Input, **changes: object) -> api.EmbedRequest:
+    return api.EmbedRequest(inputs=inputs or (text("x"),), **changes)
+
+
+def score(prompt: api.Input, *continuations: api.Input, **changes: object) -> api.ScoreRequest:
+    return api.ScoreRequest(prompt=prompt, continuations=continuations, **changes)
+
+
+BATCHES: dict[str, tuple[api.EmbedRequest | api.ScoreRequest, grpc.StatusCode, str]] = {
+    "id over 128 bytes": (embed(request_id="i" * 129), INVALID, "request_id: 'iii"),
+    "tenant of control characters": (embed(tenant="a\n"), INVALID, "tenant: 'a\\n' contains a control"),
+    "priority": (embed(priority=9), INVALID, "priority: 9 is not allowed; allowed: 0 to 4"),
+    "unknown model": (embed(model="gpt"), grpc.StatusCode.NOT_FOUND, "model: 'gpt' is not served here; served: "),
+    "no inputs": (api.EmbedRequest(), INVALID, "inputs: 0 are not allowed; allowed: 1 to 64"),
+    "65 inputs": (embed(*[text("x")] * 65), INVALID, "inputs: 65 are not allowed; allowed: 1 to 64"),
+    "an input of no kind": (embed(text("x"), api.Input()), INVALID, "inputs[1]: there is none; allowed: one of text"),
+    "an empty text": (embed(text("")), INVALID, "inputs[0].text: it is empty; allowed: at least one character"),
+    "empty ids": (embed(tokens()), INVALID, "inputs[0].token_ids.ids: it is empty; allowed: at least one token"),
+    "a wide id": (embed(text("x"), tokens(1 << 20)), INVALID, "inputs[1].token_ids.ids[0]: 1048576 is not a token id"),
+    "a long input": (embed(tokens(*[1] * CONTEXT)), INVALID, f"has {CONTEXT} tokens; allowed: at most {CONTEXT - 1}"),
+    "a million characters": (embed(text("x" * 1_000_000)), INVALID, "inputs[0].text: "),
+    "pooling": (embed(pooling=4), INVALID, "pooling: 4 is not allowed; allowed: 0 to 3"),
+    "dimensions": (embed(dimensions=17), INVALID, "dimensions: 17 is not allowed; allowed: 0 (all) to 16, the model's"),
+    "score: id": (score(text("x"), text("y"), request_id="i" * 129), INVALID, "request_id: 'iii"),
+    "score: model": (score(text("x"), text("y"), model="a"), grpc.StatusCode.NOT_FOUND, "model: 'a' is not served"),
+    "score: no prompt": (api.ScoreRequest(continuations=[text("y")]), INVALID, "prompt: there is none; allowed: one of"),
+    "score: no continuations": (score(text("x")), INVALID, "continuations: 0 are not allowed; allowed: 1 to 64"),
+    "score: an empty one": (score(text("x"), text("")), INVALID, "continuations[0].text: it is empty; allowed"),
+    "score: a wide id": (score(text("x"), tokens(1 << 20)), INVALID, "continuations[0].token_ids.ids[0]: 1048576"),
+    "score: too long": (
+        score(tokens(*[1] * 600), tokens(*[1] * 600)), INVALID, f"continuations[0]: the prompt has 1200 tokens; allowed: at most {CONTEXT - 1}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+async def test_a_bad_request_with_several_inputs_is_refused(caller: Caller, neighbour: None, name: str) -> None:
+    bad, code, words = BATCHES[name]
+    call = caller.generation.Embed if isinstance(bad, api.EmbedRequest) else caller.generation.Score
+    error = await refusal_of(lambda: call(bad, metadata=bearing("opss")))
+    message = error.details()
+    assert (error.code(), message) == (code, message)
+    assert words in message
+    assert len(message) < 400
+    assert "x" * 65 not in message
+
+
+async def test_several_inputs_need_rights_a_free_id_and_time_too(caller: Caller, neighbour: None) -> None:
+    error = await refusal_of(lambda: caller.generation.Embed(embed(), metadata=bearing("watchers")))
+    assert error.code() is DENIED
+    error = await refusal_of(lambda: caller.generation.Embed(embed()))
+    assert error.code() is UNAUTHENTICATED
+    endless = request(request_id="mine", sampling=api.SamplingParams(ignore_eos=True, max_tokens=200))
+    stream = caller.generation.Generate(endless, metadata=bearing("opss"))
+    await stream.read()
+    error = await refusal_of(lambda: caller.generation.Embed(embed(request_id="mine"), metadata=bearing("opss")))
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    stream.cancel()
+    error = await refusal_of(lambda: caller.generation.Embed(embed(), metadata=bearing("opss"), timeout=0.0))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 async def refusal_of(call: Callable[[], object]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call()

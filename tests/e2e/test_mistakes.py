@@ -18,7 +18,7 @@ MISTAKES = [
     ),
     ("serve --max-num-batched-tokens 0", 2, r"--max-num-batched-tokens: .*0.* is not allowed; allowed: 1 to \d+"),
     ("serve --max-num-seqs x", 2, r"--max-num-seqs: 'x' is not allowed; allowed: a whole number"),
-    ("serve --max-steps-in-flight 99", 2, r"--max-steps-in-flight: 99 is not allowed; allowed: 1 to 16"),
+    ("serve --max-steps-in-flight 99", 2, r"--max-steps-in-flight: 99 is not allowed; allowed: 0 to 16"),
     ("serve --block-size 12", 2, r"--block-size: 12 is not allowed; allowed: a power of two.*"),
     ("serve --dtype int4", 2, r"--dtype: 'int4' is not allowed; allowed: .*bfloat16.*"),
     ("serve --device tpu", 2, r"--device: 'tpu' is not allowed; allowed: cpu, cuda.*"),

@@ -36,6 +36,11 @@ TIE = 1e-4
 LONGEST_DYNAMIC_PROMPT = 50
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 VARIANTS = ("llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-bias", "qwen2-window", "qwen3-bias")
+DESCRIBED = (
+    *("gemma2", "gemma3", "phi3", "phi3-long", "olmo2", "granite", "smollm3", "starcoder2"),
+    *("gpt_neox", "gpt_neox-in-turn", "cohere2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+)
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
 TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))
 # Among these, any two settings have each pair of their values.
@@ -55,6 +60,13 @@ CASES = [
     ),
     *((family, *setting, "auto") for family in VARIANTS for setting in TWO_SETTINGS),
     *((family, *setting, "eager") for family in ("mistral", "qwen3-bias") for setting in TWO_SETTINGS),
+    # In the usual run, two families that have nearly every variant between them, and a mixture.
+    *(
+        pytest.param(*(family, *setting, "auto"), marks=() if quick else pytest.mark.deep)
+        for family in DESCRIBED
+        for setting in TWO_SETTINGS
+        for quick in [family in ("gemma2", "gpt_neox", "mixtral") and setting == TWO_SETTINGS[0]]
+    ),
 ]
 
 
@@ -111,9 +123,9 @@ def generated(model: torch.nn.Module, prompt: tuple[int, ...], max_tokens: int) 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("checkpoints")
-    for family in (*FAMILIES, *VARIANTS):
+    for family in (*FAMILIES, *VARIANTS, *DESCRIBED):
         make_checkpoint(directory / family, family, max_shard_size="50KB")
-    return {family: directory / family for family in (*FAMILIES, *VARIANTS)}
+    return {family: directory / family for family in (*FAMILIES, *VARIANTS, *DESCRIBED)}
 
 
 def settings_of(
@@ -223,7 +235,9 @@ async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dic
     assert got == load.tokens
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "qwen3", *(pytest.param(family, marks=pytest.mark.deep) for family in DESCRIBED)]
+)
 async def test_swapped_requests_go_on_as_if_nothing_had_been(
     checkpoints: dict[str, Path], tmp_path: Path, family: str
 ) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import random
 import urllib.request
 
+import pytest
+
 from e2e.running_server import command, eventually, free_ports
 from headway.client import AsyncClient
 
@@ -39,10 +41,29 @@ async def roles_of(client: AsyncClient) -> list[str]:
     return [executor.role for executor in (await client.status()).executors]
 
 
-async def test_prompts_run_here_and_answers_there_with_the_tokens_of_one_executor() -> None:
-    flags = ("--executors", "2", "--roles", "prefill,decode", "--device", "cpu", "--grpc-address", "127.0.0.1:0")
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (),
+        pytest.param(("--tensor-parallel", "2"), marks=pytest.mark.deep, id="tensor"),
+        pytest.param(("--pipeline-parallel", "2", "--num-threads", "1"), marks=pytest.mark.deep, id="pipeline"),
+    ],
+)
+async def test_prompts_run_here_and_answers_there_with_the_tokens_of_one_executor(ranks: tuple[str, ...]) -> None:
+    """With ranks: each brings its part of a block from the same rank of the other executor."""
+    flags = (
+        "--executors",
+        "2",
+        "--roles",
+        "prefill,decode",
+        "--device",
+        "cpu",
+        "--grpc-address",
+        "127.0.0.1:0",
+        *ranks,
+    )
     with free_ports(4) as port, command("serve", *flags, "--metrics-port", str(port)) as server:
-        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready)) as client:
+        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, 240)) as client:
             await eventually(lambda: figures_at(port)["headway_epochs_total"] == 2)
             await client.drain_executor(1)
             expected = await Streams(client).run()

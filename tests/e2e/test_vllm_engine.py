@@ -269,13 +269,31 @@ async def test_a_subscriber_hears_of_every_block_that_is_stored_and_removed(tmp_
 async def test_what_is_not_served_says_so() -> None:
     async with served() as (on, _):
         for call in (
-            stub(on).Embed(vllm.EmbedRequest()),
             stub(on).StartProfile(common_pb2.StartProfileRequest()),
             stub(on).StopProfile(common_pb2.StopProfileRequest()),
             stub(on).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
         ):
             with refused(grpc.StatusCode.UNIMPLEMENTED, r"\w+ \w+"):
                 await call
+
+
+async def test_embed_is_the_native_call_with_the_checkpoints_pooling(tmp_path: Path) -> None:
+    config = BackendConfig(model=str(DEMO), block_size=16, num_kv_blocks=100, max_num_seqs=8)
+    with running(tmp_path, DEMO, SimulatedBackend(), config, SchedulerLimits()) as server:
+        async with AsyncClient(server.address) as client, grpc.aio.insecure_channel(server.address) as channel:
+            await client.wait_ready(20)
+            (native,) = (await client.embed([[3, 4, 5]])).embeddings
+            calls = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            wanted = vllm.EmbedRequest(request_id="a", tokenized=vllm.TokenizedInput(input_ids=[3, 4, 5]))
+            answer = await calls.Embed(wanted)
+            for input_ids, words in (
+                ([], "tokenized.input_ids: it is empty"),
+                ([1 << 31], "2147483648 is not a token"),
+            ):
+                with refused(grpc.StatusCode.INVALID_ARGUMENT, words):
+                    await calls.Embed(vllm.EmbedRequest(tokenized=vllm.TokenizedInput(input_ids=input_ids)))
+    assert list(answer.embedding) == list(native.values)
+    assert (answer.prompt_tokens, answer.embedding_dim) == (3, len(native.values))
 
 
 async def test_tokens_roles_and_tenants_apply(tmp_path: Path) -> None:

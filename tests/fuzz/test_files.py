@@ -18,7 +18,7 @@ from headway.generate import jobs_of
 from headway.services import SERVICES
 from headway.settings import ConfigurationError
 from headway_executor.backend import ModelFilesError
-from headway_executor.models.families import read_model_config
+from headway_executor.models.families import FAMILIES, read_model_config
 from headway_executor.weights import Checkpoint
 from headway_gateway.credentials import parse_tokens
 from headway_gateway.template_process import ChatTemplate, TemplateError
@@ -34,18 +34,19 @@ FIELDS = [
     *LLAMA, "head_dim", "hidden_act", "rms_norm_eps", "torch_dtype", "dtype", "tie_word_embeddings", "rope_scaling",
     "rope_parameters", "rope_theta", "partial_rotary_factor", "auto_map", "quantization_config", "layer_types",
     "sliding_window", "use_sliding_window", "max_window_layers", "attention_bias", "mlp_bias",
-    "original_max_position_embeddings",
+    "original_max_position_embeddings", "sliding_window_pattern", "rotary_pct", "short_factor", "no_rope_layers",
+    "no_rope_layer_interval", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping", "hidden_activation",
 ]  # fmt: skip
 ROPE_FIELDS = [
     "type", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "rope_theta",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "short_factor", "sliding_attention", "full_attention",
 ]  # fmt: skip
-ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+ARCHITECTURES = sorted(FAMILIES)
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 40), st.integers(), st.floats(), st.text(max_size=10),
-    st.sampled_from(["linear", "dynamic", "yarn", "llama3", "default", "silu", "bfloat16", 1e308, 10**400]),
+    st.sampled_from(["linear", "dynamic", "yarn", "llama3", "longrope", "default", "silu", "bfloat16", 1e308, 10**400]),
 )  # fmt: skip
 jsons = st.recursive(
     scalars,
@@ -89,7 +90,7 @@ def test_a_model_configuration(
             one_line(error)
             return
     assert 1 <= config.context <= 1 << 24
-    assert len(config.sliding_windows) == config.num_layers
+    assert len(config.layers) == config.num_layers
     assert all(0 <= token < config.vocab_size for token in config.eos_token_ids)
 
 

@@ -353,7 +353,14 @@ def test_the_widest_head_gives_what_eager_operators_give(tmp_path, attending):
 
 LENGTH = 300
 NUM_OTHERS = 33
-FORMS = {"float32": (torch.float32, "none"), "bfloat16": (torch.bfloat16, "none"), "int8": (torch.float32, "int8")}
+MIXTURE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
+FORMS = {
+    "float32": (torch.float32, "none", {}),
+    "bfloat16": (torch.bfloat16, "none", {}),
+    "int8": (torch.float32, "int8", {}),
+    "mixture": (torch.float32, "none", MIXTURE),
+    "mixture-int8": (torch.float32, "int8", MIXTURE),
+}
 
 
 class Watched:
@@ -382,8 +389,8 @@ class Watched:
 
 @pytest.fixture(scope="module", params=FORMS)
 def watched(request, library, tmp_path_factory):
-    dtype, quantization = FORMS[request.param]
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20}
+    dtype, quantization, changes = FORMS[request.param]
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20} | changes
     directory = write_checkpoint(tmp_path_factory.mktemp(request.param), dtype=dtype, sliding_window=150, **sizes)
     return Watched(directory, library, quantization)
 
@@ -392,6 +399,19 @@ def watched(request, library, tmp_path_factory):
 def alone(watched):
     """All at once, nothing beside it, one thread."""
     return watched.logits([[Span(0, 0, LENGTH)]], watched.decoder(num_threads=1))
+
+
+def test_logits_of_every_family_are_the_same_in_chunks_and_in_a_crowd(family):
+    sequences = Sequences(num_rows=3, length=70, vocab_size=VOCAB_SIZE, block_size=8)
+
+    def logits(steps):
+        decoder = compiled_decoder(family, library_module.load_library(), block_size=8)
+        pool = compiled_pool(family, decoder, sequences)
+        return torch.cat([sequences.all_logits(decoder, pool, spans)[0] for spans in steps])
+
+    alone = logits([[Span(0, 0, 70)]])
+    crowd = [[Span(0, 0, 33), Span(1, 0, 5)], [Span(0, 33, 1), Span(1, 5, 40)], [Span(0, 34, 36), Span(2, 0, 9)]]
+    assert torch.equal(logits(crowd), alone)
 
 
 def in_chunks(size):
@@ -528,6 +548,25 @@ def test_a_team_that_goes_takes_its_threads_along(library):
 # ---- nothing undefined ------------------------------------------------------------------------------------------------
 
 
+EXPERTS = {
+    "rope_parameters": {"rope_type": "default"},
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+}
+
+
 def test_nothing_undefined_happens(tmp_path):
     """A library that stops the process at undefined behaviour, quick to compile and slow to run, runs to its end."""
     pytest.importorskip("ziglang")
@@ -541,12 +580,27 @@ def test_nothing_undefined_happens(tmp_path):
     caches = {name: str(tmp_path / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     compiler = [sys.executable, "-P", "-m", build.COMPILER, "cc", *target, *options]
     subprocess.run([*compiler, "-o", str(library), *sources, "-lm"], env=caches | os.environ, cwd=tmp_path, check=True)
-    directory = write_checkpoint(tmp_path / "model", sliding_window=60, head_dim=20)
+    kinds = {"Mistral": 20, "Gemma2": 20, "Olmo2": 20, "Starcoder2": None, "GPTNeoX": None}
+    mixtures = {"Mixtral": 20, "Qwen2Moe": None, "GptOss": 20, "DeepseekV2": None, "DeepseekV3": None}
+    kinds |= mixtures
+    directories = [
+        write_checkpoint(
+            tmp_path / kind,
+            architectures=[f"{kind}ForCausalLM"],
+            sliding_window=60,
+            head_dim=head_dim,
+            hidden_size=40,
+            num_key_value_heads=4 if kind.startswith(("GPTNeoX", "Deepseek")) else 2,
+            rotary_pct=0.4,
+            **(EXPERTS if kind in mixtures else {}),
+        )
+        for kind, head_dim in kinds.items()
+    ]
     code = (
         "import sys; from pathlib import Path; from decoder_driver import exercise; exercise(*map(Path, sys.argv[1:]))"
     )
     subprocess.run(
-        [sys.executable, "-c", code, str(library), str(directory)],
+        [sys.executable, "-c", code, str(library), *map(str, directories)],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         check=True,
     )

@@ -36,7 +36,7 @@ LIMITS = st.builds(
     enable_prefix_caching=st.booleans(),
     max_num_batched_tokens=st.integers(1, 32),
     max_num_seqs=st.integers(1, 6),
-    max_steps_in_flight=st.integers(1, 4),
+    max_steps_in_flight=st.integers(0, 4),
 )
 
 
@@ -52,6 +52,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 2, 64]),
         swap_us_per_block=st.sampled_from([0.0, 1.0]),
         max_speculative_tokens=st.sampled_from([0, 1, 5]),
+        num_lanes=st.sampled_from([1, 1, 2, 3]),
     )
     def begin(
         self,
@@ -61,6 +62,7 @@ class AnyHistory(RuleBasedStateMachine):
         num_host_blocks: int,
         swap_us_per_block: float,
         max_speculative_tokens: int,
+        num_lanes: int,
     ) -> None:
         num_blocks = -(-MAX_MODEL_LEN // block_size) + spare_blocks
         self.run = self.core_type(
@@ -73,7 +75,8 @@ class AnyHistory(RuleBasedStateMachine):
                 max_num_rows=8,
                 num_host_blocks=min(num_host_blocks, num_blocks),
                 swap_us_per_block=swap_us_per_block,
-                max_speculative_tokens=max_speculative_tokens,
+                num_lanes=num_lanes,
+                max_speculative_tokens=max_speculative_tokens if num_lanes == 1 else 0,
             ),
         )
 

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from drawn_examples import FACTOR
 from headway_proto.columns import Int32Array, decode_column, decode_columns, encode_column, encode_columns
+from headway_proto.pooling import POOL_CLS
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput
+from headway_proto.step import (
+    DIGEST_INTERVAL_STEPS,
+    AdapterOutput,
+    ExecutorOutput,
+    LaneOutput,
+    PoolingOutput,
+    SchedulerOutput,
+)
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
@@ -24,6 +32,7 @@ from specification import Specification
 
 VOCAB_SIZE = 6  # so small that prefixes coincide and stop tokens are hit often
 TENANTS = ("", "one")
+ADAPTERS = ("", "", "a@1", "b@1", "c@1")
 
 
 def readable(output: SchedulerOutput) -> dict[str, object]:
@@ -48,6 +57,11 @@ def readable(output: SchedulerOutput) -> dict[str, object]:
         "exceptions": sorted(scheduled.items()),
         "swap_out": [tuple(pair) for pair in decode_columns(output.swap_out, 2).T.tolist()],
         "swap_in": [tuple(pair) for pair in decode_columns(output.swap_in, 2).T.tolist()],
+        "lane": output.lane if isinstance(output, LaneOutput) else None,
+        "adapters": [(of.row, of.adapter) for of in output.adapters] if isinstance(output, AdapterOutput) else [],
+        "pooled": [tuple(pair) for pair in decode_columns(output.pooled, 2).T.tolist()]
+        if isinstance(output, PoolingOutput)
+        else [],
         "total": output.total_num_scheduled_tokens,
         "speculative": [tuple(pair) for pair in decode_columns(output.num_speculative_tokens, 2).T.tolist()],
     }
@@ -192,6 +206,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     max_model_len = draw(st.integers(min_value=4, max_value=48))
     least = -(-(max_model_len - 1) // block_size)
+    num_lanes = draw(st.sampled_from([1, 1, 2, 3, 5]))
     capacity = ExecutorCapacity(
         num_blocks=draw(st.integers(min_value=least, max_value=4 * least) | st.just(200)),
         block_size=block_size,
@@ -201,12 +216,15 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         num_host_blocks=draw(st.sampled_from([0, 3, 100])),
         max_num_batched_tokens=draw(st.sampled_from([0, 0, 3, 20])),
         supports_prompt_logprobs=True,
-        max_speculative_tokens=draw(st.sampled_from([0, 1, 4, 9])),
+        max_speculative_tokens=draw(st.sampled_from([0, 1, 4, 9])) if num_lanes == 1 else 0,
+        num_lanes=num_lanes,
+        supports_adapters=num_lanes == 1 and draw(st.booleans()),
+        embedding_size=draw(st.sampled_from([0, 8])) if num_lanes == 1 else 0,
     )
     limits = SchedulerLimits(
         max_num_batched_tokens=draw(st.integers(min_value=1, max_value=64)),
         max_num_seqs=draw(st.integers(min_value=1, max_value=12) | st.just(20)),
-        max_steps_in_flight=draw(st.integers(min_value=1, max_value=4)),
+        max_steps_in_flight=draw(st.integers(min_value=0, max_value=4) | st.just(7)),
         order=draw(st.sampled_from(["fcfs", "priority", *ORDERS])),
         batching=draw(st.sampled_from(["chunked", *BATCHING_POLICIES])),
         reserve=draw(st.sampled_from(["auto", *RESERVATIONS])),
@@ -220,11 +238,15 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, ExecutorCapacity, int, 
         prefix_wait_tokens=draw(st.sampled_from([0, 1, 1, 3, 8])),
         max_speculating_seqs=draw(st.sampled_from([2, 32])),
         max_decode_only_steps=draw(st.sampled_from([0, 0, 1, 3])),
+        max_adapters=draw(st.sampled_from([1, 2, 16])),
     )
     return limits, capacity, draw(st.integers(0, 2**32 - 1)), draw(st.integers(min_value=1, max_value=150))
 
 
-def random_request(rng: np.random.Generator, number: int, max_model_len: int) -> NewRequestEvent:
+def random_request(
+    rng: np.random.Generator, number: int, capacity: ExecutorCapacity, *, pools: bool = False
+) -> NewRequestEvent:
+    max_model_len = capacity.max_model_len
     num_prompt_tokens = int(rng.integers(1, max_model_len))
     shared = np.tile(np.arange(VOCAB_SIZE, dtype=np.int32), max_model_len)
     split = int(rng.integers(0, num_prompt_tokens + 1))
@@ -240,6 +262,8 @@ def random_request(rng: np.random.Generator, number: int, max_model_len: int) ->
         priority=int(rng.integers(1, 5)),
         tenant=TENANTS[int(rng.integers(0, len(TENANTS)))],
         ttft_slo_ms=int(rng.choice([0, 0, 2000, 20000])),
+        adapter=str(rng.choice(ADAPTERS)) if capacity.supports_adapters else "",
+        pooling=number % (POOL_CLS + 1) if pools else 0,
     )
 
 
@@ -319,7 +343,7 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
         action = rng.random()
         pair.now += float(rng.random())
         if action < 0.25:
-            new = random_request(rng, len(origins), capacity.max_model_len)
+            new = random_request(rng, len(origins), capacity, pools=capacity.embedding_size > 0)
             pair.add(new)
             origins.append(new.origin)
         elif action < 0.3 and origins:
@@ -336,7 +360,7 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
         else:
             pair.update(rng)
         pair.check()
-    for _ in range(100_000):
+    for _ in range(30_000):
         scheduled = pair.schedule()
         if not pair.update(rng) and not scheduled:
             break
@@ -348,6 +372,40 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
 
 @settings(max_examples=100 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), st.sampled_from([0, 15, 25, 40, 100]), st.sampled_from([0.0, 0.1, 1e9]))
+# Prompts ran in each lane in turn, took the blocks that they gave up in the lane before, and no lane ever decoded.
+@example(
+    (
+        SchedulerLimits(
+            max_num_batched_tokens=5,
+            max_num_seqs=4,
+            order="priority",
+            batching="prefill_first",
+            reserve="none",
+            preemption="recompute",
+            enable_prefix_caching=False,
+            max_decode_only_steps=3,
+            prefix_aware=True,
+            prefix_cache_scope="tenant",
+            prefix_wait_tokens=3,
+            max_speculating_seqs=2,
+        ),
+        ExecutorCapacity(
+            num_blocks=15,
+            block_size=2,
+            max_model_len=21,
+            vocab_size=VOCAB_SIZE,
+            max_num_rows=4,
+            num_host_blocks=3,
+            max_num_batched_tokens=3,
+            supports_prompt_logprobs=True,
+            num_lanes=5,
+        ),
+        2582872438,
+        21,
+    ),
+    25,
+    1e9,
+)
 def test_core_equals_specification_where_gaps_are_protected(
     workload: tuple[SchedulerLimits, ExecutorCapacity, int, int], default_itl_slo_ms: int, aging_s: float
 ) -> None:
@@ -365,7 +423,7 @@ def test_core_equals_specification_where_gaps_are_protected(
         pair.now += float(rng.choice([0.0, 0.005, 0.02]))
         pair.answer_time = pair.now
         if action < 0.2:
-            new = random_request(rng, len(origins), capacity.max_model_len)
+            new = random_request(rng, len(origins), capacity)
             pair.add(msgspec.structs.replace(new, ttft_slo_ms=0, itl_slo_ms=int(rng.choice([0, 0, 15, 30, 60]))))
             origins.append(new.origin)
         elif action < 0.22 and origins:
@@ -375,7 +433,7 @@ def test_core_equals_specification_where_gaps_are_protected(
         else:
             pair.update(rng)
         pair.check()
-    for _ in range(100_000):
+    for _ in range(30_000):
         scheduled = pair.schedule()
         pair.now += 0.01
         pair.answer_time = pair.now

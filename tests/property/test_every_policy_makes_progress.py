@@ -45,7 +45,7 @@ WORKLOADS: dict[str, Lengths] = {
         prefix_aware=st.booleans(),
         max_num_batched_tokens=st.integers(1, 40),
         max_num_seqs=st.integers(1, 8),
-        max_steps_in_flight=st.integers(1, 4),
+        max_steps_in_flight=st.integers(0, 4),
         enable_prefix_caching=st.booleans(),
     ),
     block_size=st.sampled_from([1, 2, 4]),
@@ -54,6 +54,7 @@ WORKLOADS: dict[str, Lengths] = {
     num_host_blocks=st.sampled_from([0, 2, 64]),
     all_top_priority=st.booleans(),
     cancel_share=st.sampled_from([0.0, 0.02]),
+    num_lanes=st.sampled_from([1, 1, 2, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_request_ends(
@@ -64,6 +65,7 @@ def test_every_request_ends(
     num_host_blocks: int,
     all_top_priority: bool,
     cancel_share: float,
+    num_lanes: int,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -75,6 +77,7 @@ def test_every_request_ends(
         max_num_rows=12,
         num_host_blocks=num_host_blocks,
         swap_us_per_block=1.0,
+        num_lanes=num_lanes,
     )
     run = CoreDriver(limits, capacity)
     cancelled: set[int] = set()

@@ -7,7 +7,7 @@ Must not know: other cells, what goes wrong, or why.
 from typing import TYPE_CHECKING, Any
 
 from headway_proto.columns import decode_column, decode_columns
-from headway_proto.step import SchedulerOutput, TransferringOutput
+from headway_proto.step import LaneOutput, SchedulerOutput, TransferringOutput
 from headway_scheduler.blame import Verdict
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.scheduler import Scheduler
@@ -41,6 +41,7 @@ class CellWatch:
         self._epoch = -1
         self._served: dict[int, int] = {}
         self._had_rows: set[int] = set()
+        self._passed_over: dict[int, int] = {}
         self._overtaken: dict[int, int] = {}
         self._num_older: dict[int, int] = {}
         self._promotes = limits.order != "fair"
@@ -128,11 +129,17 @@ class CellWatch:
             self._holds_on_host.clear()
             self._served.clear()
             self._had_rows = set()
+            self._passed_over.clear()
             self._overtaken.clear()
             self._num_older.clear()
-        self._world.digests[self._incarnation, core.epoch, output.step] = digest_of(core.rows)
+        self._world.digests[self._incarnation, core.epoch, output.step] = digest_of(
+            core.rows, has_lanes=core.capacity.num_lanes > 1
+        )
         running = self._running(core, output)
         invariants.budget(core, self._limits, running, output)
+        invariants.lanes(core, output, running)
+        if isinstance(output, LaneOutput):
+            invariants.lanes_take_turns(core, self._limits, output.lane, self._passed_over)
         if self._watches_tenants:
             self._follow_tenants(core, output)
         written = self._writes(core, running)
@@ -208,14 +215,16 @@ class CellWatch:
 
     @staticmethod
     def _running(core: Scheduler, output: SchedulerOutput) -> dict[int, int]:
-        """Tokens per row by the rules of the wire: one each, but for the exceptions."""
+        """Tokens per row by the rules of the wire: one each (of the step's lane, if there are several), but for the exceptions."""
+        lane = output.lane if isinstance(output, LaneOutput) else None
         rows, counts = (
             decode_columns(output.num_scheduled_tokens, 2).tolist() if output.num_scheduled_tokens else ((), ())
         )
         exceptions = dict(zip(rows, counts, strict=True))
         running = {}
         for row, request in enumerate(core.rows.requests[: core.rows.end]):
-            count = exceptions.get(row, 1) if request is not None else 0
+            is_due = lane is None or core.rows.lane[row] == lane
+            count = exceptions.get(row, int(is_due)) if request is not None else 0
             if count:
                 running[row] = count
         return running

@@ -9,7 +9,7 @@ whether it is right. A function raises ``Violation`` or returns.
 from collections.abc import Collection, Mapping, Sequence
 
 from headway_proto.ingress import Finished, Submit
-from headway_proto.step import SchedulerOutput
+from headway_proto.step import NO_LANE, LaneOutput, SchedulerOutput
 from headway_scheduler.brake import MAX_LOSSES
 from headway_scheduler.cell import LEAST_STEP_TOKENS
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
@@ -30,6 +30,7 @@ NAMES = (
     "ONE-PLACE",
     "LEASES",
     "BUDGET",
+    "LANES",
     "PREFIX-STABLE",
     "EXACTLY-ONCE",
     "ORACLE-EQUAL",
@@ -173,6 +174,45 @@ def budget(core: Scheduler, limits: SchedulerLimits, running: dict[int, int], ou
     require(core.num_running <= core.capacity.max_num_rows, "BUDGET", f"{core.num_running} rows")
 
 
+def lanes(core: Scheduler, output: SchedulerOutput, running: dict[int, int]) -> None:
+    """Rows that decode are divided among the lanes, a step has rows of its own, and prompts end where there is room."""
+    if core.capacity.num_lanes == 1:
+        require(not isinstance(output, LaneOutput), "LANES", "a step names a lane, and there is one")
+        return
+    assert isinstance(output, LaneOutput)
+    of_rows = core.rows.lane[: core.rows.end]
+    for row in running:
+        require(
+            of_rows[row] in {output.lane, NO_LANE},
+            "LANES",
+            f"row {row} of lane {of_rows[row]} runs in lane {output.lane}",
+        )
+    for lane in core.lanes:
+        elsewhere = [row for row in lane.indices().tolist() if of_rows[row] != lane.lane]
+        require(not elsewhere, "LANES", f"rows {elsewhere} decode in lane {lane.lane}, and are not in it")
+        num_rows = int((of_rows == lane.lane).sum())
+        require(num_rows == lane.num_rows, "LANES", f"lane {lane.lane}: {num_rows} rows, {lane.num_rows} counted")
+    if any(chunk.completes for chunk in core._epoch.in_flight[-1].chunks):
+        most = -(-(core.num_running + core.num_waiting) // len(core.lanes))
+        num_rows = core.lanes[output.lane].num_rows
+        require(num_rows <= most, "LANES", f"a prompt ends in lane {output.lane} with {num_rows} rows; allowed: {most}")
+
+
+def lanes_take_turns(core: Scheduler, limits: SchedulerLimits, sent_lane: int, passed_over: dict[int, int]) -> None:
+    """A lane that decodes and has not its share of the steps in flight has a step before any other has two.
+
+    ``passed_over``, by lane: steps of others since then; brought up to date.
+    """
+    num_lanes = core.capacity.num_lanes
+    share = 1 if limits.batching == "orca" else -(-_most_in_flight(core, limits) // num_lanes)
+    for lane in core.lanes:
+        num_in_flight = sum(step.lane == lane.lane for step in core._epoch.in_flight)
+        is_due = lane.lane != sent_lane and len(lane.indices()) > 0 and num_in_flight < share
+        passed_over[lane.lane] = passed_over.get(lane.lane, 0) + 1 if is_due else 0
+        count = passed_over[lane.lane]
+        require(count < num_lanes, "LANES", f"lane {lane.lane} was passed over {count} times")
+
+
 def first_come_first_served(core: Scheduler, output: SchedulerOutput, had_rows: Collection[int]) -> None:
     """Nobody starts before somebody of its rank who was preempted (another lane) or came first.
 
@@ -241,15 +281,19 @@ def bounded(engine: SchedulerEngine) -> None:
     num_waiting = len(placement)
     for core in cores:
         waiting_counted(core._state.waiting.room, core._requests.values())
-        require(core.num_in_flight <= limits.max_steps_in_flight, "BOUNDED", f"{core.num_in_flight} steps in flight")
+        require(core.num_in_flight <= _most_in_flight(core, limits), "BOUNDED", f"{core.num_in_flight} steps in flight")
         require(len(core.rows._free_rows) + core.rows.num_live == core.rows.max_rows, "BOUNDED", "rows are lost")
         num_waiting += core.num_waiting
     # Those that ran may have to wait again, beside a full queue.
-    most = limits.max_num_waiting + len(cores) * limits.max_num_seqs * limits.max_steps_in_flight
+    most = limits.max_num_waiting + sum(limits.max_num_seqs * _most_in_flight(core, limits) for core in cores)
     require(num_waiting <= most, "BOUNDED", f"{num_waiting} wait; allowed: {most}")
     waiting = [request for origin, request in placement._requests.items() if origin not in placement._homeless]
     waiting_counted(placement._waiting.room, waiting)
     in_one_place(live._by_origin.keys(), [placement._requests, *(core._requests for core in cores)])
+
+
+def _most_in_flight(core: Scheduler, limits: SchedulerLimits) -> int:
+    return limits.steps_in_flight(core.capacity.num_lanes)
 
 
 def in_one_place(live: Collection[Origin], places: Sequence[Mapping[Origin, Request]]) -> None:

@@ -55,7 +55,8 @@ def _whole_info(settings: Settings) -> BackendInfo:
         num_host_blocks=settings.num_host_blocks,
         swap_us_per_block=1.0,
         supports_prompt_logprobs=True,
-        max_speculative_tokens=settings.max_speculative_tokens,
+        max_speculative_tokens=settings.max_speculative_tokens if settings.num_lanes == 1 else 0,
+        num_lanes=settings.num_lanes,
     )
 
 

@@ -95,6 +95,9 @@ MAY_GROW = (
     _MayGrow("executor._link._expected_sequence", None, "frames are numbered"),
     _MayGrow("*._acknowledged", None, "frames are numbered"),
     _MayGrow("*next_step", None, "steps are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*._tick", None, "steps of a lane are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*._newest_lane", None, "the lane of the newest step"),
+    _MayGrow("engine.fleet.cells[].core.*.lane", None, "the first lane that is seen, perhaps that of the newest step"),
     _MayGrow("executor._link._failed_step", None, "the number of a step"),
     _MayGrow("engine.fleet.cells[].core.*._ask_again_at", None, "the number of a step"),
     _MayGrow("engine.fleet.cells[].core.*_uncounted_fence", None, "the number of a step"),
@@ -161,7 +164,7 @@ MAY_GROW = (
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(engine.fleet.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
     _MayGrow("size(engine.fleet.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
-    _MayGrow("size(engine.fleet.cells[].core.*._origins.*)", _num_rows, "of the rows that sampled last"),
+    _MayGrow("size(engine.fleet.cells[].core.*._origins[].*)", _num_rows, "of the rows that sampled last"),
     _MayGrow("engine.fleet.cells[].core.rows.end", None, "the highest row that was ever live"),
     _MayGrow(
         "len(engine.fleet.cells[].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"

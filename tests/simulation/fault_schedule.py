@@ -100,6 +100,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     placement: str = "aggregated"
     roles: tuple[str, ...] = ()
     """Of the first cells."""
+    num_lanes: int = 1
+    """Of each executor."""
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -191,9 +193,19 @@ def draw(seed: int, num_executors: int | None = None) -> Schedule:
     settings, faults = _with_executors(random.Random(f"executors {seed}"), settings, faults, num_executors)
     settings, faults = _with_host(random.Random(f"host {seed}"), settings, faults)
     settings, faults = _with_roles(random.Random(f"roles {seed}"), settings, faults)
+    settings = _with_lanes(random.Random(f"lanes {seed}"), settings)
     ends = [fault.at + (0.0 if fault.kind == "delay" else fault.seconds) for fault in faults]
     heal_at = max([0.3, *ends, *(request.at for request in requests)]) + rng.choice((0.0, 0.2, 0.5))
     return Schedule(seed=seed, settings=settings, requests=requests, faults=faults, heal_at=round(heal_at, 4))
+
+
+def _with_lanes(rng: random.Random, settings: Settings) -> Settings:
+    """Executors that work on several steps at once; drawn by itself as well."""
+    num_lanes = rng.choice((1, 1, 1, 2, 3, 4))
+    if num_lanes == 1:
+        return settings
+    depth = rng.choice((0, 0, settings.max_steps_in_flight))
+    return msgspec.structs.replace(settings, num_lanes=num_lanes, max_steps_in_flight=depth)
 
 
 def _with_prompts(

@@ -8,7 +8,7 @@ few schedules would show: the epoch in a record, rows that share a block with a 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,15 +32,24 @@ class Mistake(NamedTuple):
     make: Callable[[Any], Any]
 
 
+Make: TypeAlias = Callable[[Any], Any]
+
+
+def registering(mistakes: list[Mistake]) -> Callable[..., Callable[[Make], Make]]:
+    """Return a decorator that adds a mistake, in one sentence and with its places, to ``mistakes``."""
+
+    def mistake(sentence: str, *places: tuple[Any, str]) -> Callable[[Make], Make]:
+        def register(make: Make) -> Make:
+            mistakes.append(Mistake(sentence, places, make))
+            return make
+
+        return register
+
+    return mistake
+
+
 MISTAKES: list[Mistake] = []
-
-
-def _mistake(sentence: str, *places: tuple[Any, str]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        MISTAKES.append(Mistake(sentence, places, make))
-        return make
-
-    return register
+_mistake = registering(MISTAKES)
 
 
 @_mistake("leases are never returned", (Transit, "return_leases"))

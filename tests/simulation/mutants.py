@@ -61,7 +61,7 @@ from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 from headway_scheduler.placement.transit import Transit
 from headway_scheduler.submissions import EarlySubmissions
-from simulation import hand_off_mutants
+from simulation import hand_off_mutants, lane_mutants
 from simulation.fault_schedule import draw
 from simulation.fault_world import run
 
@@ -292,12 +292,11 @@ def budget_off_by_one(original):
 @_mutant("one step more in flight than allowed", (Scheduler, "schedule"))
 def one_step_too_many_in_flight(original):
     def schedule(self, now):
-        limits = self.limits
-        self.limits = msgspec.structs.replace(limits, max_steps_in_flight=limits.max_steps_in_flight + 1)
+        self._epoch.max_in_flight += 1
         try:
             return original(self, now)
         finally:
-            self.limits = limits
+            self._epoch.max_in_flight -= 1
 
     return schedule
 
@@ -1004,6 +1003,8 @@ def answer_of_another_cell(original):
 
 for each in hand_off_mutants.MISTAKES:
     _several(each.sentence, *each.places)(each.make)
+for each in lane_mutants.MISTAKES:
+    _mutant(each.sentence, *each.places)(each.make)
 
 
 def run_all(names: Sequence[str], most_seconds: float = MOST_SECONDS) -> list[Verdict]:

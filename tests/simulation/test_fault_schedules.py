@@ -115,7 +115,14 @@ def test_a_schedule_is_the_same_after_it_was_written_down():
 def test_every_kind_of_fault_is_drawn_and_every_policy():
     schedules = [draw(seed) for seed in range(300)]
     assert {fault.kind for schedule in schedules for fault in schedule.faults} == set(KINDS)
-    for field, count in {"order": 6, "batching": 5, "reserve": 5, "preemption": 3, "max_steps_in_flight": 4}.items():
+    for field, count in {
+        "order": 6,
+        "batching": 5,
+        "reserve": 5,
+        "preemption": 3,
+        "max_steps_in_flight": 5,
+        "num_lanes": 4,
+    }.items():
         assert len({getattr(schedule.settings, field) for schedule in schedules}) == count
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from headway_executor.adapter_changes import AdapterChanges
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState, ImpossibleDiff
-from headway_executor.step_link import EpochBegan, LinkOutcome, StepLink, StepReady
+from headway_executor.step_link import AdapterAsked, EpochBegan, LinkOutcome, StepLink, StepReady
 from headway_gateway.ingress_link import IngressLink
 from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import decode_column, encode_column
@@ -60,6 +61,7 @@ class SimulatedExecutor:
         self.poison: int | None = None
         """A prompt that begins with this token kills the process."""
         self.is_dead = False
+        self.adapters = AdapterChanges(self.backend, wake=lambda: None)
 
     def receive(self, data: bytes, now: float) -> None:
         if not self.is_dead:
@@ -75,6 +77,10 @@ class SimulatedExecutor:
                 self.state.begin_epoch()
             elif isinstance(event, StepReady):
                 self.execute(event, now)
+            elif isinstance(event, AdapterAsked):
+                self.adapters.begin(event.change)
+                for change, answer in self.adapters.take_answers():
+                    self.outbox += self.link.answer_adapter(change, answer)
 
     def execute(self, event: StepReady, now: float) -> None:
         output = event.output
@@ -117,6 +123,7 @@ class SimulatedGateway:
         tenant: str = "",
         ttft_slo_ms: int = 0,
         itl_slo_ms: int = 0,
+        adapter: str = "",
     ) -> LiveSequence:
         submission = Submit(
             handle=self.link.next_handle(),
@@ -130,6 +137,7 @@ class SimulatedGateway:
             tenant=tenant,
             ttft_slo_ms=ttft_slo_ms,
             itl_slo_ms=itl_slo_ms,
+            adapter=adapter,
         )
         sequence = LiveSequence(submission, (), lambda: None)
         self.sequences.append(sequence)

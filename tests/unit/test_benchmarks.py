@@ -51,6 +51,16 @@ def test_torch_cpu(tmp_path):
         assert str(row["output_rate"]) in printed
 
 
+def test_adapters(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--rank", "2", "--requests", "2", "--output", "4", "--rounds", "1", "--model", str(DEMO_MODEL))
+    run("adapters.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert PROVENANCE | {"load", "results"} <= record.keys()
+    assert list(record["results"]) == ["none", "one for all", "one each"]
+    assert all(row["step_ms"] > 0 for row in record["results"].values())
+
+
 def test_prompt_work(tmp_path):
     result = tmp_path / "result.json"
     load = ("--prompt", "200", "--requests", "3", "--rounds", "1", "--model", str(DEMO_MODEL))
@@ -77,6 +87,34 @@ def test_cpu_products(tmp_path):
     for row in record["results"]:
         assert len(row["giga_operations_per_s"]) == len(variants)
         assert all(rate > 0 and str(rate) in printed for rate in row["giga_operations_per_s"].values())
+
+
+def test_ranks(tmp_path):
+    if not any(runs_here(path) for path in installed_variants()):
+        pytest.skip("no CPU kernels that run here")
+    result = tmp_path / "result.json"
+    load = ("--layers", "2", "--hidden", "128", "--vocab", "256", "--steps", "2", "--rounds", "1", "--rows", "2")
+    printed = run("ranks.py", *load, "--ways", "one rank,TP over shared memory", "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE | {"load", "results", "gathers"}
+    alone, group = record["results"]
+    assert min(alone["decode_ms"], group["decode_ms"], group["waiting_ms"], record["gathers"][0]["gather_us"]) > 0
+    # Two before the first layer, four in each, one more for the rows that draw and one for the logits.
+    assert group["meetings"] == 2 + 4 * 2 + 2
+    assert "TP over shared memory" in printed
+
+
+def test_experts(tmp_path):
+    result = tmp_path / "result.json"
+    sizes = ("--layers", "2", "--hidden", "64", "--inner", "32", "--experts", "4", "--chosen", "2", "--vocab", "256")
+    printed = run(
+        "experts.py", *sizes, "--steps", "2", "--rounds", "1", "--rows", "1,2", "--json", str(result), cwd=tmp_path
+    )
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE | {"load", "results"}
+    for row in record["results"]:
+        assert min(row["mixture_decode_rate"], row["dense_decode_rate"], row["prompt_ratio"]) > 0
+        assert str(row["mixture_prompt_rate"]) in printed
 
 
 def test_scheduler_step(tmp_path):
@@ -475,6 +513,18 @@ def test_executor_loss(tmp_path):
     assert 0 <= row["moved"] <= 4
     assert row["alone_gap_p99_ms"] > 0
     assert "4 of 4 streams equal" in printed
+
+
+def test_rank_loss(tmp_path):
+    pytest.importorskip("psutil", reason="needs processes to kill (extra dev)")
+    result = tmp_path / "result.json"
+    load = ("--moments", "1", "--signals", "kill", "--streams", "4", "--prompt", "8", "--tokens", "16")
+    printed = run("rank_loss.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert (record["num_losses"], record["num_equal"], record["num_streams"], record["left"]) == (2, 8, 8, [])
+    assert [(row["rank"], row["signal"]) for row in record["rows"]] == [(0, "SIGKILL"), (1, "SIGKILL")]
+    assert "8 of 8 streams equal after 2 losses; left: []" in printed
 
 
 def test_executors_or_replicas(tmp_path):

@@ -486,3 +486,20 @@ def test_cancel_ends_the_stream(serve):
         assert left.wait(5)
         with pytest.raises(StreamCancelledError):
             stream.result()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"poolin": "mean"}, TypeError, "has no option 'poolin'"),
+        ({"pooling": "max"}, InvalidRequestError, "pooling: 'max' is not allowed; allowed: last, mean, cls"),
+        ({"priority": "urgent"}, InvalidRequestError, "priority: 'urgent' is not allowed; allowed: realtime"),
+        ({"dimensions": -1}, InvalidRequestError, "-1"),
+        ({"normalize": "yes"}, InvalidRequestError, "normalize: "),
+    ],
+)
+def test_an_option_of_embed_that_does_not_fit_is_refused_here(
+    options: dict[str, object], error: type[Exception], words: str
+) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(error, match=words):
+        client.embed(["x"], **options)

@@ -59,6 +59,6 @@ def test_the_figures_of_a_scheduler_without_work_are_the_defaults_but_for_its_ca
     )
     assert figures == expected
     assert view.counters == SchedulerCounters()
-    assert (view.requests(), view.owners(), view.live_rows().tolist(), view.prefix_use()) == ([], {}, [], {})
+    assert (view.requests(), view.owners(), view.prefix_use()) == ([], {}, {})
     assert (view.kv_usage, view.alone, view.step_times, view.pinned_prefixes()) == (0.0, None, None, ())
     assert not view.cache_changes(None, 4).has_more

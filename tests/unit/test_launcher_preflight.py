@@ -56,9 +56,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> s
 
 MISTAKES = [
     ("--backend vllm", "--backend: 'vllm' is not allowed; allowed: simulated, torch, triton"),
-    ("--quantization fp8", "--quantization 'fp8' is not allowed; allowed: none, int8"),
+    ("--quantization fp8", "--quantization 'fp8' is not allowed; allowed: none, int8, int4"),
     ("--backend-option kernels=fast", "--backend-option kernels 'fast' is not allowed; allowed: auto, compiled, eager"),
-    ("--backend-option oops=1", "--backend-option 'oops' is not allowed; allowed: kernels"),
+    ("--backend-option oops=1", "--backend-option 'oops' is not allowed; allowed: kernels.*"),
+    (
+        f"--tensor-parallel 2 --speculation draft --draft-model {__file__}",
+        "--speculation 'draft' is not allowed with 2 ranks; allowed: off, ngram",
+    ),
+    ("--tensor-parallel 65", "--tensor-parallel: 65 is not allowed; allowed: 1 to 64"),
     ("--backend simulated --backend-option oops=1", "--backend-option: 'oops' is not known; allowed: vocab_size.*"),
     (
         "--speculation draft",

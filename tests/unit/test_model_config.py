@@ -39,14 +39,17 @@ def test_agrees_with_transformers_on_every_family(tmp_path, name):
     theirs = AutoConfig.from_pretrained(tmp_path)
     ours = read_model_config(tmp_path)
     assert ours.architecture == theirs.architectures[0]
-    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    assert ours.norm.eps == next(getattr(theirs, field) for field in fields if hasattr(theirs, field))
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     windows = [getattr(theirs, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
-    assert list(ours.sliding_windows) == windows
+    assert [layer.window for layer in ours.layers] == windows
+    for kind, layer in zip(kinds, ours.layers, strict=True):
+        rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        assert layer.rope is None or (layer.rope.kind, layer.rope.theta) == (rope["rope_type"], rope["rope_theta"])
 
 
 def test_both_spellings_of_rope_and_dtype_mean_the_same(tmp_path):
@@ -109,7 +112,7 @@ def test_rotations_equal_transformers(tmp_path, name):
     ours = read_model_config(tmp_path)
     num_positions = config.max_position_embeddings
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions)[None])
-    table = rotations(ours.rope, ours.head_dim, num_positions)
+    table = rotations(ours.ropes[0], ours.head_dim, num_positions)
     half = ours.head_dim // 2
     torch.testing.assert_close(table.real, cos[0, :, :half], rtol=0, atol=1e-6)
     torch.testing.assert_close(table.imag, sin[0, :, :half], rtol=0, atol=1e-6)
@@ -140,7 +143,7 @@ REFUSED = [
     ({"hidden_size": -1}, "hidden_size"),
     ({"vocab_size": 1 << 40}, "vocab_size"),
     ({"vocab_size": True}, "vocab_size"),
-    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"hidden_act": "quick_gelu"}, "hidden_act"),
     ({"rms_norm_eps": 0}, "rms_norm_eps"),
     ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
@@ -153,7 +156,6 @@ REFUSED = [
     ({"eos_token_id": [1, "2"]}, "eos_token_id"),
     ({"eos_token_id": 320}, "eos_token_id"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
 ]
 
 
@@ -162,7 +164,98 @@ def test_refuses_with_one_line_that_names_the_field(tmp_path, changes, field):
     with pytest.raises(ModelFilesError, match=field) as caught:
         read(tmp_path, LLAMA | changes)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < (400 if field == "architectures" else 300), "all families are named"
+
+
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": None}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+OTHERS_REFUSED = [
+    ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("Gemma2", {"sliding_window": None, "head_dim": 8}, "sliding_window"),
+    ("Gemma2", {"hidden_activation": "mish"}, "hidden_activation"),
+    ("Gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("Gemma3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ("Gemma3", {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type"),
+    ("Phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor"),
+    ("Phi3", {"rope_scaling": LONG | {"short_factor": None}}, "short_factor"),
+    ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+    ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type"),
+    ("Phi3", {"partial_rotary_factor": 0.2}, "rotating 3 of 16"),
+    ("Granite", {"logits_scaling": 0}, "logits_scaling"),
+    ("Granite", {"residual_multiplier": "1"}, "residual_multiplier"),
+    ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+    ("SmolLM3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+    ("Starcoder2", {"norm_epsilon": -1}, "norm_epsilon"),
+    ("GPTNeoX", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("GPTNeoX", {"num_key_value_heads": 4, "head_dim": 8}, "head_dim"),
+    ("GPTNeoX", {"num_key_value_heads": 4, "rotary_pct": 1.5}, "rotary_pct"),
+    ("Cohere2", {"logit_scale": 0}, "logit_scale"),
+    ("Cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("Olmo2", {"hidden_act": "quick_gelu"}, "hidden_act"),
+    ("Mixtral", {"num_local_experts": 0}, "num_local_experts"),
+    ("Mixtral", {"num_local_experts": 2000}, "num_local_experts"),
+    ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+    ("Qwen2Moe", {"mlp_only_layers": [2]}, "mlp_only_layers"),
+    ("Qwen2Moe", {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+    ("Qwen3Moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
+    ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("GptOss", {"swiglu_limit": 10.0}, "swiglu_limit"),
+    ("GptOss", {"rope_scaling": None}, "rope_scaling"),
+    ("DeepseekV2", LATENT | {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("DeepseekV2", LATENT | {"topk_method": "noaux_tc"}, "topk_method"),
+    ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy"}, "n_group"),
+    ("DeepseekV2", LATENT | {"v_head_dim": 200}, "v_head_dim"),
+    ("DeepseekV2", LATENT | {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("DeepseekV2", LATENT | {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+    ("DeepseekV3", LATENT | {"n_group": 3}, "n_group"),
+    ("DeepseekV3", LATENT | {"n_group": 256}, "n_group"),
+    ("DeepseekV3", LATENT | {"n_group": 64, "topk_group": 1}, "topk_group"),
+    ("DeepseekV3", LATENT | {"scoring_func": "softmax"}, "scoring_func"),
+    ("DeepseekV3", LATENT | {"attention_bias": True}, "attention_bias"),
+    ("DeepseekV3", LATENT | {"moe_layer_freq": 2}, "moe_layer_freq"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "field"), OTHERS_REFUSED)
+def test_every_family_refuses_what_it_cannot_be(tmp_path, family, changes, field):
+    with pytest.raises(ModelFilesError, match=field) as caught:
+        read(tmp_path, LLAMA | {"architectures": [f"{family}ForCausalLM"]} | changes)
+    assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+def test_longrope_is_served_up_to_the_context_before_its_scaling(tmp_path):
+    values = LLAMA | {"architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024, "rope_scaling": LONG}
+    assert read(tmp_path, values | {"original_max_position_embeddings": 256}).context == 256
+    assert read(tmp_path, values | {"rope_scaling": LONG | {"type": "su"}}).context == 1024
+
+
+def test_code_that_is_older_than_transformers_own_is_not_asked_for(tmp_path):
+    values = LLAMA | {"architectures": ["Phi3ForCausalLM"]}
+    known = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    assert read(tmp_path, values | {"auto_map": known}) == read(tmp_path, values)
+    with pytest.raises(ModelFilesError, match="auto_map"):
+        read(tmp_path, values | {"auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}})
+
+
+def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
+    base = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 16}
+    old = base | {
+        "sliding_window_pattern": 3,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    near, far = "sliding_attention", "full_attention"
+    new = base | {
+        "layer_types": [near, near, far] * 2,
+        "rope_parameters": {
+            near: {"rope_type": "default", "rope_theta": 2e4},
+            far: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        },
+    }
+    assert read(tmp_path, old) == read(tmp_path, new)
 
 
 @pytest.mark.parametrize(

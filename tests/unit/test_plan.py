@@ -173,10 +173,11 @@ def test_a_request_that_decode_preempts_misses_its_objective():
 
 def test_settings_are_those_that_keep_stages_busy():
     options = options_of()
-    assert instance_of(options, Phase.PREFILL, 1, 4).limits.max_steps_in_flight == 5
-    decode = instance_of(options, Phase.DECODE, 1, 4)
-    assert (decode.limits.batching, decode.limits.max_steps_in_flight) == ("orca", 4)
-    assert 4 * decode.limits.max_num_seqs <= options.max_num_seqs
+    for phase in Phase:
+        instance = instance_of(options, phase, 1, 4)
+        assert instance.num_batches == instance.capacity.num_lanes == 4
+        assert instance.limits.steps_in_flight(instance.capacity.num_lanes) == 5
+        assert instance.limits.max_num_seqs <= options.max_num_seqs
     assert instance_of(options, Phase.BOTH, 2).limits.budget == "slo"
 
 

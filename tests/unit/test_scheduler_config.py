@@ -11,7 +11,7 @@ from headway_scheduler.config import SchedulerConfig
     [
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: 0 is not allowed; allowed: 1 to"),
         ({"max_num_seqs": -1}, "max_num_seqs: -1 is not allowed"),
-        ({"max_steps_in_flight": 17}, "max_steps_in_flight: 17 is not allowed; allowed: 1 to 16"),
+        ({"max_steps_in_flight": 17}, "max_steps_in_flight: 17 is not allowed; allowed: 0 to 16"),
         ({"max_num_waiting": 0}, "max_num_waiting: 0"),
         ({"grace_s": -1.0}, "grace_s: -1.0"),
         ({"grace_s": float("nan")}, "grace_s: nan"),

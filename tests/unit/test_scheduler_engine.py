@@ -352,7 +352,7 @@ def test_an_aborted_sequence_frees_its_blocks_at_the_next_step(
     world.gateways[0].link.abort([sequence])
     steps = core.counters.num_steps
     world.run_until(lambda: core.num_running == 0 and core.num_in_flight == 0, 2)
-    assert core.counters.num_steps - steps <= LIMITS.max_steps_in_flight + 1
+    assert core.counters.num_steps - steps <= LIMITS.steps_in_flight(num_lanes=1) + 1
     assert core.pool.num_free == core.pool.num_blocks
 
 

@@ -181,7 +181,7 @@ class RecordedModelCore(ModelCore):
         self.core = RecordedCore(self.core, self.recorder)
 
     def schedule(self) -> bool:
-        was_full = self.core.num_in_flight >= self.limits.max_steps_in_flight
+        was_full = self.core.num_in_flight >= self.limits.steps_in_flight(self.core.capacity.num_lanes)
         num_steps = 0
         while super().schedule():
             num_steps += 1

@@ -33,7 +33,23 @@ def open_backend(directory, kind=TritonBackend, **settings):
     return backend, backend.open(BackendConfig(**(config | settings)))
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3-bias", "mistral"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "llama3",
+        "qwen2",
+        "qwen3-bias",
+        "mistral",
+        "gemma2",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "phi3",
+        "starcoder2",
+        "gpt_neox",
+        "cohere2",
+    ],
+)
 def family(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     return directory, make_checkpoint(directory, request.param)
@@ -75,6 +91,20 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family):
             assert entry.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
             assert list(entry.top_token_ids) == best.indices.tolist()
             assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mixtral", "MixtralForCausalLM, which has experts; "),
+        ("gpt_oss", "GptOssForCausalLM, which has attention sinks, experts; "),
+        ("deepseek_v3", "DeepseekV3ForCausalLM, which has experts, latent attention; "),
+    ],
+)
+def test_a_model_with_what_the_kernels_lack_is_refused_by_name(tmp_path, name, message):
+    make_checkpoint(tmp_path, name)
+    with pytest.raises(BackendConfigError, match=message):
+        open_backend(tmp_path)
 
 
 def test_it_draws_what_the_torch_backend_draws(llama):

@@ -185,7 +185,9 @@ static float soften(const tile *of, const group *groups, int64_t num_groups, int
     vec maximum = splat(*largest);
     for (int64_t g = 0; g < num_groups; g++) {
         ivec seen = visible(of, &groups[g], position);
-        vec masked = choose(seen, load(scores + g * LANES), splat(-INFINITY));
+        vec wide = load(scores + g * LANES);
+        if (of->shape->softcap > 0.0f) wide = capped(wide, of->shape->softcap);
+        vec masked = choose(seen, wide, splat(-INFINITY));
         store(scores + g * LANES, masked);
         maximum = larger(maximum, masked);
     }
@@ -202,12 +204,12 @@ static float soften(const tile *of, const group *groups, int64_t num_groups, int
 }
 
 INLINE void attend_rows(const int rows, const tile *of, const tile *next, float *queries, float *attended,
-                        float *totals) {
+                        float *totals, float *largest) {
     /* With few rows, more registers at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
     const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1;
     const seen_groups own = groups_seen(of), following = next == NULL ? own : groups_seen(next);
-    float largest[TILE_ROWS], decays[TILE_ROWS];
+    float decays[TILE_ROWS];
     _Alignas(64) float scores[TILE_ROWS * CHUNK];
     UNROLLED
     for (int i = 0; i < rows; i++) {
@@ -239,11 +241,19 @@ INLINE void attend_rows(const int rows, const tile *of, const tile *next, float 
     }
 }
 
+/* A sink is a score without a value. It may be larger than all others: these are then `kept` in part. */
+static void add_sink(float sink, float largest, float *total, float *kept) {
+    const float maximum = sink > largest ? sink : largest;
+    *kept = exponential(splat(largest - maximum))[0];
+    *total = *total * *kept + exponential(splat(sink - maximum))[0];
+}
+
 #define CASE(rows)                                                                                                     \
-    case rows: attend_rows(rows, &of, next == NULL ? NULL : &after, queries, attended, totals); break;
+    case rows: attend_rows(rows, &of, next == NULL ? NULL : &after, queries, attended, totals, largest); break;
 
 void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
-            int64_t window, const float *query_rows, int64_t query_stride, float *out, int64_t out_stride) {
+            int64_t window, const float *sinks, const float *query_rows, int64_t query_stride, float *out,
+            int64_t out_stride) {
     const int64_t head_dim = shape->head_dim;
     const int64_t group_size = shape->num_heads / shape->num_kv_heads;
     const int64_t first_head = task->part * heads_per_part(shape);
@@ -255,7 +265,7 @@ void attend(const attention_shape *shape, const float *layer, const attention_ta
 
     _Alignas(64) float queries[TILE_ROWS * MAX_HEAD_DIM];
     _Alignas(64) float attended[TILE_ROWS * MAX_HEAD_DIM];
-    float totals[TILE_ROWS];
+    float totals[TILE_ROWS], largest[TILE_ROWS];
     for (int64_t i = 0; i < rows; i++) {
         const float *row = query_rows + i / heads * query_stride + head_offset + i % heads * head_dim;
         for (int64_t d = 0; d < head_dim; d += LANES)
@@ -265,6 +275,12 @@ void attend(const attention_shape *shape, const float *layer, const attention_ta
     switch (rows) { EACH_TILE_SIZE(CASE) }
     for (int64_t i = 0; i < rows; i++) {
         float *row = out + i / heads * out_stride + head_offset + i % heads * head_dim;
-        for (int64_t d = 0; d < head_dim; d += LANES) store(row + d, load(attended + i * head_dim + d) / totals[i]);
+        float kept = 1.0f;
+        if (sinks != NULL) {
+            const int64_t head = task->kv_head * group_size + first_head + i % heads;
+            add_sink(sinks[head], largest[i], &totals[i], &kept);
+        }
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            store(row + d, load(attended + i * head_dim + d) * kept / totals[i]);
     }
 }

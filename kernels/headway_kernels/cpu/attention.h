@@ -27,6 +27,7 @@ typedef struct {
     int64_t head_dim;
     int64_t block_size;
     float scale;
+    float softcap; /* bounds scores smoothly; 0: does not */
 } attention_shape;
 
 /* Floats of one block for one layer, all its heads. */
@@ -59,9 +60,11 @@ typedef struct {
 } attention_task;
 
 /* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the
- * last `window` positions up to its own; 0: all. `next`, if not NULL, is the probable next task of this thread: its
- * keys and values are fetched into the cache. */
+ * last `window` positions up to its own; 0: all. `sinks` [num_heads] or NULL: in the softmax of each head one more
+ * score, which has no value (Xiao et al. 2023, arXiv 2309.17453). `next`, if not NULL, is the probable next task of
+ * this thread: its keys and values are fetched into the cache. */
 void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
-            int64_t window, const float *queries, int64_t query_stride, float *out, int64_t out_stride);
+            int64_t window, const float *sinks, const float *queries, int64_t query_stride, float *out,
+            int64_t out_stride);
 
 #endif

@@ -10,47 +10,106 @@
 
 #include <stdint.h>
 
+#include "adapters.h"
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
+#include "meeting.h"
+#include "rows.h"
 #include "team.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct decoder decoder;
 
+/* A rank of several has some columns of each wide row: of the hidden state, the attended values, the activations and
+ * the logits. It computes these for all tokens, from inputs of whole rows, so that each number has the same bits as
+ * without ranks. Columns start at a multiple of the panels of the product that writes them. A rank that is alone has
+ * all of them, from 0. A later stage gets its hidden state from another rank and has no embedding; an earlier one has
+ * no head. */
 typedef struct {
     int64_t num_layers;
     int64_t hidden_size;
     int64_t intermediate_size;
     int64_t vocab_size;
-    int64_t num_heads;
-    int64_t num_kv_heads;
+    int64_t num_heads;     /* this rank's */
+    int64_t num_kv_heads;  /* this rank's */
     int64_t head_dim;      /* padded to a multiple of headway_lanes() */
     int64_t true_head_dim; /* as in the checkpoint */
     int64_t block_size;
+    int64_t all_heads; /* of all ranks */
+    int64_t first_head;
+    int64_t hidden_start;
+    int64_t hidden_columns;
+    int64_t activation_start;
+    int64_t logits_start;
+    int64_t norm_kind;
+    int64_t is_parallel;     /* attention and feed-forward read the same hidden state */
+    int64_t norms_all_heads; /* `qk_norm` is over all heads of queries, and of keys; else of each head */
     float norm_eps;
     float score_scale;
-    const float *embedding;  /* [vocab, hidden] */
-    const float *cosines;    /* [context, true_head_dim / 2] */
-    const float *sines;      /* the same */
-    const float *final_norm; /* [hidden] */
+    float score_softcap;   /* 0: none */
+    float residual_factor; /* on what a layer adds to the hidden state */
+    float logits_factor;
+    float logits_softcap;   /* 0: none */
+    const float *embedding; /* [vocab, hidden_columns], or NULL */
+    norm_weights final_norm;
 } decoder_shape;
 
-/* One layer. `attention_norm` and `mlp_norm` [hidden]; `qk_norm` [heads + kv_heads, true_head_dim] or NULL.
- * `window`: how many positions a token sees; 0: all. */
+/* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and
+ * value, and then the first components of both halves of a head, which all keys of a token share. Each part is
+ * normalised, with the root mean square of `norm_eps`, and expanded: to queries, and to keys (zeros where they share),
+ * then values. Without `expand_query`, `query` gives queries. Expanded keys and values are stored. */
+typedef struct {
+    linear *query;
+    linear *compress;
+    linear *expand_query;
+    linear *expand;
+    const float *query_norm;
+    const float *norm;
+    float norm_eps;
+} latent_weights;
+
+/* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
+ * `qk_norm` [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2], or NULL: no
+ * rotation. `window`: how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU;
+ * else it gives gates, then ups, or ups alone. */
 typedef struct {
     linear *qkv;
     linear *output;
     linear *gate_up;
     linear *down;
-    const float *attention_norm;
-    const float *mlp_norm;
+    norm_weights attention_norm;
+    norm_weights attention_post_norm;
+    norm_weights mlp_norm;
+    norm_weights mlp_post_norm;
     const float *qk_norm;
+    const float *cosines;
+    const float *sines;
     int64_t window;
+    int64_t activation;
+    int64_t is_gated;
+    const float *sinks;           /* [num_heads] or NULL: see attend() */
+    const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
+    const latent_weights *latent; /* or NULL; with them, there is no `qkv` */
 } layer_weights;
 
+/* What a rank of several shares with the others of its stage, in memory of the caller: rows headway_row_floats() apart.
+ * `hidden_in` [tokens, hidden_columns] is the hidden state from an earlier stage, or NULL. With `is_shared`, the ranks
+ * write to the same memory; otherwise `meet` copies the columns of the others. */
+typedef struct {
+    meet_others meet;
+    void *context;
+    int64_t is_shared;
+    float *hidden;
+    float *attended;
+    float *activations;
+    const float *hidden_in;
+} shared_rows;
+
 /* One step: rows of consecutive tokens. `tables` [rows, table_stride]; `sampled`: tokens whose logits are asked for, in
- * ascending order; `logits` [num_sampled, logits_stride], logits_stride at least headway_logits_stride(). */
+ * ascending order; `logits` [num_sampled, logits_stride], logits_stride at least headway_logits_stride(). `shared`:
+ * NULL for a rank that is alone. */
 typedef struct {
     int64_t num_rows;
     int64_t num_tokens;
@@ -65,7 +124,13 @@ typedef struct {
     float *logits;
     float *pool; /* [layers, num_blocks, headway_block_floats] */
     int64_t layer_stride;
+    const shared_rows *shared;
+    const low_rank *const *adapters; /* by token: SITES additions for each layer, or NULL; NULL if no token has any */
+    int64_t most_rank;
 } decoder_step;
+
+/* The products of a layer, in the order of an adapter's additions. */
+enum site { SITE_QKV, SITE_OUTPUT, SITE_GATE_UP, SITE_DOWN, SITES };
 
 /* Ask the system for the features that this library needs, before any other call; 0 if it refuses. */
 EXPORT int headway_permitted(void);
@@ -76,11 +141,13 @@ EXPORT int64_t headway_logits_stride(int64_t vocab_size);
 
 EXPORT linear *headway_linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                                   int64_t gated);
+EXPORT linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
+                                       int64_t form, int64_t gated);
 EXPORT void headway_linear_free(linear *the_linear);
 EXPORT team *headway_team_new(int64_t num_threads);
 EXPORT void headway_team_free(team *the_team);
 
-/* `head` is the product that gives the logits. NULL when memory is short. */
+/* `head` is the product that gives the logits, or NULL. The result is NULL when memory is short. */
 EXPORT decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *layers, linear *head);
 EXPORT void headway_decoder_free(decoder *the_decoder);
 

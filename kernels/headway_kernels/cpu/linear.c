@@ -21,13 +21,13 @@ void *stream_alloc(int64_t bytes) {
     return made;
 }
 
-int64_t panel_bytes(int64_t inputs, int64_t form) {
-    int64_t padded = steps_of(inputs, form) * inputs_per_step(form);
-    return padded * PANEL * (form == FORM_FLOAT32 ? 4 : form == FORM_BFLOAT16 ? 2 : 1);
+int64_t panel_bytes(const linear *of) {
+    if (is_coded(of)) return coded_panel_bytes(of);
+    int64_t padded = steps_of(of->inputs, of->form) * inputs_per_step(of->form);
+    return padded * PANEL * (of->form == FORM_FLOAT32 ? 4 : of->form == FORM_BFLOAT16 ? 2 : 1);
 }
 
-/* The output in column `column` of panel `panel`; -1 if there is none. */
-static int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated) {
+int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated) {
     int64_t output = panel * PANEL + column;
     if (gated) {
         int64_t half = outputs / 2;
@@ -61,24 +61,33 @@ static float pack_int8(uint8_t *to, const float *row, int64_t inputs) {
     return scale;
 }
 
-linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
-                   int64_t gated) {
+linear *linear_empty(int64_t outputs, int64_t inputs, int64_t form, int64_t gated) {
     linear *made = calloc(1, sizeof *made);
     if (made == NULL) return NULL;
     made->form = form;
     made->outputs = outputs;
     made->inputs = inputs;
-    int64_t columns = gated ? (outputs / 2 + LANES - 1) / LANES : (outputs + PANEL - 1) / PANEL;
-    made->num_panels = columns;
-    made->panels = stream_alloc(columns * panel_bytes(inputs, form));
-    made->bias = stream_alloc(columns * PANEL * 4);
-    made->scales = stream_alloc(columns * PANEL * 4);
-    if (made->panels == NULL || made->bias == NULL || made->scales == NULL) {
+    made->num_panels = gated ? (outputs / 2 + LANES - 1) / LANES : (outputs + PANEL - 1) / PANEL;
+    made->bias = stream_alloc(made->num_panels * PANEL * 4);
+    made->scales = stream_alloc(made->num_panels * PANEL * 4);
+    if (made->bias == NULL || made->scales == NULL) {
+        linear_free(made);
+        return NULL;
+    }
+    return made;
+}
+
+linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                   int64_t gated) {
+    linear *made = linear_empty(outputs, inputs, form, gated);
+    if (made == NULL) return NULL;
+    made->panels = stream_alloc(made->num_panels * panel_bytes(made));
+    if (made->panels == NULL) {
         linear_free(made);
         return NULL;
     }
     for (int64_t panel = 0; panel < made->num_panels; panel++) {
-        char *start = (char *)made->panels + panel * panel_bytes(inputs, form);
+        char *start = (char *)made->panels + panel * panel_bytes(made);
         for (int64_t column = 0; column < PANEL; column++) {
             int64_t output = output_at(panel, column, outputs, gated);
             if (output < 0) continue;
@@ -100,6 +109,7 @@ void linear_free(linear *the_linear) {
     free(the_linear->panels);
     free(the_linear->bias);
     free(the_linear->scales);
+    free(the_linear->group_of);
     free(the_linear);
 }
 
@@ -115,9 +125,23 @@ float root_mean_square_factor(const float *row, int64_t inputs, float eps) {
     return 1.0f / sqrtf(sum / (float)inputs + eps);
 }
 
-typedef int8_t codes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef code codes __attribute__((vector_size(LANES * sizeof(code)), aligned(1), may_alias));
 
-float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
+/* In the order in which a tile stores them. */
+INLINE codes as_codes(ivec numbers) {
+    codes made = __builtin_convertvector(numbers, codes);
+#if !MULTIPLIES_BYTES && LANES == 16
+    return __builtin_shufflevector(made, made, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#elif !MULTIPLIES_BYTES && LANES == 8
+    return __builtin_shufflevector(made, made, 0, 2, 1, 3, 4, 6, 5, 7);
+#elif !MULTIPLIES_BYTES
+    return __builtin_shufflevector(made, made, 0, 2, 1, 3);
+#else
+    return made;
+#endif
+}
+
+float pack_int8_row(code *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
                     int32_t *offset) {
     const ivec sign_off = splat_int(0x7fffffff);
     vec magnitudes = splat(TINY), not_finite = {0};
@@ -130,12 +154,12 @@ float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row,
     const int64_t stretch = CODES_SIDE_BY_SIDE;
     ivec sums = {0};
     for (int64_t k = 0; k < inputs; k += stretch) {
-        int8_t *to = tile + k * rows + place * stretch;
+        code *to = tile + k * rows + place * stretch;
         for (int64_t i = 0; i < stretch; i += LANES) {
             vec scaled = normed_inputs(row, weight, k + i, inputs) * scale;
             scaled = choose(scaled == scaled, scaled, (vec){0});
             ivec rounded = __builtin_convertvector(__builtin_elementwise_rint(scaled), ivec);
-            *(codes *)(to + i) = __builtin_convertvector(rounded, codes);
+            *(codes *)(to + i) = as_codes(rounded);
             sums += rounded;
         }
     }
@@ -143,9 +167,17 @@ float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row,
     return largest / INT8_MAX_VALUE + sum_of(not_finite);
 }
 
+int64_t most_packed_bytes(int64_t num_rows, int64_t inputs) {
+    const int64_t floats = packed_bytes(num_rows, inputs, FORM_FLOAT32);
+    const int64_t codes = packed_bytes(num_rows, inputs, FORM_INT8);
+    return floats > codes ? floats : codes;
+}
+
+const char *panel_at(const linear *of, int64_t panel) { return (const char *)of->panels + panel * panel_bytes(of); }
+
 void fetch_panel(const linear *from, int64_t panel) {
-    int64_t bytes = panel_bytes(from->inputs, from->form);
-    const char *start = (const char *)from->panels + panel * bytes;
+    int64_t bytes = panel_bytes(from);
+    const char *start = panel_at(from, panel);
     if (bytes > MOST_FETCHED) bytes = MOST_FETCHED;
     for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(start + at, 0, 2);
 }

@@ -27,8 +27,9 @@
 #endif
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
- * the memory to read, and the same result to the last bit. */
-enum weight_form { FORM_FLOAT32 = 0, FORM_BFLOAT16 = 1, FORM_INT8 = 2 };
+ * the memory to read, and the same result to the last bit. CODES4, CODES8 and FP8 are codes with scales (codes.c):
+ * unsigned, signed, and floats of 8 bits. */
+enum weight_form { FORM_FLOAT32 = 0, FORM_BFLOAT16 = 1, FORM_INT8 = 2, FORM_CODES4 = 3, FORM_CODES8 = 4, FORM_FP8 = 5 };
 
 typedef struct {
     int64_t form;
@@ -38,16 +39,35 @@ typedef struct {
     void *panels;
     float *bias;   /* [num_panels * PANEL], zeros if there is none */
     float *scales; /* FORM_INT8: of each output, [num_panels * PANEL] */
+    int64_t group; /* codes: inputs that share a scale, and how many such groups there are */
+    int64_t num_groups;
+    int64_t has_minima;
+    int32_t *group_of; /* [inputs], or NULL: groups are consecutive */
 } linear;
+
+/* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
+ * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with codes of 4 bits. `group_of` [inputs]: each input's group;
+ * NULL: each `group` consecutive inputs are one. */
+typedef struct {
+    const uint8_t *codes;
+    const float *scales;
+    const float *minima;
+    const int32_t *group_of;
+    int64_t group;
+    int64_t num_groups;
+} coded_weight;
+typedef struct added_rows added_rows;
 
 /* Rows of inputs, packed for one product after the other. */
 typedef struct {
     int64_t num_rows;
     int64_t inputs;
     int64_t num_tiles;
-    void *tiles;      /* float32, bfloat16 parts of it, or int8 */
-    float *factors;   /* of each row, on its outputs */
-    int32_t *offsets; /* int8: the amount to subtract from the outputs of each row */
+    void *tiles;             /* float32, bfloat16 parts of it, or int8 */
+    float *factors;          /* of each row, on its outputs */
+    int32_t *offsets;        /* int8: the amount to subtract from the outputs of each row */
+    const int32_t *rows;     /* which rows to pack, or NULL: the first ones, in order */
+    const added_rows *added; /* what is added to the outputs of each row, see adapters.h; or NULL */
 } packed_inputs;
 
 /* The use of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
@@ -59,6 +79,8 @@ enum epilogue { STORE, ADD, GATED, GATED_PACKED };
  * ups, and a panel takes LANES of each. NULL when memory is short. */
 linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                    int64_t gated);
+linear *linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                        int64_t gated);
 void linear_free(linear *the_linear);
 
 /* Tile `tile` of `num_rows` rows: its first row and its number of rows. Tiles differ by at most one row. */
@@ -67,8 +89,16 @@ static inline int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_ro
 }
 static inline int64_t tiles_of(int64_t num_rows) { return (num_rows + INPUT_ROWS - 1) / INPUT_ROWS; }
 
+/* The place in the input of row `row` of those that are packed. */
+static inline int64_t row_taken(const packed_inputs *inputs, int64_t row) {
+    return inputs->rows == NULL ? row : inputs->rows[row];
+}
+
 /* Bytes that the tiles of `num_rows` rows need in a form. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
+
+/* The most that they need in any form, for so many inputs or fewer. */
+int64_t most_packed_bytes(int64_t num_rows, int64_t inputs);
 
 /* The preparation of inputs: RMS normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), or nothing if `weight`
  * ([inputs]) is NULL. */
@@ -77,20 +107,23 @@ typedef struct {
     float eps;
 } rms_norm;
 
-/* Pack tile `tile` of `from` (rows `stride` apart), normalised. */
+/* Pack tile `tile` of the rows of `from`, which are `stride` apart, normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
 /* How many tiles to multiply with a panel at once, so that their inputs fit the L2 cache. */
 int64_t tiles_at_once(const linear *with);
 
 /* Multiply tiles [first_tile, end_tile), at most tiles_at_once, with panel `panel`; `out` rows are `stride` apart,
- * whole panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile panel `next` is fetched into the
- * cache: products of few rows wait for memory. */
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
+ * whole panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile the panel at `next` is fetched
+ * into the cache: products of few rows wait for memory. */
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
 
 /* Ask the system to let the threads of this process use what products use. 0 if it refuses. */
 int products_permitted(void);
+
+/* Where panel `panel` lies. */
+const char *panel_at(const linear *of, int64_t panel);
 
 /* Fetch panel `panel` into the cache, or the part of it that the cache should hold. */
 void fetch_panel(const linear *from, int64_t panel);

@@ -14,6 +14,16 @@
 #define LINE 64               /* bytes of a cache line */
 #define CODES_SIDE_BY_SIDE 64 /* 8-bit codes of a row that a tile of inputs holds side by side */
 
+/* A code of a row of inputs. Where no instruction multiplies bytes, it is as wide as what is multiplied, and the four
+ * codes of a QUAD are stored in the order 0, 2, 1, 3: the weights' bytes 0 and 2, and 1 and 3, are widened at once. */
+#if HAS_TILES || defined(__AVX512VNNI__)
+#define MULTIPLIES_BYTES 1
+typedef int8_t code;
+#else
+#define MULTIPLIES_BYTES 0
+typedef int16_t code;
+#endif
+
 /* PAIR: bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them). */
 #if HAS_TILES
 #define PAIR 2
@@ -34,8 +44,28 @@ static inline int64_t steps_of(int64_t inputs, int64_t form) {
     return (inputs + inputs_per_step(form) - 1) / inputs_per_step(form);
 }
 
+/* Whether weights are widened to float32 where they are multiplied. */
+static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4; }
+
+#define FP8_FACTOR 256.0f
+
 /* Bytes of one panel. */
-int64_t panel_bytes(int64_t inputs, int64_t form);
+int64_t panel_bytes(const linear *of);
+int64_t coded_panel_bytes(const linear *of);
+
+/* The number of the panel at `place`. */
+static inline int64_t panel_number(const linear *of, const char *place) {
+    return (place - (const char *)of->panels) / panel_bytes(of);
+}
+
+/* The weights of `count` inputs of a panel of codes, from input `first` on, as float32: [count, PANEL]. */
+void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to);
+
+/* A product whose panels, and scales of outputs, are still to be filled. NULL when memory is short. */
+linear *linear_empty(int64_t outputs, int64_t inputs, int64_t form, int64_t gated);
+
+/* The output in column `column` of panel `panel`; -1 if there is none. */
+int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated);
 
 /* 1 / root mean square of a row. */
 float root_mean_square_factor(const float *row, int64_t inputs, float eps);
@@ -51,7 +81,7 @@ INLINE vec normed_inputs(const float *row, const float *weight, int64_t k, int64
 /* Quantise one row of a tile of `rows`, symmetrically, to 8 bits: the tile stores 64 codes of each row, then the
  * next 64. Returns the scale of the codes, NaN if a value is not finite. `offset`: 128 times their sum, for weights
  * with 128 added. A factor on the whole row does not change the codes. */
-float pack_int8_row(int8_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
+float pack_int8_row(code *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, const float *weight,
                     int32_t *offset);
 
 INLINE void finish_row(enum epilogue epilogue, vec low, vec high, float *out) {

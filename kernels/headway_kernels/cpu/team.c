@@ -1,5 +1,6 @@
 #define _GNU_SOURCE
 #include "team.h"
+#include "pause.h"
 
 #include <assert.h>
 #include <pthread.h>
@@ -40,14 +41,6 @@ struct team {
     int64_t active;
     int closing;
 };
-
-static inline void pause_briefly(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 static void *worker(void *argument) {
     const seat *mine = argument;

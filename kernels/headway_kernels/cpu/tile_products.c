@@ -12,6 +12,7 @@
  * gives NaN in all outputs, because infinity minus infinity is no number; the next normalisation would give NaN anyway.
  */
 #define _GNU_SOURCE
+#include "adapters.h"
 #include "products.h"
 
 #if HAS_TILES
@@ -100,11 +101,10 @@ void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float 
     int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
     char *start = (char *)to->tiles + tile * packed_tile_bytes(to->inputs, form);
     for (int64_t i = 0; i < rows; i++) {
-        const float *row = from + (first + i) * stride;
+        const float *row = from + row_taken(to, first + i) * stride;
         float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
         if (form == FORM_INT8) {
-            float scale =
-                pack_int8_row((int8_t *)start, SIDE, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
+            float scale = pack_int8_row((code *)start, SIDE, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;
         } else {
             pack_float32_row(start, i, row, to->inputs, factor, norm.weight);
@@ -174,6 +174,8 @@ typedef struct {
     const char *more;
     const char *weights;
     int64_t steps;
+    const linear *coded; /* whose panel `panel` is widened step by step; NULL: `weights` are not codes */
+    int64_t panel;
 } factors;
 
 INLINE void load_inputs(const int both, const factors *of, int64_t at) {
@@ -207,19 +209,28 @@ INLINE void add_products(const int both, const int form) {
     }
 }
 
+/* The float32 weights of one step; `widened` has room for them. */
+INLINE const float *weights_of_step(const factors *of, int64_t step, float *widened) {
+    const int64_t inputs = SIDE * PAIR;
+    if (of->coded == NULL) return (const float *)of->weights + step * inputs * PANEL;
+    widen(of->coded, of->panel, step * inputs, inputs, widened);
+    return widened;
+}
+
 /* Part i of the inputs times part j of the weights, for i + j <= 2, in an order in which one operand stays in its
  * register. Meanwhile the idle vector unit splits the weights of the next step. It does so again for the next two
  * tiles: writing and reading the parts in L2 takes longer than making them. */
 INLINE void sum_float32(const int both, const factors *of, fetching *ahead) {
     _Alignas(LINE) char split[SPLIT_STEPS * SPLIT_STEP];
-    const float *weights = (const float *)of->weights;
+    _Alignas(LINE) float widened[SIDE * PAIR * PANEL];
+    const float *weights = weights_of_step(of, 0, widened);
     split_pairs(weights, split, 0, SIDE, ahead);
     for (int64_t step = 0; step < of->steps; step++) {
         const int64_t inputs = step * PARTS * TILE_BYTES;
         const char *tiles = split + step % SPLIT_STEPS * SPLIT_STEP;
         char *next_tiles = split + (step + 1) % SPLIT_STEPS * SPLIT_STEP;
         const int more = step + 1 < of->steps;
-        weights += SIDE * PAIR * PANEL;
+        if (more) weights = weights_of_step(of, step + 1, widened);
         load_split_weights(tiles);
         load_inputs(both, of, inputs);
         add_products(both, FORM_FLOAT32);
@@ -304,6 +315,7 @@ INLINE void finish_tile(const int form, const linear *with, const packed_inputs 
     for (int64_t i = 0; i < rows; i++) {
         vec low = output_of(form, from, first + i, sums[0] + i * LINE, low_scale, low_bias);
         vec high = output_of(form, from, first + i, sums[1] + i * LINE, high_scale, high_bias);
+        if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
         if (epilogue == GATED_PACKED) {
             char *packed = (char *)out + tile * packed_tile_bytes(stride, FORM_FLOAT32);
             pack_parts(packed, i, panel * LANES, silu(low) * high);
@@ -331,18 +343,22 @@ int64_t tiles_at_once(const linear *with) {
     return fitting > MOST_TILES ? MOST_TILES : fitting < LEAST_TILES ? LEAST_TILES : fitting;
 }
 
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, int64_t next, int64_t first_tile,
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
               int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = panel_bytes(with->inputs, form);
+    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = panel_bytes(with);
     const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
-    const char *weights = (const char *)with->panels + panel * bytes;
-    fetching ahead = what_to_fetch(weights, (const char *)with->panels + next * bytes, bytes, bytes / steps / LINE,
-                                   end_tile - first_tile);
+    const char *weights = panel_at(with, panel);
+    fetching ahead = what_to_fetch(weights, next, bytes, bytes / steps / LINE, end_tile - first_tile);
     tile_sums sums;
+    if (from->added != NULL) {
+        int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
+        fetch_additions(from->added, panel_number(with, next), first,
+                        tile_start(end_tile, from->num_tiles, from->num_rows) - first);
+    }
     shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);
     for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
         const char *inputs = (const char *)from->tiles + tile * tile_bytes;
-        const factors of = {inputs, inputs + tile_bytes, weights, steps};
+        const factors of = {inputs, inputs + tile_bytes, weights, steps, is_coded(with) ? with : NULL, panel};
         const int both = tile + 1 < end_tile;
         if (both)
             sum_tiles(1, form, &of, &sums, &ahead);

@@ -1,6 +1,6 @@
 /* Vectors of float32 as wide as one register of the instruction set that this file is compiled for.
  *
- * Owns: the width, loads and stores, reductions, and the exponential function.
+ * Owns: the width, loads and stores, reductions, the exponential function, and activations.
  * Must not know: what is computed with them.
  */
 #ifndef HEADWAY_VECTORS_H
@@ -93,12 +93,50 @@ INLINE vec exponential(vec x) {
     return choose(vanishes, (vec){0}, result);
 }
 
-/* x / (1 + e^-x), the sigmoid linear unit. */
-INLINE vec silu(vec x) {
-    vec magnitude = bits_as_vec((ivec)x & splat_int(0x7fffffff));
-    vec decay = exponential(-magnitude); /* e^-|x| cannot overflow */
-    vec sigmoid = choose(x < 0.0f, decay, splat(1.0f)) / (1.0f + decay);
-    return x * sigmoid;
+INLINE vec magnitude_of(vec x) { return bits_as_vec((ivec)x & splat_int(0x7fffffff)); }
+
+INLINE vec sigmoid(vec x) {
+    vec decay = exponential(-magnitude_of(x)); /* e^-|x| cannot overflow */
+    return choose(x < 0.0f, decay, splat(1.0f)) / (1.0f + decay);
 }
+
+/* x / (1 + e^-x), the sigmoid linear unit. */
+INLINE vec silu(vec x) { return x * sigmoid(x); }
+
+/* x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3) (Hendrycks & Gimpel 2016, arXiv 1606.08415), as
+ * (1 + tanh(u)) / 2 is the sigmoid of 2 u. */
+INLINE vec gelu_tanh(vec x) { return x * sigmoid(1.59576912160573f * (x + 0.044715f * x * x * x)); }
+
+/* x times the normal distribution function. The complementary error function is a fraction and a polynomial in an
+ * exponent (Press et al., Numerical Recipes, erfcc), to 1.2e-7 of itself. */
+INLINE vec gelu(vec x) {
+    vec z = magnitude_of(x) * 0.707106781186548f;
+    vec t = 1.0f / (1.0f + 0.5f * z);
+    vec p = t * 0.17087277f - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    vec half_tail = 0.5f * t * exponential(p * t - 1.26551223f - z * z);
+    return x * choose(x < 0.0f, half_tail, 1.0f - half_tail);
+}
+
+/* Small arguments by a polynomial (Moshier, Cephes, tanhf), others by e^2x. */
+INLINE vec tangent(vec x) {
+    vec magnitude = magnitude_of(x), square = x * x;
+    vec p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    vec decay = exponential(-2.0f * magnitude);
+    vec large = (1.0f - decay) / (1.0f + decay);
+    return choose(magnitude < 0.625f, p * square * x + x, choose(x < 0.0f, -large, large));
+}
+
+/* The hyperbolic tangent bounds x by `bound`. */
+INLINE vec capped(vec x, float bound) { return bound * tangent(x / bound); }
 
 #endif

@@ -164,9 +164,8 @@ class StepCollector:
         self.num_steps += 1
 
     def _cells(self, output: SchedulerOutput, executor: int, view: SchedulerView) -> tuple[Cell, ...]:
-        exceptions: dict[int, int] = {}
-        if output.num_scheduled_tokens:
-            exceptions = dict(zip(*decode_columns(output.num_scheduled_tokens, 2).tolist(), strict=True))
+        rows, counts, _ = view.rows_of_newest_step()
+        tokens_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
         before = self._owners.get(executor, {})
         owners = self._owners[executor] = view.owners()
         handed_off = self._handed_off.setdefault(executor, {})
@@ -180,7 +179,7 @@ class StepCollector:
         pulling = _pulling_rows(output)
         has_exports = isinstance(output, TransferringOutput) and output.exports != b""
         for row, request in owners.items():
-            num_tokens = exceptions.get(row, 1)
+            num_tokens = tokens_of.get(row, 0)
             num_computed = view.figures_of(request).num_computed_tokens
             kind, transfer = Kind.IDLE, Transfer.NONE
             if num_tokens:

@@ -245,7 +245,7 @@ class Follower:
         num_ahead = len(view.ahead_of(followed.request))
         if followed.cell in self._lost:
             followed.waits_for(NO_EXECUTOR, NO_EXECUTOR, num_ahead, now)
-        elif view.num_in_flight >= view.limits.max_steps_in_flight:
+        elif view.num_in_flight >= view.limits.steps_in_flight(view.capacity.num_lanes):
             followed.waits_for(PIPE_FULL, f"{view.num_in_flight} steps are under way", num_ahead, now)
 
     def _waits_above(self, followed: _Followed, now: float, replay: Replay) -> None:

@@ -223,12 +223,7 @@ def _planned(number: int, record: Arrived, num_output_tokens: int) -> PlannedReq
 
 
 def _sent(output: SchedulerOutput, now: float, view: SchedulerView) -> _Sent:
-    rows = view.live_rows()
-    scheduled = np.ones(view.max_running, dtype=np.int32)
-    if output.num_scheduled_tokens:
-        exceptions, counts = decode_columns(output.num_scheduled_tokens, 2)
-        scheduled[exceptions] = counts
-    scheduled = scheduled[rows]
-    shape = shape_of(scheduled, view.num_computed_in(rows) - scheduled)
+    _, scheduled, num_computed = view.rows_of_newest_step()
+    shape = shape_of(scheduled, num_computed)
     num_moved = (len(output.swap_out) + len(output.swap_in)) // 8
     return _Sent(shape, now, int(np.count_nonzero(scheduled == 1)), num_moved)

@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace, path: str) -> int:
         sys.stderr.write(f"headway timeline: no such steps; the recording has {collector.num_steps}\n")
         return NOTHING_EXIT_CODE
     if arguments.perfetto:
-        trace = chrome_trace(steps, flight.first_s, flight.replay.limits.max_steps_in_flight)
+        trace = chrome_trace(steps, flight.first_s, max(core.max_in_flight for core in flight.replay.cores.values()))
         _write("--perfetto", arguments.perfetto, lambda path: path.write_bytes(trace), len(steps))
     if arguments.png:
         from headway_lab.flight.picture import draw

@@ -95,15 +95,17 @@ def _shared_ceiling(instance: Instance, workload: Workload, most: float) -> floa
 def _rate_of_steps(instance: Instance, workload: Workload, most: float, step_s: float) -> float:
     """The highest of rates up to ``most`` at which what ``step_s`` seconds bring is done in a step as long.
 
-    At r requests per second, that is the prompts of ``r * step_s`` requests, and a token of each of those under way.
+    At r requests per second, that is the prompts of ``r * step_s`` requests, and a token of each of those under way. A
+    pipeline has a step of each lane under way, with a share of them.
     """
     prompt = max(round(workload.mean_prompt_tokens), 1)
     held = round(workload.mean_tokens_of_a_decode)
     low, high = 0.0, most
     for _ in range(_HALVINGS):
         rate = (low + high) / 2
-        num_decodes = round(rate * step_s * (workload.mean_output_tokens - 1))
-        num_tokens = max(round(rate * step_s * prompt), 1)
+        share = rate / instance.num_batches
+        num_decodes = round(share * step_s * (workload.mean_output_tokens - 1))
+        num_tokens = max(round(share * step_s * prompt), 1)
         chunks = [prompt] * (num_tokens // prompt) + [num_tokens % prompt] * (num_tokens % prompt > 0)
         computed = [held] * num_decodes + [0] * len(chunks)
         latency_s, _ = _step_s(instance, [1] * num_decodes + chunks, computed, num_decodes)
@@ -116,7 +118,8 @@ def fullest_batch(instance: Instance, workload: Workload) -> int:
     """Return the most decodes of a step, at least 1: by rows, memory and the objective on gaps."""
     num_tokens = workload.mean_tokens_of_a_decode
     pool_tokens = instance.capacity.num_blocks * instance.capacity.block_size
-    low, high = 1, max(min(instance.limits.max_num_seqs, int(pool_tokens / num_tokens / instance.num_batches)), 1)
+    most_rows = min(instance.limits.max_num_seqs, int(pool_tokens / num_tokens))
+    low, high = 1, max(most_rows // instance.num_batches, 1)
     limit_s = workload.objectives.limits_s[1]
     while low < high:
         middle = (low + high + 1) // 2

@@ -7,6 +7,7 @@ from headway.configuration import add_setting_flags, build, given_by_flags
 from headway.progress import ProgressLine
 from headway.settings import settings_of
 from headway_lab.output_files import check_output_files, check_pictures, write_output
+from headway_lab.plan.deployment_file import as_deployment
 from headway_lab.plan.goodput import Trial
 from headway_lab.plan.options import PlanOptions
 from headway_lab.plan.report import as_json, text, title
@@ -24,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """See ``Command``."""
     options = build(PlanOptions, given_by_flags(arguments, settings_of(PlanOptions)), PlanOptions.validate)
-    check_output_files({"--json": options.json, "--png": options.png})
+    check_output_files({"--json": options.json, "--deployment": options.deployment, "--png": options.png})
     check_pictures("--png", options.png)
     try:
         plan = _searched(options)
@@ -55,6 +56,9 @@ def _write_outputs(plan: Plan) -> None:
     if plan.options.json:
         document = as_json(plan)
         write_output("--json", plan.options.json, lambda path: path.write_bytes(document))
+    if plan.options.deployment:
+        toml = as_deployment(plan)
+        write_output("--deployment", plan.options.deployment, lambda path: path.write_text(toml, "utf-8"))
     if plan.options.png:
         from headway_lab.plan.picture import draw
 

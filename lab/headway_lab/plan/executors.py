@@ -4,14 +4,12 @@ import msgspec
 
 from headway_lab.plan.bounds import fullest_batch
 from headway_lab.plan.cluster import Degrees
-from headway_lab.plan.instance import ALTERNATING, Instance, Phase
+from headway_lab.plan.instance import Instance, Phase
 from headway_lab.plan.options import PlanOptions
 from headway_lab.plan.workload import Workload
 from headway_lab.simulate.roofline import Roofline
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
-_MOST_STEPS_IN_FLIGHT = 16
-"""What ``headway scheduler`` allows."""
 _ANY_PROMPT = 1 << 24
 """The prompts that decode gets are computed, so no budget cuts them."""
 
@@ -21,9 +19,8 @@ def make_instance(
 ) -> Instance:
     """Return an executor of at least one KV block.
 
-    Prompts fill a pipeline with one step more in flight than it has stages. A request decodes in one step at a time, so
-    decodes fill a pipeline in batches that alternate (``batching=orca``), none larger than memory and the objective on
-    gaps allow. Where prompts and decodes share steps, chunks of prompts are worth more than a full pipeline.
+    A pipeline has as many lanes as stages: chunks of prompts follow each other through it, and decodes are divided among
+    the lanes, none of which gets more rows than memory and the objective on gaps allow.
     """
     num_stages = degrees.pipeline_parallel
     limits = SchedulerLimits(
@@ -31,9 +28,7 @@ def make_instance(
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=False,  # no two prompts of a plan are alike
     )
-    if phase is Phase.PREFILL and num_stages > 1:
-        limits = msgspec.structs.replace(limits, max_steps_in_flight=min(num_stages + 1, _MOST_STEPS_IN_FLIGHT))
-    elif phase is Phase.BOTH:
+    if phase is Phase.BOTH:
         limits = msgspec.structs.replace(limits, budget="slo")
     elif phase is Phase.DECODE:
         limits = msgspec.structs.replace(limits, max_num_batched_tokens=_ANY_PROMPT)
@@ -48,17 +43,10 @@ def make_instance(
             max_model_len=roofline.shape.context_length,
             vocab_size=roofline.shape.vocab_size,
             max_num_rows=options.max_num_seqs,
+            num_lanes=num_stages,
         ),
     )
     if phase is not Phase.DECODE or num_stages == 1:
         return instance
-    limits = msgspec.structs.replace(
-        limits,
-        batching=ALTERNATING,
-        reserve="prompt",
-        max_steps_in_flight=num_stages,
-        max_num_seqs=max(options.max_num_seqs // num_stages, 1),
-    )
-    instance = msgspec.structs.replace(instance, limits=limits)
-    limits = msgspec.structs.replace(limits, max_num_seqs=fullest_batch(instance, workload))
-    return msgspec.structs.replace(instance, limits=limits)
+    most = max(num_stages * fullest_batch(instance, workload), 1)
+    return msgspec.structs.replace(instance, limits=msgspec.structs.replace(limits, max_num_seqs=most))

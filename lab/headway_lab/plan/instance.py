@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_lab.measurement import TimeColumns
 from headway_lab.plan.cluster import Degrees
-from headway_lab.simulate.collector import RunCollector
+from headway_lab.simulate.collector import RunCollector, bubble_share
 from headway_lab.simulate.device import StepCosts, VirtualDevice
 from headway_lab.simulate.loop import NoProgress, Simulation
 from headway_lab.simulate.roofline import Roofline, StepTime
@@ -33,9 +34,8 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
-ALTERNATING = "orca"
-"""The batching policy under which a request is in one batch in flight."""
 _HOST_BANDWIDTH = 1e9  # nothing is swapped
 
 
@@ -68,13 +68,17 @@ class Run(NamedTuple):
     """Latencies in seconds, float64, shape ``[requests]``; infinite for what was not answered.
 
     ``first_s``: from the arrival to the first token of this run. ``longest_gap_s``: between two of its further tokens.
-    ``gaps_s``: the sum of these gaps. ``mean_step_s``: from a step's start to its end.
+    ``gaps_s``: the sum of these gaps. ``mean_step_s``: from a step's start to its end. ``single_gaps_s``: every gap,
+    shape ``[gaps]``; ``gap_owners``: its request's place. ``bubble_share``: see ``collector.bubble_share``.
     """
 
     first_s: FloatArray
     longest_gap_s: FloatArray
     gaps_s: FloatArray
     mean_step_s: float
+    single_gaps_s: FloatArray
+    gap_owners: IntArray
+    bubble_share: float
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +92,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_batches(self) -> int:
-        """How many batches of decodes alternate."""
-        return self.limits.max_steps_in_flight if self.limits.batching == ALTERNATING else 1
+        """The lanes, among which decodes are divided."""
+        return self.capacity.num_lanes
 
     @property
     def costs(self) -> StepCosts:
@@ -106,7 +110,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
             self._own_part(requests[place], number) for number, place in enumerate(np.flatnonzero(is_sent).tolist())
         ]
         latencies = np.zeros((3, len(requests)))
-        mean_step_s = 0.0
+        mean_step_s = bubbles = 0.0
+        single_gaps_s, gap_owners = np.empty(0), np.empty(0, dtype=np.int64)
         if sent:
             stations = [self._station(seed, number) for number in range(num_executors)]
             measurement = RunCollector(len(sent))
@@ -114,10 +119,13 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
             prompts = PromptSource(seed, self.capacity.vocab_size)
             with suppress(NoProgress):  # What waits for ever is not answered.
                 Simulation(InTurn(stations), arrivals, prompts, measurement).run()
-            latencies[:, is_sent] = self._latencies(measurement)
+            times = measurement.measurement().times
+            latencies[:, is_sent] = self._latencies(times, measurement.preempted())
+            single_gaps_s, gap_owners = times.gaps_s, np.flatnonzero(is_sent)[times.gap_owners]
+            bubbles = bubble_share(measurement.steps)
             mean_step_s = float(np.mean([step.end_s - step.start_s for step in measurement.steps] or [0.0]))
         first_s, longest_gap_s, gaps_s = latencies
-        return Run(first_s, longest_gap_s, gaps_s, mean_step_s)
+        return Run(first_s, longest_gap_s, gaps_s, mean_step_s, single_gaps_s, gap_owners, bubbles)
 
     def _station(self, seed: int, number: int) -> Station:
         rng = rng_of(seed, SAMPLED_TOKENS, number)
@@ -138,9 +146,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
             )
         return request
 
-    def _latencies(self, measurement: RunCollector) -> FloatArray:
+    def _latencies(self, times: TimeColumns, preempted: list[int]) -> FloatArray:
         """Return first tokens, longest gaps and sums of gaps, shape ``[3, requests]``."""
-        times = measurement.measurement().times
         latencies = np.zeros((3, len(times.arrival_s)))
         first_s, longest_s, sum_s = latencies
         first_s[:] = times.first_token_s - times.arrival_s
@@ -148,5 +155,5 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
         np.add.at(sum_s, times.gap_owners, times.gaps_s)
         latencies[:, ~times.is_answered] = np.inf
         if self.phase is Phase.DECODE:
-            latencies[1:, measurement.preempted()] = np.inf
+            latencies[1:, preempted] = np.inf
         return latencies

@@ -75,6 +75,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens per KV block, a power of two")] = 16
     seed: Annotated[int, Meta(ge=0, lt=1 << 62, description="seed of all random draws")] = 0
     json: Annotated[str, Meta(description="write the plan to this file, with every trial")] = ""
+    deployment: Annotated[
+        str, Meta(description="write what was found to this TOML file, for headway serve and headway cluster")
+    ] = ""
     png: Annotated[str, Meta(description="draw the plan to this file; needs matplotlib")] = ""
 
     @property

@@ -150,7 +150,7 @@ def as_json(plan: Plan) -> bytes:
     options: dict[str, Any] = msgspec.structs.asdict(plan.options)
     document = {
         "schema": JSON_SCHEMA,
-        "options": {name: value for name, value in options.items() if name not in {"json", "png"}},
+        "options": {name: value for name, value in options.items() if name not in {"json", "deployment", "png"}},
         "accelerator": plan.cluster.accelerator,
         "model": plan.cluster.shape,
         "executors": [_outcome_json(outcome) for outcome in plan.outcomes],

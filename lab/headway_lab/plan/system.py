@@ -5,13 +5,14 @@ in turn gets the next one.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from headway_lab.percentiles import rounded
-from headway_lab.plan.goodput import BoolArray, Goal, Trial, keeps_up, requests_to_settle, share_counted
-from headway_lab.plan.instance import FloatArray, Instance, Phase
+from headway_lab.percentiles import Percentiles, percentiles, rounded
+from headway_lab.plan.goodput import WARM_UP_SHARE, BoolArray, Goal, Trial, keeps_up, requests_to_settle, share_counted
+from headway_lab.plan.instance import FloatArray, Instance, Phase, Run
 from headway_lab.workload.requests import PlannedRequest
 
 _MS = 1e3
@@ -21,7 +22,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A system at a rate, in requests per second. Shares from 0 to 1 kept the objectives; times in milliseconds.
 
     ``ttft_share`` and ``itl_share``: each objective alone. ``decode_step_ms``: the mean step that decodes. ``keeps_up``: see
-    ``Trial``.
+    ``Trial``. ``ttft_ms``: waits for the first token; ``gap_ms``: every gap, that of the hand-off too. ``hand_off_ms``: the
+    mean time from a first token to the moment when the keys and values are where the answer is decoded, with the wait for
+    the link. ``bubble_shares``: of the executors of each phase.
     """
 
     rate: float
@@ -31,6 +34,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     itl_share: float
     decode_step_ms: float
     keeps_up: bool
+    ttft_ms: Percentiles
+    gap_ms: Percentiles
+    hand_off_ms: float
+    bubble_shares: dict[str, float]
 
     def meets(self, attainment: float) -> bool:
         """Whether the system can bear the rate for long."""
@@ -56,7 +63,17 @@ def check_split(
     keeps_itl[places] = goal.keeps_gaps(chosen, rest, handed_s)
     keeps_pace = keeps_up(times_s, first.first_s) and keeps_up(ready_s[places], rest.first_s)
     keeps_ttft = first.first_s <= goal.workload.objectives.limits_s[0]
-    return _checked(rate, keeps_ttft, keeps_itl, rest.mean_step_s, keeps_pace)
+    gaps = rest._replace(
+        single_gaps_s=np.concatenate((rest.single_gaps_s, handed_s[is_handed])),
+        gap_owners=places[np.concatenate((rest.gap_owners, np.flatnonzero(is_handed)))],
+    )
+    way_s = (ready_s[places] - came_s[places])[is_handed]
+    return Check(
+        **_shared_figures(rate, keeps_ttft, keeps_itl, first.first_s, gaps),
+        keeps_up=keeps_pace,
+        hand_off_ms=rounded(float(np.mean(way_s)) * _MS) if len(way_s) else 0.0,
+        bubble_shares={Phase.PREFILL.value: first.bubble_share, Phase.DECODE.value: rest.bubble_share},
+    )
 
 
 def check_together(instance: Instance, num_executors: int, goal: Goal, rate: float) -> Check:
@@ -66,7 +83,12 @@ def check_together(instance: Instance, num_executors: int, goal: Goal, rate: flo
     run = instance.run(requests, times_s, goal.workload.seed, num_executors)
     keeps_ttft = run.first_s <= goal.workload.objectives.limits_s[0]
     keeps_itl = goal.keeps_gaps(requests, run)
-    return _checked(rate, keeps_ttft, keeps_itl, run.mean_step_s, keeps_up(times_s, run.first_s))
+    return Check(
+        **_shared_figures(rate, keeps_ttft, keeps_itl, run.first_s, run),
+        keeps_up=keeps_up(times_s, run.first_s),
+        hand_off_ms=0.0,
+        bubble_shares={Phase.BOTH.value: run.bubble_share},
+    )
 
 
 def trial_of(check: Check) -> Trial:
@@ -92,13 +114,18 @@ def handed_over(
     return ready_s
 
 
-def _checked(rate: float, keeps_ttft: BoolArray, keeps_itl: BoolArray, mean_step_s: float, keeps_pace: bool) -> Check:
-    return Check(
-        rate=rounded(rate),
-        num_requests=len(keeps_ttft),
-        share=share_counted(keeps_ttft & keeps_itl),
-        ttft_share=share_counted(keeps_ttft),
-        itl_share=share_counted(keeps_itl),
-        decode_step_ms=rounded(mean_step_s * _MS),
-        keeps_up=keeps_pace,
-    )
+def _shared_figures(
+    rate: float, keeps_ttft: BoolArray, keeps_itl: BoolArray, first_s: FloatArray, run: Run
+) -> dict[str, Any]:
+    """Return what every check has. ``run``: the one that decodes."""
+    num_warm_up = len(first_s) // WARM_UP_SHARE
+    return {
+        "rate": rounded(rate),
+        "num_requests": len(first_s),
+        "share": share_counted(keeps_ttft & keeps_itl),
+        "ttft_share": share_counted(keeps_ttft),
+        "itl_share": share_counted(keeps_itl),
+        "decode_step_ms": rounded(run.mean_step_s * _MS),
+        "ttft_ms": percentiles(first_s[num_warm_up:] * _MS),
+        "gap_ms": percentiles(run.single_gaps_s[run.gap_owners >= num_warm_up] * _MS),
+    }

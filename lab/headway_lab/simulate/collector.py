@@ -3,7 +3,7 @@
 The window of throughputs begins with the first measured arrival and ends with the last token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -63,8 +63,19 @@ class SimulationTotals(Totals, frozen=True, kw_only=True):
     """Requests whose blocks took too long, so that they were computed again."""
     pull_ms: float
     """The mean time of a step's pulls."""
+    bubble_share: float
+    """How long the stages of a pipeline stood idle while a step was in one of them, as a share of their time."""
     tenants: dict[str, SimulatedGroup]
     priorities: dict[str, SimulatedGroup]
+
+
+def bubble_share(steps: Iterable[StepRecord]) -> float:
+    """Return how long stages stood idle while a step was in one of them, as a share from 0 to 1 of all stages' time."""
+    all_s = busy_s = 0.0
+    for step in steps:
+        all_s += step.num_stages * (step.end_s - step.start_s - step.overlap_s)
+        busy_s += step.stages_s
+    return max(0.0, ratio(all_s - busy_s, all_s))
 
 
 class RunCollector:
@@ -207,6 +218,7 @@ class RunCollector:
             num_pulled_tokens=counters.num_pulled_tokens,
             num_stale_pulls=counters.num_stale_pulls,
             pull_ms=ratio(sum(pulls_s) * 1e3, len(pulls_s)),
+            bubble_share=bubble_share(steps),
             tenants=measurement.by_tenant(measured, group),
             priorities=measurement.by_priority(measured, group),
         )

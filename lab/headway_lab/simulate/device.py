@@ -55,7 +55,8 @@ class StepRecord(NamedTuple):
     """One step; times in seconds. ``num_decodes`` of its rows run one token and sample.
 
     ``swap_s`` of its time moved ``num_swapped_blocks`` to or from the host. For ``overlap_s`` of it an earlier step was
-    in other stages of the pipeline. Before it, ``pull_s`` brought blocks of other executors.
+    in other stages of the pipeline. Before it, ``pull_s`` brought blocks of other executors. It kept the ``num_stages``
+    stages busy for ``stages_s`` in sum.
     """
 
     start_s: float
@@ -67,6 +68,8 @@ class StepRecord(NamedTuple):
     swap_s: float
     overlap_s: float = 0.0
     pull_s: float = 0.0
+    num_stages: int = 1
+    stages_s: float = 0.0
 
 
 class StepCosts(Protocol):
@@ -91,8 +94,7 @@ class VirtualDevice:
     """Runs one step after the other.
 
     A pipeline's first stage takes the next step as soon as it is free, if the step needs no token that an earlier one
-    has still to draw: chunks of prompts may follow each other through the stages, and a row decodes in one step at a
-    time. A step waits before a stage that is busy with the one before. So short and long steps leave bubbles, and many
+    has still to draw: steps of different lanes and chunks of prompts may follow each other through the stages. A step waits before a stage that is busy with the one before. So short and long steps leave bubbles, and many
     equal ones start at the slowest stage's intervals. Sends go on beside arithmetic. Blocks are moved before the first
     stage starts.
 
@@ -173,6 +175,8 @@ class VirtualDevice:
             swap_s=swap_s,
             overlap_s=max(end_before_s - start_s, 0.0),
             pull_s=0.0 if fetch is None else fetch.ready_s - now,
+            num_stages=max(len(time.stages_s), 1),
+            stages_s=swap_s + factor * (sum(time.stages_s) if time.stages_s else time.total_s),
         )
         if moves is not None and self._transfers is not None:
             self._transfers.written(moves.swap_out[1], start_s + swap_s)
@@ -232,6 +236,7 @@ class VirtualDevice:
             num_host_blocks=capacity.num_host_blocks,
             swap_us_per_block=capacity.swap_us_per_block,
             max_speculative_tokens=capacity.max_speculative_tokens,
+            num_lanes=capacity.num_lanes,
             host_pool=capacity.host_pool,
             block_addresses=capacity.block_addresses,
         )

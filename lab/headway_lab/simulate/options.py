@@ -58,8 +58,8 @@ class SimulationOptions(LoadOptions, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=16,
-            description="stages of --tensor-parallel devices each; divides the layers. With --max-steps-in-flight of one "
-            "more, prompts fill the stages",
+            description="stages of --tensor-parallel devices each; divides the layers. The scheduler divides "
+            "the requests that decode among as many lanes",
         ),
     ] = 1
     executors: Annotated[

@@ -10,8 +10,7 @@ A step's time is a sum:
   side, so the chunks C of a prompt N read N^2 / 2C. A processor has one head of one tile at a time (Dao,
   FlashAttention-2, 2023, 3.2): a small chunk leaves most idle.
 - *Elementwise*: norms, rotation, activation and the writing of the cache, bound by memory.
-- *All-reduce*: two per layer; each sends ``2 (n - 1) / n`` of the hidden states (Patarasuk and Yuan, 2009), plus a
-  latency.
+- *All-reduce*: what the devices of a stage send each other (``meetings``).
 - *Sampling*: some passes over the logits. *Fixed*: starts of kernels, and the time between steps.
 
 Pipeline parallel: p stages have the layers in equal parts, and the last one the logits and the draw too. Each stage is a
@@ -28,13 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway_lab.simulate.hardware import Accelerator
+from headway_lab.simulate.meetings import all_reduces
 from headway_lab.simulate.model_shapes import ModelShape
 from headway_proto.columns import Int32Array
 
 KERNELS_PER_LAYER = 10
 """Two norms, three products of attention with rotation and cache write, attention, three of the MLP, activation."""
-ALL_REDUCES_PER_LAYER = 2
-"""After attention's output product and after the MLP's (Shoeybi et al., Megatron-LM, 2019)."""
 USABLE_MEMORY_SHARE = 0.90
 """A share of the device's memory, as in vLLM; the rest is for activations and the runtime."""
 LOGIT_PASSES = 4
@@ -99,10 +97,7 @@ class _Stage:
         self._draw_s = is_last * LOGIT_PASSES * _LOGIT_BYTES * shape.vocab_size / bandwidth
         launches_s = num_layers * KERNELS_PER_LAYER * accelerator.kernel_launch_s
         self._fixed_s = launches_s + accelerator.step_overhead_s
-        num_all_reduces = ALL_REDUCES_PER_LAYER * num_layers if tensor_parallel > 1 else 0
-        self._all_reduce_latency_s = num_all_reduces * accelerator.all_reduce_latency_s
-        sent_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * shape.hidden_size * shape.bytes_per_value
-        self._all_reduce_token_s = num_all_reduces * sent_bytes / (accelerator.link_bandwidth * accelerator.link_share)
+        self._all_reduces = all_reduces(shape, tensor_parallel, num_layers)
 
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
@@ -113,7 +108,12 @@ class _Stage:
             linear_s=self._linear_s(num_tokens, num_samples),
             attention_s=self._attention_s(num_scheduled_tokens, num_computed_tokens, num_tokens),
             elementwise_s=num_tokens * self._elementwise_token_s,
-            all_reduce_s=self._all_reduce_latency_s + num_tokens * self._all_reduce_token_s,
+            all_reduce_s=self._all_reduces.seconds(
+                num_tokens,
+                num_samples,
+                latency_s=self._accelerator.all_reduce_latency_s,
+                bandwidth=self._accelerator.link_bandwidth * self._accelerator.link_share,
+            ),
             sampling_s=num_samples * self._draw_s,
             fixed_s=self._fixed_s,
         )

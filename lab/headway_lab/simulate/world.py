@@ -72,6 +72,11 @@ def make_world(options: SimulationOptions) -> World:
             f"--tensor-parallel: {shape.name} does not fit into {roofline.num_devices} x {accelerator.name}; "
             "allowed: more devices"
         )
+    if options.pipeline_parallel > 1 and options.num_speculative_tokens:
+        raise ConfigurationError(
+            f"--num-speculative-tokens: {options.num_speculative_tokens} is not allowed with --pipeline-parallel; "
+            "allowed: 0, since every stage would wait for the answer"
+        )
     capacity = ExecutorCapacity(
         num_blocks=num_blocks,
         block_size=options.block_size,
@@ -80,6 +85,7 @@ def make_world(options: SimulationOptions) -> World:
         max_num_rows=1 << 16,
         num_host_blocks=options.host_blocks,
         max_speculative_tokens=options.num_speculative_tokens,
+        num_lanes=options.pipeline_parallel,
         swap_us_per_block=roofline.swap_time(1, options.block_size, _host_bandwidth(options, accelerator)) * 1e6,
     )
     load = make_load(options, capacity.max_request_tokens)

@@ -14,12 +14,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_executor.link_keys import LinkKeys
+from headway_executor.ranks.place import ALONE, RankPlace
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
+from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs, RowVector
 
 AUTOMATIC_SWAP_SPACE = -1
 """The ``swap_space_mib`` that lets a backend decide."""
+
+NO_ADAPTERS = "this executor takes no adapters: its backend or model does not, or it has several ranks"
 
 HostMemorySource: TypeAlias = Callable[[int, int, str], NDArray[np.uint8] | None]
 """See ``BackendConfig``."""
@@ -51,6 +57,12 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes]``, or None: the backend takes its own. It may hold blocks of an earlier process, which opening must not
     change. ``layout`` is any text that is the same for blocks whose bytes mean the same. A backend asks also with
     ``num_blocks`` 0; only its last question counts. The cost of a swap then includes a CRC32 of each block on its way out.
+
+    ``adapters``: directories by name, to load at once. Only an ``AdapterBackend`` gets any.
+
+    ``place``: which rank of a group this process is. All ranks get the same calls in the same order. Only rank 0's answers
+    count; of another rank, those of a backend with ``every_rank_draws`` are compared with them. ``rank_keys``: this rank's
+    end of a connection between rank 0 and any other; without them, nothing may listen beyond loopback.
     """
 
     model: str
@@ -72,16 +84,26 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: str = ""
     num_speculative_tokens: int = 8
     host_memory: HostMemorySource = _no_host_memory
+    place: RankPlace = ALONE
+    rank_keys: LinkKeys | None = None
+    adapters: dict[str, str] = {}
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A new row; its blocks already hold the first ``num_computed_tokens``. ``token_ids`` int32, ``[num_tokens]``."""
+    """A new row; its blocks already hold the first ``num_computed_tokens``. ``token_ids`` int32, ``[num_tokens]``.
+
+    ``adapter``: the identity of the adapter that it runs with, or "". A row whose adapter is not loaded fails alone.
+    ``pooling``: it wants a vector (rule 10 of ``headway_proto.step``); no backend that announces no ``embedding_size``
+    gets one.
+    """
 
     row: int
     token_ids: Int32Array
     num_prompt_tokens: int
     num_computed_tokens: int
     sampling: SamplingParams
+    adapter: str = ""
+    pooling: int = NO_POOLING
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +122,8 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     ``stale_rows`` (``[s]``, ascending) are new rows of this step. Their blocks hold anything until they finish, and what
     they draw is ignored; the other rows are unaffected.
+
+    ``lane``: see ``headway_proto.step``; 0 if the executor has one.
     """
 
     step: int
@@ -113,6 +137,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True):
     block_table: Int32Array
     num_speculative_tokens: Int32Array | None = None
     stale_rows: Int32Array = EMPTY_COLUMN
+    lane: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +148,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accepted_tokens`` (int32, ``[3, s]``: row, proposed, accepted) lists the rows that could speculate. Such a row has
     1 + accepted entries in ``sampled_token_ids``, and in ``logprobs`` if it asked for them.
+
+    ``vectors``: of the pooled rows with ``samples == 1`` and without an error.
     """
 
     sampled_token_ids: Int32Array
@@ -132,6 +159,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     move_time_us: int = 0
     prompt_logprobs: tuple[RowPromptLogprobs, ...] = ()
     accepted_tokens: Int32Array | None = None
+    vectors: tuple[RowVector, ...] = ()
 
 
 @runtime_checkable
@@ -183,6 +211,23 @@ class ExecutorBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class AdapterBackend(Protocol):
+    """What a backend has beside ``ExecutorBackend`` if rows may run with adapters. Both are in order with ``execute``."""
+
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter | Future[LoadedAdapter | None]:
+        """Load an adapter. One of this name that is loaded from the same files stays.
+
+        Raises:
+            ModelFilesError: the files are missing, damaged, not supported, or for another model.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> Future[LoadedAdapter | None] | None:
+        """Forget an adapter, if there is one. Rows that have it keep it until they end."""
+        ...
+
+
 class StepOutOfMemoryError(RuntimeError):
     """The device has too little memory for ``num_tokens``."""
 
@@ -193,6 +238,10 @@ class StepOutOfMemoryError(RuntimeError):
 
 class DeviceLostError(RuntimeError):
     """Only a new process can use the device again (exit code 4)."""
+
+
+class RankLostError(DeviceLostError):
+    """Another rank is gone, or this one has come apart from it: only all together can begin again."""
 
 
 class BackendConfigError(ValueError):

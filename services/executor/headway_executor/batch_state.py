@@ -19,11 +19,16 @@ from headway_executor.diff_checks import (
     checked_pull,
     decoded,
     decoded_group,
+    with_pooling,
 )
+from headway_executor.row_lanes import RowLanes, checked_exceptions
 from headway_proto.columns import Int32Array
 from headway_proto.step import (
+    AdapterOutput,
     BackendInfo,
+    LaneOutput,
     NewRequest,
+    PoolingOutput,
     SchedulerOutput,
     TransferringOutput,
     state_digest,
@@ -68,6 +73,7 @@ class BatchState:
         self._rows_given_out = _NO_ROWS
         self._rows_of_earlier_epochs = _NO_ROWS
         self._speculating = _NO_BLOCKS
+        self._lanes = RowLanes(info.max_num_rows, info.num_lanes) if info.num_lanes > 1 else None
         self._lost: str | None = None
 
     def begin_epoch(self) -> None:
@@ -79,6 +85,8 @@ class BatchState:
         self._host_block_written[:] = False
         self._set_rows(_NO_ROWS)
         self._speculating = _NO_BLOCKS
+        if self._lanes is not None:
+            self._lanes.clear()
         self._lost = None
 
     def apply(self, output: SchedulerOutput) -> AppliedStep:
@@ -118,7 +126,8 @@ class BatchState:
     def digest(self) -> int:
         """See ``headway_proto.step.state_digest``."""
         rows = self._rows
-        return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table)
+        lanes = None if self._lanes is None else self._lanes.of(rows)
+        return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table, lanes)
 
     @property
     def block_size(self) -> int:
@@ -136,12 +145,18 @@ class BatchState:
         finished = self._finish(output.finished_rows) if output.finished_rows else _NO_ROWS
         new_rows: tuple[NewRow, ...] = ()
         if output.scheduled_new_reqs:
-            new_rows = tuple([self._admit(request) for request in output.scheduled_new_reqs])
+            adapters = self._adapters_of(output)
+            new_rows = tuple([self._admit(request, adapters) for request in output.scheduled_new_reqs])
+        if isinstance(output, PoolingOutput):
+            new_rows = with_pooling(new_rows, output.pooled, self._info)
+        lane = self._lane_of(output)
+        if self._lanes is not None and finished.size:
+            self._lanes.leave(finished)
         if finished.size or new_rows:
             self._set_rows(np.flatnonzero(self._live).astype(np.int32))
         new_blocks = self._append_blocks(output) if output.new_blocks or new_rows else _NO_BLOCKS
         moves = self._block_moves(output, new_rows)
-        rows, scheduled, computed, samples = self._advance(output)
+        rows, scheduled, computed, samples = self._advance(output, lane)
         speculative = None
         if output.num_speculative_tokens:
             speculative = self._speculate(output.num_speculative_tokens, rows, scheduled, samples)
@@ -160,8 +175,16 @@ class BatchState:
             samples=samples,
             block_table=self._shown_block_table,
             num_speculative_tokens=speculative,
+            lane=lane,
         )
         return AppliedStep(batch, moves)
+
+    def _lane_of(self, output: SchedulerOutput) -> int:
+        if self._lanes is not None:
+            return self._lanes.lane_of_step(output)
+        if isinstance(output, LaneOutput):
+            raise ImpossibleDiff("lane: this executor has one, so its steps name none")
+        return 0
 
     def _finish(self, column: bytes) -> Int32Array:
         rows = decoded(column, "finished_rows")
@@ -173,7 +196,18 @@ class BatchState:
         self._num_blocks[rows] = 0
         return rows
 
-    def _admit(self, request: NewRequest) -> NewRow:
+    def _adapters_of(self, output: SchedulerOutput) -> dict[int, str]:
+        if not isinstance(output, AdapterOutput) or not output.adapters:
+            return {}
+        if not self._info.supports_adapters:
+            raise ImpossibleDiff("adapters: this executor takes none")
+        adapters = {entry.row: entry.adapter for entry in output.adapters}
+        new_rows = {request.row for request in output.scheduled_new_reqs}
+        if len(adapters) != len(output.adapters) or not adapters.keys() <= new_rows:
+            raise ImpossibleDiff("adapters: a row is not new in this step, or has several")
+        return adapters
+
+    def _admit(self, request: NewRequest, adapters: dict[int, str]) -> NewRow:
         row = request.row
         token_ids = decoded(request.token_ids, "token_ids")
         if not 0 <= row < len(self._live):
@@ -197,6 +231,7 @@ class BatchState:
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
             sampling=request.sampling,
+            adapter=adapters.get(row, ""),
         )
 
     def _append_blocks(self, output: SchedulerOutput) -> Int32Array:
@@ -224,6 +259,8 @@ class BatchState:
 
     def _block_moves(self, output: SchedulerOutput, new_rows: tuple[NewRow, ...]) -> BlockMoves | None:
         transfers = output if isinstance(output, TransferringOutput) else None
+        if isinstance(output, LaneOutput | AdapterOutput) and not (output.exports or output.pulls):
+            transfers = None  # it is of this type in any case
         if not (output.block_copies or output.swap_out or output.swap_in or transfers):
             return None
         moves = BlockMoves(
@@ -278,10 +315,13 @@ class BatchState:
         found: Int32Array = self._block_table[rows, :width][np.arange(width) < counts[:, None]]
         return found
 
-    def _advance(self, output: SchedulerOutput) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+    def _advance(self, output: SchedulerOutput, lane: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
         """Return (rows, scheduled, computed before this step, samples)."""
         rows, scheduled = self._rows, self._one_each
-        if output.num_scheduled_tokens:
+        if self._lanes is not None:
+            exceptions = output.num_scheduled_tokens
+            rows, scheduled = self._lanes.scheduled(lane, exceptions, self._live, self._info.max_model_len)
+        elif output.num_scheduled_tokens:
             rows, scheduled = self._with_exceptions(output.num_scheduled_tokens)
         computed, known = self._num_computed_tokens[rows], self._num_tokens[rows]
         reached = computed + scheduled
@@ -305,6 +345,8 @@ class BatchState:
         samples = (reached == known).astype(np.int32)
         self._num_computed_tokens[rows] = reached
         self._num_tokens[rows] = known + samples
+        if self._lanes is not None:
+            self._lanes.enter(lane, rows[samples != 0])
         return rows, scheduled, computed, samples
 
     def _speculate(self, column: bytes, rows: Int32Array, scheduled: Int32Array, samples: Int32Array) -> Int32Array:
@@ -332,12 +374,7 @@ class BatchState:
         return _read_only(speculative)
 
     def _with_exceptions(self, column: bytes) -> tuple[Int32Array, Int32Array]:
-        rows, counts = decoded_group(column, "num_scheduled_tokens")
-        check_range(rows, len(self._live), "num_scheduled_tokens: row")
-        check_range(counts, self._info.max_model_len + 1, "num_scheduled_tokens: count")
-        check_distinct(rows, "num_scheduled_tokens: row")
-        if not self._live[rows].all():
-            raise ImpossibleDiff(f"num_scheduled_tokens: row {rows[~self._live[rows]][0]} is not live")
+        rows, counts = checked_exceptions(column, self._live, self._info.max_model_len)
         scheduled = self._one_each.copy()
         scheduled[np.searchsorted(self._rows, rows)] = counts
         if counts.all():

@@ -12,9 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfig
+from headway_executor.ranks.place import RankPlace
 from headway_process.addresses import check_link_address, check_metrics_address, check_offered_address
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
+from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
@@ -38,8 +40,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="dtype of weights and KV; auto: the backend decides"),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8", "fp8"],
-        Meta(description="quantise the weights to 8 bits while loading; fp8: only with the triton backend"),
+        Literal["none", "int8", "int4", "fp8"],
+        Meta(
+            description="quantise the weights to 8 or 4 bits while loading; int4: only with the CPU kernels, fp8: only with the "
+            "triton backend"
+        ),
     ] = "none"
     block_size: Annotated[int, Meta(description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: as many as fit into free memory")] = 0
@@ -70,6 +75,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     num_speculative_tokens: Annotated[int, Meta(description="most tokens to propose for a request in one step")] = 8
     backend_options: Annotated[dict[str, str], Meta(description="the backend's own options")] = {}
+    adapter: Annotated[
+        dict[str, str],
+        Meta(
+            description="adapters (LoRA) to load at once, as NAME=DIRECTORY with PEFT's files; an operator can load and "
+            "unload others later"
+        ),
+    ] = {}
     step_timeout_s: Annotated[
         float,
         Meta(
@@ -110,6 +122,22 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "NIXL asks nobody for a key"
         ),
     ] = "lo"
+    tensor_parallel: Annotated[
+        int,
+        Meta(
+            description="ranks that compute each layer together; see docs/executors.md for executors of several ranks"
+        ),
+    ] = 1
+    pipeline_parallel: Annotated[
+        int, Meta(description="stages of layers, one behind the other; each has tensor_parallel ranks")
+    ] = 1
+    ranks_address: Annotated[
+        str,
+        Meta(
+            description="tcp://HOST:PORT where rank 0 listens for ranks that it has not started itself (RANK is set, as "
+            "torchrun does); empty: MASTER_ADDR and the port behind MASTER_PORT"
+        ),
+    ] = ""
     metrics_address: MetricsAddress = ""
     metrics_token_file: MetricsTokenFile = ""
     log_level: LogLevel = "info"
@@ -127,6 +155,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         "seed": (0, (1 << 64) - 1),
         "num_speculative_tokens": (1, 64),
         "step_timeout_s": (0, math.inf),
+        "tensor_parallel": (1, 64),
+        "pipeline_parallel": (1, 64),
     }
 
     def validate(self) -> None:
@@ -144,15 +174,20 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not _is_power_of_two(self.block_size) or self.block_size > _MAX_BLOCK_SIZE:
             raise _refusal("block_size", self.block_size, f"a power of two from 1 to {_MAX_BLOCK_SIZE}")
         check_ranges(self)
+        _check_adapters(self.adapter)
         if not _is_device(self.device):
             raise _refusal("device", self.device, "cpu, cuda or cuda:N")
+        if self.ranks_address:
+            check_link_address("ranks_address", self.ranks_address, has_keys=bool(self.curve_keys))
+            if not self.ranks_address.startswith("tcp://"):
+                raise _refusal("ranks_address", self.ranks_address, "tcp://HOST:PORT")
         if self.curve_keys:
             for name in (SCHEDULER_PUBLIC_KEY, EXECUTOR_SECRET_KEY):
                 if not (Path(self.curve_keys) / name).is_file():
                     raise _refusal("curve_keys", self.curve_keys, f"a directory with {name}")
 
     def backend_config(self) -> BackendConfig:
-        """The settings for the backend."""
+        """The settings for the backend, of rank 0 if there are several."""
         return BackendConfig(
             model=self.model,
             device=self.device,
@@ -170,11 +205,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             speculation=self.speculation,
             draft_model=self.draft_model,
             num_speculative_tokens=self.num_speculative_tokens,
+            adapters=self.adapter,
+            place=RankPlace(tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel),
         )
 
 
 def _refusal(field: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{field}: {value!r:.64} is not allowed; allowed: {allowed}")
+
+
+def _check_adapters(adapters: dict[str, str]) -> None:
+    for name, directory in adapters.items():
+        if not is_adapter_name(name) or not directory:
+            raise _refusal("adapter", f"{name}={directory}", f"NAME=DIRECTORY, with a name of {ADAPTER_NAME_FORM}")
 
 
 def _is_power_of_two(value: int) -> bool:

@@ -3,12 +3,16 @@
 Owns: decoding columns, ranges. Must not know: rows.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from headway_executor.backend import NewRow
 from headway_proto.columns import Int32Array, decode_column, decode_columns
-from headway_proto.step import BlockPull
+from headway_proto.pooling import NO_POOLING, is_known, needs_every_token
+from headway_proto.step import BackendInfo, BlockPull
 
 _MAX_POOL_CHARACTERS = 4096
 _MAX_ADDRESSES = 8
@@ -59,6 +63,26 @@ def checked_pull(pull: BlockPull) -> Pull:
     if not 0 < pull.epoch < 1 << 64:
         raise ImpossibleDiff(f"pulls: epoch {pull.epoch} is outside 1 to {(1 << 64) - 1}")
     return Pull(pull.pool, pull.addresses, pull.epoch, blocks)
+
+
+def with_pooling(new_rows: Iterable[NewRow], column: bytes, info: BackendInfo) -> tuple[NewRow, ...]:
+    """Give the pooled ones among new rows their pooling."""
+    group = decoded_group(column, "pooled")
+    check_distinct(group[0], "pooled: row")
+    poolings = dict(zip(*group.tolist(), strict=True))
+    found = []
+    for new in new_rows:
+        pooling = poolings.pop(new.row, NO_POOLING)
+        if not is_known(pooling):
+            raise ImpossibleDiff(f"pooled: row {new.row} has the unknown pooling {pooling}")
+        if pooling and not info.embedding_size:
+            raise ImpossibleDiff(f"pooled: row {new.row}, but this executor makes no vectors")
+        if needs_every_token(pooling) and new.num_computed_tokens:
+            raise ImpossibleDiff(f"pooled: row {new.row} needs every token, but begins at {new.num_computed_tokens}")
+        found.append(msgspec.structs.replace(new, pooling=pooling) if pooling else new)
+    if poolings:
+        raise ImpossibleDiff(f"pooled: row {min(poolings)} is not new")
+    return tuple(found)
 
 
 def check_range(values: Int32Array, end: int, what: str) -> None:

@@ -143,8 +143,10 @@ def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         ) from error
 
 
-def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device) -> int:
-    """How many blocks the swap space holds.
+def num_host_blocks(
+    *, swap_space_mib: int, block_bytes: int, num_device_blocks: int, device: torch.device, num_ranks: int = 1
+) -> int:
+    """How many blocks the swap space holds; ``num_ranks`` ranks have an equal share of it.
 
     ``AUTOMATIC_SWAP_SPACE``: as many as the device has, within a share of the free memory. Requests that are preempted
     together never have more (Kwon et al., PagedAttention, SOSP 2023, section 4.5).
@@ -155,10 +157,11 @@ def num_host_blocks(*, swap_space_mib: int, block_bytes: int, num_device_blocks:
     if swap_space_mib == 0:
         return 0
     if swap_space_mib == AUTOMATIC_SWAP_SPACE:
-        budget = _SHARE * free_host_bytes()
+        budget = _SHARE * free_host_bytes() / num_ranks
         if device.type != "cpu":
             budget = min(budget, _MOST_PINNED_BYTES)
         return min(num_device_blocks, int(budget // block_bytes))
+    block_bytes *= num_ranks
     found = min(swap_space_mib * _MIB // block_bytes, _MOST_BLOCKS)
     if not found:
         raise BackendConfigError(

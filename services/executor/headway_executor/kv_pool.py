@@ -28,7 +28,7 @@ class KvPool:
     """Blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
 
     ``layers`` is ``[num_layers, num_blocks, *block_shape]``, at first zeros. ``num_host_blocks`` take swapped-out
-    blocks, in memory of ``host_memory`` (see ``BackendConfig``).
+    blocks, in memory of ``host_memory`` (see ``BackendConfig``). ``part_of`` names the rank's part, if it has not all.
 
     Raises:
         BackendConfigError: the main memory cannot be had.
@@ -45,6 +45,7 @@ class KvPool:
         device: torch.device,
         num_host_blocks: int = 0,
         host_memory: HostMemorySource | None = None,
+        part_of: str = "",
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -52,7 +53,7 @@ class KvPool:
         block_bytes = num_layers * math.prod(block_shape) * dtype.itemsize
         memory = None
         if host_memory is not None:
-            layout = f"{type(self).__name__} {num_layers} {block_shape} {dtype}"
+            layout = f"{type(self).__name__} {num_layers} {block_shape} {dtype}{part_of}"
             memory = memory_for(
                 host_memory, num_blocks=num_host_blocks, block_bytes=block_bytes, layout=layout, device=device
             )
@@ -119,7 +120,8 @@ def num_pool_blocks(
 ) -> int:
     """Return the configured number of blocks, or as many as fit and can be used.
 
-    Steps need room on a device: blocks may take ``device_share`` of its free memory.
+    Steps need room on a device: blocks may take ``device_share`` of its free memory. The ranks of a group share the main
+    memory of their host.
 
     Raises:
         BackendConfigError: one request of ``max_model_len`` tokens does not fit.
@@ -127,7 +129,11 @@ def num_pool_blocks(
     num_blocks = config.num_kv_blocks
     if not num_blocks:
         is_cpu = device.type == "cpu"
-        budget = _CPU_SHARE * free_host_bytes() if is_cpu else device_share * torch.cuda.mem_get_info(device)[0]
+        budget = (
+            _CPU_SHARE * free_host_bytes() / config.place.size
+            if is_cpu
+            else device_share * torch.cuda.mem_get_info(device)[0]
+        )
         useful_blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
         num_blocks = min(useful_blocks, int(budget // block_bytes))
     check_pool_size(

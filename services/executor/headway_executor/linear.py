@@ -1,4 +1,4 @@
-"""Linear layers in plain torch.
+"""Linear layers in plain torch, also those of which each rank of several has a part.
 
 Owns: their weights. Must not know: their use.
 """
@@ -6,6 +6,8 @@ Owns: their weights. Must not know: their use.
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from headway_executor.ranks.stage_mates import ColumnMates, Cut
 
 
 class Linear:
@@ -18,6 +20,34 @@ class Linear:
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, in] -> [tokens, out]``, a new tensor."""
         return functional.linear(inputs, self._weight, self._bias)
+
+
+class GatheredLinear:
+    """Of ``own``, which has some of the outputs. It gathers them, and the inputs before, if they are ``cut``."""
+
+    def __init__(self, own: Linear, mates: ColumnMates, *, inputs: Cut | None = None, outputs: Cut) -> None:
+        self._own = own
+        self._mates = mates
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """See ``Linear``; ``inputs`` has the own columns if they are cut."""
+        if self._inputs is not None:
+            inputs = self._mates.gather(inputs, self._inputs)
+        return self._mates.gather(self._own(inputs), self._outputs)
+
+
+class SummedLinear:
+    """Of ``own``, which has the weights of some of the inputs."""
+
+    def __init__(self, own: Linear, mates: ColumnMates) -> None:
+        self._own = own
+        self._mates = mates
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """See ``Linear``; ``inputs`` has the own columns."""
+        return self._mates.add_up(self._own(inputs))
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

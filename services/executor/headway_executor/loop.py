@@ -14,10 +14,12 @@ from typing import NamedTuple, Protocol
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
+from headway_executor.adapter_changes import AdapterChanges
 from headway_executor.backend import (
     NO_SPECULATION,
     DeviceLostError,
     ExecutorBackend,
+    RankLostError,
     StepBatch,
     StepOutOfMemoryError,
     StepResult,
@@ -28,8 +30,17 @@ from headway_executor.block_store.store import NoStore, Store
 from headway_executor.block_store.suspects import SuspectBlocks
 from headway_executor.block_store.transfers import BlockTransfers, StepNumber
 from headway_executor.diff_checks import ImpossibleDiff
+from headway_executor.seams import Link, NoRanks, Ranks
 from headway_executor.statistics import ExecutorStatistics
-from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, StepLink, StepReady
+from headway_executor.step_link import (
+    AdapterAsked,
+    EpochBegan,
+    EpochLost,
+    LinkOutcome,
+    MustEnd,
+    ProposalsAccepted,
+    StepReady,
+)
 from headway_process.pulse import Pulse
 from headway_proto.columns import Int32Array
 from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
@@ -77,7 +88,7 @@ class _Arriving(NamedTuple):
 
 
 class StepCycle:
-    """The cycle of one executor. Any thread may call ``wake``.
+    """The cycle of one executor, or of one of its ranks. Any thread may call ``wake``.
 
     After ``step_timeout_s`` without a result, the device counts as lost. Without a ``store``, no block can be pulled.
     """
@@ -85,13 +96,14 @@ class StepCycle:
     def __init__(
         self,
         *,
-        link: StepLink,
+        link: Link,
         state: BatchState,
         backend: ExecutorBackend,
         log: FilteringBoundLogger,
         wake: Callable[[], None],
         step_timeout_s: float = float("inf"),
         store: Store | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._link = link
         self._state = state
@@ -100,6 +112,8 @@ class StepCycle:
         self._wake = wake
         self._step_timeout_s = step_timeout_s
         self._store: Store = NoStore() if store is None else store
+        self._ranks: Ranks = NoRanks() if ranks is None else ranks
+        self._adapters = AdapterChanges(backend, wake)
         self._suspects = SuspectBlocks(state.block_size)
         self._arriving: _Arriving | None = None
         self._held: deque[SchedulerOutput] = deque()
@@ -123,7 +137,9 @@ class StepCycle:
 
     def receive(self, data: bytes, now: float) -> list[bytes]:
         """Handle a frame; return the frames to send."""
-        return self._act(self._link.receive(data, now), now)
+        frames = self._act(self._link.receive(data, now), now)
+        # A frame may be what a step waits for, and the next frame may end its epoch.
+        return frames + self.collect(now) if self._arriving is not None else frames
 
     def tick(self, now: float) -> list[bytes]:
         """Do what is due; return the frames to send."""
@@ -150,6 +166,7 @@ class StepCycle:
                 frames += self._fail(step.epoch, step.step, error, now)
             else:
                 frames += self._report(step, step.future.result(), now)
+        frames += self._answer_adapters()
         if self._arriving is not None and self._arriving.fetched.done() and self.device_lost is None:
             frames += self._arrive(self._arriving.step, self._arriving.fetched.result(), now)
         return frames
@@ -167,9 +184,35 @@ class StepCycle:
                 self._pending.clear()
                 self.statistics.record_epoch()
                 self._log.info("epoch began", epoch=event.epoch)
+            elif isinstance(event, MustEnd):
+                frames += self._end_of_group(event.reason)
+            elif isinstance(event, AdapterAsked):
+                self._adapters.begin(event.change)
+                frames += self._answer_adapters()
+            elif isinstance(event, ProposalsAccepted):
+                frames += self._accept(event.accepted_tokens)
             else:
                 self._log_loss(event)
         return frames
+
+    def _answer_adapters(self) -> list[bytes]:
+        frames: list[bytes] = []
+        for change, answer in self._adapters.take_answers():
+            what = "adapter loaded" if change.directory else "adapter unloaded"
+            self._log.info("adapter not changed" if answer.error else what, adapter=change.name, error=answer.error)
+            frames += self._link.answer_adapter(change, answer)
+        return frames
+
+    def _end_of_group(self, reason: str) -> list[bytes]:
+        self.device_lost = RankLostError(reason)
+        return self._link.leave(reason)
+
+    def _accept(self, accepted_tokens: Int32Array) -> list[bytes]:
+        try:
+            self._state.accept(accepted_tokens)
+        except ValueError as error:
+            return self._end_of_group(f"what rank 0 accepted: {error}")
+        return []
 
     def _take(self, output: SchedulerOutput, now: float) -> list[bytes]:
         if self._arriving is not None or self._held:
@@ -184,6 +227,7 @@ class StepCycle:
             return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
         number = StepNumber(output.epoch, output.step)
+        self._ranks.begin(number)
         step = _AppliedStep(number, output.total_num_scheduled_tokens, batch, moves, digest)
         if moves is None or not moves.pulls:
             return self._execute(step, None, now)
@@ -199,6 +243,7 @@ class StepCycle:
         )
         if len(fetched.missing):
             self._log.warning("blocks could not be pulled", count=len(fetched.missing), problems=fetched.problems)
+        self._ranks.go_on(fetched)
         return self._execute(step, fetched, now)
 
     def _execute(self, step: _AppliedStep, fetched: FetchedBlocks | None, now: float) -> list[bytes]:
@@ -227,6 +272,8 @@ class StepCycle:
         return self.collect(now)
 
     def _report(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
+        if not self._ranks.decides:
+            return self._answer(step, result, now)
         num_wanted = step.num_samples
         if step.speculates:
             accepted = NO_SPECULATION if result.accepted_tokens is None else result.accepted_tokens
@@ -239,6 +286,9 @@ class StepCycle:
         if len(result.sampled_token_ids) != num_wanted:
             text = f"the backend answered {len(result.sampled_token_ids)} tokens, not {num_wanted}"
             return self._fail(step.epoch, step.step, RuntimeError(text), now)
+        return self._answer(step, result, now)
+
+    def _answer(self, step: _Pending, result: StepResult, now: float) -> list[bytes]:
         self.statistics.record_result(result.device_time_us, len(result.errors), now)
         return self._link.result(
             epoch=step.epoch, step=step.step, result=result, state_digest=step.state_digest, stale_rows=step.stale_rows

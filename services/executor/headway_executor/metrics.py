@@ -13,6 +13,16 @@ from headway_proto.step import BackendInfo
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+    from headway_process.metric_families import MetricFamilies
+
+
+class GroupFigures(NamedTuple):
+    """Of rank 0: steps begun and digests answered, by rank from 1 on, and bytes sent to each of them."""
+
+    steps: dict[int, int]
+    answers: dict[int, int]
+    num_relayed_bytes: int
+
 
 class ExecutorSnapshot(NamedTuple):
     """A copy for another thread."""
@@ -30,6 +40,7 @@ class ExecutorSnapshot(NamedTuple):
     num_pulled_blocks: int = 0
     num_stale_blocks: int = 0
     num_pulled_bytes: int = 0
+    group: GroupFigures | None = None
 
 
 _HISTOGRAMS = {
@@ -44,7 +55,9 @@ _HISTOGRAMS = {
 }
 
 
-def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> ExecutorSnapshot:
+def take_snapshot(
+    info: BackendInfo, statistics: ExecutorStatistics, group: GroupFigures | None = None
+) -> ExecutorSnapshot:
     """Copy the figures."""
     return ExecutorSnapshot(
         info=info,
@@ -60,6 +73,7 @@ def take_snapshot(info: BackendInfo, statistics: ExecutorStatistics) -> Executor
         num_pulled_blocks=statistics.num_pulled_blocks,
         num_stale_blocks=statistics.num_stale_blocks,
         num_pulled_bytes=statistics.num_pulled_bytes,
+        group=group,
     )
 
 
@@ -111,6 +125,19 @@ def families_of(snapshot: ExecutorSnapshot) -> "Iterable[Metric]":
     )
     families.counter("headway_executor_pulled_bytes", "Bytes of pulled blocks.", snapshot.num_pulled_bytes)
     families.counter("headway_executor_epochs", "Epochs that have begun.", snapshot.num_epochs)
+    if snapshot.group is not None:
+        _add_ranks(families, snapshot.group)
     for name, histogram in snapshot.histograms.items():
         families.histogram(f"headway_executor_{name}", _HISTOGRAMS[name][1], histogram)
     return families.families
+
+
+def _add_ranks(families: "MetricFamilies", group: GroupFigures) -> None:
+    families.gauge("headway_executor_ranks", "Ranks of this executor.", 1 + len(group.steps))
+    for name, text, counts in (
+        ("steps", "Steps that a rank has begun.", group.steps),
+        ("answers", "Digests that a rank has answered.", group.answers),
+    ):
+        by_rank = {(str(rank),): count for rank, count in counts.items()}
+        families.counter(f"headway_executor_rank_{name}", text, by_rank, "rank")
+    families.counter("headway_executor_relayed_bytes", "Bytes sent to each other rank.", group.num_relayed_bytes)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
-from headway_executor.models.config import ModelConfig, read_json_object
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
+from headway_executor.models.fields import read_json_object
 from headway_executor.setting_checks import max_model_len_of
 
 
@@ -33,15 +34,15 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
         ModelFilesError: see ``read_model_config``.
     """
     model_config = read_model_config(Path(config.model))
-    dtype = _dtype_of(config, model_config, device)
+    dtype = dtype_of(config, device, model_config.dtype)
     max_model_len = max_model_len_of(config.max_model_len, model_config.context)
     _check_block_size(config.block_size)
     _check_max_num_seqs(config.max_num_seqs)
-    rope = model_config.rope
-    if rope.kind == "dynamic" and max_model_len > rope.original_context:
+    beyond = [rope for rope in model_config.ropes if rope.kind == "dynamic" and max_model_len > rope.original_context]
+    if beyond:
         config.warn(
-            f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, {rope.original_context}; "
-            "a longer prompt gets other tokens than from transformers (see docs/models.md)"
+            f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, "
+            f"{beyond[0].original_context}; a longer prompt gets other tokens than from transformers (see docs/models.md)"
         )
     return ModelSettings(model_config, dtype, max_model_len)
 
@@ -73,7 +74,7 @@ def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_mode
             f"draft_model {config.draft_model!r:.64} is not allowed; its vocabulary is another than the model's, with "
             f"{draft.vocab_size} tokens beside {model_config.vocab_size}; allowed: a model with the same tokens"
         )
-    dtype = _dtype_of(config, model_config, device_of(config))
+    dtype = dtype_of(config, device_of(config), model_config.dtype)
     return ModelSettings(draft, dtype, min(max_model_len, draft.context))
 
 
@@ -92,10 +93,14 @@ def _vocabulary(file: Path) -> object:
     return model["vocab"]
 
 
-def _dtype_of(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    """On a CPU, float32 is the fastest and holds every checkpoint's values."""
+def dtype_of(config: BackendConfig, device: torch.device, stored: str = "float32") -> torch.dtype:
+    """What the model computes in. On a CPU, float32 is the fastest and holds every ``stored`` value.
+
+    Raises:
+        BackendConfigError: it is none of the allowed.
+    """
     if config.dtype == "auto":
-        return _DTYPES["float32" if device.type == "cpu" else model_config.dtype]
+        return _DTYPES["float32" if device.type == "cpu" else stored]
     if config.dtype not in _DTYPES:
         raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
     return _DTYPES[config.dtype]

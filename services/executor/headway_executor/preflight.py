@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.config import ExecutorConfig
-from headway_executor.models.config import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from headway_executor.models.families import read_model_config
+from headway_executor.models.families.bert import is_encoder, read_encoder_config
+from headway_executor.models.fields import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from headway_executor.registry import check_installed
 from headway_executor.setting_checks import (
     BUILT_IN,
@@ -66,17 +67,23 @@ def check(config: ExecutorConfig) -> None:
         return
     _check_device(config)
     check_settings(config.backend_config(), takes)
-    _check_int8(config)
+    _check_quantization(config)
     directory = Path(config.model)
     if config.backend_options.get("weights") != "random":
         _check_files(directory)
-    max_model_len = max_model_len_of(config.max_model_len, read_model_config(directory).context)
+    max_model_len = max_model_len_of(config.max_model_len, _context_of(directory, config.backend))
     if config.num_kv_blocks:
         check_pool_size(
             num_blocks=config.num_kv_blocks, given=True, block_size=config.block_size, max_model_len=max_model_len
         )
     if config.draft_model:
         read_model_config(Path(config.draft_model))
+
+
+def _context_of(directory: Path, backend: str) -> int:
+    if backend == "torch" and is_encoder(directory):
+        return read_encoder_config(directory).context
+    return read_model_config(directory).context
 
 
 def _check_files(directory: Path) -> None:
@@ -92,15 +99,15 @@ def _check_files(directory: Path) -> None:
         )
 
 
-def _check_int8(config: ExecutorConfig) -> None:
-    if config.backend == "torch" and config.quantization == "int8":
+def _check_quantization(config: ExecutorConfig) -> None:
+    if config.backend == "torch" and config.quantization != "none":
         if config.device != "cpu":
             raise BackendConfigError(
-                f"device {config.device!r:.64} is not allowed with quantization int8; allowed: cpu"
+                f"device {config.device!r:.64} is not allowed with quantization {config.quantization}; allowed: cpu"
             )
         if config.dtype not in {"auto", "float32"}:
             raise BackendConfigError(
-                f"dtype {config.dtype!r:.64} is not allowed with quantization int8; allowed: auto, float32"
+                f"dtype {config.dtype!r:.64} is not allowed with quantization {config.quantization}; allowed: auto, float32"
             )
 
 

@@ -7,36 +7,45 @@ import os
 import secrets
 import signal
 import sys
-import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import zmq
 from structlog.typing import FilteringBoundLogger
 
-from headway_executor.backend import (
-    BackendConfig,
-    BackendConfigError,
-    DeviceLostError,
-    ExecutorBackend,
-    ModelFilesError,
-)
+from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch_state import BatchState
-from headway_executor.block_store.registry import enabled_transports, make_transport
-from headway_executor.block_store.store import BlockStore
-from headway_executor.channel import SchedulerChannel
+from headway_executor.block_store.store import Store
+from headway_executor.channel import DealerChannel, SchedulerChannel
 from headway_executor.config import ExecutorConfig
+from headway_executor.ending import (
+    EXIT_BAD_CONFIGURATION,
+    EXIT_DEVICE_LOST,
+    EXIT_OK,
+    LAST_FRAMES_S,
+    LOG_DRAIN_S,
+    StopRequest,
+    end_without_device,
+    exit_at_once_on_signals,
+    refuse,
+)
 from headway_executor.loop import StepCycle, serve
-from headway_executor.metrics import ExecutorSnapshot, families_of, take_snapshot
-from headway_executor.registry import create_backend
+from headway_executor.metrics import ExecutorSnapshot, GroupFigures, families_of, take_snapshot
+from headway_executor.opening import Opening
+from headway_executor.ranks.agreed_store import AgreedStore
+from headway_executor.ranks.follower import Follower
+from headway_executor.ranks.leading_link import LeadingLink
+from headway_executor.ranks.refusal import RankRefusedError, exit_code_of, one_line
+from headway_executor.ranks.surroundings import Surroundings, surroundings_of, take_cores
+from headway_executor.ranks.watched_backend import WatchedBackend
+from headway_executor.ranks.whole_group import Group
+from headway_executor.seams import Link, Ranks
 from headway_executor.step_link import StepLink
-from headway_executor.threaded_backend import ThreadedBackend
-from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import fleet_fields, make_logger
-from headway_process.parent import end_with_parent
+from headway_process.parent import LAUNCHER_VARIABLE, end_with_parent
 from headway_process.pulse import pulse_of
 from headway_process.snapshots import Snapshots
 from headway_proto.step import BackendInfo
@@ -44,188 +53,243 @@ from headway_proto.step import BackendInfo
 if TYPE_CHECKING:
     from headway_process.metrics_endpoint import MetricsEndpoint
 
-EXIT_OK = 0
-EXIT_BAD_CONFIGURATION = 2
-EXIT_BAD_MODEL_FILES = 3
-EXIT_DEVICE_LOST = 4
 
-_PROGRESS_INTERVAL_S = 2.0
-_LOG_DRAIN_S = 0.5
-_LAST_FRAMES_S = 0.5
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+class Companions(Protocol):
+    """The other processes of a group, as the main loop sees them."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this process must end in good order."""
+        ...
+
+    @property
+    def figures(self) -> GroupFigures | None:
+        """Of rank 0."""
+        ...
+
+    def turn(self) -> None:
+        """Hear them, in each turn of the loop."""
+        ...
+
+    def leave(self) -> None:
+        """End what has not begun. For signal handlers."""
+        ...
+
+    def give_up(self, reason: str, exit_code: int) -> None:
+        """End all, since this process cannot go on."""
+        ...
+
+    def end(self, close: Callable[[], None]) -> None:
+        """End in good order; ``close`` closes this process's own things."""
+        ...
+
+
+class Alone:
+    """There are no others."""
+
+    has_ended = False
+    figures = None
+
+    def turn(self) -> None:
+        """See ``Companions``."""
+
+    def leave(self) -> None:
+        """See ``Companions``."""
+
+    def give_up(self, reason: str, exit_code: int) -> None:
+        """See ``Companions``."""
+
+    def end(self, close: Callable[[], None]) -> None:
+        """See ``Companions``."""
+        close()
+
+
+class _Surface(NamedTuple):
+    """What a process shows of itself. ``number`` of the executor, or -1."""
+
+    log: FilteringBoundLogger
+    sink: LogSink
+    snapshots: Snapshots[ExecutorSnapshot]
+    number: int
+
+
+class _Works(NamedTuple):
+    """All that runs steps, open."""
+
+    info: BackendInfo
+    link: Link
+    channel: DealerChannel
+    backend: ExecutorBackend
+    store: Store
+    companions: Companions
+    close: Callable[[], None]
+    ranks: Ranks | None = None
 
 
 def run(config: ExecutorConfig) -> int:
     """Run until SIGTERM or SIGINT; return the exit code.
 
-    0 after a signal, 2 for a bad setting, 3 for a bad checkpoint (both with one line on stderr). A lost device exits
-    with 4.
+    0 after a signal, 2 for a bad setting, 3 for a bad checkpoint (both with one line on stderr). A lost device or rank
+    exits with 4.
     """
-    for number in _STOP_SIGNALS:
-        signal.signal(number, _exit_at_once)
+    exit_at_once_on_signals()
     if config.exit_with_parent and not end_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
     log = make_logger("executor", level=config.log_level, log_format=config.log_format, sink=sink)
+    surface = _Surface(log, sink, Snapshots(), fleet_fields(os.environ).get("executor", -1))
+    is_child = False
     with ExitStack() as stack:
-        return _run(config, log, sink, stack)
+        try:
+            config.validate()
+            around = surroundings_of(config, os.environ)
+            is_child = around.is_child
+            if not around.place.is_alone:
+                log = log.bind(rank=around.place.rank)
+                surface = surface._replace(log=log)
+            if is_child and not _lives_with(os.environ[LAUNCHER_VARIABLE]):
+                return EXIT_OK
+            works = _open(config, around, surface, stack)
+        except (ModelFilesError, BackendConfigError, ValueError, zmq.ZMQError) as error:
+            code = EXIT_BAD_CONFIGURATION if isinstance(error, zmq.ZMQError) else exit_code_of(error)
+            is_said = is_child and isinstance(error, RankRefusedError)  # by rank 0
+            return code if is_said else refuse(one_line(error), code)
+        except DeviceLostError as error:
+            end_without_device(error, log, sink)
+        return _work(config, works, surface)
 
 
-def _run(config: ExecutorConfig, log: FilteringBoundLogger, sink: LogSink, stack: ExitStack) -> int:
-    snapshots: Snapshots[ExecutorSnapshot] = Snapshots()
-    cell = fleet_fields(os.environ).get("executor", -1)
-    try:
-        config.validate()
-        endpoint = _metrics_endpoint(config, snapshots)
-        backend = _create_backend(config.backend)
-        log.info("opening the backend", backend=config.backend, model=config.model, device=config.device)
-        store = _block_store(config, cell, log)
-        stack.callback(store.close)
-        info = store.open(backend.open(_backend_config(config, store, log)))
-        channel = SchedulerChannel(config.step_address, config.curve_keys)
-    except ModelFilesError as error:
-        return _refuse(error, EXIT_BAD_MODEL_FILES)
-    except (BackendConfigError, ValueError, zmq.ZMQError) as error:
-        return _refuse(error, EXIT_BAD_CONFIGURATION)
-    log.info("executor ready", step_address=config.step_address, **_facts(info))
+def _lives_with(parent: str) -> bool:
+    """A rank that rank 0 has started dies with it at once: its host blocks stay for the next one, as rank 0's do."""
+    return end_with_parent(signal.SIGKILL) and parent == str(os.getppid())
+
+
+def _open(config: ExecutorConfig, around: Surroundings, surface: _Surface, stack: ExitStack) -> _Works:
+    if around.place.is_alone:
+        return _open_alone(config, around, surface, stack)
+    return (_open_follower if around.place.rank else _open_leader)(config, around, surface, stack)
+
+
+def _open_alone(config: ExecutorConfig, around: Surroundings, surface: _Surface, stack: ExitStack) -> _Works:
+    endpoint = _metrics_endpoint(config, surface)
+    opening = _opening(config, around, surface, stack, Alone())
+    info = opening.open()
+    channel = _to_scheduler(config, surface, info, endpoint)
+    link = StepLink(incarnation=secrets.randbits(62), info=info, number=surface.number)
+    return _Works(info, link, channel, opening.backend, opening.store, Alone(), opening.close)
+
+
+def _open_leader(config: ExecutorConfig, around: Surroundings, surface: _Surface, stack: ExitStack) -> _Works:
+    endpoint = _metrics_endpoint(config, surface)
+    group = Group(config, around)
+    stack.callback(group.leave)
+    opening = _opening(config, around._replace(place=group.place, keys=group.keys), surface, stack, group)
+    info = group.open(opening.open)
+    channel = _to_scheduler(config, surface, info, endpoint)
+    channel.watch(group.socket.pollable)
+    backend = WatchedBackend(opening.backend, channel.wake)
+    store = AgreedStore(opening.store, group.place, channel.wake)
+    alone = StepLink(incarnation=secrets.randbits(62), info=info, number=surface.number)
+    link = LeadingLink(alone, group.followers, store, backend)
+    return _Works(info, link, channel, backend, store, group, opening.close, ranks=link)
+
+
+def _open_follower(config: ExecutorConfig, around: Surroundings, surface: _Surface, stack: ExitStack) -> _Works:
+    follower = Follower(config, around)
+    opening = _opening(config, around._replace(keys=follower.keys), surface, stack, follower)
+    info = follower.open(opening.open)
+    backend = WatchedBackend(opening.backend, follower.channel.wake, draws=opening.every_rank_draws)
+    store = AgreedStore(opening.store, follower.place, follower.channel.wake)
+    follower.attach(store, backend, info)
+    surface.log.info("rank ready", **_facts(info))
+    return _Works(info, follower.link, follower.channel, backend, store, follower, opening.close, ranks=follower.link)
+
+
+def _opening(
+    config: ExecutorConfig, around: Surroundings, surface: _Surface, stack: ExitStack, companions: Companions
+) -> Opening:
+    settings = msgspec.structs.replace(config, num_threads=take_cores(config, around))
+    opening = Opening(settings, around.place, surface.number, surface.log, around.keys)
+    stack.callback(opening.store.close)
+
+    def leave() -> None:
+        opening.store.leave()
+        companions.leave()
+
+    exit_at_once_on_signals(leave)
+    return opening
+
+
+def _to_scheduler(
+    config: ExecutorConfig, surface: _Surface, info: BackendInfo, endpoint: "MetricsEndpoint | None"
+) -> SchedulerChannel:
+    channel = SchedulerChannel(config.step_address, config.curve_keys)
+    surface.log.info("executor ready", step_address=config.step_address, **_facts(info))
     if endpoint is not None:
-        log.info("metrics", port=endpoint.port)
-    link = StepLink(incarnation=secrets.randbits(62), info=info, number=cell)
-    snapshots.wake = channel.wake
+        surface.log.info("metrics", port=endpoint.port)
+    surface.snapshots.wake = channel.wake
+    return channel
+
+
+def _work(config: ExecutorConfig, works: _Works, surface: _Surface) -> int:
+    companions, log = works.companions, surface.log
+    has_begun_to_end = False
     try:
-        device_lost = _serve(config, link, info, backend, store, channel, log, snapshots)
+        device_lost = _serve(config, works, surface)
+        has_begun_to_end = True
         if device_lost is not None:
-            channel.close(linger_s=_LAST_FRAMES_S)
-            _end_without_device(device_lost, log, sink)
+            works.channel.close(linger_s=LAST_FRAMES_S)
+            companions.give_up(str(device_lost), EXIT_DEVICE_LOST)
+            end_without_device(device_lost, log, surface.sink)
+        companions.end(works.close)
     finally:
-        channel.close()
-        backend.close()
-    log.info("executor stopped", damaged_frames=link.num_damaged_frames)
-    sink.drain(_LOG_DRAIN_S)
+        if not has_begun_to_end:
+            companions.give_up("an error in the loop of rank 0", EXIT_DEVICE_LOST)
+            works.close()
+        works.channel.close(linger_s=LAST_FRAMES_S if has_begun_to_end else 0.0)
+    log.info("executor stopped", damaged_frames=works.link.num_damaged_frames)
+    surface.sink.drain(LOG_DRAIN_S)
     return EXIT_OK
 
 
-def _block_store(config: ExecutorConfig, number: int, log: FilteringBoundLogger) -> BlockStore:
-    transports = {
-        name: make_transport(name, msgspec.structs.asdict(config))
-        for name in enabled_transports(config.block_transports)
-    }
-    store = BlockStore(
-        transports,
-        place=config.step_address,
-        number=number,
-        variant=config.quantization,
-        uses_shared_memory=config.host_pool == "shm",
-        warn=log.warning,
-    )
-
-    def leave(signum: int, frame: FrameType | None) -> NoReturn:
-        store.leave()
-        _exit_at_once(signum, frame)
-
-    for number_of_signal in _STOP_SIGNALS:
-        signal.signal(number_of_signal, leave)
-    return store
-
-
-def _backend_config(config: ExecutorConfig, store: BlockStore, log: FilteringBoundLogger) -> BackendConfig:
-    progress = _OpeningProgress(log)
-    return msgspec.structs.replace(
-        config.backend_config(), progress=progress.report, warn=log.warning, host_memory=store.host_memory
-    )
-
-
-def _end_without_device(error: DeviceLostError, log: FilteringBoundLogger, sink: LogSink) -> NoReturn:
-    """The usual clean-up may hang on a lost device."""
-    log.critical("the device is lost; the process ends", reason=str(error))
-    sink.drain(_LOG_DRAIN_S)
-    os._exit(EXIT_DEVICE_LOST)
-
-
-def _create_backend(name: str) -> ExecutorBackend:
-    backend = create_backend(name)
-    return backend if getattr(backend, "executes_inline", False) else ThreadedBackend(backend)
-
-
-def _serve(
-    config: ExecutorConfig,
-    link: StepLink,
-    info: BackendInfo,
-    backend: ExecutorBackend,
-    store: BlockStore,
-    channel: SchedulerChannel,
-    log: FilteringBoundLogger,
-    snapshots: Snapshots[ExecutorSnapshot],
-) -> DeviceLostError | None:
-    stop = _StopRequest(channel)
+def _serve(config: ExecutorConfig, works: _Works, surface: _Surface) -> DeviceLostError | None:
+    companions, snapshots = works.companions, surface.snapshots
+    stop = StopRequest(works.channel.wake)
     cycle = StepCycle(
-        link=link,
-        state=BatchState(info),
-        backend=backend,
-        log=log,
-        wake=channel.wake,
+        link=works.link,
+        state=BatchState(works.info),
+        backend=works.backend,
+        log=surface.log,
+        wake=works.channel.wake,
         step_timeout_s=config.step_timeout_s or float("inf"),
-        store=store,
+        store=works.store,
+        ranks=works.ranks,
     )
 
-    def answer_reader() -> None:
+    def turn() -> None:
+        companions.turn()
         if snapshots.wanted:
-            snapshots.give(take_snapshot(info, cycle.statistics))
+            snapshots.give(take_snapshot(works.info, cycle.statistics, companions.figures))
 
     serve(
         cycle,
-        channel,
-        should_stop=lambda: stop.requested,
+        works.channel,
+        should_stop=lambda: stop.requested or companions.has_ended,
         pulse=pulse_of(os.environ),
-        on_turn=answer_reader,
+        on_turn=turn,
     )
     return cycle.device_lost
 
 
-def _metrics_endpoint(config: ExecutorConfig, snapshots: Snapshots[ExecutorSnapshot]) -> "MetricsEndpoint | None":
+def _metrics_endpoint(config: ExecutorConfig, surface: _Surface) -> "MetricsEndpoint | None":
     """Before the model is loaded, it answers with status 503."""
     if not config.metrics_address:
         return None
     from headway_process.metrics_endpoint import MetricsEndpoint
 
-    return MetricsEndpoint(config.metrics_address, config.metrics_token_file, lambda: families_of(snapshots.ask()))
-
-
-class _OpeningProgress:
-    def __init__(self, log: FilteringBoundLogger) -> None:
-        self._log = log
-        self._what = ""
-        self._said_at = float("-inf")
-
-    def report(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what != self._what or now - self._said_at >= _PROGRESS_INTERVAL_S:
-            self._what, self._said_at = what, now
-            self._log.info(what, done=done, total=total)
-
-
-class _StopRequest:
-    def __init__(self, channel: SchedulerChannel) -> None:
-        self.requested = False
-        self._channel = channel
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._request)
-
-    def _request(self, signum: int, frame: FrameType | None) -> None:
-        del signum, frame
-        self.requested = True
-        self._channel.wake()
-
-
-def _exit_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    """A loading process has nothing to save, and a loader cannot be interrupted."""
-    del signum, frame
-    os._exit(EXIT_OK)
-
-
-def _refuse(error: Exception, code: int) -> int:
-    write_last_line(f"headway executor: {' '.join(str(error).split())}")
-    return code
+    return MetricsEndpoint(
+        config.metrics_address, config.metrics_token_file, lambda: families_of(surface.snapshots.ask())
+    )
 
 
 def _facts(info: BackendInfo) -> dict[str, object]:

@@ -81,16 +81,24 @@ def run_ahead(
 ) -> tuple[StepRows, tuple[RowPromptLogprobs, ...]]:
     """Run the tokens of ``chunks``; return the rest of the step, and the reports, rows ascending."""
     parts: dict[int, list[PromptLogprobColumns]] = {}
-    for piece in _pieces(chunks, max(1, MOST_LOGITS_BYTES // (4 * vocab_size))):
-        for chunk, values in zip(piece, _run(forward, rows, token_ids, piece), strict=True):
+    for piece in _pieces(chunks, vocab_size):
+        logits = forward.run(_rows_of(piece, rows), token_ids).float()
+        for chunk, values in zip(piece, _reports(logits, token_ids, piece), strict=True):
             parts.setdefault(chunk.row, []).append(values)
-    ahead = np.zeros_like(rows.num_new)
-    for chunk in chunks:
-        ahead[chunk.place] = chunk.end - chunk.start
-    return _without(rows, ahead), tuple(RowPromptLogprobs(row, _joined(columns)) for row, columns in parts.items())
+    return _without(rows, chunks), tuple(RowPromptLogprobs(row, _joined(columns)) for row, columns in parts.items())
 
 
-def _pieces(chunks: Iterable[PromptChunk], most_tokens: int) -> Iterable[list[PromptChunk]]:
+def run_ahead_unreported(
+    forward: ForwardPass, rows: StepRows, token_ids: Tensor, chunks: Sequence[PromptChunk], *, vocab_size: int
+) -> StepRows:
+    """The same passes, where another rank has the logits; return the rest of the step."""
+    for piece in _pieces(chunks, vocab_size):
+        forward.run(_rows_of(piece, rows), token_ids)
+    return _without(rows, chunks)
+
+
+def _pieces(chunks: Iterable[PromptChunk], vocab_size: int) -> Iterable[list[PromptChunk]]:
+    most_tokens = max(1, MOST_LOGITS_BYTES // (4 * vocab_size))
     piece: list[PromptChunk] = []
     room = most_tokens
     for chunk in chunks:
@@ -107,23 +115,20 @@ def _pieces(chunks: Iterable[PromptChunk], most_tokens: int) -> Iterable[list[Pr
         yield piece
 
 
-def _run(
-    forward: ForwardPass, rows: StepRows, token_ids: Tensor, piece: list[PromptChunk]
-) -> Iterable[PromptLogprobColumns]:
+def _rows_of(piece: list[PromptChunk], rows: StepRows) -> StepRows:
     places = np.array([chunk.place for chunk in piece], dtype=np.int64)
     num_new = np.array([chunk.end - chunk.start for chunk in piece], dtype=np.int64)
-    ends = np.cumsum(num_new)
-    logits = forward.run(
-        StepRows(
-            numbers=rows.numbers[places],
-            num_new=num_new,
-            num_computed=np.array([chunk.start for chunk in piece], dtype=np.int64),
-            tables=rows.tables[places],
-            wanted=np.arange(ends[-1]),
-        ),
-        token_ids,
+    return StepRows(
+        numbers=rows.numbers[places],
+        num_new=num_new,
+        num_computed=np.array([chunk.start for chunk in piece], dtype=np.int64),
+        tables=rows.tables[places],
+        wanted=np.arange(num_new.sum()),
     )
-    logits = logits.float()
+
+
+def _reports(logits: Tensor, token_ids: Tensor, piece: list[PromptChunk]) -> Iterable[PromptLogprobColumns]:
+    ends = np.cumsum([chunk.end - chunk.start for chunk in piece])
     normalisers = logits.logsumexp(-1, keepdim=True)
     most = max(chunk.num_alternatives for chunk in piece)
     best = logits.topk(min(most, logits.shape[-1]), dim=-1)
@@ -139,7 +144,10 @@ def _run(
         )
 
 
-def _without(rows: StepRows, num_ahead: Int64Array) -> StepRows:
+def _without(rows: StepRows, chunks: Sequence[PromptChunk]) -> StepRows:
+    num_ahead: Int64Array = np.zeros_like(rows.num_new)
+    for chunk in chunks:
+        num_ahead[chunk.place] = chunk.end - chunk.start
     stays = num_ahead < rows.num_new
     starts = np.cumsum(rows.num_new) - rows.num_new
     # A token moves forward by the number of removed tokens before it, in its row and in earlier rows.

@@ -39,8 +39,13 @@ class RandomCheckpoint:
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
 
-    def read(self, name: str) -> Tensor:
-        """Draw a tensor."""
+    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """Draw a tensor, whole; return it, or some of its rows and columns."""
+        drawn = self._drawn(name)
+        wanted = tuple(slice(None) if part is None else slice(part.start, part.stop) for part in (rows, columns))
+        return drawn[wanted[: drawn.dim()]]
+
+    def _drawn(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if name.endswith(_NORM_SUFFIX):
             return torch.ones(shape, dtype=self._dtype, device=self._device)

@@ -7,32 +7,46 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError
 
 SPECULATIONS = ("off", "ngram", "draft")
 MOST_SPECULATIVE_TOKENS = 64
 
 
 class Takes(NamedTuple):
-    """``options``: names and values, the default first; an empty tuple allows any text."""
+    """``options``: names and values, the default first; an empty tuple allows any text. ``groups``: several ranks.
+    ``adapts``: adapters.
+    """
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
     speculates: bool
+    groups: bool
+    adapts: bool
 
 
 TORCH = Takes(
     packages=("torch", "safetensors"),
-    quantizations=("none", "int8"),
-    options=MappingProxyType({"kernels": ("auto", "compiled", "eager")}),
+    quantizations=("none", "int8", "int4"),
+    options=MappingProxyType(
+        {
+            "kernels": ("auto", "compiled", "eager"),
+            "tensor_parallel_form": ("exact", "fast"),
+            "rank_transport": ("auto", "shared", "gloo", "zmq"),
+        }
+    ),
     speculates=True,
+    groups=True,
+    adapts=True,
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
     quantizations=("none", "int8", "fp8"),
     options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
     speculates=False,
+    groups=False,
+    adapts=False,
 )
 BUILT_IN: Mapping[str, Takes] = MappingProxyType({"torch": TORCH, "triton": TRITON})
 """The backends of real models, by name."""
@@ -51,6 +65,9 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
         raise BackendConfigError(
             f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
         )
+    _check_group(config, takes)
+    if config.adapters and (not takes.adapts or not config.place.is_alone):
+        raise BackendConfigError(f"adapter {min(config.adapters)!r:.66} is not allowed: {NO_ADAPTERS}; allowed: none")
 
 
 def check_interpreted(environment: Mapping[str, str]) -> None:
@@ -100,6 +117,18 @@ def _check_options(options: Mapping[str, str], allowed: Mapping[str, Collection[
             raise BackendConfigError(
                 f"backend_options {name} {value!r:.64} is not allowed; allowed: {', '.join(allowed[name])}"
             )
+
+
+def _check_group(config: BackendConfig, takes: Takes) -> None:
+    num_ranks = config.place.size
+    if num_ranks == 1:
+        return
+    if not takes.groups:
+        raise BackendConfigError(f"{num_ranks} ranks are not allowed with this backend; allowed: 1 (or backend torch)")
+    if not config.device.startswith("cpu"):
+        raise BackendConfigError(f"device {config.device!r:.64} is not allowed with {num_ranks} ranks; allowed: cpu")
+    if config.speculation == "draft":
+        raise BackendConfigError(f"speculation 'draft' is not allowed with {num_ranks} ranks; allowed: off, ngram")
 
 
 def _check_speculation(config: BackendConfig) -> None:

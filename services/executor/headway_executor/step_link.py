@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from headway_executor.backend import StepResult
+from headway_proto.adapters import AdapterChange, AdapterChanged
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, encode_column, encode_columns
 from headway_proto.framing import Frame, FramingError
 from headway_proto.step import (
@@ -36,6 +37,7 @@ from headway_proto.step import (
     ExecutorHello,
     ExecutorOutput,
     NewEpoch,
+    PooledOutput,
     ResyncRequest,
     SchedulerHeartbeat,
     SchedulerOutput,
@@ -75,7 +77,25 @@ class StepReady(NamedTuple):
     output: SchedulerOutput
 
 
-LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady
+class MustEnd(NamedTuple):
+    """This process cannot go on; ``reason`` is one line."""
+
+    reason: str
+
+
+class ProposalsAccepted(NamedTuple):
+    """Of the last step, as rank 0 has accepted them: int32, ``[3, s]``, see ``StepResult.accepted_tokens``."""
+
+    accepted_tokens: Int32Array
+
+
+class AdapterAsked(NamedTuple):
+    """The scheduler wants an adapter loaded or unloaded."""
+
+    change: AdapterChange
+
+
+LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady | MustEnd | ProposalsAccepted | AdapterAsked
 
 
 class LinkOutcome(NamedTuple):
@@ -189,7 +209,18 @@ class StepLink:
             accepted_tokens=b"" if result.accepted_tokens is None else encode_columns(result.accepted_tokens),
             stale_rows=encode_column(stale_rows),
         )
+        if result.vectors:
+            fields = {name: getattr(output, name) for name in ExecutorOutput.__struct_fields__}
+            output = PooledOutput(**fields, vectors=result.vectors)
         return [self._writer.encode(output)]
+
+    def answer_adapter(self, change: AdapterChange, answer: AdapterChanged) -> list[bytes]:
+        """Return the frames that answer a change; later hellos announce the adapters as they are now."""
+        if not answer.error:
+            others = [adapter for adapter in self._info.adapters if adapter.name != change.name]
+            loaded = () if answer.adapter is None else (answer.adapter,)
+            self._info = msgspec.structs.replace(self._info, adapters=(*others, *loaded))
+        return [self._writer.encode(answer)] if self._state is _State.RUNNING else []
 
     def lose_epoch(
         self, epoch: int, reason: str, now: float, *, failed_step: int = -1, max_num_batched_tokens: int = 0
@@ -247,6 +278,9 @@ class StepLink:
         self._expected_sequence += 1
         body = frame.body
         if isinstance(body, SchedulerHeartbeat):
+            return
+        if isinstance(body, AdapterChange):
+            outcome.events.append(AdapterAsked(body))
             return
         if isinstance(body, SchedulerOutput) and (body.epoch, body.step) == (self._epoch, self._next_step):
             self._next_step += 1

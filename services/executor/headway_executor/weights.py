@@ -1,6 +1,8 @@
 """The tensors of a Hugging Face checkpoint: safetensors only, read through memory mapping.
 
-Owns: files, tensors, the fingerprint. Must not know: what a tensor is for.
+Owns: files, tensors, the fingerprint. Must not know: what a tensor is for, how a format stores codes.
+
+A quantised weight goes by the name that it has unquantised, ``*.weight``, whatever tensors hold it.
 
 Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch.load``.
 """
@@ -11,23 +13,27 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
-from headway_executor.models.config import (
+from headway_executor.models.fields import (
     CONFIG_FILE,
     PICKLE_SUFFIXES,
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
     read_json_object,
 )
+from headway_executor.stored_weights.formats import scheme_in
+from headway_executor.stored_weights.scheme import FLOATS, StoredTensor
+from headway_kernels.cpu.coded_weight import CodedWeight
 
 _SUFFIX = ".safetensors"
-_DTYPES = ("F32", "BF16", "F16")
+_WEIGHT = ".weight"
+_CODES_OF_A_WORD = 8
 
 _SAMPLED_PAGES = 16
 _PAGE_BYTES = 4096
@@ -41,6 +47,20 @@ class TensorHeader(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
+class _Files(NamedTuple):
+    """Open files; see ``StoredTensors``."""
+
+    files: Mapping[str, Any]
+    headers: Mapping[str, TensorHeader]
+
+    def dtype(self, name: str) -> str | None:
+        return self.headers[name].dtype if name in self.headers else None
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self.files[self.headers[name].file].get_tensor(name)
+        return tensor
+
+
 class Checkpoint:
     """The tensors of one checkpoint directory, mapped inside a ``with`` block.
 
@@ -52,10 +72,12 @@ class Checkpoint:
         self._directory = directory
         weight_map = _weight_map(directory)
         names = sorted(set(weight_map.values())) if weight_map else [WEIGHTS_FILE]
-        self._files = {name: _open(directory / name) for name in names}
+        self._files = {name: open_safetensors(directory / name) for name in names}
         self.headers = dict(self._read_headers())
         if weight_map is not None:
             _check_index(weight_map, self.headers)
+        self._scheme = scheme_in(directory)
+        self._stored = _Files(self._files, self.headers)
 
     def __enter__(self) -> Self:
         return self
@@ -66,12 +88,26 @@ class Checkpoint:
         self._files.clear()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.headers
+        return name in self.headers or (isinstance(name, str) and self.is_coded(name))
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all tensors."""
-        return sum(math.prod(header.shape) for header in self.headers.values())
+        """Numbers in all tensors, about."""
+        return sum(
+            math.prod(header.shape) * (_CODES_OF_A_WORD if header.dtype == "I32" else 1)
+            for header in self.headers.values()
+        )
+
+    @property
+    def format(self) -> str | None:
+        """The name of the format of quantised weights; None: there are none."""
+        return None if self._scheme is None else self._scheme.name
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a weight is stored as codes."""
+        if self._scheme is None or not name.endswith(_WEIGHT):
+            return False
+        return self._scheme.holds(name.removesuffix(_WEIGHT), self._stored)
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
         """Check for exactly the ``expected`` tensors (name to shape), beside ``ignored`` ones.
@@ -79,29 +115,40 @@ class Checkpoint:
         Raises:
             ModelFilesError: names the first tensor that is missing, extra, or of a wrong shape or dtype.
         """
+        known = set(ignored)
         for name, shape in expected.items():
-            header = self.headers.get(name)
-            if header is None:
-                raise ModelFilesError(f"{self._directory}: tensor {name} is missing")
-            if header.shape != shape:
-                found, wanted = list(header.shape), list(shape)
-                raise ModelFilesError(
-                    f"{header.file}: tensor {name} has shape {found}; {CONFIG_FILE} asks for {wanted}"
-                )
-            if header.dtype not in _DTYPES:
-                raise ModelFilesError(
-                    f"{header.file}: tensor {name} has dtype {header.dtype}; allowed: {', '.join(_DTYPES)}"
-                )
-        extra = sorted(self.headers.keys() - expected.keys() - ignored)
+            stored = self._holders(name, shape)
+            known |= stored.keys()
+            for tensor, wanted in stored.items():
+                self._check_tensor(tensor, wanted)
+            if self._scheme is not None and self.is_coded(name):
+                known.update(name.removesuffix(_WEIGHT) + end for end in self._scheme.unread)
+        extra = sorted(self.headers.keys() - known)
         if extra:
             raise ModelFilesError(
                 f"{self.headers[extra[0]].file}: tensor {extra[0][:64]} does not belong to this model"
             )
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor. Read-only: its storage may be the mapped file."""
-        tensor: Tensor = self._files[self.headers[name].file].get_tensor(name)
-        return tensor
+    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """Return a tensor, or some of its rows and columns, the only ones read.
+
+        Read-only: its storage may be the mapped file. A weight of codes is widened to float32.
+        """
+        if self.is_coded(name):
+            wide = self.read_codes(name, rows).float()
+            return wide if columns is None else wide[:, columns.start : columns.stop]
+        if rows is None and columns is None:
+            return self._stored.read(name)
+        file = self._files[self.headers[name].file]
+        wanted = tuple(slice(None) if part is None else slice(part.start, part.stop) for part in (rows, columns))
+        some: Tensor = file.get_slice(name)[wanted[: len(self.headers[name].shape)]]
+        return some
+
+    def read_codes(self, name: str, rows: range | None = None) -> CodedWeight:
+        """Return a weight that is stored as codes, or some of its rows."""
+        assert self._scheme is not None
+        weight = self._scheme.read(name.removesuffix(_WEIGHT), self._stored)
+        return weight if rows is None else weight.with_rows(lambda all_rows: all_rows[rows.start : rows.stop])
 
     def fingerprint(self) -> str:
         """16 hex digits over config.json, all headers, file sizes and a few pages of each file.
@@ -119,6 +166,29 @@ class Checkpoint:
                     file.seek(max(0, size - _PAGE_BYTES) * i // (_SAMPLED_PAGES - 1))
                     digest.update(file.read(_PAGE_BYTES))
         return digest.hexdigest()[:16]
+
+    def _holders(self, name: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        """The tensors that hold an expected one."""
+        if self._scheme is None or not self.is_coded(name):
+            return {name: StoredTensor(FLOATS, (shape,))}
+        outputs, inputs = shape
+        return self._scheme.tensors(name.removesuffix(_WEIGHT), (outputs, inputs))
+
+    def _check_tensor(self, name: str, wanted: StoredTensor) -> None:
+        header = self.headers.get(name)
+        if header is None and wanted.is_optional:
+            return
+        if header is None:
+            raise ModelFilesError(f"{self._directory}: tensor {name} is missing")
+        if header.shape not in wanted.shapes:
+            allowed = " or ".join(str(list(shape)) for shape in wanted.shapes)
+            raise ModelFilesError(
+                f"{header.file}: tensor {name} has shape {list(header.shape)}; {CONFIG_FILE} asks for {allowed}"
+            )
+        if header.dtype not in wanted.dtypes:
+            raise ModelFilesError(
+                f"{header.file}: tensor {name} has dtype {header.dtype}; allowed: {', '.join(wanted.dtypes)}"
+            )
 
     def _read_headers(self) -> Iterator[tuple[str, TensorHeader]]:
         seen: dict[str, str] = {}
@@ -157,8 +227,12 @@ def _check_file_name(file: object) -> None:
         )
 
 
-def _open(path: Path) -> Any:
-    """The library checks the header, and that tensors neither overlap nor overrun."""
+def open_safetensors(path: Path) -> Any:
+    """Map a file. The library checks the header, and that tensors neither overlap nor overrun.
+
+    Raises:
+        ModelFilesError: it cannot be read.
+    """
     if path.is_dir():
         raise ModelFilesError(f"{path}: is a directory; allowed: a file")
     if not path.is_file():

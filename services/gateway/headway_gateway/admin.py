@@ -18,9 +18,12 @@ from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
 from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_token_ids
 from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
+from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 from headway_proto.columns import encode_column
+from headway_proto.ingress import ModelInfo
 from headway_proto.operations import (
     EXECUTOR_ROLES,
+    AdapterToLoad,
     AdminReply,
     FlightLogPart,
     FlightLogPlace,
@@ -94,12 +97,30 @@ class AdminServicer(api_grpc.AdminServicer):
         await self._call("set_executor_role", context, executor=request.executor, role=request.role)
         return api.SetExecutorRoleResponse()
 
+    async def LoadAdapter(self, request: api.LoadAdapterRequest, context: Context) -> api.LoadAdapterResponse:  # noqa: N802
+        _check_adapter_name(request.name)
+        if not request.directory:
+            raise invalid_argument("directory", "'' is not allowed; allowed: the directory of an adapter")
+        await self._serving_model(context)
+        await self._call("load_adapter", context, adapter=AdapterToLoad(request.name, request.directory))
+        return api.LoadAdapterResponse()
+
+    async def UnloadAdapter(self, request: api.UnloadAdapterRequest, context: Context) -> api.UnloadAdapterResponse:  # noqa: N802
+        _check_adapter_name(request.name)
+        await self._serving_model(context)
+        not_found = f"name: {shown(request.name)} is not loaded"
+        await self._call("unload_adapter", context, adapter=AdapterToLoad(request.name), not_found=not_found)
+        return api.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: api.ListAdaptersRequest, context: Context) -> api.ListAdaptersResponse:  # noqa: ARG002, N802
+        reply = await self._call("adapters", context)
+        return api.ListAdaptersResponse(
+            adapters=[api.LoadedAdapter(**msgspec.structs.asdict(adapter)) for adapter in reply.adapters]
+        )
+
     async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
         check_pin(request)
-        try:
-            model = await self._client.wait_until_serving(time_left_s(context))
-        except SchedulerUnavailableError as error:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        model = await self._serving_model(context)
         kind = request.WhichOneof("prefix") or "token_ids"
         token_ids = await self._prompts.encode(request, kind, model, is_prefix=True)
         require_token_ids(token_ids, "token_ids.ids", model.vocab_size)
@@ -135,6 +156,12 @@ class AdminServicer(api_grpc.AdminServicer):
         async for piece in flight_log_pieces(ask):
             yield piece
 
+    async def _serving_model(self, context: Context) -> ModelInfo:
+        try:
+            return await self._client.wait_until_serving(time_left_s(context))
+        except SchedulerUnavailableError as error:
+            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+
     async def _call_about(self, request_id: str, method: str, context: Context) -> AdminReply:
         if not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
             raise invalid_argument(
@@ -152,16 +179,30 @@ class AdminServicer(api_grpc.AdminServicer):
         place: FlightLogPlace | None = None,
         executor: int = 0,
         role: str = "",
+        adapter: AdapterToLoad | None = None,
         not_found: str = _NOT_FOUND,
     ) -> AdminReply:
         reply = await ask(
-            self._client, context, method, request_id, prefix=prefix, place=place, executor=executor, role=role
+            self._client,
+            context,
+            method,
+            request_id,
+            prefix=prefix,
+            place=place,
+            executor=executor,
+            role=role,
+            adapter=adapter,
         )
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)
         if reply.error:
             raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
         return reply
+
+
+def _check_adapter_name(name: str) -> None:
+    if not is_adapter_name(name):
+        raise invalid_argument("name", f"{shown(name)} is not allowed; allowed: {ADAPTER_NAME_FORM}")
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:

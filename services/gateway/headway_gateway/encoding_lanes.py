@@ -25,6 +25,9 @@ class EncodingLanes:
     async def encode(self, text: str) -> list[int]:
         return await self._run(len(text), lambda: self._text_model.encode(text))
 
+    async def encode_plain(self, text: str) -> list[int]:
+        return await self._run(len(text), lambda: self._text_model.encode_plain(text))
+
     async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
         num_characters = sum(len(content) for _, content in messages)
         return await self._run(num_characters, lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens))

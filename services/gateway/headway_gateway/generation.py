@@ -31,6 +31,7 @@ from headway_proto.ingress import (
     FINISH_STOP,
     REJECT_ALREADY_EXISTS,
     REJECT_INVALID,
+    REJECT_NOT_FOUND,
     REJECT_OUT_OF_RANGE,
     REJECT_OVERLOADED,
     REJECT_UNSUPPORTED,
@@ -50,6 +51,7 @@ _REFUSAL_CODES = {
     REJECT_ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
     REJECT_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     REJECT_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    REJECT_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
 }
 
 
@@ -153,7 +155,7 @@ class Generation:
         while not any(continuation.has_begun for continuation in self._continuations):
             for continuation in self._continuations:
                 if continuation.refusal is not None:
-                    raise _refused(continuation.refusal)
+                    raise refused(continuation.refusal)
             await self._wakeup.wait()
 
     async def _stream(self) -> None:
@@ -303,7 +305,8 @@ def _ascii(request_id: str) -> str:
     return quote(request_id, safe=_PRINTABLE_ASCII)
 
 
-def _refused(rejected: Rejected) -> CallRefusedError:
+def refused(rejected: Rejected) -> CallRefusedError:
+    """Return the scheduler's refusal as the call's."""
     message = rejected.message or rejected.reason
     retry_after_s = rejected.retry_after_ms / 1000 if rejected.retry_after_ms else None
     if rejected.reason == REJECT_OVERLOADED and retry_after_s is None:

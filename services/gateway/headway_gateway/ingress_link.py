@@ -28,10 +28,12 @@ from headway_proto.ingress import (
     SchedulerLoad,
     SchedulerStatus,
     Tokens,
+    TokensAndVectors,
+    Vector,
     gateway_frame_reader,
     gateway_frame_writer,
 )
-from headway_proto.operations import AdminCall, AdminReply, CachePosition, FlightLogPlace, PrefixToPin
+from headway_proto.operations import AdapterToLoad, AdminCall, AdminReply, CachePosition, FlightLogPlace, PrefixToPin
 
 MAX_HANDLE = (1 << 31) - 1
 _PASSING_REJECTIONS = frozenset({REJECT_OVERLOADED, REJECT_UNAVAILABLE, REJECT_ALREADY_EXISTS})
@@ -141,10 +143,11 @@ class IngressLink:
         place: FlightLogPlace | None = None,
         executor: int = 0,
         role: str = "",
+        adapter: AdapterToLoad | None = None,
     ) -> int:
         """Send an operator's call until it is answered."""
         self._last_call_id += 1
-        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place, executor, role)
+        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place, executor, role, adapter)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)
@@ -281,6 +284,8 @@ class IngressLink:
 
     def _take_in(self, body: msgspec.Struct, now: float) -> None:
         if isinstance(body, Tokens):
+            if isinstance(body, TokensAndVectors):
+                self._take_in_vectors(body.vectors)
             if not self._take_in_tokens(body):
                 self.counters.token_gaps += 1
                 self._hail_again(now)
@@ -321,6 +326,12 @@ class IngressLink:
             sequence.end = finished
             self._add_news(sequence)
         return True
+
+    def _take_in_vectors(self, vectors: Iterable[Vector]) -> None:
+        for vector in vectors:
+            sequence = self._live.get(vector.handle)
+            if sequence is not None:
+                sequence.vector = vector.values
 
     def _take_in_prompts(self, prompts: Iterable[PromptLogprobs]) -> bool:
         for prompt in prompts:

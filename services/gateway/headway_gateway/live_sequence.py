@@ -28,6 +28,7 @@ class LiveSequence:
         "prompt_logprobs",
         "submission",
         "tokens",
+        "vector",
     )
 
     def __init__(self, submission: Submit, held_tokens: Iterable[int], on_news: Callable[[], None]) -> None:
@@ -38,7 +39,9 @@ class LiveSequence:
         self.num_held = len(self.tokens)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[PromptLogprobColumns] = []
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = submission.num_prompt_logprobs
+        self.vector = b""
+        """A float32 column, which comes with the end of a pooled sequence."""
         self.num_cached_tokens: int | None = None
         self.end: Finished | Rejected | None = None
         self.on_news = on_news

@@ -5,15 +5,19 @@ import grpc
 from headway_gateway.rpc_handlers import Context
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError
-from headway_proto.operations import AdminReply, FlightLogPlace, PrefixToPin
+from headway_proto.operations import AdapterToLoad, AdminReply, FlightLogPlace, PrefixToPin
 
 ANSWER_TIMEOUT_S = 5.0
 
 
-def time_left_s(context: Context) -> float:
-    """Return the seconds before the call's deadline."""
+LOAD_TIMEOUT_S = 120.0
+"""Executors read files."""
+
+
+def time_left_s(context: Context, most_s: float = ANSWER_TIMEOUT_S) -> float:
+    """Return the seconds before the call's deadline, at most so many."""
     remaining_s = context.time_remaining()
-    return ANSWER_TIMEOUT_S if remaining_s is None else min(ANSWER_TIMEOUT_S, max(0.0, remaining_s))
+    return most_s if remaining_s is None else min(most_s, max(0.0, remaining_s))
 
 
 async def ask(
@@ -26,6 +30,7 @@ async def ask(
     place: FlightLogPlace | None = None,
     executor: int = 0,
     role: str = "",
+    adapter: AdapterToLoad | None = None,
 ) -> AdminReply:
     """Return the scheduler's answer.
 
@@ -34,7 +39,14 @@ async def ask(
     """
     try:
         return await client.call_admin(
-            method, request_id, prefix, place=place, executor=executor, role=role, timeout_s=time_left_s(context)
+            method,
+            request_id,
+            prefix,
+            place=place,
+            executor=executor,
+            role=role,
+            adapter=adapter,
+            timeout_s=time_left_s(context, ANSWER_TIMEOUT_S if adapter is None else LOAD_TIMEOUT_S),
         )
     except SchedulerUnavailableError as error:
         raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error

@@ -8,6 +8,7 @@ from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.statuses import invalid_argument, try_later
 from headway_gateway.tokenization import PromptError, PromptUnavailableError, TextModel
 from headway_gateway.validation import most_prompt_tokens
+from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
 
 
@@ -42,3 +43,20 @@ class PromptEncoder:
         except PromptUnavailableError as error:
             message = f"{kind}: {error}; try again"
             raise try_later(grpc.StatusCode.UNAVAILABLE, message, reason="chat_not_rendered") from error
+
+    async def encode_input(
+        self, one: api.Input, field: str, model: ModelInfo, *, with_special_tokens: bool
+    ) -> list[int]:
+        """Return the tokens of one of several inputs; ``field`` names it.
+
+        Raises:
+            CallRefusedError: INVALID_ARGUMENT.
+        """
+        if one.HasField("token_ids"):
+            return list(one.token_ids.ids)
+        try:
+            self._text_model.require_plausible_length(len(one.text), most_prompt_tokens(model))
+            encode = self._lanes.encode if with_special_tokens else self._lanes.encode_plain
+            return await encode(one.text)
+        except PromptError as error:
+            raise invalid_argument(f"{field}.text", str(error)) from error

@@ -1,4 +1,4 @@
-"""The Generation service: checks a request, encodes its prompt, and runs its generation."""
+"""The Generation service: checks a request, encodes its prompts, and runs it."""
 
 # ruff: noqa: D102 (generation.proto describes the calls)
 
@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager, contextmanager
 import grpc
 import structlog
 
+from headway_gateway.batch_calls import BatchCalls
 from headway_gateway.config import GatewayConfig
 from headway_gateway.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.generation import Generation, GenerationParts, OpenCall, Prompt
+from headway_gateway.input_checks import check_embed, check_score, require_generates
 from headway_gateway.load_reports import trailer_of
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
@@ -62,6 +64,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._text_model = text_model
         self._lanes = lanes
         self._prompts = PromptEncoder(text_model, lanes)
+        self._batches = BatchCalls(client, self._prompts, statistics)
         self._config = config
         self._statistics = statistics
         self._live_request_ids: set[str] = set()
@@ -101,13 +104,26 @@ class GenerationServicer(api_grpc.GenerationServicer):
         """
         arrived_at = time.monotonic()
         with self._begin_trace(context, arrived_at) as trace:
-            try:
-                async with asyncio.timeout(context.time_remaining()), self._counted():
-                    await self._generate(request, OpenCall(context, write, trace, arrived_at, keeps_special_tokens))
-            except TimeoutError:
-                raise CallRefusedError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
-                ) from None
+            async with self._in_time(context):
+                await self._generate(request, OpenCall(context, write, trace, arrived_at, keeps_special_tokens))
+
+    async def Embed(self, request: api.EmbedRequest, context: Context) -> api.EmbedResponse:  # noqa: N802
+        async with self._in_time(context):
+            model = await self.serving_model(for_new_work=True)
+            checked = check_embed(request, model)
+            with self._begun(checked.request_id, request.tenant):
+                response = await self._batches.embed(request, checked, model)
+            self._report_load(context, sum(one.prompt_tokens for one in response.embeddings))
+            return response
+
+    async def Score(self, request: api.ScoreRequest, context: Context) -> api.ScoreResponse:  # noqa: N802
+        async with self._in_time(context):
+            model = await self.serving_model(for_new_work=True)
+            checked = check_score(request, model)
+            with self._begun(checked.request_id, request.tenant):
+                response = await self._batches.score(request, checked, model)
+            self._report_load(context, sum(response.prompt_tokens + len(one.tokens) for one in response.scores))
+            return response
 
     async def Tokenize(  # noqa: N802
         self,
@@ -150,7 +166,33 @@ class GenerationServicer(api_grpc.GenerationServicer):
             dtype=model.dtype,
             has_chat_template=self._text_model.has_chat_template,
             supports_constraints=model.supports_constraints,
+            adapters=model.adapters,
+            embedding_size=model.embedding_size,
+            default_pooling=api.Pooling.Name(model.default_pooling),
+            is_encoder=not model.generates,
         )
+
+    @asynccontextmanager
+    async def _in_time(self, context: Context) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(context.time_remaining()), self._counted():
+                yield
+        except TimeoutError:
+            raise CallRefusedError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
+            ) from None
+
+    @contextmanager
+    def _begun(self, request_id: str, tenant: str) -> Iterator[None]:
+        with self._live(request_id):
+            structlog.contextvars.bind_contextvars(request_id=request_id)
+            self._require_rate(tenant)
+            yield
+
+    def _report_load(self, context: Context, num_tokens: int) -> None:
+        if self._load_report is not None:
+            cost = {"prompt_tokens": float(num_tokens), "output_tokens": 0.0}
+            context.set_trailing_metadata((trailer_of(self._load_report(), **cost),))
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -176,11 +218,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
         model = await self.serving_model(for_new_work=True)
+        require_generates(model, "Generate")
         checked = check_request(request, model)
-        with self._live(checked.request_id):
-            structlog.contextvars.bind_contextvars(request_id=checked.request_id)
+        with self._begun(checked.request_id, request.tenant):
             call.trace.record_request(checked, model.name)
-            self._require_rate(request.tenant)
             prompt_ids = await self._encoded(request, model, call.trace)
             max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
             prompt = Prompt(prompt_ids, await self._text_of(request, prompt_ids) if request.echo else "")

@@ -82,6 +82,14 @@ class TextModel:
         """
         return self._encode(text, add_special_tokens=True)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Tokenise a text that stands behind another; add no special tokens.
+
+        Raises:
+            PromptError: it is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
         """Render and tokenise (role, content) messages.
 

@@ -14,6 +14,7 @@ import msgspec
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
 from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
+from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 from headway_proto.columns import INT32
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo, Submit
 from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
@@ -29,6 +30,8 @@ MAX_CHOICES = 1024
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 SEED_SPACE = 1 << 64
 
+Request = api.GenerateRequest | api.EmbedRequest | api.ScoreRequest
+
 
 class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request. ``sampling.seed`` is the first continuation's."""
@@ -41,6 +44,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How many are generated; the best ``num_returned`` go back."""
     held_tokens: tuple[int, ...]
     """Output tokens that the client already has."""
+    adapter: str = ""
 
     @property
     def max_tokens(self) -> int | None:
@@ -88,6 +92,7 @@ class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
             ttft_slo_ms=request.ttft_slo_ms,
             itl_slo_ms=request.itl_slo_ms,
             traceparent=traceparent,
+            adapter=self.adapter,
         )
 
 
@@ -97,10 +102,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
     Raises:
         CallRefusedError: INVALID_ARGUMENT with every wrong field, or NOT_FOUND for another model.
     """
-    if request.model and request.model != model.name:
-        raise CallRefusedError(
-            grpc.StatusCode.NOT_FOUND, f"model: {shown(request.model)} is not served here; served: {shown(model.name)}"
-        )
+    adapter = served_adapter(request, model)
     wrong: dict[str, str] = {}
     wrong.update(_request_violations(request, model))
     wrong.update(_sampling_violations(request.sampling))
@@ -120,7 +122,28 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
         num_returned=num_returned,
         num_continuations=given.best_of if given.HasField("best_of") else num_returned,
         held_tokens=tuple(request.resume.token_ids) if request.HasField("resume") else (),
+        adapter=adapter,
     )
+
+
+def served_adapter(request: Request, model: ModelInfo) -> str:
+    """Return the adapter that a request asks for, by ``adapter`` or by ``model``, or ""; the scheduler knows it, or not.
+
+    Raises:
+        CallRefusedError: NOT_FOUND for another model, INVALID_ARGUMENT for an adapter beside an adapter's name.
+    """
+    if not request.model or request.model == model.name:
+        return request.adapter
+    if request.model not in model.adapters:
+        served = ", ".join(map(shown, (model.name, *model.adapters)))
+        raise CallRefusedError(
+            grpc.StatusCode.NOT_FOUND, f"model: {shown(request.model)} is not served here; served: {served}"
+        )
+    if request.adapter not in {"", request.model}:
+        raise invalid_argument(
+            "adapter", f"{shown(request.adapter)} is not allowed with model {shown(request.model)}; allowed: unset"
+        )
+    return request.model
 
 
 def check_pin(request: admin_pb2.PinPrefixRequest) -> None:
@@ -241,13 +264,20 @@ def _seed(request: api.GenerateRequest) -> int:
 
 
 def _request_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
-    yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
-    if request.priority not in api.Priority.values():
-        yield "priority", f"{request.priority} is not allowed; allowed: 0 to {max(api.Priority.values())}"
+    yield from name_violations(request)
     yield from _prompt_violations(request, "prompt")
     if request.HasField("resume"):
         yield from _resume_violations(request, model)
+
+
+def name_violations(request: Request) -> Iterable[tuple[str, str]]:
+    """Yield the faults in what every request has, as (field, description)."""
+    yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
+    yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
+    if request.adapter and not is_adapter_name(request.adapter):
+        yield "adapter", f"{shown(request.adapter)} is not allowed; allowed: {ADAPTER_NAME_FORM}"
+    if request.priority not in api.Priority.values():
+        yield "priority", f"{request.priority} is not allowed; allowed: 0 to {max(api.Priority.values())}"
 
 
 def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[str, str]]:

@@ -33,6 +33,8 @@ _EXTRAS = {
     "aiohttp": "bench",
     "rich": "top",
     "matplotlib": "bench",
+    "ray": "ray",
+    "gguf": "gguf",
 }
 
 
@@ -99,6 +101,7 @@ def _refuse(program: str, message: str, exit_code: int = USAGE_EXIT_CODE) -> int
 
 COMMANDS = {
     "serve": Command("serve a model on this machine: scheduler, executor and gateway, supervised", "headway.serve"),
+    "cluster": Command("run a deployment on several machines: up, status, down (extra ray)", "headway.cluster.command"),
     "scheduler": Command(
         "run the scheduler alone: decide, every step, which tokens run", "headway.service_command", ("scheduler",)
     ),
@@ -138,6 +141,7 @@ COMMANDS = {
         "report what this host can run, with which flags, and how fast; exit 0 if it can run models",
         "headway_lab.doctor.command",
     ),
+    "gguf": Command("make a checkpoint directory of a GGUF file (extra gguf)", "headway.gguf_import.command"),
     "health": Command("ask a running server whether it serves; exit 0 if it does", "headway.health_command"),
     "top": Command(
         "show a running server in the terminal, live, with keys to pause, drain, cancel and explain",

@@ -171,8 +171,8 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
         )
 
 
-def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[str, Layer]:
-    """Read a TOML file: one table per section.
+def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]], *, tables: str = "") -> dict[str, Layer]:
+    """Read a TOML file: one table per section. ``read_tables`` reads the array of tables named ``tables``.
 
     Raises:
         ConfigurationError: the file, a name or a value is wrong.
@@ -180,13 +180,30 @@ def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]]) -> dict[
     document = _toml(path)
     layers: dict[str, Layer] = {section: {} for section in sections}
     for section, table in document.items():
+        if section == tables:
+            continue
         if section not in sections:
-            names = ", ".join(f"[{name}]" for name in sections)
+            names = ", ".join((*(f"[{name}]" for name in sections), *([f"[[{tables}]]"] if tables else [])))
             raise ConfigurationError(f"unknown section [{section}] in {path}; allowed: {names}")
         if not isinstance(table, dict):
             raise ConfigurationError(f"{section} in {path} is not a section; write [{section}] above its keys")
-        layers[section] = _given_by_table(table, section, sections[section], path)
+        layers[section] = _given_by_table(table, f"[{section}] of {path}", sections[section])
     return layers
+
+
+def read_tables(path: str, name: str, settings: Mapping[str, Setting]) -> list[Layer]:
+    """Read the array of tables ``[[name]]`` of a TOML file; empty without one.
+
+    Raises:
+        ConfigurationError: the file, a name or a value is wrong.
+    """
+    tables = _toml(path).get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigurationError(f"{name} in {path} is not a list of tables; write [[{name}]] above the keys of each")
+    return [
+        _given_by_table(table, f"[[{name}]] number {number} of {path}", settings)
+        for number, table in enumerate(tables, start=1)
+    ]
 
 
 def _toml(path: str) -> dict[str, Any]:
@@ -202,12 +219,12 @@ def _toml(path: str) -> dict[str, Any]:
         raise ConfigurationError(f"--config: {shown(path)} is not valid TOML: {error}") from None
 
 
-def _given_by_table(table: Mapping[str, Any], section: str, settings: Mapping[str, Setting], path: str) -> Layer:
+def _given_by_table(table: Mapping[str, Any], place: str, settings: Mapping[str, Setting]) -> Layer:
     layer = {}
     for key, value in table.items():
         if key not in settings:
-            raise ConfigurationError(f"unknown key {shown(key)} in [{section}] of {path}{suggestion(key, settings)}")
-        origin = f"{key} in [{section}] of {path}"
+            raise ConfigurationError(f"unknown key {shown(key)} in {place}{suggestion(key, settings)}")
+        origin = f"{key} in {place}"
         layer[key] = Given(from_toml(settings[key], value, origin), origin)
     return layer
 

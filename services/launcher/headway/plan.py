@@ -11,14 +11,27 @@ from pathlib import Path
 import msgspec
 
 from headway import openai_front
-from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged
+from headway.configuration import Given, Layer, merged
+from headway.deployment import Deployment, num_ranks, read_deployment, roles_in_order
+from headway.fleet_runner import FleetOrders
 from headway.health import Target, client_certificate
-from headway.replicas import EXECUTOR, LAST_PORT, LOOPBACK, Layout, Member, check_apart, free_ports, grpc_addresses
-from headway.serve_config import DEMO_MODEL, ServeConfig
-from headway.services import SERVE, SERVICES, Service, serve_settings, sources_in_file, with_model_directory
-from headway.settings import ConfigurationError, ModelDirectoryError, as_text, bytes_of_file, settings_of, shown
+from headway.replicas import (
+    EXECUTOR,
+    LAST_PORT,
+    LOOPBACK,
+    Layout,
+    Member,
+    Share,
+    check_apart,
+    free_ports,
+    grpc_addresses,
+)
+from headway.serve_config import ServeConfig
+from headway.services import SERVICES, Service
+from headway.settings import ConfigurationError, as_text, bytes_of_file, settings_of
 from headway.supervision import RestartPolicy
 from headway_executor.config import ExecutorConfig
+from headway_executor.ranks.surroundings import OF_TORCHRUN
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
 from headway_process.installation import install_advice
 
@@ -72,28 +85,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The processes in order."""
         return list(self.commands)
 
+    def orders(self, environment: Mapping[str, str]) -> FleetOrders:
+        """Return what is to be run; ``environment`` is that of every process."""
+        return FleetOrders(
+            commands=self.commands,
+            stop_stages=self.stop_stages,
+            restart_policy=self.restart_policy,
+            hang_s=self.hang_s,
+            directory=self.directory,
+            environment=environment,
+            environments=self.environments,
+            cores=self.cores,
+        )
+
 
 def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], directory: Path) -> Plan:
     """Settle and validate every configuration before anything starts.
 
-    serve's own value (flag, variable, [serve]) wins over the service's (variable, [scheduler], [executor], [gateway]).
-
     Raises:
         ConfigurationError: a source is wrong.
     """
-    settings = serve_settings()
-    files = sources_in_file(arguments, environment)
-    given = merged(
-        (given_by_flags(arguments, settings), given_by_environment(environment, SERVE, settings), files[SERVE])
-    )
-    serve = build(ServeConfig, given, ServeConfig.validate)
-    values_of = _values_of_services(serve, given, environment, files)
+    deployment = read_deployment(arguments, environment)
+    serve, values_of = deployment.serve, deployment.values
     probe_token = _probe_token(values_of["gateway"])
     # Another server may answer at the gateway's address; only one of these gateways answers under this name.
     health_name = Given(secrets.token_hex(16), "the launcher")
-    layout = Layout(serve.replicas, serve.executors)
-    metrics_ports = _metrics_ports(serve, values_of["gateway"])
-    settled = _settle_all(layout, values_of, health_name, metrics_ports, directory)
+    layout = _layout(deployment)
+    metrics_ports = _metrics_ports(layout, serve.metrics_port, values_of["gateway"])
+    settled = _settle_all(deployment, layout, health_name, metrics_ports, directory)
     gateways = [each.config for each in settled if isinstance(each.config, GatewayConfig)]
     listeners = _listeners(serve, gateways, metrics_ports)
     check_apart(listeners)
@@ -122,43 +141,41 @@ def _probe_token(gateway: dict[str, Given]) -> str:
     return token
 
 
-def _values_of_services(
-    serve: ServeConfig, given: Layer, environment: Mapping[str, str], files: Mapping[str, Layer]
-) -> dict[str, dict[str, Given]]:
-    """Return the values that all replicas share."""
-    presets = {"model": Given(serve.model, "--model")}
-    result = {}
-    for service in SERVICES.values():
-        from_environment = given_by_environment(environment, service.name, service.settings)
-        values = with_model_directory(merged((given, from_environment, files[service.name], presets)))
-        _check_model_directory(values)
-        result[service.name] = values
-    return result
+def _layout(deployment: Deployment) -> Layout:
+    entries = deployment.starting()
+    shares = tuple(_share(deployment.executor_values(entry)) for entry in entries)
+    return Layout(deployment.serve.replicas, len(entries), shares)
 
 
-def _metrics_ports(serve: ServeConfig, gateway: Layer) -> list[range]:
+def _share(values: Layer) -> Share:
+    device = values["device"].value if "device" in values else "cpu"
+    return Share(num_ranks(values), on_cuda=device.startswith("cuda"))
+
+
+def _metrics_ports(layout: Layout, first_port: int, gateway: Layer) -> list[range]:
     """Each process and further gateway worker has a port."""
-    if not serve.metrics_port:
-        return [range(0)] * serve.replicas
+    if not first_port:
+        return [range(0)] * layout.num_replicas
     num_workers = max(1, gateway.get("workers", _ONE_WORKER).value)  # The gateway itself refuses 0.
-    num_own = 1 + serve.executors + num_workers
-    ports = range(serve.metrics_port, serve.metrics_port + serve.replicas * num_own)
+    num_own = 1 + layout.num_executors + num_workers
+    ports = range(first_port, first_port + layout.num_replicas * num_own)
     if ports[-1] > LAST_PORT:
         raise ConfigurationError(
-            f"--metrics-port: {serve.metrics_port} is not allowed; allowed: at most {LAST_PORT + 1 - len(ports)}, "
+            f"--metrics-port: {first_port} is not allowed; allowed: at most {LAST_PORT + 1 - len(ports)}, "
             f"because {len(ports)} ports are needed"
         )
     return [ports[first : first + num_own] for first in range(0, len(ports), num_own)]
 
 
 def _settle_all(
+    deployment: Deployment,
     layout: Layout,
-    values_of: Mapping[str, Layer],
     health_name: Given,
     metrics_ports: Sequence[range],
     directory: Path,
 ) -> list[Settled]:
-    addresses = grpc_addresses(values_of["gateway"].get("grpc_address", _GRPC_ADDRESS), layout.num_replicas)
+    addresses = grpc_addresses(deployment.values["gateway"].get("grpc_address", _GRPC_ADDRESS), layout.num_replicas)
+    roles = roles_in_order(deployment.starting())
     settled = []
     for replica, (address, ports) in enumerate(zip(addresses, metrics_ports, strict=True)):
         own = {
@@ -167,20 +184,28 @@ def _settle_all(
             "max_executors": _given_by_launcher(layout.num_executors),
             **_links(layout, replica, directory),
         }
-        settled += _settled(layout.members(replica), values_of, own, ports)
+        if roles:
+            own["roles"] = _given_by_launcher(roles)
+        settled += _settled(layout.members(replica), deployment, own, ports)
     return settled
 
 
 def _settled(
-    members: Sequence[Member], values_of: Mapping[str, Layer], from_launcher: Layer, metrics_ports: range
+    members: Sequence[Member], deployment: Deployment, from_launcher: Layer, metrics_ports: range
 ) -> list[Settled]:
+    entries = deployment.starting()
     settled = []
     for index, member in enumerate(members):
         service = SERVICES[member.service]
         own = dict(from_launcher)
         if metrics_ports:
             own["metrics_address"] = _given_by_launcher(f"{LOOPBACK}:{metrics_ports[index]}")
-        values = member.of_its_own(values_of[member.service])
+        shared = (
+            deployment.executor_values(entries[member.executor])
+            if member.service == EXECUTOR
+            else deployment.values[member.service]
+        )
+        values = member.of_its_own(shared)
         given = merged((_known_to(service, own), _known_to(service, _threads(member, values)), values))
         settled.append(Settled(member, given, service.build(given)))
     return settled
@@ -204,7 +229,7 @@ def _known_to(service: Service, layer: Layer) -> Layer:
 
 def _threads(member: Member, values: Layer) -> Layer:
     """Without cores of its own beside others, an executor uses one thread."""
-    if member.layout.total_executors == 1 or member.share_of(_own_cores()) or "num_threads" in values:
+    if member.is_alone or member.share_of(_own_cores()) or "num_threads" in values:
         return {}
     return {"num_threads": _given_by_launcher(1)}
 
@@ -303,15 +328,6 @@ def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Tar
     )
 
 
-def _check_model_directory(given: Layer) -> None:
-    """Refuse a missing directory once, not in each process."""
-    model = given.get("model")
-    if model is not None and not Path(model.value).is_dir():
-        raise ModelDirectoryError(
-            f"{model.origin}: {shown(model.value)} is not allowed; allowed: a checkpoint directory, or {DEMO_MODEL}"
-        )
-
-
 def _command(name: str, config: msgspec.Struct) -> list[str]:
     words = [sys.executable, "-m", "headway", name]
     for setting in settings_of(type(config)).values():
@@ -322,5 +338,9 @@ def _command(name: str, config: msgspec.Struct) -> list[str]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop ``HEADWAY_*``: children get flags."""
-    return {name: value for name, value in environment.items() if not name.startswith("HEADWAY_")}
+    """Drop ``HEADWAY_*``: children get flags. Drop torchrun's: each executor starts its own ranks."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith("HEADWAY_") and name not in OF_TORCHRUN
+    }

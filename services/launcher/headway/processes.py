@@ -69,6 +69,11 @@ class Children:
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
+    def process_id(self, name: str) -> int | None:
+        """Return a living child's process id."""
+        process = self._processes.get(name)
+        return process.pid if process else None
+
     def terminate(self, name: str) -> None:
         """Send SIGTERM."""
         if name in self._processes:

@@ -23,16 +23,41 @@ EXECUTOR = "executor"
 _ANY_HOST = frozenset(("0.0.0.0", "[::]"))  # noqa: S104 (addresses that clash with every other, not ones to bind)
 _CPU = "cpu"
 _CUDA = "cuda"
+CUDA_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ONE_FILE_OPTION = "step_log"
 _LEAST_SHARE_OF_REPLICA = 2
 """Cores; with one each, an executor could not give way to its replica's other processes."""
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What one executor takes of the machine: for each rank a device, or an equal share of the cores."""
+
+    num_ranks: int = 1
+    on_cuda: bool = False
+
+
 class Layout(msgspec.Struct, frozen=True):
-    """How many replicas there are, and how many executors each has."""
+    """How many replicas there are, and how many executors each has. ``shares``: theirs by number, if they differ."""
 
     num_replicas: int = 1
     num_executors: int = 1
+    shares: tuple[Share, ...] = ()
+
+    def share(self, executor: int) -> Share:
+        """Return what an executor of a replica takes."""
+        return self.shares[executor] if self.shares else Share()
+
+    def ranks_before(self, replica: int, executor: int) -> int:
+        """Return the ranks of the executors before this one that take of the same kind."""
+        on_cuda = self.share(executor).on_cuda
+        return replica * self.ranks_alike(executor) + sum(
+            share.num_ranks for share in map(self.share, range(executor)) if share.on_cuda == on_cuda
+        )
+
+    def ranks_alike(self, executor: int) -> int:
+        """Return the ranks of a replica's executors that take of the same kind as this one."""
+        alike = self.share(executor).on_cuda
+        return sum(share.num_ranks for share in map(self.share, range(self.num_executors)) if share.on_cuda == alike)
 
     @property
     def total_executors(self) -> int:
@@ -79,16 +104,27 @@ class Member(msgspec.Struct, frozen=True):
             variables[REPLICA_VARIABLE] = str(self.replica)
         if self._is_one_of_several_here:
             variables[EXECUTOR_VARIABLE] = str(self.executor)
+        if self.service == EXECUTOR and self._share.on_cuda and self._share.num_ranks > 1 and not self.is_alone:
+            variables[CUDA_DEVICES_VARIABLE] = ",".join(map(str, self._devices))
         return variables
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other executor is beside it."""
+        return self.layout.total_executors == 1
+
+    @property
+    def _share(self) -> Share:
+        return self.layout.share(self.executor)
+
+    @property
+    def _devices(self) -> range:
+        first = self.layout.ranks_before(self.replica, self.executor)
+        return range(first, first + self._share.num_ranks)
 
     @property
     def _is_one_of_several_here(self) -> bool:
         return self.service == EXECUTOR and self.layout.num_executors > 1
-
-    @property
-    def _number(self) -> int:
-        """Its number among the executors of all replicas."""
-        return self.replica * self.layout.num_executors + self.executor
 
     def of_its_own(self, given: Layer) -> dict[str, Given]:
         """Return its settings, changed where needed.
@@ -110,10 +146,10 @@ class Member(msgspec.Struct, frozen=True):
         return str(Path(given.value) / f"{REPLICA_NAMES}{self.replica}") if given.value else ""
 
     def _device(self, given: Given) -> str:
-        """``cuda`` becomes a device for each executor."""
+        """``cuda`` becomes a device for each executor; one of several ranks sees only its own devices."""
         device: str = given.value
         if device == _CUDA:
-            return f"{_CUDA}:{self._number}"
+            return device if self._share.num_ranks > 1 else f"{_CUDA}:{self._devices.start}"
         if device.startswith(f"{_CUDA}:"):
             raise ConfigurationError(
                 f"{given.origin}: {shown(device)} is not allowed; allowed: {_CUDA}, of which each of {self.layout.in_words} "
@@ -131,12 +167,13 @@ class Member(msgspec.Struct, frozen=True):
         return options
 
     def share_of(self, cores: Sequence[int]) -> frozenset[int]:
-        """Return an executor's equal share; none if it is alone, or if the cores are too few."""
-        num_own = len(cores) // self.layout.total_executors
+        """Return an executor's share, equal for each rank; none if it is alone, or if the cores are too few."""
+        num_each = len(cores) // (self.layout.num_replicas * self.layout.ranks_alike(self.executor))
         least = 1 if self.layout.num_executors > 1 else _LEAST_SHARE_OF_REPLICA
-        if self.layout.total_executors == 1 or num_own < least:
+        if self.is_alone or num_each < least:
             return frozenset()
-        return frozenset(sorted(cores)[self._number * num_own : (self._number + 1) * num_own])
+        own = self._devices
+        return frozenset(sorted(cores)[own.start * num_each : own.stop * num_each])
 
 
 def grpc_addresses(given: Given, count: int) -> list[Given]:

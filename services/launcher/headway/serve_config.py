@@ -10,6 +10,7 @@ from headway_process.addresses import is_loopback
 from headway_process.installation import install_advice
 
 DEMO_MODEL = "demo"
+MOST_EXECUTORS = 64
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +32,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            le=64,
+            le=MOST_EXECUTORS,
             description="executors behind the scheduler, or behind each replica's; with cuda, each has a device of its own; "
-            "see docs/executors.md",
+            "[[executors]] in the file describe executors that differ; see docs/executors.md",
         ),
     ] = 1
     max_restarts: Annotated[

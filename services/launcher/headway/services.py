@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 
 import msgspec
 
+from headway.cluster.config import ClusterConfig
 from headway.configuration import (
     Layer,
     add_setting_flags,
@@ -31,6 +32,9 @@ from headway_process.log_sink import LogSink
 DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
 
 SERVE = "serve"
+CLUSTER = "cluster"
+EXECUTORS_TABLES = "executors"
+"""The tables ``[[executors]]`` of a file, for executors that differ."""
 _LOG_DRAIN_S = 0.5
 
 # serve settles these itself; every other setting of a service is also a flag of `serve`.
@@ -128,11 +132,15 @@ def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str
     Raises:
         ConfigurationError: an environment variable is unknown, or the file is wrong.
     """
-    sections = {SERVE: serve_settings(), **{name: service.settings for name, service in SERVICES.items()}}
+    sections = {
+        SERVE: serve_settings(),
+        CLUSTER: settings_of(ClusterConfig),
+        **{name: service.settings for name, service in SERVICES.items()},
+    }
     check_environment(environment, sections)
     if arguments.config is None:
         return {section: {} for section in sections}
-    return read_file(arguments.config, sections)
+    return read_file(arguments.config, sections, tables=EXECUTORS_TABLES)
 
 
 def with_model_directory(given: Layer) -> dict[str, Any]:
@@ -166,8 +174,8 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file with the sections [serve], [scheduler], [executor], [gateway]; flags and HEADWAY_* "
-        "environment variables win over it",
+        help="TOML file with the sections [serve], [scheduler], [executor], [gateway], [cluster] and tables [[executors]]; flags "
+        "and HEADWAY_* environment variables win over it",
     )
 
 

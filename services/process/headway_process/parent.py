@@ -13,15 +13,15 @@ LAUNCHER_VARIABLE = "_HEADWAY_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> bool:
-    """Ask the kernel for SIGTERM when the parent ends (Linux only). Return False if it has ended.
+def end_with_parent(number: int = signal.SIGTERM) -> bool:
+    """Ask the kernel for this signal when the parent ends (Linux only). Return False if it has ended.
 
     The kernel means the parent's *thread*, so no short-lived thread may start such a child.
     """
     if sys.platform != "linux":
         return True
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     return os.getppid() == parent
 
 

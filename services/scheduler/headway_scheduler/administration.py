@@ -4,6 +4,7 @@ Owns: the answers to ``AdminCall``. Must not know: gRPC, frames, who asked.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import msgspec
 
 from headway_proto.columns import INT32
 from headway_proto.operations import (
+    AdapterToLoad,
     AdminCall,
     AdminReply,
     CacheChange,
@@ -54,6 +56,7 @@ MAX_REMEMBERED_ENDS = 16384
 
 
 _ABOUT_ONE_EXECUTOR = {"drain_executor", "undrain_executor", "set_executor_role", "cache", "pins"}
+_CHANGES_ADAPTERS = {"load_adapter", "unload_adapter"}
 _ABOUT_ALL_EXECUTORS = {"pause", "resume", "flush", "pin", "unpin"}
 _reply = partial(AdminReply, call_id=0)
 
@@ -88,10 +91,24 @@ class Administration:
         if len(self._ended) > MAX_REMEMBERED_ENDS:
             self._ended.popitem(last=False)
 
-    def answer(self, call: AdminCall, now: float) -> AdminReply:
-        """Execute ``call``."""
+    def answer(self, call: AdminCall, now: float, later: Callable[[AdminReply], None]) -> AdminReply | None:
+        """Execute ``call``. The answer is None if it comes through ``later``, once executors have answered."""
+        if call.method in _CHANGES_ADAPTERS:
+            self._change_adapters(call, lambda error: later(AdminReply(call_id=call.call_id, error=error)))
+            return None
+        if call.method == "adapters":
+            return AdminReply(call_id=call.call_id, adapters=self._scheduler.fleet.adapters.all())
         reply = self._reply(call, now)
         return msgspec.structs.replace(reply, call_id=call.call_id)
+
+    def _change_adapters(self, call: AdminCall, answer: Callable[[str], None]) -> None:
+        fleet, wanted = self._scheduler.fleet, call.adapter or AdapterToLoad("")
+        if call.method == "load_adapter":
+            fleet.adapters.load(wanted.name, wanted.directory, answer)
+        else:
+            identity = fleet.adapters.identity_of(wanted.name)
+            num_requests = 0 if identity is None else fleet.num_requests_with(identity)
+            fleet.adapters.unload(wanted.name, num_requests, answer)
 
     def _reply(self, call: AdminCall, now: float) -> AdminReply:
         match call.method:

@@ -7,6 +7,7 @@ what carries frames.
 import contextlib
 from typing import Protocol
 
+from headway_proto.adapters import AdapterChanged
 from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.blame import Blame
@@ -20,6 +21,7 @@ from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.executor_link import (
+    AdapterAnswered,
     EpochOpened,
     ExecutorLink,
     ExecutorLost,
@@ -73,6 +75,9 @@ class OtherCells(Protocol):
     def cell_lost(self, cell: "Cell", now: float) -> None:
         """This cell has no executor now."""
 
+    def adapter_answered(self, cell: "Cell", answer: AdapterChanged) -> None:
+        """Its executor was asked to load or unload an adapter."""
+
 
 class Cell:
     """One executor. Times in seconds, monotonic."""
@@ -125,6 +130,8 @@ class Cell:
                 self._on_answer(event, now)
             elif isinstance(event, EpochOpened):
                 self._on_epoch(event, now)
+            elif isinstance(event, AdapterAnswered):
+                self._others.adapter_answered(self, event.answer)
             elif isinstance(event, ExecutorRefused):
                 self._serving.notices.add("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
@@ -152,7 +159,7 @@ class Cell:
         frames = link.outgoing[num_before:]
         if frames or shed:
             self._end_leases()
-        is_full = core.num_in_flight >= self._limits.max_steps_in_flight
+        is_full = core.num_in_flight >= core.max_in_flight
         if frames:
             self.has_news = not is_full
             self.recorder.sent(now, frames, len(shed))

@@ -70,7 +70,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = AUTO
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     max_num_seqs: Annotated[int, Meta(description="requests that may run at once")] = 256
-    max_steps_in_flight: Annotated[int, Meta(description="most steps sent and not yet answered")] = 2
+    max_steps_in_flight: Annotated[
+        int,
+        Meta(
+            description="most steps sent and not yet answered; 0: one more than the executor works on at a time, which is "
+            "one for each stage of its pipeline"
+        ),
+    ] = 0
     max_num_waiting: Annotated[int, Meta(description="requests that may wait; more are RESOURCE_EXHAUSTED")] = 4096
     max_waiting_tokens: Annotated[
         int, Meta(description="tokens of all requests that wait; more are RESOURCE_EXHAUSTED; 0: no limit")
@@ -164,6 +170,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(description="no request speculates while more than this decode; 0: never; the executor must support it"),
     ] = 32
+    max_adapters: Annotated[
+        int,
+        Meta(
+            description="different adapters that requests may run with at once; requests with others wait, and requests "
+            "without one are not counted"
+        ),
+    ] = 16
     curve_keys: Annotated[
         str,
         Meta(
@@ -190,7 +203,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         "max_num_batched_tokens": (1, 1 << 24),
         "max_num_seqs": (1, 1 << 16),
         "max_executors": (1, 64),
-        "max_steps_in_flight": (1, 16),
+        "max_steps_in_flight": (0, 16),
         "max_num_waiting": (1, 1 << 24),
         "max_waiting_tokens": (0, 1 << 40),
         "max_tenant_waiting": (0, 1 << 24),
@@ -201,6 +214,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         "flight_log_mib": (1, 1 << 20),
         "max_decode_only_steps": (0, 1 << 24),
         "max_speculating_seqs": (0, 1 << 16),
+        "max_adapters": (1, 1 << 16),
         "grace_s": (0, math.inf),
         "aging_s": (0, math.inf),
     }

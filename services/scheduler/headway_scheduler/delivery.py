@@ -3,7 +3,10 @@
 Owns: each event's link and form. Must not know: transport.
 """
 
+from collections.abc import Iterable
+
 from headway_proto import ingress
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.ingress import (
     Admitted,
     Finished,
@@ -11,6 +14,7 @@ from headway_proto.ingress import (
     PromptLogprobs,
     SchedulerLoad,
     TokenLogprobs,
+    Vector,
 )
 from headway_proto.step import BackendInfo
 from headway_scheduler.core.state.events import FinishedEvent, LogprobsEvent, StepEvents
@@ -28,6 +32,10 @@ def deliver(links: IngressLinks, events: StepEvents) -> None:
         link = links.get(prompt.origin.owner)
         if link is not None:
             link.hold(prompt_logprobs=(PromptLogprobs(prompt.origin.handle, prompt.values),))
+    for vector in events.vectors:
+        link = links.get(vector.origin.owner)
+        if link is not None:
+            link.hold_vector(Vector(vector.origin.handle, vector.values))
     if len(events.owners):
         _deliver_tokens(links.links(), events)
     for logprobs in events.logprobs:
@@ -83,7 +91,7 @@ def load_of(view: FleetView | None, num_early: int) -> SchedulerLoad:
     return SchedulerLoad(view.num_running, view.num_waiting, view.max_running, view.kv_usage)
 
 
-def model_of(info: BackendInfo, view: FleetView) -> ModelInfo:
+def model_of(info: BackendInfo, view: FleetView, adapters: Iterable[LoadedAdapter]) -> ModelInfo:
     """The model that gateways are sent."""
     return ModelInfo(
         name=info.model_name,
@@ -97,4 +105,8 @@ def model_of(info: BackendInfo, view: FleetView) -> ModelInfo:
         max_request_tokens=min(view.capacity.max_request_tokens, ingress.MAX_REQUEST_TOKENS),
         supports_prompt_logprobs=info.supports_prompt_logprobs,
         supports_constraints=info.supports_constraints,
+        adapters=tuple(adapter.name for adapter in adapters),
+        embedding_size=info.embedding_size,
+        default_pooling=info.default_pooling,
+        generates=info.generates,
     )

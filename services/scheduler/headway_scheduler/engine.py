@@ -133,7 +133,12 @@ class SchedulerEngine:
             self._on_abort(event.owner, body, now)
         else:
             assert isinstance(body, AdminCall)
-            self.gateways.send(event.owner, self.administration.answer(body, now))
+            self._on_admin_call(event.owner, body, now)
+
+    def _on_admin_call(self, owner: int, call: AdminCall, now: float) -> None:
+        reply = self.administration.answer(call, now, lambda late: self.gateways.send(owner, late))
+        if reply is not None:
+            self.gateways.send(owner, reply)
 
     def _on_gateway_gone(self, event: GatewayGone, now: float) -> None:
         self.early.remove_owner(event.owner)
@@ -185,7 +190,11 @@ class SchedulerEngine:
 
     def _accept(self, owner: int, submit: Submit, now: float) -> Rejected | None:
         assert self.fleet.info is not None
-        new = new_request(owner, submit, self.fleet.info.eos_token_ids)
+        adapter = self.fleet.adapters.identity_of(submit.adapter) if submit.adapter else ""
+        if adapter is None:
+            message = self.fleet.adapters.why_unknown(submit.adapter)
+            return Problem(ingress.REJECT_NOT_FOUND, "adapter", message).rejection(submit.handle)
+        new = new_request(owner, submit, self.fleet.info.eos_token_ids, adapter)
         try:
             self.fleet.add(new, now)
         except RequestRejected as rejection:
@@ -239,7 +248,7 @@ class SchedulerEngine:
     def _announcement(self) -> Announcement:
         view, info, model = self.view, self.fleet.info, None
         if info is not None and view is not None:
-            model = model_of(info, view)
+            model = model_of(info, view, self.fleet.adapters.all())
         load = load_of(view, len(self.early))
         return Announcement(model, self.state, self.fleet.num_answers, self.num_unfinished, load)
 

@@ -10,6 +10,7 @@ answers of the old one are ignored. The other side: ``headway_executor.step_link
 
 import msgspec
 
+from headway_proto.adapters import AdapterChange, AdapterChanged
 from headway_proto.framing import Frame, FramingError
 from headway_proto.step import (
     BackendInfo,
@@ -56,6 +57,12 @@ class StepAnswered(msgspec.Struct, frozen=True):
     output: ExecutorOutput
 
 
+class AdapterAnswered(msgspec.Struct, frozen=True):
+    """Of the current epoch."""
+
+    answer: AdapterChanged
+
+
 class ExecutorLost(msgspec.Struct, frozen=True):
     """No executor until ``EpochOpened``."""
 
@@ -68,7 +75,7 @@ class ExecutorRefused(msgspec.Struct, frozen=True):
     reason: str
 
 
-StepEvent = EpochOpened | StepAnswered | ExecutorLost | ExecutorRefused
+StepEvent = EpochOpened | StepAnswered | AdapterAnswered | ExecutorLost | ExecutorRefused
 
 
 class EpochNumbers:
@@ -154,6 +161,11 @@ class ExecutorLink:
         """Send one step."""
         assert self._peer is not None
         self.outgoing.append((self._peer, self._writer.encode(output)))
+
+    def send_change(self, change: AdapterChange) -> None:
+        """Ask for an adapter, behind the steps so far."""
+        assert self._peer is not None
+        self.outgoing.append((self._peer, self._writer.encode(change)))
 
     def receive(self, peer: bytes, data: bytes, now: float) -> list[StepEvent]:
         """Handle one frame."""
@@ -263,6 +275,8 @@ class ExecutorLink:
         body = frame.body
         if isinstance(body, ExecutorOutput):
             return [StepAnswered(body)]
+        if isinstance(body, AdapterChanged):
+            return [AdapterAnswered(body)]
         assert isinstance(body, ExecutorHeartbeat)
         return []
 

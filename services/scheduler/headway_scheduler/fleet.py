@@ -8,6 +8,7 @@ cell whose executor is lost hands its requests back, so that others go on with t
 
 from typing import Protocol
 
+from headway_proto.adapters import AdapterChanged
 from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.brake import Brake
@@ -21,6 +22,7 @@ from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.executor_link import StepEvent
 from headway_scheduler.executor_links import ExecutorLinks
+from headway_scheduler.fleet_adapters import FleetAdapters
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.placement import Placement
@@ -38,6 +40,9 @@ class Host(Serving, Protocol):
     def fleet_changed(self, now: float) -> None:
         """An executor joined, began anew, or is gone."""
 
+    def announce(self) -> None:
+        """Send the state to every gateway."""
+
 
 class Fleet:
     """All cells of a scheduler. Times in seconds, monotonic. ``max_executors``: the most cells."""
@@ -54,7 +59,7 @@ class Fleet:
         self.policy_name = settings.name_for(host.limits, max_executors)
         self.placement = Placement(host.limits, POLICIES[self.policy_name])
         self._settings = settings
-        self.brake = Brake(num_trial_tokens=host.limits.max_steps_in_flight)
+        self.brake = Brake(num_trial_tokens=host.limits.steps_in_flight(num_lanes=1))
         self.info: BackendInfo | None = None
         """What the newest executor announced; all run the same model."""
         self._host = host
@@ -65,6 +70,7 @@ class Fleet:
         """Requests of lost steps that wait for a cell."""
         self.cells: list[Cell] = []
         self.transit = Transit(self.placement, self.cells)
+        self.adapters = FleetAdapters(self.cells, host.notices, host.announce)
         self._add_cell()
 
     @property
@@ -244,6 +250,7 @@ class Fleet:
         self.info = cell.info
         self.links.executors_run(cell.info)
         cell.pause(is_paused=self._is_paused)
+        self.adapters.cell_opened(cell)
         if len(self.cells) > 1:
             for other in self.cells:
                 if other.link.is_open:
@@ -258,8 +265,18 @@ class Fleet:
 
     def cell_lost(self, cell: Cell, now: float) -> None:
         """An executor is gone."""
+        self.adapters.cell_lost(cell)
         self.state_lost(cell, now)
         self._host.fleet_changed(now)
+
+    def adapter_answered(self, cell: Cell, answer: AdapterChanged) -> None:
+        """See ``FleetAdapters``."""
+        self.adapters.answered(cell, answer)
+
+    def num_requests_with(self, adapter: str) -> int:
+        """Requests that have not ended and use the adapter of this identity; O(n)."""
+        requests = [request for core in self.cores for request in core.requests()] + self.placement.requests()
+        return sum(request.new.adapter == adapter for request in requests)
 
     def _take_all(self, cell: Cell, now: float) -> None:
         lost, cell.lost_steps_had = cell.lost_steps_had, ()

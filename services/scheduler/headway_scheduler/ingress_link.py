@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from headway_proto.columns import Int32Array, encode_columns
+from headway_proto.columns import FLOAT32, Int32Array, encode_columns
 from headway_proto.framing import Frame, FramingError
 from headway_proto.ingress import (
     HEARTBEAT_INTERVAL_S,
@@ -28,6 +28,8 @@ from headway_proto.ingress import (
     Submit,
     TokenLogprobs,
     Tokens,
+    TokensAndVectors,
+    Vector,
     scheduler_frame_reader,
     scheduler_frame_writer,
 )
@@ -89,6 +91,7 @@ class GatewayLink:
         self._logprobs: list[TokenLogprobs] = []
         self._finished: list[Finished] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
+        self._vectors: list[Vector] = []
         self._num_held = 0
 
     def encode(self, body: msgspec.Struct) -> bytes:
@@ -121,6 +124,11 @@ class GatewayLink:
                 prompt.values.num_positions * (1 + prompt.values.num_alternatives) + _TOKENS_WORTH_OF_A_PART
             )
 
+    def hold_vector(self, vector: Vector) -> None:
+        """Add it to the next ``Tokens``; the end of its sequence is held too before the next flush."""
+        self._vectors.append(vector)
+        self._num_held += len(vector.values) // FLOAT32.itemsize + _TOKENS_WORTH_OF_A_PART
+
     @property
     def is_overfull(self) -> bool:
         """Whether too many tokens are unacknowledged."""
@@ -141,6 +149,10 @@ class GatewayLink:
             finished=tuple(self._finished),
             prompt_logprobs=tuple(self._prompt_logprobs),
         )
+        if self._vectors:
+            fields = {name: getattr(message, name) for name in Tokens.__struct_fields__}
+            message = TokensAndVectors(**fields, vectors=tuple(self._vectors))
+            self._vectors = []
         self._columns, self._admitted, self._logprobs, self._finished = [], [], [], []
         self._prompt_logprobs = []
         self._num_held = 0

@@ -72,7 +72,7 @@ def status_of(scheduler: Reported, now: float) -> Status:
         num_gateways=len(scheduler.gateways),
         max_num_batched_tokens=limits.max_num_batched_tokens if view is None else view.max_num_batched_tokens,
         max_num_seqs=limits.max_num_seqs,
-        max_steps_in_flight=limits.max_steps_in_flight,
+        max_steps_in_flight=limits.steps_in_flight(1 if first.info is None else first.info.num_lanes),
         policies=PolicyNames(
             order=limits.order,
             batching=limits.batching,

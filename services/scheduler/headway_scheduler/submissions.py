@@ -9,7 +9,8 @@ import msgspec
 
 from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
-from headway_proto.ingress import Rejected, Submit
+from headway_proto.ingress import Rejected, Submit, SubmitPooled
+from headway_proto.pooling import NO_POOLING, is_known
 from headway_proto.sampling import violations
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -89,12 +90,15 @@ def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
     num_bytes = len(submit.token_ids)
     if num_bytes % INT32.itemsize or not num_bytes:
         return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")
+    pooling = pooling_of(submit)
     checks = (
         (0 <= submit.handle < 1 << 31, "handle", submit.handle, "0 to 2^31 - 1"),
         (len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES, "request_id", submit.request_id, "128 bytes"),
         (len(submit.traceparent) <= MAX_TRACEPARENT_CHARACTERS, "traceparent", submit.traceparent, "128 characters"),
         (len(submit.tenant.encode()) <= MAX_TENANT_BYTES, "tenant", submit.tenant, "128 bytes"),
         (submit.max_tokens >= 1, "max_tokens", submit.max_tokens, "1 or more"),
+        (is_known(pooling), "pooling", pooling, "a number of headway_proto.pooling"),
+        (pooling == NO_POOLING or submit.max_tokens == 1, "max_tokens", submit.max_tokens, "1 with a pooling"),
         (submit.sampling.min_tokens <= submit.max_tokens, "min_tokens", submit.sampling.min_tokens,
          f"at most max_tokens, {submit.max_tokens}"),
         (ingress.PRIORITY_REALTIME <= submit.priority <= ingress.PRIORITY_LOW, "priority", submit.priority, "1 to 4"),
@@ -111,8 +115,13 @@ def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
     return None
 
 
-def new_request(owner: int, submit: Submit, eos_token_ids: tuple[int, ...]) -> NewRequestEvent:
-    """Convert for the core."""
+def pooling_of(submit: Submit) -> int:
+    """Return how the vector that it wants is made; ``NO_POOLING`` if it wants tokens."""
+    return submit.pooling if isinstance(submit, SubmitPooled) else NO_POOLING
+
+
+def new_request(owner: int, submit: Submit, eos_token_ids: tuple[int, ...], adapter: str) -> NewRequestEvent:
+    """Convert for the core. ``adapter``: the identity of the one that is named."""
     sampling = submit.sampling
     stops = set(sampling.stop_token_ids)
     if not submit.ignore_eos:
@@ -136,4 +145,6 @@ def new_request(owner: int, submit: Submit, eos_token_ids: tuple[int, ...]) -> N
         itl_slo_ms=submit.itl_slo_ms,
         has_run=submit.has_run,
         num_prompt_logprobs=submit.num_prompt_logprobs,
+        adapter=adapter,
+        pooling=pooling_of(submit),
     )

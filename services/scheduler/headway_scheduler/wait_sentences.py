@@ -3,7 +3,8 @@
 Owns: the words. Must not know: how ``core.admission`` decided.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from headway_scheduler.core.admission.refusals import Reason
 from headway_scheduler.core.scheduler import Scheduler
@@ -15,28 +16,34 @@ from headway_scheduler.placement.policies import PlacementPolicy, has_role
 MOST_NAMED = 8
 """Executors that a sentence names."""
 
+_WITHOUT_FIGURES: Mapping[Reason, str] = MappingProxyType(
+    {
+        Reason.PAUSED: "admission is paused",
+        Reason.LOSS: "an executor was lost, and its requests start again a few at a time",
+        Reason.PREFIX: "another request is computing the beginning of its prompt, which it will share",
+        Reason.OBJECTIVE: "with one more, running requests would miss their inter-token objective",
+    }
+)
+
 
 def sentence_for(core: Scheduler, request: Request) -> str:
     """Put admission's reason into words."""
-    match core.admission.reason_for(request):
-        case Reason.PAUSED:
-            return "admission is paused"
+    reason = core.admission.reason_for(request)
+    match reason:
         case Reason.ALONE if core.alone is not None:
             return f"{core.alone.new.request_id!r:.64} runs alone, because executors were lost while it ran"
-        case Reason.LOSS:
-            return "an executor was lost, and its requests start again a few at a time"
         case Reason.ROWS if core.max_running == core.limits.max_num_seqs:
             return f"max_num_seqs = {core.max_running} requests are running"
         case Reason.ROWS:
             return f"{core.max_running} requests are running, as many as the token budget or the executor's rows allow"
+        case Reason.ADAPTERS:
+            return f"requests with max_adapters = {core.limits.max_adapters} other adapters are running"
         case Reason.BATCH:
             return f"batching is {core.limits.batching}, and the batch that runs has to end first"
-        case Reason.PREFIX:
-            return "another request is computing the beginning of its prompt, which it will share"
         case Reason.BLOCKS:
             return _blocks_missing(core, request)
-        case Reason.OBJECTIVE:
-            return "with one more, running requests would miss their inter-token objective"
+    if reason in _WITHOUT_FIGURES:
+        return _WITHOUT_FIGURES[reason]
     return f"the budget of {core.max_num_batched_tokens} tokens per step is taken, or it is next"
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+import msgspec
+
 from headway_conformance.failures import ConformanceFailure
 from headway_executor.backend import NO_SPECULATION, BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.batch_state import BatchState
@@ -25,7 +27,8 @@ class ExecutorSide:
         self._backend: ExecutorBackend = backend if is_inline else ThreadedBackend(backend)
         self._timeout_s = timeout_s
         self.info: BackendInfo = self._backend.open(config)
-        self._state = BatchState(self.info)
+        # Every scripted step is of one lane: lanes only let a scheduler keep several steps apart.
+        self._state = BatchState(msgspec.structs.replace(self.info, num_lanes=1))
 
     def begin_epoch(self) -> None:
         self._state.begin_epoch()

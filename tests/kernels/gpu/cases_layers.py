@@ -22,6 +22,20 @@ def norm_case(dtype, width, has_delta):
     )
 
 
+def layer_norm_case(dtype, has_bias):
+    return CompileCase(
+        name=f"add_layer_norm {dtype} {HIDDEN} bias={has_bias}",
+        kernel=norm._add_layer_norm,
+        signature=dict.fromkeys(("hidden", "delta", "out"), f"*{dtype}")
+        | dict.fromkeys(("weight", "bias"), "*fp32")
+        | dict.fromkeys(("hidden_stride", "delta_stride", "out_stride"), "i32")
+        | {"eps": "fp32"},
+        constants={"WIDTH": HIDDEN, "BLOCK": HIDDEN, "HAS_DELTA": True, "HAS_BIAS": has_bias},
+        num_warps=norm.warps_for(HIDDEN),
+        aligned=("hidden", "delta", "weight", "bias", "out", "hidden_stride", "delta_stride", "out_stride"),
+    )
+
+
 def activation_case(dtype):
     return CompileCase(
         name=f"silu_and_multiply {dtype}",
@@ -91,6 +105,8 @@ CASES = [
     norm_case("bf16", HIDDEN, has_delta=False),
     norm_case("bf16", WIDEST, has_delta=True),
     norm_case("fp32", HIDDEN, has_delta=True),
+    layer_norm_case("bf16", has_bias=True),
+    layer_norm_case("fp32", has_bias=False),
     activation_case("bf16"),
     activation_case("fp32"),
     rotary_case("bf16", HEAD_DIM, normalise=False),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway_executor.models.decoder import RmsNorm
 from headway_kernels import reference
-from headway_kernels.gpu.norm import add_rms_norm
+from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 EPS = 1e-5
@@ -48,6 +48,30 @@ def test_equals_the_oracle(kernel_device, num_tokens, width, spare, dtype, adds,
     add_rms_norm(hidden, delta, weight, out[:, :width], eps=EPS)
     assert torch.equal(hidden, expected_hidden)
     torch.testing.assert_close(out[:, :width], expected, **TOLERANCE[dtype])
+    assert out[:, width:].isnan().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(0, 4),
+    width=st.integers(2, 300),
+    dtype=DTYPES,
+    adds=st.booleans(),
+    has_bias=st.booleans(),
+    seed=SEEDS,
+)
+def test_layer_norms_equal_the_oracle(kernel_device, num_tokens, width, dtype, adds, has_bias, seed):
+    hidden = padded(seed, (num_tokens, width), dtype, kernel_device, 2)
+    delta = padded(seed + 1, (num_tokens, width), dtype, kernel_device, 1) if adds else None
+    weight, bias = padded(seed + 2, (2, width), torch.float32, kernel_device, 0)
+    out = torch.full((num_tokens, width + 2), torch.nan, device=kernel_device, dtype=dtype)
+    expected_hidden, expected = hidden.clone(), torch.empty_like(hidden)
+    arguments = (weight, bias if has_bias else None)
+    reference.add_layer_norm(expected_hidden, delta, *arguments, expected, eps=EPS)
+    add_layer_norm(hidden, delta, *arguments, out[:, :width], eps=EPS)
+    assert torch.equal(hidden, expected_hidden)
+    # Rows of nearly equal numbers lose precision by centring.
+    torch.testing.assert_close(out[:, :width], expected, **(TOLERANCE[dtype] | {"atol": 2e-3}))
     assert out[:, width:].isnan().all()
 
 

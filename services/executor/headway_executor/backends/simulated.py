@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from typing import ClassVar
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -22,19 +23,25 @@ from headway_executor.backend import (
 )
 from headway_executor.simulated.pool import SimulatedPool
 from headway_executor.simulated.settings import SimulatedOptions, settings_of
-from headway_executor.simulated.token_hash import Hashes, TokenHash, mix, mix_tokens
-from headway_proto.columns import Int32Array
+from headway_executor.simulated.token_hash import EMBEDDING_SIZE, Hashes, TokenHash, mix, mix_tokens
+from headway_proto.adapters import LoadedAdapter
+from headway_proto.columns import Int32Array, encode_floats
+from headway_proto.pooling import POOL_LAST
 from headway_proto.sampling import NO_LOGPROBS
-from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
+from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs, RowVector
 
 _SPIN_SECONDS = 100e-6
 _PROPOSAL_SALT = 0xD1B54A32D192ED03
 
 
 class SimulatedBackend:
-    """An ``ExecutorBackend`` without a model. Its steps take microseconds and need no thread."""
+    """An ``ExecutorBackend`` without a model. Its steps take microseconds and need no thread.
+
+    As one of several stages it announces a lane for each, and takes its share of a step's time. Tokens are the same.
+    """
 
     executes_inline: ClassVar[bool] = True
+    every_rank_draws: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._options = SimulatedOptions()
@@ -43,12 +50,17 @@ class SimulatedBackend:
         self._move_time_us = 0
         self._poison: dict[int, Int32Array] = {}
         self._prompts: dict[int, NewRow] = {}
+        self._pooled: dict[int, NewRow] = {}
         self._stale_rows: set[int] = set()
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._not_loaded: dict[int, str] = {}
+        self._num_stages = 1
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``. ``config.model`` is a directory or just a name."""
         settings = settings_of(config)
         self._options = settings.options
+        self._num_stages = config.place.pipeline_parallel
         self._hash = TokenHash(
             vocab_size=settings.vocab_size,
             eos_token_ids=settings.eos_token_ids,
@@ -79,7 +91,12 @@ class SimulatedBackend:
             num_host_blocks=settings.num_host_blocks,
             swap_us_per_block=self._swap_us_per_block if settings.num_host_blocks else 0.0,
             supports_prompt_logprobs=True,
-            max_speculative_tokens=settings.max_speculative_tokens,
+            max_speculative_tokens=settings.max_speculative_tokens if self._num_stages == 1 else 0,
+            num_lanes=self._num_stages,
+            supports_adapters=config.place.is_alone,
+            adapters=tuple([self.load_adapter(name, directory) for name, directory in config.adapters.items()]),
+            embedding_size=EMBEDDING_SIZE if self._num_stages == 1 else 0,
+            default_pooling=POOL_LAST,
         )
 
     @property
@@ -113,7 +130,7 @@ class SimulatedBackend:
             result = self._speculate(batch, batch.num_speculative_tokens, reached, result)
             assert result.accepted_tokens is not None
             total += int(result.accepted_tokens[1].sum())
-        microseconds = self._step_time_us(total, len(batch.rows), int(reached.sum()))
+        microseconds = self._step_time_us(total, len(batch.rows), int(reached.sum())) / self._num_stages
         if self._options.real_time:
             _wait_until(started + microseconds * 1e-6)
         return msgspec.structs.replace(
@@ -121,6 +138,7 @@ class SimulatedBackend:
             device_time_us=round(microseconds),
             move_time_us=move_time_us,
             prompt_logprobs=self._report_prompts(batch) if self._prompts else (),
+            vectors=self._make_vectors(batch.rows[sampling], result) if self._pooled else (),
         )
 
     def _inject(self, batch: StepBatch) -> None:
@@ -158,6 +176,15 @@ class SimulatedBackend:
             _wait_until(started + microseconds * 1e-6)
         self._move_time_us += round(microseconds)
 
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``. ``directory`` is just a name: no file is read."""
+        self._adapters[name] = adapter = LoadedAdapter(name, directory, f"{crc32(directory.encode()):016x}")
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """See ``AdapterBackend.unload_adapter``."""
+        self._adapters.pop(name, None)
+
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
         self._pool = None
@@ -167,6 +194,11 @@ class SimulatedBackend:
         self._prefixes[row, : len(new_row.token_ids) + 1] = self._hash.prefixes(new_row.token_ids)
         self._last_tokens[row] = new_row.token_ids[-1]
         self._salts[row] = self._hash.salt(sampling)
+        if new_row.adapter:
+            # Keys and values are others, so the blocks' contents are.
+            self._prefixes[row, : len(new_row.token_ids) + 1] += np.uint64(crc32(new_row.adapter.encode()) << 16)
+            if new_row.adapter not in {adapter.identity for adapter in self._adapters.values()}:
+                self._not_loaded[row] = f"simulated: adapter {new_row.adapter!r:.96} is not loaded"
         if sampling.min_tokens > 0 and sampling.stop_token_ids:
             end = new_row.num_prompt_tokens + sampling.min_tokens
             self._masked[row] = (end, frozenset(sampling.stop_token_ids))
@@ -174,10 +206,13 @@ class SimulatedBackend:
             self._num_logprobs[row] = sampling.logprobs
         if sampling.prompt_logprobs != NO_LOGPROBS:
             self._prompts[row] = new_row
+        if new_row.pooling:
+            self._pooled[row] = new_row
 
     def _forget(self, row: int) -> None:
         self._stale_rows.discard(row)
-        for columns in (self._masked, self._num_logprobs, self._prompts, self._poison):
+        of_rows = (self._masked, self._num_logprobs, self._prompts, self._pooled, self._poison, self._not_loaded)
+        for columns in of_rows:
             columns.pop(row, None)
 
     def _without_stale_rows(self, batch: StepBatch) -> StepBatch:
@@ -199,6 +234,16 @@ class SimulatedBackend:
                 reports.append(RowPromptLogprobs(row, values))
         return tuple(reports)
 
+    def _make_vectors(self, sampling: Int32Array, result: StepResult) -> tuple[RowVector, ...]:
+        failed = {error.row for error in result.errors}
+        return tuple(
+            [
+                RowVector(row, encode_floats(self._hash.vector(self._pooled[row].token_ids, self._pooled[row].pooling)))
+                for row in sampling.tolist()
+                if row in self._pooled and row not in failed
+            ]
+        )
+
     def _sample(self, rows: Int32Array, positions: Int32Array) -> StepResult:
         prefixes = self._prefixes[rows, positions]
         tokens = self._hash.next_tokens(prefixes, self._salts[rows])
@@ -210,6 +255,9 @@ class SimulatedBackend:
             failed = self._last_tokens[rows] == self._options.nan_row_token
             messages |= dict.fromkeys(rows[failed].tolist(), "simulated: the logits are NaN")
             tokens[failed] = ERRORED_ROW
+        if self._not_loaded:
+            messages |= {row: self._not_loaded[row] for row in rows.tolist() if row in self._not_loaded}
+            tokens[np.isin(rows, list(self._not_loaded))] = ERRORED_ROW
         errors = tuple(RowError(row, message) for row, message in sorted(messages.items()))
         self._prefixes[rows, positions + 1] = prefixes + mix_tokens(tokens, positions)
         self._last_tokens[rows] = tokens

@@ -6,8 +6,6 @@ The option ``kernels`` chooses torch operators ("eager") or the CPU kernels ("co
 the kernels if it can.
 """
 
-import math
-import os
 import time
 from pathlib import Path
 
@@ -17,75 +15,83 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
+from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
+from headway_executor.backends.torch_loading import checked, draft_proposer, joined, load, parting_on_error
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
-from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import KvPool, block_bytes_of, num_pool_blocks
+from headway_executor.kv_pool import block_bytes_of
 from headway_executor.model_settings import (
     ModelSettings,
     device_of,
     draft_settings_of,
     settings_of,
 )
-from headway_executor.models.compiled import CompiledModel, library_for, load_compiled
+from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.eager import EagerModel, load_eager
-from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, last_tokens
-from headway_executor.models.loading import as_stored, check_tensors
+from headway_executor.models.families.bert import is_encoder
+from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, step_rows
+from headway_executor.models.sentence_pooling import default_pooling
+from headway_executor.pooling import PooledPart, PooledRows, whole_result, without
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
+from headway_executor.ranks.drawn_tokens import DrawnTokensOut, drawn_channel
+from headway_executor.ranks.following import FollowingModel
+from headway_executor.ranks.group import RankGroup
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.sampler import SampledTokens, Sampler
-from headway_executor.setting_checks import TORCH, check_settings, option_of
-from headway_executor.speculation.draft_model import DraftModel
+from headway_executor.setting_checks import TORCH, check_settings
 from headway_executor.speculation.ngram import PromptLookup
 from headway_executor.speculation.proposer import Asked, Proposer
 from headway_executor.speculation.verification import asked_of, counting, num_accepted, result_of, with_proposals
 from headway_executor.weights import Checkpoint
-from headway_kernels.cpu.library import CpuLibrary
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.pooling import POOL_LAST
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogprobs
-
-_PARAMETERS_PER_THREAD = 16_000_000
 
 
 class TorchBackend:
     """The ``ExecutorBackend`` for torch."""
 
     def __init__(self) -> None:
-        self._model: _OpenModel | None = None
+        self._model: _OpenModel | FollowingModel | OpenEncoder | None = None
+        self._group: RankGroup | None = None
         self._move_time_us = 0
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
         device = device_of(config)
         check_settings(config, TORCH)
-        _check_threads(config.num_threads)
         directory = Path(config.model)
+        if is_encoder(directory):
+            self._model, info = open_encoder(config, device)
+            return info
         settings = settings_of(config, device)
         draft: ModelSettings | None = None
         block_bytes_beside = 0
         if config.speculation == "draft":
             draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
             block_bytes_beside = block_bytes_of(draft.model_config, config.block_size, settings.dtype)
-        with torch.inference_mode(), Checkpoint(directory) as checkpoint:
-            settings = _checked(checkpoint, settings, config)
+        self._group = joined(config)
+        with parting_on_error(self._group), torch.inference_mode(), Checkpoint(directory) as checkpoint:
+            settings = checked(checkpoint, settings, config)
             model_config, dtype, max_model_len = settings
-            forward = _load(config, settings, checkpoint, device, block_bytes_beside)
+            forward = load(config, settings, checkpoint, device, self._group, block_bytes_beside)
             fingerprint = checkpoint.fingerprint()
-            compiler = compiler_for(
-                directory, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
-            )
-            constraints = ConstrainedRows(compiler)
-            sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
-            proposer: Proposer | None = PromptLookup() if config.speculation == "ngram" else None
-            if draft is not None:
-                proposer = _draft_proposer(config, draft._replace(dtype=dtype), forward.pool, device, sampler)
-            self._model = _OpenModel(config, forward, max_model_len, device, sampler, constraints, proposer)
-            self._model.warm_up()
-            swap_us_per_block = forward.pool.measure_swap_us()
-        pool = forward.pool
+            for name, adapter in config.adapters.items():
+                assert forward.adapters is not None  # the settings are checked
+                forward.adapters.load(name, adapter)
+            _warm_up(forward, max_model_len)
+            swap_us_per_block = _slowest(forward.pool.measure_swap_us(), self._group)
+            supports_constraints = False
+            if config.place.rank == 0:
+                opened = _drawing(config, settings, forward, device, self._group, draft)
+                supports_constraints = opened.constraints.is_supported
+                self._model = opened
+            else:
+                self._model = _following(config, settings, forward, self._group)
+        pool, adapters = forward.pool, forward.adapters
         return BackendInfo(
             backend="torch",
             device=str(device),
@@ -101,8 +107,15 @@ class TorchBackend:
             num_host_blocks=pool.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
             supports_prompt_logprobs=True,
-            supports_constraints=constraints.is_supported,
+            supports_constraints=supports_constraints,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
+            # A step that speculates is answered before the next: one lane then, and stages that wait for each other.
+            num_lanes=config.place.pipeline_parallel if config.speculation == "off" else 1,
+            supports_adapters=adapters is not None,
+            adapters=() if adapters is None else adapters.loaded,
+            # Ranks share hidden states in parts, which nobody puts together.
+            embedding_size=model_config.hidden_size if config.place.is_alone else 0,
+            default_pooling=default_pooling(directory, POOL_LAST),
         )
 
     def execute(self, batch: StepBatch) -> StepResult:
@@ -126,14 +139,37 @@ class TorchBackend:
             self._opened.load_blocks(contents, blocks)
         self._move_time_us += (time.perf_counter_ns() - started) // 1000
 
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``."""
+        return self._adapters.load(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """See ``AdapterBackend.unload_adapter``."""
+        self._adapters.unload(name)
+
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
-        if self._model is not None:
+        if isinstance(self._model, _OpenModel):
             self._model.constraints.close()
-            self._model = None
+        self._model = None
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     @property
-    def _opened(self) -> "_OpenModel":
+    def group(self) -> RankGroup | None:
+        """The other ranks of this executor, once open."""
+        return self._group
+
+    @property
+    def _adapters(self) -> ModelAdapters:
+        opened = self._opened
+        if isinstance(opened, OpenEncoder) or opened.forward.adapters is None:
+            raise BackendConfigError(NO_ADAPTERS)
+        return opened.forward.adapters
+
+    @property
+    def _opened(self) -> "_OpenModel | FollowingModel | OpenEncoder":
         if self._model is None:
             raise RuntimeError("the backend is not open")
         return self._model
@@ -149,25 +185,19 @@ class _OpenModel:
         sampler: Sampler,
         constraints: ConstrainedRows,
         proposer: Proposer | None,
+        others: DrawnTokensOut | None,
     ) -> None:
         self.forward = forward
+        self._adapters = forward.adapters
         self.constraints = constraints
         self._device = device
         self._sampler = sampler
         self._token_ids = torch.zeros((config.max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
         self._refusals = Refusals(sampler.vocab_size)
         self._prompts = PromptReports()
+        self._pooled = PooledRows()
         self._proposer = proposer
-
-    def warm_up(self) -> None:
-        """The first request must not pay one-time costs."""
-        num_tokens = min(self.forward.pool.block_size, self._token_ids.shape[1] - 1)
-        self._sampler.add_row(0, SamplingParams(temperature=0.0), num_tokens)
-        for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
-            if new:
-                first = np.zeros(1, dtype=np.int64)
-                rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
-                self.forward.run(rows, self._token_ids)
+        self._others = others
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> None:
         self.forward.pool.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
@@ -183,16 +213,31 @@ class _OpenModel:
         started = time.perf_counter_ns()
         self._refusals.forget(batch.finished_rows)
         self.constraints.forget(batch.finished_rows)
+        if self._adapters is not None:
+            self._adapters.leave(batch.finished_rows)
         for new in batch.new_rows:
-            self._add_row(new.row, new.token_ids, new.num_prompt_tokens, new.sampling)
+            self._add_row(new)
         self._prompts.begin_step(batch)
+        self._pooled.begin_step(batch)
         if self._proposer is not None:
             self._proposer.follow(batch)
         if not len(batch.rows):
             return StepResult(sampled_token_ids=EMPTY_COLUMN)
-        result = self._run(batch) if batch.num_speculative_tokens is None else self._speculate(batch)
+        part = self._pooled.part_of(batch)
+        result = self._generate(batch) if part is None else self._pool(batch, part)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return msgspec.structs.replace(result, device_time_us=elapsed_us)
+
+    def _pool(self, batch: StepBatch, part: PooledPart) -> StepResult:
+        """A step with pooled rows: first the others, which may be waited for."""
+        rest = without(batch, part)
+        result = self._generate(rest) if len(rest.rows) else StepResult(sampled_token_ids=EMPTY_COLUMN)
+        refused = self._refusals.among(batch.rows)
+        vectors, errors = self._pooled.run(part, self.forward, self._token_ids, refused)
+        return whole_result(rest, result, part, vectors, errors)
+
+    def _generate(self, batch: StepBatch) -> StepResult:
+        return self._run(batch) if batch.num_speculative_tokens is None else self._speculate(batch)
 
     def _run(self, batch: StepBatch) -> StepResult:
         drawn: Int32Array = EMPTY_COLUMN
@@ -200,19 +245,14 @@ class _OpenModel:
         errors: tuple[RowError, ...] = ()
         sampling = np.flatnonzero(batch.samples)
         sampled_rows = batch.rows[sampling]
-        rows = StepRows(
-            numbers=batch.rows.astype(np.int64),
-            num_new=batch.num_scheduled_tokens.astype(np.int64),
-            num_computed=batch.num_computed_tokens.astype(np.int64),
-            tables=batch.block_table[batch.rows],
-            wanted=last_tokens(batch.num_scheduled_tokens.astype(np.int64))[sampling],
-        )
+        rows = step_rows(batch)
         logits, prompt_logprobs = self._forward(batch, rows)
         if len(sampling):
             assert logits is not None
             numbers, positions = rows.numbers[sampling], (rows.num_computed + rows.num_new)[sampling]
             sampled, drawn = self._draw(logits, numbers, positions)
             self._token_ids[numbers, positions] = sampled.token_ids.clamp(min=0).to(torch.int32)
+            self._tell_others(numbers, positions, drawn, len(drawn))
             logprobs, errors = sampled.logprobs, sampled.errors
         drawn, errors = with_refusals(sampled_rows, drawn, errors, self._refusals.among(sampled_rows))
         return StepResult(sampled_token_ids=drawn, logprobs=logprobs, errors=errors, prompt_logprobs=prompt_logprobs)
@@ -235,6 +275,7 @@ class _OpenModel:
         kept = counting(draws, asked, accepted)
         right = sampled.token_ids[torch.from_numpy(kept).to(self._device)].clamp(min=0).to(torch.int32)
         self._token_ids[draws.numbers[kept], draws.positions[kept]] = right
+        self._tell_others(draws.numbers[kept], draws.positions[kept], drawn[kept], len(drawn))
         self._proposer.settle(asked, counts, accepted)
         result = result_of(sampled, kept, draws, asked, counts, accepted)
         drawn, errors = with_refusals(
@@ -263,6 +304,10 @@ class _OpenModel:
         masks.advance(drawn)
         return sampled, drawn
 
+    def _tell_others(self, numbers: Int64Array, positions: Int64Array, drawn: Int32Array, num_draws: int) -> None:
+        if self._others is not None:
+            self._others.tell(numbers, positions, drawn, num_draws)
+
     def _proposals(self, asked: Asked, counts: Int64Array) -> Int32Array:
         owner = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
@@ -274,109 +319,68 @@ class _OpenModel:
         )
         return stored
 
-    def _add_row(self, row: int, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        token_ids = self._refusals.admit(row, token_ids)
-        self.constraints.add(row, sampling.constraint, token_ids[num_prompt_tokens:])
+    def _add_row(self, new: NewRow) -> None:
+        row = new.row
+        token_ids = self._refusals.admit(row, new.token_ids)
+        self.constraints.add(row, new.sampling.constraint, token_ids[new.num_prompt_tokens :])
         self._token_ids[row, : len(token_ids)] = torch.from_numpy(token_ids.astype(np.int32))
-        self._sampler.add_row(row, sampling, num_prompt_tokens)
+        self._sampler.add_row(row, new.sampling, new.num_prompt_tokens)
+        if self._adapters is not None:
+            why_not = self._adapters.enter(row, new.adapter)
+            if why_not:
+                self._refusals.add({row: why_not})
 
 
-def _check_threads(num_threads: int) -> None:
-    if num_threads < 0:
-        raise BackendConfigError(f"num_threads {num_threads} is not allowed; allowed: 0 (as the model needs) or more")
-
-
-def _threads_that_pay(num_parameters: int) -> int:
-    """In a small model, threads wait longer than they work."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, num_parameters // _PARAMETERS_PER_THREAD))
-
-
-def _load(
+def _drawing(
     config: BackendConfig,
     settings: ModelSettings,
-    checkpoint: Checkpoint,
+    forward: ForwardPass,
     device: torch.device,
-    block_bytes_beside: int = 0,
-) -> ForwardPass:
-    """The draft model's blocks take ``block_bytes_beside``."""
-    model_config, dtype, max_model_len = settings
-    num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters)
-    library = _kernels(config, model_config, dtype, device)
-    if library is None:
-        torch.set_num_threads(num_threads)
-        decoder = load_eager(model_config, checkpoint, max_model_len=max_model_len, dtype=dtype, device=device)
-        block_shape: tuple[int, ...] = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
-        return EagerModel(model_config, decoder, _pool(config, settings, block_shape, device, block_bytes_beside))
-    # Torch's threads spin for a while after each operator; this would disturb the threads of the kernels.
-    torch.set_num_threads(1)
-    compiled = load_compiled(
-        model_config,
-        checkpoint,
-        library,
-        quantization=config.quantization,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_threads=num_threads,
+    group: RankGroup | None,
+    draft: ModelSettings | None,
+) -> _OpenModel:
+    model_config: ModelConfig = settings.model_config
+    compiler = compiler_for(
+        Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
     )
-    return CompiledModel(compiled, _pool(config, settings, (compiled.block_floats,), device, block_bytes_beside))
+    sampler = Sampler(vocab_size=model_config.vocab_size, max_num_rows=config.max_num_seqs, device=device)
+    sampler.add_row(0, SamplingParams(temperature=0.0), 1)
+    proposer = _lookup(config)
+    if draft is not None:
+        proposer = draft_proposer(config, draft._replace(dtype=settings.dtype), forward.pool, device, sampler)
+    others = None if group is None else DrawnTokensOut(drawn_channel(group, config))
+    constraints = ConstrainedRows(compiler)
+    return _OpenModel(config, forward, settings.max_model_len, device, sampler, constraints, proposer, others)
 
 
-def _draft_proposer(
-    config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device, sampler: Sampler
-) -> DraftModel:
-    own = msgspec.structs.replace(
+def _following(
+    config: BackendConfig, settings: ModelSettings, forward: ForwardPass, group: RankGroup | None
+) -> FollowingModel:
+    assert group is not None
+    return FollowingModel(
         config,
-        model=config.draft_model,
-        num_kv_blocks=pool.num_blocks,
-        swap_space_mib=0,
-        host_memory=lambda *_: None,
+        forward,
+        drawn_channel(group, config),
+        _lookup(config),
+        max_model_len=settings.max_model_len,
+        vocab_size=settings.model_config.vocab_size,
     )
-    with Checkpoint(Path(config.draft_model)) as checkpoint:
-        forward = _load(own, _checked(checkpoint, draft, own), checkpoint, device)
-    return DraftModel(forward, sampler, draft.max_model_len)
 
 
-def _checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:
-    check_tensors(settings.model_config, checkpoint)
-    return settings._replace(model_config=as_stored(settings.model_config, checkpoint, config.warn))
+def _lookup(config: BackendConfig) -> Proposer | None:
+    return PromptLookup() if config.speculation == "ngram" else None
 
 
-def _kernels(
-    config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> CpuLibrary | None:
-    asked = option_of(config, TORCH, "kernels")
-    library = None if asked == "eager" else library_for(model_config, device, dtype)
-    if library is None:
-        missing = "needs the CPU kernels: installed, on a processor they know, dtype float32, device cpu"
-        if asked == "compiled":
-            raise BackendConfigError(f"backend_options kernels 'compiled' {missing}; allowed here: auto, eager")
-        if config.quantization == "int8":
-            raise BackendConfigError(f"quantization 'int8' {missing}; allowed here: none")
-    return library
+def _slowest(microseconds: float, group: RankGroup | None) -> float:
+    return microseconds if group is None else group.most([round(1e3 * microseconds)])[0] / 1e3
 
 
-def _pool(
-    config: BackendConfig,
-    settings: ModelSettings,
-    block_shape: tuple[int, ...],
-    device: torch.device,
-    block_bytes_beside: int,
-) -> KvPool:
-    model_config, dtype, max_model_len = settings
-    block_bytes = model_config.num_layers * math.prod(block_shape) * dtype.itemsize
-    num_blocks = num_pool_blocks(
-        config, max_model_len=max_model_len, block_bytes=block_bytes + block_bytes_beside, device=device
-    )
-    return KvPool(
-        num_layers=model_config.num_layers,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        block_shape=block_shape,
-        dtype=dtype,
-        device=device,
-        num_host_blocks=num_host_blocks(
-            swap_space_mib=config.swap_space_mib, block_bytes=block_bytes, num_device_blocks=num_blocks, device=device
-        ),
-        host_memory=config.host_memory,
-    )
+def _warm_up(forward: ForwardPass, max_model_len: int) -> None:
+    """The first request must not pay one-time costs."""
+    num_tokens = min(forward.pool.block_size, max_model_len)
+    token_ids = torch.zeros((1, num_tokens), dtype=torch.int32, device=forward.pool.layers.device)
+    for computed, new in ((0, num_tokens - 1), (num_tokens - 1, 1)):
+        if new:
+            first = np.zeros(1, dtype=np.int64)
+            rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
+            forward.run(rows, token_ids)

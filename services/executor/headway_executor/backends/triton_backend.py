@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, NewRow, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, StepMasks, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import open_pool
-from headway_executor.gpu.decoder import Decoder, load_decoder
+from headway_executor.gpu.decoder import FEATURES, Decoder, load_decoder
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
@@ -38,6 +38,7 @@ from headway_executor.gpu.step_upload import StepUpload
 from headway_executor.kv_pool import num_pool_blocks
 from headway_executor.model_settings import ModelSettings, device_of, settings_of
 from headway_executor.models.config import ModelConfig
+from headway_executor.models.features import lacking
 from headway_executor.models.loading import TensorSource, as_stored, check_tensors, expected_tensors
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.random_weights import RandomCheckpoint
@@ -74,6 +75,7 @@ class TritonBackend:
         runtime = runtime_for(device)
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
+        _check_features(model_config)
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
@@ -384,11 +386,19 @@ def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) ->
     return counts
 
 
+def _check_features(model_config: ModelConfig) -> None:
+    missing = lacking(model_config, FEATURES)
+    if missing:
+        raise BackendConfigError(
+            f"backend 'triton' is not allowed with {model_config.architecture}, which has {missing}; allowed: backend torch"
+        )
+
+
 def _open_weights(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Checkpoint | RandomCheckpoint:
     if option_of(config, TRITON, "weights") == "random":
         return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))
-    check_tensors(model_config, checkpoint)
+    check_tensors(model_config, checkpoint, config.quantization)
     return checkpoint

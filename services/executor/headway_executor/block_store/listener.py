@@ -100,7 +100,7 @@ class Listener:
         self._guard.start()
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         try:
-            self._socket.bind(f"tcp://{_numeric(host)}:{port}")
+            self._socket.bind(f"tcp://{numeric_host(host)}:{port}")
         except OSError as error:  # zmq.ZMQError is none, but socket.gaierror is
             raise BackendConfigError(f"{FIELD}: {address!r:.64} cannot be bound: {error.strerror}") from error
         except zmq.ZMQError as error:
@@ -131,7 +131,7 @@ class Listener:
             self._socket.send_multipart((peer, message.data), zmq.NOBLOCK, copy=False)
 
 
-def _numeric(host: str) -> str:
+def numeric_host(host: str) -> str:
     """A name as an address, since libzmq binds no names."""
     try:
         ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))

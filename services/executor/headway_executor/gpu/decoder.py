@@ -11,48 +11,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway_executor.gpu.activations import Activate, activation_of
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.linear import DenseLinear, DeviceLinear, QuantizationKind, QuantizedLinear, SplitWorkspace
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.linear import placed
-from headway_executor.models.config import ModelConfig
-from headway_executor.models.loading import ModelTensors, TensorSource
-from headway_executor.models.rope import rotations
-from headway_kernels.gpu.activation import silu_and_multiply
+from headway_executor.models.config import ModelConfig, RopeConfig
+from headway_executor.models.decoder import capped_
+from headway_executor.models.features import DENSE
+from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
+from headway_executor.models.rope import halves, rotations
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tuning import tokens_per_tile
-from headway_kernels.gpu.norm import add_rms_norm
+from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
+
+FEATURES = DENSE
+"""What these kernels have beyond a plain decoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """``qkv`` and ``gate_up`` give their parts side by side.
+    """``qkv`` and ``gate_up`` give their parts side by side. Norms that a model does not have are None.
 
-    ``query_norm`` and ``key_norm`` are ``[head_dim]`` or None. A query sees ``window`` positions; None: all.
+    ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads. A query sees ``window`` positions; None:
+    all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``.
     """
 
-    attention_norm: Tensor
+    attention_norm: NormTensors | None
     qkv: DeviceLinear
     query_norm: Tensor | None
     key_norm: Tensor | None
+    cosines: Tensor
+    sines: Tensor
     output: DeviceLinear
+    attention_post_norm: NormTensors | None
     window: int | None
-    mlp_norm: Tensor
+    mlp_norm: NormTensors | None
     gate_up: DeviceLinear
+    up_width: int
+    activate: Activate
     down: DeviceLinear
+    mlp_post_norm: NormTensors | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """``embedding`` ``[vocab, hidden]``; ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``."""
+    """``embedding`` ``[vocab, hidden]``."""
 
     embedding: Tensor
-    cosines: Tensor
-    sines: Tensor
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
+    final_norm: NormTensors
     head: DeviceLinear
 
 
@@ -98,7 +108,6 @@ class Decoder:
         self._weights = weights
         self._rows = rows
         self._columns = columns
-        self._scale = float(config.head_dim**-0.5)
         self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, device)
         self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
@@ -113,12 +122,14 @@ class Decoder:
         rows = self._expand(num_tokens, num_rows)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
         qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
-        gate_up, inner = space.gate_up[:num_tokens], space.inner[:num_tokens]
+        inner = space.inner[:num_tokens]
         torch.index_select(weights.embedding, 0, space.token_ids[:num_tokens], out=hidden)
         update: Tensor | None = None
         for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
-            add_rms_norm(hidden, update, layer.attention_norm, normed, eps=config.rms_norm_eps)
-            layer.qkv(normed, qkv)
+            layer.qkv(self._normed(hidden, update, layer.attention_norm, normed), qkv)
+            if config.is_parallel:
+                # Before anything is added to the hidden state.
+                self._normed(hidden, None, layer.mlp_norm, normed)
             self._rotate(qkv, layer, layer_pool, num_tokens)
             paged_attention(
                 qkv[:, : config.num_heads * config.head_dim],
@@ -127,31 +138,61 @@ class Decoder:
                 rows,
                 self._attention_space,
                 num_kv_heads=config.num_kv_heads,
-                scale=self._scale,
+                scale=config.attention.scale,
                 window=layer.window,
+                soft_cap=config.attention.softcap,
                 has_decodes=has_decodes,
                 has_chunks=has_chunks,
             )
             layer.output(attended, delta)
-            add_rms_norm(hidden, delta, layer.mlp_norm, normed, eps=config.rms_norm_eps)
-            layer.gate_up(normed, gate_up)
-            silu_and_multiply(gate_up, inner)
+            self._finish(delta, layer.attention_post_norm)
+            gate_up = space.gate_up[:num_tokens, : layer.up_width]
+            if config.is_parallel:
+                layer.gate_up(normed, gate_up)
+                hidden.add_(delta)
+            else:
+                layer.gate_up(self._normed(hidden, delta, layer.mlp_norm, normed), gate_up)
+            layer.activate(gate_up, inner)
             layer.down(inner, delta)
+            self._finish(delta, layer.mlp_post_norm)
             update = delta
-        add_rms_norm(hidden, update, weights.final_norm, normed, eps=config.rms_norm_eps)
+        self._normed(hidden, update, weights.final_norm, normed)
 
     def logits(self, num_sampled: int) -> Tensor:
         """Logits ``[num_sampled, vocab]``, in memory that the next call reuses."""
         last, logits = self._space.last[:num_sampled], self._space.logits[:num_sampled]
         gather_rows(self._space.normed, self._columns.sampled_token[:num_sampled], last)
         self._weights.head(last, logits)
-        return logits
+        return self._scaled(logits)
 
     def logits_of(self, first: int, count: int) -> Tensor:
         """Logits of ``count`` tokens from ``first`` on, at most one per row."""
         logits = self._space.logits[:count]
         self._weights.head(self._space.normed[first : first + count], logits)
-        return logits
+        return self._scaled(logits)
+
+    def _normed(self, hidden: Tensor, update: Tensor | None, norm: NormTensors | None, out: Tensor) -> Tensor:
+        """Add ``update`` to the hidden state; return it behind a norm, if there is one."""
+        if norm is None:
+            return hidden if update is None else hidden.add_(update)
+        eps = self._config.norm.eps
+        if self._config.norm.kind == "rms":
+            add_rms_norm(hidden, update, norm.weight, out, eps=eps)
+        else:
+            add_layer_norm(hidden, update, norm.weight, norm.bias, out, eps=eps)
+        return out
+
+    def _finish(self, delta: Tensor, norm: NormTensors | None) -> None:
+        """What happens to an update before it is added."""
+        self._normed(delta, None, norm, delta)
+        if self._config.scalings.residual != 1:
+            delta.mul_(self._config.scalings.residual)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        scalings = self._config.scalings
+        if scalings.logits != 1:
+            logits.mul_(scalings.logits)
+        return logits if scalings.logits_softcap is None else capped_(logits, scalings.logits_softcap)
 
     def _expand(self, num_tokens: int, num_rows: int) -> AttentionRows:
         space, columns = self._space, self._columns
@@ -180,19 +221,26 @@ class Decoder:
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, layer_pool: Tensor, num_tokens: int) -> None:
         config, space = self._config, self._space
+        by_head = config.attention.qk_norm == "head"
+        if config.attention.qk_norm == "all":
+            widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+            norms = (layer.query_norm, layer.key_norm)
+            for part, norm in zip(torch.split(qkv[:, : sum(widths)], list(widths), dim=1), norms, strict=True):
+                assert norm is not None
+                add_rms_norm(part, None, norm, part, eps=config.norm.eps)
         rotate_and_store(
             qkv,
             space.positions[:num_tokens],
             space.slots[:num_tokens],
-            self._weights.cosines,
-            self._weights.sines,
+            layer.cosines,
+            layer.sines,
             layer_pool,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            q_norm=layer.query_norm,
-            k_norm=layer.key_norm,
-            eps=config.rms_norm_eps,
+            q_norm=layer.query_norm if by_head else None,
+            k_norm=layer.key_norm if by_head else None,
+            eps=config.norm.eps,
         )
 
 
@@ -207,7 +255,7 @@ def load_decoder(
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
     """Load to ``device``; embedding and head are not quantised."""
-    tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim), device)
+    tensors = ModelTensors(config, checkpoint, halves(config.head_dim, config.attention), device)
     workspace = SplitWorkspace(device)
 
     def here(tensor: Tensor) -> Tensor:
@@ -219,38 +267,73 @@ def load_decoder(
             return DenseLinear(here(weight), own_bias)
         return QuantizedLinear(weight, own_bias, quantization, dtype=dtype, workspace=workspace)
 
+    def norm(weight: Tensor) -> Tensor:
+        return here(weight) if config.norm.rounds_first else placed(weight, torch.float32, device)
+
+    tables = {layer.rope: _table(config, layer.rope, max_model_len, device) for layer in config.layers}
+
     def layer(index: int) -> LayerWeights:
         progress(index, config.num_layers)
-        return _layer(tensors, index, config.sliding_windows[index], here, linear)
+        return _layer(tensors, config, index, tables[config.layers[index].rope], norm, linear)
 
-    table = rotations(config.rope, config.head_dim, max_model_len)
-    embedding = here(tensors.embedding())
+    embedding = here(tensors.embedding(dtype))
+    is_shared = config.tie_word_embeddings and config.scalings.embedding == 1
     return DecoderWeights(
         embedding=embedding,
-        cosines=table.real.contiguous().to(device),
-        sines=table.imag.contiguous().to(device),
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=here(tensors.final_norm()),
-        head=DenseLinear(embedding if config.tie_word_embeddings else here(tensors.head()), None),
+        final_norm=_placed_norm(tensors.final_norm(), norm),
+        head=DenseLinear(embedding if is_shared else here(tensors.head()), None),
     )
 
 
 def _layer(
     tensors: ModelTensors,
+    config: ModelConfig,
     index: int,
-    window: int | None,
-    here: Callable[[Tensor], Tensor],
+    table: Tensor,
+    place_norm: Callable[[Tensor], Tensor],
     linear: Callable[[Tensor, Tensor | None], DeviceLinear],
 ) -> LayerWeights:
-    qk_norm = tensors.qk_norm(index)
+    def norm(name: str | None) -> NormTensors | None:
+        stored = tensors.norm(index, name)
+        return None if stored is None else _placed_norm(stored, place_norm)
+
+    feed, names = config.layers[index].feed_forward, config.names
+    query_norm, key_norm = _head_norms(config, tensors.qk_norm(index))
     return LayerWeights(
-        attention_norm=here(tensors.attention_norm(index)),
+        attention_norm=norm(names.attention_norm),
         qkv=linear(*tensors.qkv(index)),
-        query_norm=None if qk_norm is None else here(qk_norm[0]),
-        key_norm=None if qk_norm is None else here(qk_norm[-1]),
+        query_norm=None if query_norm is None else place_norm(query_norm),
+        key_norm=None if key_norm is None else place_norm(key_norm),
+        cosines=table[0],
+        sines=table[1],
         output=linear(*tensors.output(index)),
-        window=window,
-        mlp_norm=here(tensors.mlp_norm(index)),
+        attention_post_norm=norm(names.attention_post_norm),
+        window=config.layers[index].window,
+        mlp_norm=norm(names.mlp_norm),
         gate_up=linear(*tensors.gate_up(index)),
+        up_width=feed.intermediate_size * (2 if feed.is_gated else 1),
+        activate=activation_of(feed),
         down=linear(*tensors.down(index)),
+        mlp_post_norm=norm(names.mlp_post_norm),
     )
+
+
+def _placed_norm(norm: NormTensors, place: Callable[[Tensor], Tensor]) -> NormTensors:
+    return NormTensors(place(norm.weight), None if norm.bias is None else place(norm.bias))
+
+
+def _head_norms(config: ModelConfig, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of queries and of keys: for a head, or for all."""
+    if weights is None or config.attention.qk_norm == "head":
+        return (None, None) if weights is None else (weights[0], weights[-1])
+    return weights[: config.num_heads].flatten(), weights[config.num_heads :].flatten()
+
+
+def _table(config: ModelConfig, rope: RopeConfig | None, max_model_len: int, device: torch.device) -> Tensor:
+    """Cosines and sines of a layer, ``[2, context, head_dim/2]``; without rope, those of no rotation."""
+    if rope is None:
+        table = torch.ones(max_model_len, config.head_dim // 2, dtype=torch.complex64)
+    else:
+        table = rotations(rope, config.head_dim, max_model_len, config.attention.rotary_dim)
+    return torch.stack([table.real, table.imag]).to(device)

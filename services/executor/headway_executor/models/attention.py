@@ -29,21 +29,24 @@ _Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes that attention needs."""
+    """The sizes that attention needs; ``scale`` multiplies scores, ``softcap`` bounds them."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused attention computes it."""
+        return self.softcap is None and not self.has_sinks
 
     @property
     def query_width(self) -> int:
         """Columns of all query heads."""
         return self.num_heads * self.head_dim
-
-    @property
-    def scale(self) -> float:
-        """The factor on every score."""
-        return float(self.head_dim**-0.5)
 
 
 class KvVectors:
@@ -106,7 +109,7 @@ class OrderedRows:
 class Group(Protocol):
     """Consecutive tokens that attend together."""
 
-    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:
         """Return ``[tokens, query width]``.
 
         ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` contain the new positions.
@@ -125,11 +128,11 @@ class AttentionPlan:
         self._written = torch.from_numpy(np.concatenate([keys, keys + self._vectors.value_offset]).T.reshape(-1))
         self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
 
-    def attend(self, index: int, window: int | None, qkv: Tensor) -> Tensor:
+    def attend(self, index: int, window: int | None, qkv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Store new keys and values, and attend; return ``[tokens, heads * head_dim]``.
 
         ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``. A query sees ``window`` positions, its own included;
-        None: all.
+        None: all. ``sinks`` ``[heads]``: in each head's softmax a score without a value.
         """
         shape = self._shape
         vectors = self._vectors.of_layer(index)
@@ -139,8 +142,8 @@ class AttentionPlan:
         if groups is None:
             groups = self._groups[window] = _group(shape, self._vectors, self._rows, window, qkv)
         if len(groups) == 1:
-            return groups[0][1].attend(qkv, vectors)
-        return torch.cat([group.attend(qkv[tokens], vectors) for tokens, group in groups])
+            return groups[0][1].attend(qkv, vectors, sinks)
+        return torch.cat([group.attend(qkv[tokens], vectors, sinks) for tokens, group in groups])
 
 
 def _group(
@@ -202,15 +205,13 @@ class _PaddedDecode:
         self._gather = _Gather(shape, vectors, padded, like)
         self._seen = torch.from_numpy(seen).to(like.device)
 
-    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
         # Padding reads slot 0, which may hold NaN: a weight of zero would not hide it.
         values = values.masked_fill(~self._seen.transpose(2, 3), 0.0)
         queries = qkv[:, : shape.query_width].view(-1, shape.num_heads, 1, shape.head_dim)
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=self._seen, scale=shape.scale, enable_gqa=True
-        )
+        attended = _attend(shape, queries, keys, values, self._seen, sinks)
         return attended.reshape(-1, shape.query_width)
 
 
@@ -234,20 +235,19 @@ class _NewChunks:
         self._shape = shape
         self._size = (num_rows, num_new)
         binding = window is not None and window < num_new
-        self._mask = _mask(0, num_new, window, like) if binding else None
+        self._mask = _mask(0, num_new, window, like) if binding or not shape.is_plain else None
 
-    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:  # noqa: ARG002 - all keys are new
+    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG002 - all keys are new
         shape = self._shape
         heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
         first_value = shape.num_heads + shape.num_kv_heads
-        attended = functional.scaled_dot_product_attention(
+        attended = _attend(
+            shape,
             heads[:, : shape.num_heads],
             heads[:, shape.num_heads : first_value],
             heads[:, first_value:],
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            scale=shape.scale,
-            enable_gqa=True,
+            self._mask,
+            sinks,
         )
         return attended.transpose(1, 2).reshape(-1, shape.query_width)
 
@@ -269,14 +269,32 @@ class _ContinuedChunk:
         self._gather = _Gather(shape, vectors, slots[None], like)
         self._mask = _mask(past, num_new, window, like)
 
-    def attend(self, qkv: Tensor, vectors: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
         queries = qkv[:, : shape.query_width].view(1, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=self._mask, scale=shape.scale, enable_gqa=True
-        )
+        attended = _attend(shape, queries, keys, values, self._mask, sinks)
         return attended.transpose(1, 2).reshape(-1, shape.query_width)
+
+
+def _attend(
+    shape: AttentionShape, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of ``[rows, heads, tokens, head_dim]``. ``mask``: of booleans, or additive, or None for a causal one."""
+    if shape.is_plain:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
+        )
+    assert mask is not None
+    group = queries.shape[1] // keys.shape[1]
+    scores = queries @ keys.repeat_interleave(group, 1).transpose(2, 3) * shape.scale
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    scores = scores.masked_fill(~mask, _MASKED) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    return weights[..., : keys.shape[2]] @ values.repeat_interleave(group, 1)
 
 
 def _mask(past: int, num_new: int, window: int | None, like: Tensor) -> Tensor:

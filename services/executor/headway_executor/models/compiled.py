@@ -5,59 +5,119 @@ Owns: their weights and arguments. Must not know: how they compute.
 A row's logits have the same bits in any step and with any chunks, but not with any variant of the kernels.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.kv_pool import KvPool
 from headway_executor.linear import placed
-from headway_executor.models.config import ModelConfig
+from headway_executor.models.adapters import GATE_UP, OUTPUT, QKV, SITES, AdapterWeights, LowRank, ModelAdapters
+from headway_executor.models.coded_tensors import CodedTensors, Projection
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
+from headway_executor.models.expert_tensors import ExpertTensors
+from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
-from headway_executor.models.loading import ModelTensors
-from headway_executor.models.rope import rotations
+from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
+from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
+from headway_executor.models.part import ModelPart, part_of, whole
+from headway_executor.models.rope import halves, rotations
+from headway_executor.models.stage import Stage
+from headway_executor.ranks.place import RankPlace
 from headway_executor.weights import Checkpoint
-from headway_kernels.cpu.library import (
-    CpuLibrary,
+from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter
+from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits
+from headway_kernels.cpu.decoder import (
     Decoder,
     DecoderShape,
     LayerWeights,
-    PackedLinear,
-    Team,
-    WeightForm,
-    load_library,
+    NormKind,
+    NormWeights,
+    OwnColumns,
+    Rotations,
+    StageMates,
 )
+from headway_kernels.cpu.experts import PackedExperts, packed_expert
+from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
+from headway_kernels.cpu.latent import PackedExpansion, PackedLatent
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, load_library
+from headway_kernels.experts import Expert
 
 _ENOUGH_TO_TELL = 1024
 """Values of a matrix to check first: weights in full precision show in a few."""
 
 
-def library_for(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
-    """Return the kernels if they can run this model on this processor."""
-    if device.type != "cpu" or dtype != torch.float32:
-        return None
-    library = load_library()
-    if library is None or config.head_dim > library.max_head_dim:
-        return None
-    return library
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": Activation.SILU,
+        "gelu": Activation.GELU,
+        "gelu_tanh": Activation.GELU_TANH,
+        "relu": Activation.RELU,
+        "relu2": Activation.RELU2,
+        "clamped_swish": Activation.CLAMPED_SWISH,
+    }
+)
+
+
+def library_for(device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
+    """Return the kernels if this processor and the settings allow them."""
+    return load_library() if device.type == "cpu" and dtype == torch.float32 else None
+
+
+def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> str:
+    """What of this model the kernels do not have, in words; empty if nothing."""
+    if config.head_dim > library.max_head_dim:
+        return f"heads of {config.head_dim} channels"
+    every = frozenset(Feature)
+    return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM})
+
+
+def part_for(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> ModelPart:
+    """The part of one rank, cut where the kernels can cut. Raises ``BackendConfigError``: see ``part_of``."""
+    return part_of(config, place, unit=library.panel, head_unit=library.lanes)
 
 
 class CompiledModel:
     """A ``ForwardPass``. ``decoder`` and ``pool`` must fit each other."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KvPool, stage: Stage | None = None, adapters: ModelAdapters | None = None
+    ) -> None:
         self._decoder = decoder
         self.pool = pool
+        self.adapters = adapters
+        self._stage = stage
+        self._hidden_states: Decoder | None = None
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.run``."""
+        num_tokens = int(rows.num_new.sum())
+        hidden_in = None if self._stage is None else self._stage.receive(num_tokens, torch.float32)
+        result = self._run(self._decoder, rows, token_ids, hidden_in)
+        if self._stage is None or self._stage.behind is None:
+            return result
+        self._stage.pass_on(result)
+        return result[:0]
+
+    def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
+        """See ``ForwardPass.hidden``."""
+        if self._hidden_states is None:
+            self._hidden_states = self._decoder.giving_hidden_states()
+        return self._run(self._hidden_states, rows, token_ids, None)
+
+    def _run(self, decoder: Decoder, rows: StepRows, token_ids: Tensor, hidden_in: Tensor | None) -> Tensor:
         places, positions = rows.token_places()
-        return self._decoder.forward(
+        return decoder.forward(
             token_ids=token_ids.numpy()[rows.numbers[places], positions],
             num_tokens=rows.num_new,
             first_positions=rows.num_computed,
             tables=rows.tables,
             sampled=rows.wanted,
             pool=self.pool.layers,
+            hidden_in=hidden_in,
+            adapters=None if self.adapters is None else self.adapters.of_rows(rows.numbers),
         )
 
 
@@ -70,68 +130,213 @@ def load_compiled(
     max_model_len: int,
     block_size: int,
     num_threads: int,
+    stage: Stage | None = None,
 ) -> Decoder:
-    """Load a checked checkpoint. ``quantization`` is "none" or "int8"."""
-    tensors = ModelTensors(config, checkpoint, torch.arange(config.head_dim))
-    loader = _Loader(config, tensors, library, quantization)
-    table = rotations(config.rope, config.head_dim, max_model_len)
+    """Load a checked checkpoint, or a stage's part of it. ``quantization`` is "none", "int8" or "int4".
+
+    Weights that are stored as codes stay so, with "none".
+    """
+    part = whole(config) if stage is None else stage.part
+
+    def tensors_of(source: TensorSource) -> ModelTensors:
+        return ModelTensors(config, source, halves(config.head_dim, config.attention), part=part)
+
+    tensors = tensors_of(checkpoint)
+    loader = _Loader(config, tensors, CodedTensors(checkpoint, tensors_of), library, quantization, max_model_len)
+    attention, scalings = config.attention, config.scalings
     shape = DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=len(part.heads),
+        num_kv_heads=len(part.kv_heads),
         head_dim=config.head_dim,
         block_size=block_size,
-        norm_eps=config.rms_norm_eps,
-        score_scale=config.head_dim**-0.5,
-        embedding=_float32(tensors.embedding()),
-        cosines=table.real.contiguous(),
-        sines=table.imag.contiguous(),
-        final_norm=_float32(tensors.final_norm()),
+        norm_eps=config.norm.eps,
+        score_scale=attention.scale,
+        embedding=_float32(tensors.embedding(torch.float32)) if part.place.is_first_stage else None,
+        final_norm=_norm(tensors.final_norm()),
+        norm_kind=NormKind.RMS if config.norm.kind == "rms" else NormKind.LAYER,
+        is_parallel=config.is_parallel,
+        norms_all_heads=attention.qk_norm == "all",
+        score_softcap=attention.softcap or 0.0,
+        residual_factor=scalings.residual,
+        logits_factor=scalings.logits,
+        logits_softcap=scalings.logits_softcap or 0.0,
+        own=OwnColumns(
+            all_heads=config.num_heads,
+            first_head=part.heads.start,
+            hidden_start=part.own_hidden.start,
+            hidden_columns=len(part.own_hidden),
+            activation_start=part.own_inner.start,
+            logits_start=part.own_vocab.start,
+        ),
     )
-    layers = [loader.layer(index) for index in range(config.num_layers)]
-    return Decoder(library, Team(library, num_threads), shape, layers, loader.linear(tensors.head(), None))
+    layers = [loader.layer(index) for index in part.layers]
+    head = loader.projection(lambda read: (read.head(), None)) if part.place.is_last_stage else None
+    return Decoder(library, Team(library, num_threads), shape, layers, head, _mates_of(stage, config, library))
+
+
+def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> StageMates | None:
+    if stage is None or stage.group is None:
+        return None
+    part = stage.part
+    attended = part.attended(library.padded_head_dim(config.head_dim))
+    return stage.group.rows(library, (part.hidden, attended, part.inner, part.vocab))
+
+
+def adapters_for(library: CpuLibrary, config: ModelConfig) -> ModelAdapters:
+    """The adapters of a model that the kernels run."""
+    padding = library.padded_head_dim(config.head_dim) - config.head_dim
+    feeds = [layer.feed_forward for layer in config.layers]
+    gated = [activates_in_product(_ACTIVATIONS[feed.activation], is_gated=feed.is_gated) for feed in feeds]
+
+    def update(index: int, site: str, added: LowRank | None) -> LowRankUpdate | None:
+        if added is None:
+            return None
+        down, up = added
+        if site == QKV:
+            up = _with_padded_heads(up, config.head_dim, padding)
+        elif site == OUTPUT:
+            down = _with_padded_heads(down.t(), config.head_dim, padding).t()
+        return LowRankUpdate(down, up, gated=site == GATE_UP and gated[index])
+
+    def packed(weights: AdapterWeights) -> PackedAdapter:
+        return PackedAdapter(
+            library,
+            [[update(index, site, layer.get(site)) for site in SITES] for index, layer in enumerate(weights.layers)],
+        )
+
+    return ModelAdapters(config, halves(config.head_dim, config.attention), prepare=packed)
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, tensors: ModelTensors, library: CpuLibrary, quantization: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: ModelTensors,
+        coded: CodedTensors,
+        library: CpuLibrary,
+        quantization: str,
+        max_model_len: int,
+    ) -> None:
         self._config = config
         self._tensors = tensors
+        self._coded = coded
         self._library = library
-        self._quantised = quantization == "int8"
+        self._quantization = quantization
+        self._rotations = {rope: _table(config, rope, max_model_len) for rope in config.ropes}
         self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
 
     def layer(self, index: int) -> LayerWeights:
-        tensors = self._tensors
-        qkv, qkv_bias = tensors.qkv(index)
-        output, output_bias = tensors.output(index)
-        qk_norm = tensors.qk_norm(index)
+        tensors, names, layer = self._tensors, self._config.names, self._config.layers[index]
+        latent = tensors.latent(index)
+        qk_norm, sinks = tensors.qk_norm(index), tensors.sinks(index)
+        output = self._read(lambda read: read.output(index)) if latent is None else (latent.output(), None)
         return LayerWeights(
-            qkv=self.linear(self._padded(qkv), None if qkv_bias is None else self._padded(qkv_bias)),
-            output=self.linear(self._padded(output.t()).t(), output_bias),
-            gate_up=self.linear(*tensors.gate_up(index), gated=True),
-            down=self.linear(*tensors.down(index)),
-            attention_norm=_float32(tensors.attention_norm(index)),
-            mlp_norm=_float32(tensors.mlp_norm(index)),
+            qkv=self._heads(*self._read(lambda read: read.qkv(index))) if latent is None else self._latent(latent),
+            output=self._output(*output),
+            feed_forward=self._feed_forward(index, layer.feed_forward),
+            attention_norm=self._norm(index, names.attention_norm),
+            attention_post_norm=self._norm(index, names.attention_post_norm),
+            mlp_norm=self._norm(index, names.mlp_norm),
+            mlp_post_norm=self._norm(index, names.mlp_post_norm),
             qk_norm=None if qk_norm is None else _float32(qk_norm),
-            window=self._config.sliding_windows[index],
+            rotations=None if layer.rope is None else self._rotations[layer.rope],
+            window=layer.window,
+            sinks=None if sinks is None else _float32(sinks),
         )
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
-        if self._quantised:
-            form = WeightForm.INT8
+    def _latent(self, latent: LatentTensors) -> PackedLatent:
+        query, query_in, query_expansion = latent.query(), latent.query_in(), latent.query_expansion()
+        compress = latent.key_value_in()
+        queries: PackedLinear | PackedExpansion
+        if query is not None:
+            queries = self._heads(query)
         else:
-            form = WeightForm.BFLOAT16 if is_exact_in_bfloat16(weight) else WeightForm.FLOAT32
+            assert query_in is not None
+            assert query_expansion is not None
+            queries = self._expansion(query_expansion)
+            compress = torch.cat([query_in, compress])
+        expand = self._expansion(latent.key_value_expansion())
+        return PackedLatent(queries, self._linear(compress, None), expand, LATENT_EPS)
+
+    def _expansion(self, expansion: Expansion) -> PackedExpansion:
+        return PackedExpansion(_float32(expansion.norm), self._heads(expansion.weight))
+
+    def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DenseFeedForward | PackedExperts:
+        activation = _ACTIVATIONS[feed.activation]
+        if feed.experts is not None:
+            return self._experts(self._tensors.experts(index), feed.experts, activation)
+        in_product = activates_in_product(activation, is_gated=feed.is_gated)
+        gate_up = self.projection(lambda read: read.gate_up(index), gated=in_product)
+        return DenseFeedForward(gate_up, self.projection(lambda read: read.down(index)), activation, feed.is_gated)
+
+    def _experts(self, tensors: ExpertTensors, config: ExpertsConfig, activation: Activation) -> PackedExperts:
+        """Experts are packed one by one: their weights are many times those of a dense layer."""
+
+        def packed(expert: Expert) -> tuple[PackedLinear, PackedLinear]:
+            return packed_expert(self._library.panel, expert, self._linear, activation)
+
+        router, bias = tensors.router()
+        gate, correction, shared = tensors.shared_gate(), tensors.correction(), tensors.shared()
+        experts = [packed(tensors.expert(i)) for i in range(config.routing.num_experts)]
+        if gate is not None:
+            router = torch.cat([router, gate])
+        return PackedExperts(
+            self._library,
+            config.routing,
+            PackedLinear(self._library, router, bias, _exact_form(router)),  # In 8 bits it would choose others.
+            experts if shared is None else [*experts, packed(shared)],
+            None if correction is None else _float32(correction),
+            has_gate=gate is not None,
+            activation=activation,
+        )
+
+    def _norm(self, index: int, name: str | None) -> NormWeights | None:
+        norm = self._tensors.norm(index, name)
+        return None if norm is None else _norm(norm)
+
+    def projection(self, read: Projection, *, gated: bool = False) -> PackedLinear:
+        return self._linear(*self._read(read), gated=gated)
+
+    def _heads(self, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> PackedLinear:
+        padded = weight.with_rows(self._padded) if isinstance(weight, CodedWeight) else self._padded(weight)
+        return self._linear(padded, None if bias is None else self._padded(bias))
+
+    def _output(self, weight: Tensor | CodedWeight, bias: Tensor | None) -> PackedLinear:
+        if self._padding:  # Groups of inputs cannot be padded.
+            wide = weight.float() if isinstance(weight, CodedWeight) else weight
+            weight = self._padded(wide.t()).t()
+        return self._linear(weight, bias)
+
+    def _read(self, read: Projection) -> tuple[Tensor | CodedWeight, Tensor | None]:
+        return self._coded.read(read) or read(self._tensors)
+
+    def _linear(self, weight: Tensor | CodedWeight, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
+        form = WeightForm.FLOAT32
+        if isinstance(weight, Tensor):
+            if self._quantization == "int4":
+                weight = rounded_to_4_bits(weight)
+            else:
+                form = WeightForm.INT8 if self._quantization == "int8" else _exact_form(weight)
         return PackedLinear(self._library, weight, bias, form, gated=gated)
 
     def _padded(self, heads: Tensor) -> Tensor:
-        """Pad the channels of ``[heads * head_dim, ...]``."""
-        if not self._padding:
-            return heads
-        by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
-        rest = (0, 0) * (by_head.dim() - 2)
-        return functional.pad(by_head, (*rest, 0, self._padding)).flatten(0, 1)
+        return _with_padded_heads(heads, self._config.head_dim, self._padding)
+
+
+def _with_padded_heads(heads: Tensor, head_dim: int, padding: int) -> Tensor:
+    """Pad the channels of ``[heads * head_dim, ...]``."""
+    if not padding:
+        return heads
+    by_head = heads.reshape(len(heads) // head_dim, head_dim, *heads.shape[1:])
+    rest = (0, 0) * (by_head.dim() - 2)
+    return functional.pad(by_head, (*rest, 0, padding)).flatten(0, 1)
+
+
+def _exact_form(weight: Tensor) -> WeightForm:
+    return WeightForm.BFLOAT16 if is_exact_in_bfloat16(weight) else WeightForm.FLOAT32
 
 
 def is_exact_in_bfloat16(weight: Tensor) -> bool:
@@ -143,6 +348,15 @@ def is_exact_in_bfloat16(weight: Tensor) -> bool:
         return False
     wide = weight.float()
     return torch.equal(wide.bfloat16().float(), wide)
+
+
+def _norm(norm: NormTensors) -> NormWeights:
+    return NormWeights(_float32(norm.weight), None if norm.bias is None else _float32(norm.bias))
+
+
+def _table(config: ModelConfig, rope: RopeConfig, max_model_len: int) -> Rotations:
+    table = rotations(rope, config.head_dim, max_model_len, config.attention.rotary_dim)
+    return Rotations(table.real.contiguous(), table.imag.contiguous())
 
 
 def _float32(tensor: Tensor) -> Tensor:

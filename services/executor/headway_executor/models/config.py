@@ -1,30 +1,20 @@
-"""A checkpoint's config.json, checked and in one form for every family.
+"""The description of a model, in one form for every family.
 
-Owns: ``ModelConfig``, typed JSON fields. Must not know: tensors.
+Owns: ``ModelConfig`` and its parts. Must not know: files, tensors, who computes.
 """
 
-import json
-import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from headway_executor.backend import ModelFilesError
+from headway_kernels.routing import Routing
 
-CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
-WEIGHTS_FILE = "model.safetensors"
-WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-MAX_SIZE = 1 << 24
-"""Larger than any dimension of a real model."""
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
+QkNorm: TypeAlias = Literal["none", "head", "all"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding; see ``rope``."""
+    """Rotary position embedding; see ``rope``. ``factors`` divide the frequencies of longrope."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -38,123 +28,193 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    factors: tuple[float, ...] = ()
+
+
+class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All norms of a model; where they are is in its ``TensorNames``.
+
+    ``offset`` is added to the weights. ``rounds_first``: the result is rounded before the product with the weight.
+    """
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    has_bias: bool = False
+    rounds_first: bool = False
+
+
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and values of all heads come from one compressed row of ``rank``, queries from one of ``query_rank`` (None:
+    from the hidden state). Heads of keys have ``plain_dim`` channels of their own and share ``rotary_dim``.
+    """
+
+    query_rank: int | None
+    rank: int
+    rotary_dim: int
+    plain_dim: int
+    value_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a key."""
+        return self.plain_dim + self.rotary_dim
+
+
+class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
+
+    The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
+    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token. With ``latent``,
+    keys and values are made of a compressed row.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    scale: float
+    is_interleaved: bool = False
+    softcap: float | None = None
+    qk_norm: QkNorm = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    latent: LatentConfig | None = None
+
+
+class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
+
+    Without a name, there is no ``correction`` and no ``shared_gate``.
+    """
+
+    router: str = "mlp.gate"
+    correction: str | None = None
+    expert: str = "mlp.experts.{}."
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    shared: str = "mlp.shared_experts."
+    shared_gate: str | None = None
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none.
+
+    With ``is_stacked``, one tensor holds all experts, inputs before outputs, each gate beside its up.
+    """
+
+    routing: Routing
+    shared_size: int = 0
+    has_router_bias: bool = False
+    is_stacked: bool = False
+    names: ExpertNames = ExpertNames()
+
+
+class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``down(activation(gate) * up)``, or ``down(activation(up))`` if it is not gated; of ``experts``, each is such.
+
+    "clamped_swish" bounds gates and ups, and adds 1 to ups: see ``cpu/rows.h``.
+    """
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    is_gated: bool = True
+    has_bias: bool = False
+    experts: ExpertsConfig | None = None
+
+
+class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation."""
+
+    feed_forward: FeedForwardConfig
+    window: int | None = None
+    rope: RopeConfig | None = None
+
+
+class Scalings(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors on embeddings, on what a layer adds to the hidden state, and on logits, then their bound (None: none)."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    logits_softcap: float | None = None
+
+
+class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names in the checkpoint; those below ``layer`` follow its prefix.
+
+    Norms and attention sinks without a name do not exist. ``qkv`` and ``gate_up`` name one tensor each, or one for all:
+    part after part, or head after head (``is_fused_by_head``). ``heads``: the first that is stored. Nothing reads
+    ``ignored``, and the ``ignored_layers`` behind the last one.
+    """
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm"
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    layer: str = "model.layers.{}."
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    is_fused_by_head: bool = False
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
+    ignored_layers: int = 0
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape and variants of one decoder-only model.
+    """A decoder-only model.
 
-    ``context`` includes rope scaling. ``sliding_windows``: how many positions a query sees per layer, its own included;
-    None: all.
+    ``context`` includes rope scaling. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
+    state.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
     context: int
-    rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]
+    attention: AttentionConfig
+    norm: NormConfig
+    layers: tuple[LayerConfig, ...]
+    is_parallel: bool = False
+    scalings: Scalings = Scalings()
+    names: TensorNames = TensorNames()
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers."""
+        return len(self.layers)
 
-class ConfigFields:
-    """Typed access to one JSON object.
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.attention.num_heads
 
-    A method returns its default for an absent or null field, and raises ``ModelFilesError`` for wrong values.
-    """
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.attention.num_kv_heads
 
-    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
-        self.source = source
-        self.values = values
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.attention.head_dim
 
-    def refuse(self, field: str, allowed: str) -> ModelFilesError:
-        """Return the error for ``field``."""
-        try:
-            value = repr(self.values.get(field))[:64]
-        except ValueError:  # Python does not write integers with so many digits.
-            value = "of thousands of digits"
-        return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
+    @property
+    def intermediate_size(self) -> int:
+        """Columns of the widest feed-forward."""
+        return max(layer.feed_forward.intermediate_size for layer in self.layers)
 
-    def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:
-        """An integer in a range; required without a ``default``."""
-        value = self.values.get(field)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.refuse(field, f"an integer from {low} to {high}")
-        return value
-
-    def optional_integer(self, field: str) -> int | None:
-        """A positive integer or None."""
-        return None if self.values.get(field) is None else self.integer(field)
-
-    def number(self, field: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number; required without a ``default``."""
-        value = self.values.get(field)
-        if value is None and default is not None:
-            return default
-        try:
-            number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        except OverflowError:  # A JSON integer may have any length.
-            number = math.nan
-        if not math.isfinite(number) or number <= above:
-            raise self.refuse(field, f"a number above {above:g}")
-        return number
-
-    def optional_number(self, field: str) -> float | None:
-        """A positive number or None."""
-        return None if self.values.get(field) is None else self.number(field)
-
-    def flag(self, field: str, *, default: bool) -> bool:
-        """A boolean."""
-        value = self.values.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.refuse(field, "true or false")
-        return value
-
-    def section(self, field: str) -> "ConfigFields | None":
-        """A nested object; None if it is empty."""
-        value = self.values.get(field)
-        if value is None or value == {}:
-            return None
-        if not isinstance(value, dict):
-            raise self.refuse(field, "an object")
-        return ConfigFields(f"{self.source}: {field}", value)
-
-    def token_ids(self, field: str) -> tuple[int, ...]:
-        """One token id or a list of them, ascending."""
-        value = self.values.get(field)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
-            raise self.refuse(field, "a token id or a list of token ids")
-        return tuple(sorted(set(ids)))
-
-
-def read_json_object(path: Path) -> ConfigFields:
-    """Read a JSON file that holds one object.
-
-    Raises:
-        ModelFilesError: the file cannot be read, or holds something else.
-    """
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFilesError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path}: not valid JSON ({str(error)[:64]})") from None
-    if not isinstance(values, dict):
-        raise ModelFilesError(f"{path}: holds {str(values)[:64]!r}; allowed: a JSON object")
-    return ConfigFields(path.name, values)
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different ropes of its layers."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))

@@ -5,20 +5,46 @@ Owns: the forward pass. Must not know: paging, the use of logits.
 Rotated pairs of channels lie side by side (see ``rope``).
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.linear import Linear
 from headway_executor.models.attention import AttentionPlan
+from headway_executor.models.config import Activation, RopeConfig
 from headway_executor.models.rope import rotate_
+
+Product: TypeAlias = Callable[[Tensor], Tensor]
+"""``[tokens, in] -> [tokens, out]``, a new tensor."""
+
+Rotations: TypeAlias = Mapping[RopeConfig, Tensor]
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+        "relu": functional.relu,
+        "relu2": lambda inputs: functional.relu(inputs).square(),
+        "clamped_swish": lambda gates: functional.silu(1.702 * gates.clamp(max=_SWISH_LIMIT)) / 1.702,
+    }
+)
+
+_SWISH_LIMIT = 7.0
+"""Of gpt-oss (OpenAI 2025, arXiv 2508.10925)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Root mean square normalisation in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    """Root mean square normalisation in float32 (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    The result is rounded to the weight's dtype before the product.
+    """
 
     weight: Tensor
     eps: float
@@ -27,62 +53,144 @@ class RmsNorm:
         """Normalise the last dimension into a new tensor."""
         wide = inputs.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normalised.to(inputs.dtype).mul_(self.weight)
+        return normalised.to(self.weight.dtype).mul_(self.weight).to(inputs.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Layer normalisation in float32 (Ba et al. 2016, arXiv 1607.06450); ``weight`` and ``bias`` float32."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Normalise the last dimension into a new tensor."""
+        wide = functional.layer_norm(inputs.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        return wide.to(inputs.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanNorms:
+    """RMS norms over all query heads, and over all key heads; ``num_heads`` are of queries."""
+
+    queries: RmsNorm
+    keys: RmsNorm
+    num_heads: int
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """``[tokens, heads, head_dim]`` into a new tensor."""
+        parts = (heads[:, : self.num_heads], heads[:, self.num_heads :])
+        norms = (self.queries, self.keys)
+        return torch.cat([norm(part.flatten(1)).view_as(part) for norm, part in zip(norms, parts, strict=True)], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None.
+
+    A query sees ``window`` positions; None: all. ``rope`` None: nothing is rotated.
+    """
+
+    index: int
+    qkv: Product
+    num_rotated: int
+    head_dim: int
+    qk_norm: Product | None
+    rope: RopeConfig | None
+    output: Product
+    window: int | None
+    sinks: Tensor | None
+
+    def __call__(self, inputs: Tensor, rotations: Rotations, plan: AttentionPlan) -> Tensor:
+        """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
+        qkv = self.qkv(inputs)
+        heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
+        if self.qk_norm is not None:
+            heads.copy_(self.qk_norm(heads))
+        if self.rope is not None:
+            rotate_(heads, rotations[self.rope])
+        return self.output(plan.attend(self.index, self.window, qkv, self.sinks))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """``up`` gives gates, then ups, if it ``is_gated``."""
+
+    up: Product
+    activation: Activation
+    is_gated: bool
+    down: Product
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """``[tokens, hidden] -> [tokens, hidden]``."""
+        if not self.is_gated:
+            return self.down(ACTIVATIONS[self.activation](self.up(inputs)))
+        gate, up = self.up(inputs).chunk(2, dim=1)
+        if self.activation == "clamped_swish":
+            up = up.clamp(-_SWISH_LIMIT, _SWISH_LIMIT) + 1
+        return self.down(ACTIVATIONS[self.activation](gate).mul_(up))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """``qkv`` and ``gate_up`` give their parts side by side.
+    """Norms that a model does not have are None. ``residual`` is a factor on what is added to the hidden state.
 
-    ``qk_norm`` (``[num_rotated, head_dim]``) normalises the heads of queries and keys, or is None. A query sees
-    ``window`` positions; None: all.
+    With ``is_parallel``, attention and feed-forward read the same hidden state.
     """
 
-    index: int
-    attention_norm: RmsNorm
-    qkv: Linear
-    num_rotated: int
-    head_dim: int
-    qk_norm: RmsNorm | None
-    output: Linear
-    window: int | None
-    mlp_norm: RmsNorm
-    gate_up: Linear
-    down: Linear
+    attention_norm: Product | None
+    attention: Attention
+    attention_post_norm: Product | None
+    mlp_norm: Product | None
+    feed_forward: Product
+    mlp_post_norm: Product | None
+    residual: float
+    is_parallel: bool
 
-    def __call__(self, hidden: Tensor, rotation: Tensor, plan: AttentionPlan) -> None:
-        """Add attention and MLP to ``hidden`` (``[tokens, hidden]``) in place."""
-        attended = plan.attend(self.index, self.window, self._rotated(hidden, rotation))
-        hidden.add_(self.output(attended))
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=1)
-        hidden.add_(self.down(functional.silu(gate).mul_(up)))
+    def __call__(self, hidden: Tensor, rotations: Rotations, plan: AttentionPlan) -> None:
+        """Add attention and feed-forward to ``hidden`` (``[tokens, hidden]``) in place."""
+        attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
+        inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
+        hidden.add_(_normed(self.attention_post_norm, attended), alpha=self.residual)
+        made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
+        hidden.add_(_normed(self.mlp_post_norm, made), alpha=self.residual)
 
-    def _rotated(self, hidden: Tensor, rotation: Tensor) -> Tensor:
-        qkv = self.qkv(self.attention_norm(hidden))
-        heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
-        if self.qk_norm is not None:
-            heads.copy_(self.qk_norm(heads))
-        rotate_(heads, rotation)
-        return qkv
+
+def _normed(norm: Product | None, inputs: Tensor) -> Tensor:
+    return inputs if norm is None else norm(inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """``embedding`` ``[vocab, hidden]``; ``rotations`` complex64, ``[context, head_dim // 2]``."""
+    """The layers of a model or of a stage; ``rotations`` complex64, ``[context, head_dim // 2]``."""
 
-    embedding: Tensor
-    rotations: Tensor
+    rotations: Rotations
     layers: tuple[DecoderLayer, ...]
-    final_norm: RmsNorm
-    head: Linear
+    final_norm: Product
+    head: Product | None
+    logits_factor: float = 1.0
+    logits_softcap: float | None = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, sampled: Tensor) -> Tensor:
-        """Store keys and values; return logits, ``[n, vocab]``, in the model's dtype.
-
-        ``token_ids`` integer and ``positions`` int64, both ``[tokens]``; ``sampled`` int64, ``[n]``, indices into them.
-        """
-        hidden = functional.embedding(token_ids, self.embedding)
-        rotation = self.rotations.index_select(0, positions).unsqueeze(1)
+    def run_layers(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+        """Store keys and values; change ``hidden`` (``[tokens, hidden]``) in place. ``positions`` int64, ``[tokens]``."""
+        rotations = {rope: table.index_select(0, positions).unsqueeze(1) for rope, table in self.rotations.items()}
         for layer in self.layers:
-            layer(hidden, rotation, plan)
-        return self.head(self.final_norm(hidden.index_select(0, sampled)))
+            layer(hidden, rotations, plan)
+
+    def logits(self, hidden: Tensor, sampled: Tensor) -> Tensor:
+        """Return logits, ``[n, vocab]``, in the model's dtype. ``sampled`` int64, ``[n]``, indices of tokens."""
+        assert self.head is not None
+        logits = self.head(self.normed(hidden, sampled))
+        if self.logits_factor != 1:
+            logits.mul_(self.logits_factor)
+        return logits if self.logits_softcap is None else capped_(logits, self.logits_softcap)
+
+    def normed(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return hidden states behind the final norm, ``[n, hidden]``. ``places`` int64, ``[n]``, indices of tokens."""
+        return self.final_norm(hidden.index_select(0, places))
+
+
+def capped_(values: Tensor, softcap: float) -> Tensor:
+    """Bound ``values`` smoothly, in place."""
+    return values.div_(softcap).tanh_().mul_(softcap)

@@ -1,34 +1,90 @@
 """A model as plain torch operators: any device, any floating dtype.
 
-Owns: building the decoder. Must not know: files, how it computes.
+Owns: building the decoder, from ids to hidden state. Must not know: files, how it computes.
 """
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from headway_executor.kv_pool import KvPool
-from headway_executor.linear import Linear, placed
+from headway_executor.linear import GatheredLinear, Linear, SummedLinear, placed
+from headway_executor.models.adapted import AdaptedProduct, StepAdapters
+from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
-from headway_executor.models.config import ModelConfig
-from headway_executor.models.decoder import Decoder, DecoderLayer, RmsNorm
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.decoder import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    FeedForward,
+    LayerNorm,
+    Product,
+    RmsNorm,
+    SpanNorms,
+)
+from headway_executor.models.expert_tensors import ExpertTensors
+from headway_executor.models.experts import Experts
 from headway_executor.models.forward import StepRows
-from headway_executor.models.loading import ModelTensors
+from headway_executor.models.latent import InTurn, LatentQkv
+from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
+from headway_executor.models.loading import ModelTensors, NormTensors
+from headway_executor.models.part import whole
 from headway_executor.models.rope import interleaved, rotations
+from headway_executor.models.stage import Stage
+from headway_executor.ranks.stage_mates import Alone, ColumnMates, Cut
 from headway_executor.weights import Checkpoint
+from headway_kernels.experts import Expert
 
 
 class EagerModel:
-    """A ``ForwardPass``."""
+    """A ``ForwardPass``. ``embedding`` ``[vocab, own_hidden]``, or None in a later stage. ``adapters``: the loader's."""
 
-    def __init__(self, config: ModelConfig, decoder: Decoder, pool: KvPool) -> None:
-        self._shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        embedding: Tensor | None,
+        pool: KvPool,
+        stage: Stage | None = None,
+        adapters: StepAdapters | None = None,
+    ) -> None:
+        self._stage = stage or Stage(whole(config))
+        part = self._stage.part
+        attention = config.attention
+        self._shape = AttentionShape(
+            len(part.heads),
+            len(part.kv_heads),
+            config.head_dim,
+            attention.scale,
+            attention.softcap,
+            config.names.sinks is not None,
+        )
+        self._mates = _mates_of(self._stage)
         self._decoder = decoder
+        self._embedding = embedding
+        self._step_adapters = adapters
+        self.adapters = None if adapters is None else adapters.adapters
         self.pool = pool
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.run``."""
+        hidden, wanted = self._run_layers(rows, token_ids)
+        part = self._stage.part
+        if not part.place.is_last_stage:
+            own = part.own_hidden
+            self._stage.pass_on(hidden[:, own.start : own.stop])
+            return hidden.new_empty(0, part.vocab[-1].stop)
+        return self._decoder.logits(hidden, wanted)
+
+    def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
+        """See ``ForwardPass.hidden``."""
+        return self._decoder.normed(*self._run_layers(rows, token_ids))
+
+    def _run_layers(self, rows: StepRows, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states of all tokens, and the places of those that are wanted."""
         ordered = OrderedRows(rows.num_new, rows.num_computed, rows.tables)
         token_rows = ordered.token_rows()
         positions = ordered.positions(token_rows)
@@ -39,8 +95,19 @@ class EagerModel:
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
         plan = AttentionPlan(self._shape, self.pool, ordered, slots)
-        wanted = torch.from_numpy(_places_in_order(rows, ordered)[rows.wanted]).to(device)
-        return self._decoder.forward(token_ids[store_rows, store_positions], store_positions, plan, wanted)
+        if self._step_adapters is not None:
+            self._step_adapters.begin(columns[0], device)
+        hidden = self._begin(token_ids[store_rows, store_positions])
+        self._decoder.run_layers(hidden, store_positions, plan)
+        return hidden, torch.from_numpy(_places_in_order(rows, ordered)[rows.wanted]).to(device)
+
+    def _begin(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            own = self._stage.receive(len(token_ids), self.pool.layers.dtype)
+            assert own is not None
+        else:
+            own = functional.embedding(token_ids, self._embedding)
+        return self._mates.gather(own, self._stage.part.hidden)
 
 
 def _places_in_order(rows: StepRows, ordered: OrderedRows) -> NDArray[np.int64]:
@@ -50,38 +117,179 @@ def _places_in_order(rows: StepRows, ordered: OrderedRows) -> NDArray[np.int64]:
     return starts[places] + positions - rows.num_computed[places]
 
 
+def _mates_of(stage: Stage) -> ColumnMates:
+    return Alone() if stage.group is None else stage.group.columns
+
+
 def load_eager(
-    config: ModelConfig, checkpoint: Checkpoint, *, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> Decoder:
-    """Load a checked checkpoint."""
-    tensors = ModelTensors(config, checkpoint, interleaved(config.head_dim))
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    stage: Stage | None = None,
+    adapters: StepAdapters | None = None,
+) -> tuple[Decoder, Tensor | None]:
+    """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding."""
+    loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters)
+    part, tensors = loader.part, loader.tensors
+    attention = config.attention
+    decoder = Decoder(
+        rotations={
+            rope: rotations(rope, config.head_dim, max_model_len, attention.rotary_dim).to(device)
+            for rope in config.ropes
+        },
+        layers=tuple(loader.layer(place, index) for place, index in enumerate(part.layers)),
+        final_norm=loader.norm(tensors.final_norm()),
+        head=loader.head() if part.place.is_last_stage else None,
+        logits_factor=config.scalings.logits,
+        logits_softcap=config.scalings.logits_softcap,
+    )
+    return decoder, placed(tensors.embedding(dtype), dtype, device) if part.place.is_first_stage else None
 
-    def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight, bias, dtype=dtype, device=device)
 
-    def norm(weight: Tensor) -> RmsNorm:
-        return RmsNorm(placed(weight, dtype, device), config.rms_norm_eps)
+class _Loader:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        stage: Stage,
+        dtype: torch.dtype,
+        device: torch.device,
+        adapters: StepAdapters | None,
+    ) -> None:
+        self._config = config
+        self._mates = _mates_of(stage)
+        self._dtype = dtype
+        self._device = device
+        self._adapters = adapters
+        self.part = stage.part
+        self.tensors = ModelTensors(config, checkpoint, interleaved(config.head_dim, config.attention), part=stage.part)
 
-    def layer(index: int) -> DecoderLayer:
-        qk_norm = tensors.qk_norm(index)
+    def layer(self, place: int, index: int) -> DecoderLayer:
+        """Layer ``index`` of the model, ``place`` of the stage."""
+        config, names, tensors = self._config, self._config.names, self.tensors
+        sinks, latent = tensors.sinks(index), tensors.latent(index)
+        output = tensors.output(index) if latent is None else (latent.output(), None)
         return DecoderLayer(
-            index=index,
-            attention_norm=norm(tensors.attention_norm(index)),
-            qkv=linear(*tensors.qkv(index)),
-            num_rotated=config.num_heads + config.num_kv_heads,
-            head_dim=config.head_dim,
-            qk_norm=None if qk_norm is None else norm(qk_norm),
-            output=linear(*tensors.output(index)),
-            window=config.sliding_windows[index],
-            mlp_norm=norm(tensors.mlp_norm(index)),
-            gate_up=linear(*tensors.gate_up(index)),
-            down=linear(*tensors.down(index)),
+            attention_norm=self._layer_norm(index, names.attention_norm),
+            attention=Attention(
+                index=place,
+                qkv=self._adapted(self._linear(*tensors.qkv(index)), index, QKV)
+                if latent is None
+                else self._latent_qkv(latent),
+                num_rotated=len(self.part.heads) + len(self.part.kv_heads),
+                head_dim=config.head_dim,
+                qk_norm=self._qk_norm(index),
+                rope=config.layers[index].rope,
+                output=self._adapted(self._back(*output, self.part.attended(config.head_dim)), index, OUTPUT),
+                window=config.layers[index].window,
+                sinks=None if sinks is None else self._wide(sinks),
+            ),
+            attention_post_norm=self._layer_norm(index, names.attention_post_norm),
+            mlp_norm=self._layer_norm(index, names.mlp_norm),
+            feed_forward=self._feed_forward(index),
+            mlp_post_norm=self._layer_norm(index, names.mlp_post_norm),
+            residual=config.scalings.residual,
+            is_parallel=config.is_parallel,
         )
 
-    return Decoder(
-        embedding=placed(tensors.embedding(), dtype, device),
-        rotations=rotations(config.rope, config.head_dim, max_model_len).to(device),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=norm(tensors.final_norm()),
-        head=linear(tensors.head(), None),
-    )
+    def norm(self, tensors: NormTensors) -> Product:
+        """A norm of whole rows."""
+        config = self._config.norm
+        if config.kind == "rms":
+            return self._rms_norm(tensors.weight)
+        bias = None if tensors.bias is None else self._wide(tensors.bias)
+        return LayerNorm(self._wide(tensors.weight), bias, config.eps)
+
+    def head(self) -> Product:
+        """The product that gives the logits."""
+        return GatheredLinear(self._linear(self.tensors.head(), None), self._mates, outputs=self.part.vocab)
+
+    def _latent_qkv(self, latent: LatentTensors) -> LatentQkv:
+        config, query = self._config.attention.latent, latent.query()
+        assert config is not None
+        expansion, query_in = latent.query_expansion(), latent.query_in()
+        if expansion is None or query_in is None:
+            assert query is not None
+            queries: Product = self._linear(query, None)
+        else:
+            queries = InTurn((self._linear(query_in, None), *self._expansion(expansion)))
+        return LatentQkv(
+            query=queries,
+            compress=self._linear(latent.key_value_in(), None),
+            expand=InTurn(self._expansion(latent.key_value_expansion())),
+            rank=config.rank,
+            num_heads=self._config.num_heads,
+            places=latent.shared_places().to(self._device),
+        )
+
+    def _expansion(self, expansion: Expansion) -> tuple[Product, Product]:
+        norm = RmsNorm(placed(expansion.norm, self._dtype, self._device), LATENT_EPS)
+        return norm, self._linear(expansion.weight, None)
+
+    def _feed_forward(self, index: int) -> Product:
+        feed = self._config.layers[index].feed_forward
+        if feed.experts is not None:
+            return self._experts(self.tensors.experts(index), feed, feed.experts)
+        return FeedForward(
+            up=self._adapted(self._linear(*self.tensors.gate_up(index)), index, GATE_UP),
+            activation=feed.activation,
+            is_gated=feed.is_gated,
+            down=self._adapted(self._back(*self.tensors.down(index), self.part.inner), index, DOWN),
+        )
+
+    def _experts(self, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
+        correction, shared, shared_gate = tensors.correction(), tensors.shared(), tensors.shared_gate()
+        return Experts(
+            routing=config.routing,
+            router=self._linear(*tensors.router()),
+            experts=tuple(self._expert(tensors.expert(i), feed) for i in range(config.routing.num_experts)),
+            correction=None if correction is None else self._wide(correction),
+            shared=None if shared is None else self._expert(shared, feed),
+            shared_gate=None if shared_gate is None else self._linear(shared_gate, None),
+        )
+
+    def _expert(self, expert: Expert, feed: FeedForwardConfig) -> FeedForward:
+        return FeedForward(
+            up=self._linear(expert.gate_up, expert.gate_up_bias),
+            activation=feed.activation,
+            is_gated=feed.is_gated,
+            down=self._linear(expert.down, expert.down_bias),
+        )
+
+    def _qk_norm(self, index: int) -> Product | None:
+        weight = self.tensors.qk_norm(index)
+        if weight is None or self._config.attention.qk_norm == "head":
+            return None if weight is None else self._rms_norm(weight)
+        num_heads = len(self.part.heads)
+        queries, keys = (self._rms_norm(part.flatten()) for part in (weight[:num_heads], weight[num_heads:]))
+        return SpanNorms(queries, keys, num_heads)
+
+    def _layer_norm(self, index: int, name: str | None) -> Product | None:
+        tensors = self.tensors.norm(index, name)
+        return None if tensors is None else self.norm(tensors)
+
+    def _rms_norm(self, weight: Tensor) -> RmsNorm:
+        norm = self._config.norm
+        rounded = placed(weight, self._dtype, self._device) if norm.rounds_first else self._wide(weight)
+        return RmsNorm(rounded, norm.eps)
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        return placed(tensor, torch.float32, self._device)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Linear(weight, bias, dtype=self._dtype, device=self._device)
+
+    def _adapted(self, product: Product, index: int, site: str) -> Product:
+        return product if self._adapters is None else AdaptedProduct(product, self._adapters, index, site)
+
+    def _back(self, weight: Tensor, bias: Tensor | None, inputs: Cut) -> Product:
+        """A projection back to the hidden state."""
+        own = self._linear(weight, bias)
+        if self.part.is_whole_stage:
+            return own
+        if self.part.is_fast:
+            return SummedLinear(own, self._mates)
+        return GatheredLinear(own, self._mates, inputs=inputs, outputs=self.part.hidden)

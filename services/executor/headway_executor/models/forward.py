@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway_executor.backend import StepBatch
 from headway_executor.kv_pool import KvPool
+from headway_executor.models.adapters import ModelAdapters
 from headway_proto.columns import Int32Array
 
 Int64Array = NDArray[np.int64]
@@ -43,14 +45,36 @@ def last_tokens(num_new: Int64Array) -> Int64Array:
     return np.cumsum(num_new) - 1
 
 
+def step_rows(batch: StepBatch) -> StepRows:
+    """The rows of a step without proposals; logits of those that draw are wanted."""
+    num_new = batch.num_scheduled_tokens.astype(np.int64)
+    return StepRows(
+        numbers=batch.rows.astype(np.int64),
+        num_new=num_new,
+        num_computed=batch.num_computed_tokens.astype(np.int64),
+        tables=batch.block_table[batch.rows],
+        wanted=last_tokens(num_new)[np.flatnonzero(batch.samples)],
+    )
+
+
 class ForwardPass(Protocol):
-    """A loaded model with its pool."""
+    """A loaded model with its pool, or a rank's part of it."""
 
     pool: KvPool
+    adapters: ModelAdapters | None
+    """None for a rank of several."""
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """Store the keys and values of all tokens; return the wanted logits: floating, ``[m, vocab]``.
 
-        ``token_ids`` int32, ``[max rows, max length]``.
+        ``token_ids`` int32, ``[max rows, max length]``. Of several ranks, only those of the last stage have logits, and
+        they last until the next pass.
+        """
+        ...
+
+    def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
+        """The same, but return the wanted tokens' hidden states behind the final norm: floating, ``[m, hidden]``.
+
+        Only of a model that one rank has whole.
         """
         ...

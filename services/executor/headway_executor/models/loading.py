@@ -3,62 +3,100 @@
 Owns: names, tied and fused tensors. Must not know: files.
 """
 
-from collections.abc import Callable, Container, Iterator
-from typing import Protocol
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
-from headway_executor.models.config import ModelConfig
+from headway_executor.backend import BackendConfigError
+from headway_executor.models.config import FeedForwardConfig, ModelConfig, TensorNames
+from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes
+from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
+from headway_executor.models.part import ModelPart, whole
 from headway_executor.weights import Checkpoint
 
-_EMBEDDING = "model.embed_tokens.weight"
-_FINAL_NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
+_Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """Names and shapes; only the ``stored`` ones of a tied embedding and head."""
-    words = [name for name in (_EMBEDDING, _HEAD) if not config.tie_word_embeddings or name in stored]
-    expected: dict[str, tuple[int, ...]] = {_FINAL_NORM: (config.hidden_size,)}
-    expected |= dict.fromkeys(words or [_EMBEDDING], (config.vocab_size, config.hidden_size))
+    names = config.names
+    pair = (names.embedding, _head_name(names, stored))
+    words = [name for name in pair if not config.tie_word_embeddings or name in stored]
+    expected = dict(_norm_tensors(config, names.final_norm))
+    expected |= dict.fromkeys(words or [names.embedding], (config.vocab_size, config.hidden_size))
     for index in range(config.num_layers):
-        prefix = _layer_prefix(index)
-        expected |= {prefix + name: shape for name, shape in _layer_tensors(config)}
+        prefix = names.layer.format(index)
+        expected |= {prefix + name: shape for name, shape in _layer_tensors(config, index)}
     return expected
 
 
 def ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Old Llama checkpoints store rope frequencies, which nothing reads."""
-    return frozenset(f"{_layer_prefix(index)}self_attn.rotary_emb.inv_freq" for index in range(config.num_layers))
+    """Old checkpoints store masks and rope frequencies, which nothing reads."""
+    names = config.names
+    return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
 
 
-def _layer_prefix(index: int) -> str:
-    return f"model.layers.{index}."
+def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:
+    return next((name for name in names.heads if name in stored), names.heads[0])
 
 
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = (
-        ("self_attn.q_proj", (queries, hidden), config.qkv_bias),
-        ("self_attn.k_proj", (keys, hidden), config.qkv_bias),
-        ("self_attn.v_proj", (keys, hidden), config.qkv_bias),
-        ("self_attn.o_proj", (hidden, queries), config.output_bias),
-        ("mlp.gate_proj", (inner, hidden), config.mlp_bias),
-        ("mlp.up_proj", (inner, hidden), config.mlp_bias),
-        ("mlp.down_proj", (hidden, inner), config.mlp_bias),
-    )
-    for name, shape, has_bias in projections:
-        yield f"{name}.weight", shape
+def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
+    names, attention = config.names, config.attention
+    if attention.latent is not None:
+        yield from latent_shapes(attention.latent, attention.num_heads, config.hidden_size)
+    else:
+        yield from _projections(names.qkv, config.hidden_size, _qkv_widths(config), has_bias=attention.qkv_bias)
+        width = attention.num_heads * attention.head_dim
+        yield from _projections((names.output,), width, (config.hidden_size,), has_bias=attention.output_bias)
+    yield from _feed_forward_tensors(config, config.layers[index].feed_forward)
+    # A set: one norm may stand in two places.
+    for name in {names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm} - {None}:
+        yield from _norm_tensors(config, str(name))
+    if names.sinks is not None:
+        yield names.sinks, (attention.num_heads,)
+    by_head = attention.qk_norm == "head"
+    if attention.qk_norm != "none":
+        yield f"{names.query_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[0],)
+        yield f"{names.key_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[1],)
+
+
+def _feed_forward_tensors(config: ModelConfig, feed: FeedForwardConfig) -> _Shapes:
+    names, inner = config.names, feed.intermediate_size
+    if feed.experts is not None:
+        yield from expert_shapes(feed.experts, feed, config.hidden_size)
+        return
+    widths = (inner, inner) if feed.is_gated else (inner,)
+    yield from _projections(names.gate_up, config.hidden_size, widths, has_bias=feed.has_bias)
+    yield from _projections((names.down,), inner, (config.hidden_size,), has_bias=feed.has_bias)
+
+
+def _projections(names: Sequence[str], inputs: int, outputs: Sequence[int], *, has_bias: bool) -> _Shapes:
+    """A tensor for each of ``outputs``, or one for all."""
+    for name, width in zip(names, outputs if len(names) == len(outputs) else (sum(outputs),), strict=True):
+        yield f"{name}.weight", (width, inputs)
         if has_bias:
-            yield f"{name}.bias", shape[:1]
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
+            yield f"{name}.bias", (width,)
+
+
+def _norm_tensors(config: ModelConfig, name: str) -> _Shapes:
+    for kind in ("weight", "bias") if config.norm.has_bias else ("weight",):
+        yield f"{name}.{kind}", (config.hidden_size,)
+
+
+def _qkv_widths(config: ModelConfig) -> tuple[int, int, int]:
+    keys = config.num_kv_heads * config.head_dim
+    return config.num_heads * config.head_dim, keys, keys
+
+
+class NormTensors(NamedTuple):
+    """``weight`` and ``bias`` (or None) of a norm, both ``[hidden]``."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class TensorSource(Protocol):
@@ -68,36 +106,51 @@ class TensorSource(Protocol):
         """Return whether there is such a tensor."""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in its own dtype."""
+    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """Return a tensor in its own dtype, or some of its rows and columns."""
         ...
 
 
 def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
     """Untie embedding and head if the stored tensors differ, as transformers does."""
-    if not (config.tie_word_embeddings and _EMBEDDING in source and _HEAD in source):
+    name, head_name = config.names.embedding, _head_name(config.names, source)
+    if not (config.tie_word_embeddings and name in source and head_name in source):
         return config
-    embedding, head = source.read(_EMBEDDING), source.read(_HEAD)
+    embedding, head = source.read(name), source.read(head_name)
     wide = torch.promote_types(embedding.dtype, head.dtype)
     if torch.equal(embedding.to(wide), head.to(wide)):
         return config
     warn(
-        f"tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; each is used as it is stored, "
+        f"tie_word_embeddings is true, but {head_name} differs from {name}; each is used as it is stored, "
         "as transformers does"
     )
     return msgspec.structs.replace(config, tie_word_embeddings=False)
 
 
-def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Check the tensors. Raises ``ModelFilesError``: the checkpoint has others."""
-    checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config))
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str = "none") -> None:
+    """Check the tensors.
+
+    Raises:
+        ModelFilesError: the checkpoint has others.
+        BackendConfigError: quantised weights would be quantised again.
+    """
+    if checkpoint.format is not None and quantization != "none":
+        raise BackendConfigError(
+            f"quantization {quantization!r} is not allowed with this model, whose weights are quantised "
+            f"({checkpoint.format}); allowed: none"
+        )
+    layers = range(config.num_layers, config.num_layers + config.names.ignored_layers)
+    beyond = tuple(config.names.layer.format(index) for index in layers)
+    unread = {name for name in checkpoint.headers if name.startswith(beyond)}
+    checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config) | unread)
 
 
 class ModelTensors:
-    """Reads the tensors of a checked checkpoint, straight to ``device``, if any.
+    """Reads the tensors of a checked checkpoint, straight to ``device``, if any; of a ``part`` only its own.
 
     A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, ``[head_dim]``) orders the
-    channels of query and key heads.
+    channels of query and key heads. In shapes, ``heads``, ``kv_heads``, ``own_hidden``, ``own_inner`` and ``own_vocab``
+    count what the part has; the fast form has all outputs and its own inputs instead.
     """
 
     def __init__(
@@ -106,73 +159,154 @@ class ModelTensors:
         checkpoint: TensorSource,
         channel_order: Tensor,
         device: torch.device | None = None,
+        part: ModelPart | None = None,
     ) -> None:
         self._config = config
+        self._names = config.names
+        self._head = _head_name(config.names, checkpoint)
         self._checkpoint = checkpoint
         self._channel_order = channel_order if device is None else channel_order.to(device)
         self._device = device
+        self._part = whole(config) if part is None else part
 
-    def embedding(self) -> Tensor:
-        """``[vocab, hidden]``."""
-        return self._read_named(_EMBEDDING if _EMBEDDING in self._checkpoint else _HEAD)
+    def embedding(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``[vocab, own_hidden]``, in ``dtype`` if the model multiplies it."""
+        name = self._names.embedding
+        stored = self._read_named(name if name in self._checkpoint else self._head, columns=self._part.own_hidden)
+        factor = self._config.scalings.embedding
+        # The factor is rounded first, as in transformers.
+        return stored if factor == 1 else stored.to(dtype) * torch.tensor(factor, dtype=dtype, device=stored.device)
 
     def head(self) -> Tensor:
-        """``[vocab, hidden]``; the embedding if the two are tied."""
-        return self.embedding() if self._config.tie_word_embeddings else self._read_named(_HEAD)
+        """``[own_vocab, hidden]``; of the embedding if the two are tied."""
+        tied = self._config.tie_word_embeddings and self._names.embedding in self._checkpoint
+        return self._read_named(self._names.embedding if tied else self._head, self._part.own_vocab)
 
-    def final_norm(self) -> Tensor:
-        """``[hidden]``."""
-        return self._read_named(_FINAL_NORM)
+    def final_norm(self) -> NormTensors:
+        """The norm before the head."""
+        return self._norm(self._names.final_norm)
+
+    def norm(self, index: int, name: str | None) -> NormTensors | None:
+        """The norm of that ``name`` in a layer; None without a name."""
+        return None if name is None else self._norm(self._names.layer.format(index) + name)
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values."""
         weight = self._qkv(index, "weight")
-        return weight, self._qkv(index, "bias") if self._config.qkv_bias else None
+        return weight, self._qkv(index, "bias") if self._config.attention.qkv_bias else None
 
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """``[hidden, heads * head_dim]``, and bias."""
-        return self._projection(index, "self_attn.o_proj", has_bias=self._config.output_bias)
+        """``[own_hidden, all heads * head_dim]``, and bias."""
+        heads = self._channels(self._part.heads)
+        return self._back(index, self._names.output, heads, has_bias=self._config.attention.output_bias)
 
     def gate_up(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """``[2 * intermediate, hidden]``, and bias: gates, then ups."""
-        gate, gate_bias = self._projection(index, "mlp.gate_proj", has_bias=self._config.mlp_bias)
-        up, up_bias = self._projection(index, "mlp.up_proj", has_bias=self._config.mlp_bias)
-        bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias])
-        return torch.cat([gate, up]), bias
+        """``[2 * own_inner, hidden]``, and bias: gates, then ups; without a gate, ``[own_inner, hidden]``."""
+        weight = self._gate_up(index, "weight")
+        return weight, self._gate_up(index, "bias") if self._config.layers[index].feed_forward.has_bias else None
 
     def down(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """``[hidden, intermediate]``, and bias."""
-        return self._projection(index, "mlp.down_proj", has_bias=self._config.mlp_bias)
+        """``[own_hidden, intermediate]``, and bias."""
+        has_bias = self._config.layers[index].feed_forward.has_bias
+        return self._back(index, self._names.down, self._part.own_inner, has_bias=has_bias)
 
-    def attention_norm(self, index: int) -> Tensor:
-        """``[hidden]``."""
-        return self._read(index, "input_layernorm.weight")
+    def latent(self, index: int) -> LatentTensors | None:
+        """Of a model with latent attention, instead of ``qkv`` and ``output``."""
+        latent = self._config.attention.latent
+        if latent is None:
+            return None
+        return LatentTensors(latent, self._config.num_heads, self._channel_order, lambda name: self._read(index, name))
 
-    def mlp_norm(self, index: int) -> Tensor:
-        """``[hidden]``."""
-        return self._read(index, "post_attention_layernorm.weight")
+    def sinks(self, index: int) -> Tensor | None:
+        """``[heads]``, or None."""
+        name = self._names.sinks
+        return None if name is None else self._read(index, name, self._part.heads)
+
+    def experts(self, index: int) -> ExpertTensors:
+        """Of a layer that has experts."""
+        config = self._config.layers[index].feed_forward.experts
+        assert config is not None
+        return ExpertTensors(
+            config, lambda name, rows: self._here(self._checkpoint.read(self._name(index, name), rows))
+        )
 
     def qk_norm(self, index: int) -> Tensor | None:
         """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
-        config = self._config
-        if not config.qk_norm:
+        kind = self._config.attention.qk_norm
+        if kind == "none":
             return None
-        queries, keys = (self._reordered(self._read(index, f"self_attn.{name}_norm.weight")) for name in "qk")
-        return torch.stack([queries] * config.num_heads + [keys] * config.num_kv_heads)
+        counts = (len(self._part.heads), len(self._part.kv_heads))
+        norms = []
+        for name, count in zip((self._names.query_norm, self._names.key_norm), counts, strict=True):
+            weight = self._offset(self._read(index, f"{name}.weight"))
+            by_head = self._reordered(weight).view(-1, self._config.head_dim)
+            norms.append(by_head.expand(count, -1))
+        return torch.cat(norms)
 
-    def _read(self, index: int, name: str) -> Tensor:
-        return self._read_named(_layer_prefix(index) + name)
+    def _norm(self, name: str) -> NormTensors:
+        weight = self._offset(self._read_named(f"{name}.weight"))
+        return NormTensors(weight, self._read_named(f"{name}.bias") if self._config.norm.has_bias else None)
 
-    def _read_named(self, name: str) -> Tensor:
-        tensor = self._checkpoint.read(name)
+    def _offset(self, weight: Tensor) -> Tensor:
+        offset = self._config.norm.offset
+        return weight.float() + offset if offset else weight
+
+    def _read(self, index: int, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        return self._read_named(self._name(index, name), rows, columns)
+
+    def _name(self, index: int, name: str) -> str:
+        return self._names.layer.format(index) + name
+
+    def _read_named(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if self._part.is_whole_stage:
+            rows = columns = None
+        return self._here(self._checkpoint.read(name, rows, columns))
+
+    def _here(self, tensor: Tensor) -> Tensor:
         return tensor if self._device is None else tensor.to(self._device)
 
-    def _projection(self, index: int, name: str, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        return self._read(index, f"{name}.weight"), self._read(index, f"{name}.bias") if has_bias else None
+    def _back(self, index: int, name: str, own_inputs: range, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """A projection back to the hidden state."""
+        if not self._part.is_fast:
+            own = self._part.own_hidden
+            weight = self._read(index, f"{name}.weight", own)
+            return weight, self._read(index, f"{name}.bias", own) if has_bias else None
+        has_bias = has_bias and self._part.place.tensor_rank == 0  # The ranks' outputs are added.
+        weight = self._read(index, f"{name}.weight", columns=own_inputs)
+        return weight, self._read(index, f"{name}.bias") if has_bias else None
+
+    def _gate_up(self, index: int, kind: str) -> Tensor:
+        feed = self._config.layers[index].feed_forward
+        count = 2 if feed.is_gated else 1
+        widths, owns = (feed.intermediate_size,) * count, (self._part.own_inner,) * count
+        return torch.cat(self._parts(index, self._names.gate_up, kind, widths, owns))
 
     def _qkv(self, index: int, kind: str) -> Tensor:
-        queries, keys, values = (self._read(index, f"self_attn.{name}_proj.{kind}") for name in "qkv")
+        heads, kv_heads = self._channels(self._part.heads), self._channels(self._part.kv_heads)
+        if self._names.is_fused_by_head:
+            (name,) = self._names.qkv
+            stored = self._read(index, f"{name}.{kind}", range(3 * heads.start, 3 * heads.stop))
+            by_head = stored.view(-1, 3, self._config.head_dim, *stored.shape[1:])
+            queries, keys, values = (part.flatten(0, 1) for part in by_head.unbind(1))
+        else:
+            owns = (heads, kv_heads, kv_heads)
+            queries, keys, values = self._parts(index, self._names.qkv, kind, _qkv_widths(self._config), owns)
         return torch.cat([self._reordered(queries), self._reordered(keys), values])
+
+    def _parts(
+        self, index: int, names: Sequence[str], kind: str, widths: Sequence[int], owns: Sequence[range]
+    ) -> list[Tensor]:
+        """The own rows of parts that are a tensor each, or one behind the other in one."""
+        if len(names) == len(owns):
+            return [self._read(index, f"{name}.{kind}", own) for name, own in zip(names, owns, strict=True)]
+        name = f"{self._names.layer.format(index)}{names[0]}.{kind}"
+        starts = itertools.accumulate(widths, initial=0)
+        # The last start is the end.
+        rows = [range(start + own.start, start + own.stop) for start, own in zip(starts, owns, strict=False)]
+        return [self._here(self._checkpoint.read(name, wanted)) for wanted in rows]
+
+    def _channels(self, heads: range) -> range:
+        return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _reordered(self, heads: Tensor) -> Tensor:
         """``heads`` is ``[heads * head_dim, ...]``."""

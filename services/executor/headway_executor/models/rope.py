@@ -1,32 +1,35 @@
 """Rotary position embeddings as one table of rotations by position.
 
-Owns: rope scaling, the rotation. Must not know: batches, families.
+Owns: rope scaling, the rotation, the order of channels. Must not know: batches, families.
 
 Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et al. 2023 (arXiv 2306.15595); dynamic NTK
-scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); llama3, the model card
-and code of Llama 3.1.
+scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); LongRoPE, Ding et al.
+2024 (arXiv 2402.13753); llama3, the model card and code of Llama 3.1.
 
-Channels i and i + d/2 of a head form a rotated pair. Loading makes pairs adjacent (``interleaved``): a rotation is then
-one complex multiplication.
+In the table, a head is pairs of channels. Loading brings a family's channels into the order that its reader needs
+(``halves``: channels i and i + d/2; ``interleaved``: neighbours). Pairs behind the rotated part of a head turn by nothing.
 """
 
 import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from headway_executor.models.config import RopeConfig
+from headway_executor.models.config import AttentionConfig, RopeConfig
 
 
-def rotations(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+def rotations(rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: int | None = None) -> Tensor:
     """Rotation of every position: complex64, ``[num_positions, head_dim // 2]``.
 
-    Each is ``m * exp(i * position * frequency)``; ``m`` is YaRN's attention factor, else 1.
+    Each is ``m * exp(i * position * frequency)``; ``m`` is the attention factor of YaRN and longrope, else 1. Pairs
+    behind ``rotary_dim`` (None: all of a head) have 1.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    frequencies = _frequencies(rope, head_dim, positions)
+    frequencies = _frequencies(rope, rotary_dim or head_dim, positions)
     angles = positions[:, None] * frequencies
-    return torch.polar(torch.full_like(angles, _attention_factor(rope)), angles)
+    turned = torch.polar(torch.full_like(angles, _attention_factor(rope)), angles)
+    return functional.pad(turned, (0, head_dim // 2 - turned.shape[1]), value=1.0)
 
 
 def rotate_(heads: Tensor, rotation: Tensor) -> None:
@@ -43,9 +46,19 @@ def rotate_(heads: Tensor, rotation: Tensor) -> None:
         heads.copy_(torch.view_as_real(wide * rotation).flatten(-2))
 
 
-def interleaved(head_dim: int) -> Tensor:
-    """The channels with rotated pairs side by side: int64, ``[head_dim]``."""
-    return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
+def interleaved(head_dim: int, attention: AttentionConfig | None = None) -> Tensor:
+    """The channels with rotated pairs side by side: int64, ``[head_dim]``. Without ``attention``, whole halves are."""
+    return halves(head_dim, attention).view(2, head_dim // 2).t().reshape(-1)
+
+
+def halves(head_dim: int, attention: AttentionConfig | None = None) -> Tensor:
+    """The channels with rotated pairs half a head apart: int64, ``[head_dim]``."""
+    channels = torch.arange(head_dim)
+    if attention is None:
+        return channels
+    rotated, rest = channels[: attention.rotary_dim], channels[attention.rotary_dim :].view(2, -1)
+    pairs = rotated.view(-1, 2).t() if attention.is_interleaved else rotated.view(2, -1)
+    return torch.cat([pairs, rest], 1).reshape(-1)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
@@ -56,6 +69,8 @@ def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
+    elif rope.kind == "longrope":
+        frequencies = 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
     elif rope.kind == "yarn":
         frequencies = _yarn(rope, frequencies, head_dim)
     elif rope.kind == "llama3":
@@ -102,10 +117,13 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    if rope.kind != "yarn":
+    if rope.kind not in {"yarn", "longrope"}:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        growth = max(0.0, math.log(rope.factor))
+        return math.sqrt(1 + growth / math.log(rope.original_context))
 
     def scale(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0

@@ -13,9 +13,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_proto.columns import Int32Array, encode_column, encode_floats
+from headway_proto.columns import Float32Array, Int32Array, encode_column, encode_floats
+from headway_proto.pooling import POOL_CLS, POOL_MEAN
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
+
+EMBEDDING_SIZE = 16
+"""Numbers of a made-up vector."""
 
 Hashes: TypeAlias = NDArray[np.uint64]
 
@@ -84,6 +88,15 @@ class TokenHash(msgspec.Struct, frozen=True, kw_only=True):
         return PromptLogprobColumns(
             start + 1, encode_floats(best), encode_column(top_ids), encode_floats(best[:, None] - steps)
         )
+
+    def vector(self, token_ids: Int32Array, pooling: int) -> Float32Array:
+        """A made-up vector of numbers from -1 to 1, ``[EMBEDDING_SIZE]``: each token's follows from all up to it."""
+        behind = self.prefixes(token_ids)[1:]
+        kept = {POOL_CLS: behind[:1], POOL_MEAN: behind}.get(pooling, behind[-1:])
+        places = np.arange(EMBEDDING_SIZE, dtype=np.uint64)
+        numbers = mix(kept[:, None] + places + np.uint64(self.model_seed)) >> np.uint64(11)
+        vector: Float32Array = (numbers.astype(np.float64) * 2.0**-52 - 1).mean(0).astype(np.float32)
+        return vector
 
     def continuation(self, token_ids: list[int], num_tokens: int, sampling: SamplingParams) -> list[int]:
         """The oracle of tests. Honours ``min_tokens``; stops at no token."""

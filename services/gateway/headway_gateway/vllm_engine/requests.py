@@ -1,6 +1,6 @@
 """VllmEngine's requests as ``headway.v1``, and refusals back. No field is ignored silently."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -14,6 +14,7 @@ TTFT_SLO_METADATA_KEY = "headway-ttft-slo-ms"
 ITL_SLO_METADATA_KEY = "headway-itl-slo-ms"
 
 TRANSLATED_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"})
+TRANSLATED_EMBED_FIELDS = frozenset({"request_id", "tokenized"})
 TRANSLATED_SAMPLING_FIELDS = frozenset(
     {
         "temperature",
@@ -74,6 +75,8 @@ _PRIORITIES = {
 _CALLERS_NAMES = (
     ("sampling.", "sampling_params."),
     ("token_ids.ids", "tokenized.input_ids"),
+    ("inputs[0].token_ids.ids", "tokenized.input_ids"),
+    ("inputs[0]", "tokenized"),
     ("prompt", "input"),
     ("tenant", f"metadata {TENANT_METADATA_KEY}"),
 )
@@ -106,6 +109,23 @@ def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api
     elif kind == "text":
         native.text = request.text
     return native
+
+
+def translate_embed(request: vllm.EmbedRequest, metadata: Mapping[str, str]) -> api.EmbedRequest:
+    """Return the request in ``headway.v1``; the checkpoint chooses the pooling. Raises as ``translate``."""
+    wrong = dict(_untranslatable(request, "", TRANSLATED_EMBED_FIELDS))
+    wrong.update(_metadata_refusals(metadata))
+    token_ids = request.tokenized.input_ids
+    wrong.update(_token_id_refusals("tokenized.input_ids", token_ids))
+    if wrong:
+        raise invalid_arguments(wrong)
+    return api.EmbedRequest(
+        request_id=request.request_id,
+        inputs=[api.Input(token_ids=api.TokenIds(ids=token_ids))],
+        priority=_PRIORITIES.get(metadata.get(PRIORITY_METADATA_KEY, ""), api.PRIORITY_UNSPECIFIED),
+        tenant=metadata.get(TENANT_METADATA_KEY, ""),
+        ttft_slo_ms=int(metadata.get(TTFT_SLO_METADATA_KEY, "0")),
+    )
 
 
 def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
@@ -167,13 +187,14 @@ def _refusals(request: vllm.GenerateRequest) -> Iterable[tuple[str, str]]:
             yield field, f"{sampling.truncate_prompt_tokens} is not allowed; allowed: 1 or more"
         elif request.HasField("text"):
             yield "sampling_params.truncate_prompt_tokens", "not allowed together with text; allowed: with token ids"
-    # Token ids travel as int32 from here on.
-    for field, token_ids in (
-        ("tokenized.input_ids", request.tokenized.input_ids),
-        ("sampling_params.stop_token_ids", sampling.stop_token_ids),
-    ):
-        if token_ids and max(token_ids) > _MOST_INT32:
-            yield field, f"{max(token_ids)} is not a token id of this model"
+    yield from _token_id_refusals("tokenized.input_ids", request.tokenized.input_ids)
+    yield from _token_id_refusals("sampling_params.stop_token_ids", sampling.stop_token_ids)
+
+
+def _token_id_refusals(field: str, token_ids: Sequence[int]) -> Iterable[tuple[str, str]]:
+    """Token ids travel as int32 from here on."""
+    if token_ids and max(token_ids) > _MOST_INT32:
+        yield field, f"{max(token_ids)} is not a token id of this model"
 
 
 def _untranslatable(message: Any, prefix: str, accepted: frozenset[str]) -> Iterable[tuple[str, str]]:

@@ -24,7 +24,7 @@ from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
 from headway_gateway.vllm_engine.cache_events import MOST_START, kv_event_batches
 from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
-from headway_gateway.vllm_engine.requests import in_callers_words, translate
+from headway_gateway.vllm_engine.requests import in_callers_words, translate, translate_embed
 from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
 from headway_gateway.vllm_engine.wall_clock import now
 from headway_proto.ingress import STATE_PAUSED
@@ -94,7 +94,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.GetModelInfoResponse(
             model_path=model.name,
             served_model_name=model.name,
-            is_generation=True,
+            is_generation=model.generates,
             max_context_length=model.max_model_len,
             max_req_input_len=min(model.max_model_len, model.max_request_tokens) - 1,
             vocab_size=model.vocab_size,
@@ -138,8 +138,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for chunk in archive.chunks():
             yield chunk
 
-    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        raise _unimplemented("Headway generates text and serves no embeddings")
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:  # noqa: N802
+        metadata = _metadata(context)
+        self._last_request_at = now().timestamp()
+        native = translate_embed(request, metadata)
+        try:
+            with self._abortable(request.request_id, native.tenant):
+                (embedding,) = (await self._generation.Embed(native, context)).embeddings
+        except CallRefusedError as refusal:
+            raise in_callers_words(refusal) from refusal
+        return vllm.EmbedResponse(
+            embedding=embedding.values, prompt_tokens=embedding.prompt_tokens, embedding_dim=len(embedding.values)
+        )
 
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context

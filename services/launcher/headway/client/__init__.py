@@ -44,7 +44,15 @@ from headway.client.errors import (
     UnavailableError,
 )
 from headway.client.event_loop import AsyncClient, AsyncGenerationStream
-from headway.client.requests import CONSTRAINT_OPTIONS, ChatMessage, GenerateOptions, Prompt
+from headway.client.requests import (
+    CONSTRAINT_OPTIONS,
+    BatchOptions,
+    ChatMessage,
+    EmbedOptions,
+    GenerateOptions,
+    Input,
+    Prompt,
+)
 from headway.client.threads import Client, GenerationStream
 
 __all__ = [
@@ -56,17 +64,20 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "AuthenticationError",
+    "BatchOptions",
     "ChatMessage",
     "Client",
     "Completion",
     "DeadlineError",
     "Delta",
+    "EmbedOptions",
     "Endpoint",
     "FinishReason",
     "GenerateOptions",
     "GenerationResult",
     "GenerationStream",
     "HeadwayError",
+    "Input",
     "InvalidRequestError",
     "NotFoundError",
     "OverloadedError",

@@ -11,7 +11,17 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from headway.client.errors import UnavailableError, error_of
-from headway.client.requests import ChatMessage, Prompt, pin_request, tokenize_request
+from headway.client.requests import (
+    BatchOptions,
+    ChatMessage,
+    EmbedOptions,
+    Input,
+    Prompt,
+    embed_request,
+    pin_request,
+    score_request,
+    tokenize_request,
+)
 from headway_proto import admin_pb2, generation_pb2
 
 READY_POLL_S = 0.1
@@ -82,6 +92,16 @@ def detokenize(token_ids: Sequence[int]) -> Call[str]:
     return Call("generation", "Detokenize", request, lambda response: str(response.text))
 
 
+def embed(inputs: Sequence[Input], options: EmbedOptions) -> Call[generation_pb2.EmbedResponse]:
+    request = embed_request(inputs, options)
+    return Call("generation", "Embed", request, lambda response: response, options.get("timeout_s"))
+
+
+def score(prompt: Input, continuations: Sequence[Input], options: BatchOptions) -> Call[generation_pb2.ScoreResponse]:
+    request = score_request(prompt, continuations, options)
+    return Call("generation", "Score", request, lambda response: response, options.get("timeout_s"))
+
+
 def model() -> Call[generation_pb2.GetModelResponse]:
     return Call("generation", "GetModel", generation_pb2.GetModelRequest(), lambda response: response)
 
@@ -121,6 +141,19 @@ def undrain_executor(executor: int) -> Call[None]:
 def set_executor_role(executor: int, role: str) -> Call[None]:
     request = admin_pb2.SetExecutorRoleRequest(executor=executor, role=role)
     return Call("admin", "SetExecutorRole", request, _nothing)
+
+
+def load_adapter(name: str, directory: str) -> Call[None]:
+    request = admin_pb2.LoadAdapterRequest(name=name, directory=directory)
+    return Call("admin", "LoadAdapter", request, _nothing)
+
+
+def unload_adapter(name: str) -> Call[None]:
+    return Call("admin", "UnloadAdapter", admin_pb2.UnloadAdapterRequest(name=name), _nothing)
+
+
+def adapters() -> Call[tuple[admin_pb2.LoadedAdapter, ...]]:
+    return Call("admin", "ListAdapters", admin_pb2.ListAdaptersRequest(), lambda response: tuple(response.adapters))
 
 
 def cancel(request_id: str) -> Call[None]:

@@ -16,7 +16,7 @@ from headway.client.calls import AnswerT, Call
 from headway.client.connection import DEFAULT_ADDRESS, DEFAULT_RETRY_S, Connection, Endpoint
 from headway.client.errors import StreamCancelledError, own_errors
 from headway.client.generation import Generation, Patience
-from headway.client.requests import ChatMessage, GenerateOptions, Prompt
+from headway.client.requests import BatchOptions, ChatMessage, EmbedOptions, GenerateOptions, Input, Prompt
 from headway_proto import admin_pb2, generation_pb2
 
 
@@ -100,6 +100,14 @@ class AsyncClient:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
         return AsyncGenerationStream(self._connection, self._connection.generation(prompt, options))
 
+    async def embed(self, inputs: Sequence[Input], **options: Unpack[EmbedOptions]) -> generation_pb2.EmbedResponse:
+        return await self._call(calls.embed(inputs, options))
+
+    async def score(
+        self, prompt: Input, continuations: Sequence[Input], **options: Unpack[BatchOptions]
+    ) -> generation_pb2.ScoreResponse:
+        return await self._call(calls.score(prompt, continuations, options))
+
     async def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
         return await self._call(calls.tokenize(text))
 
@@ -135,6 +143,15 @@ class AsyncClient:
 
     async def set_executor_role(self, executor: int, role: str) -> None:
         await self._call(calls.set_executor_role(executor, role))
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        await self._call(calls.load_adapter(name, directory))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call(calls.unload_adapter(name))
+
+    async def adapters(self) -> tuple[admin_pb2.LoadedAdapter, ...]:
+        return await self._call(calls.adapters())
 
     async def cancel(self, request_id: str) -> None:
         await self._call(calls.cancel(request_id))

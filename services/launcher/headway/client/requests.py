@@ -21,6 +21,29 @@ class ChatMessage(TypedDict):
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
 
 
+Input: TypeAlias = str | Sequence[int]
+
+
+class BatchOptions(TypedDict, total=False):
+    """Keyword arguments of ``score``, with the ranges and defaults of generation.proto."""
+
+    request_id: str
+    priority: Literal["realtime", "high", "normal", "low"]
+    ttft_slo_ms: int
+    tenant: str
+    model: str
+    adapter: str
+    timeout_s: float
+
+
+class EmbedOptions(BatchOptions, total=False):
+    """Keyword arguments of ``embed``, with the ranges and defaults of generation.proto."""
+
+    pooling: Literal["last", "mean", "cls"]
+    normalize: bool
+    dimensions: int
+
+
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of ``generate``, with the ranges and defaults of generation.proto.
 
@@ -53,6 +76,7 @@ class GenerateOptions(TypedDict, total=False):
     itl_slo_ms: int
     tenant: str
     model: str
+    adapter: str
     timeout_s: float
     json_schema: str | Mapping[str, Any] | bool
     json_object: bool
@@ -67,6 +91,14 @@ _PRIORITIES = {
     "normal": generation_pb2.PRIORITY_NORMAL,
     "low": generation_pb2.PRIORITY_LOW,
 }
+
+_POOLINGS = {
+    "last": generation_pb2.POOLING_LAST,
+    "mean": generation_pb2.POOLING_MEAN,
+    "cls": generation_pb2.POOLING_CLS,
+}
+
+_NAMED_NUMBERS: Mapping[str, Mapping[str, Any]] = {"priority": _PRIORITIES, "pooling": _POOLINGS}
 
 _SCALAR_SAMPLING_OPTIONS = (
     "max_tokens",
@@ -85,7 +117,7 @@ _SCALAR_SAMPLING_OPTIONS = (
     "n",
     "best_of",
 )
-_REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "echo")
+_REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "adapter", "echo")
 CONSTRAINT_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice")
 """A request has at most one of these."""
 
@@ -120,13 +152,56 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         )
         _set_prompt(request, prompt)
     if "priority" in options:
-        if options["priority"] not in _PRIORITIES:
-            raise InvalidRequestError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"priority: {options['priority']!r:.64} is not allowed; allowed: {', '.join(_PRIORITIES)}",
-            )
-        request.priority = _PRIORITIES[options["priority"]]
+        request.priority = _number("priority", options["priority"], _PRIORITIES)
     return request
+
+
+def embed_request(inputs: Sequence[Input], options: EmbedOptions) -> generation_pb2.EmbedRequest:
+    """Build a request. Raises as ``generate_request``."""
+    request = generation_pb2.EmbedRequest()
+    _set_options(request, options, EmbedOptions.__annotations__)
+    with _refusals_of_protobuf():
+        request.inputs.extend([_input(one) for one in inputs])
+    return request
+
+
+def score_request(prompt: Input, continuations: Sequence[Input], options: BatchOptions) -> generation_pb2.ScoreRequest:
+    """Build a request. Raises as ``generate_request``."""
+    request = generation_pb2.ScoreRequest()
+    _set_options(request, options, BatchOptions.__annotations__)
+    with _refusals_of_protobuf():
+        request.prompt.CopyFrom(_input(prompt))
+        request.continuations.extend([_input(one) for one in continuations])
+    return request
+
+
+def _set_options(request: Any, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    unknown = options.keys() - known.keys()
+    if unknown:
+        raise TypeError(f"this call has no option {min(unknown)!r}")
+    with _refusals_of_protobuf():
+        for name, value in options.items():
+            if name in _NAMED_NUMBERS:
+                setattr(request, name, _number(name, value, _NAMED_NUMBERS[name]))
+            elif name != "timeout_s":
+                try:
+                    setattr(request, name, value)
+                except TypeError as error:
+                    raise ValueError(f"{name}: {error}") from error
+
+
+def _number(field: str, name: object, names: Mapping[str, Any]) -> Any:
+    if name not in names:
+        raise InvalidRequestError(
+            grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {name!r:.64} is not allowed; allowed: {', '.join(names)}"
+        )
+    return names[str(name)]
+
+
+def _input(one: Input) -> generation_pb2.Input:
+    if isinstance(one, str):
+        return generation_pb2.Input(text=one)
+    return generation_pb2.Input(token_ids=generation_pb2.TokenIds(ids=one))
 
 
 @contextmanager

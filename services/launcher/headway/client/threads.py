@@ -13,7 +13,7 @@ from headway.client.calls import AnswerT, Call
 from headway.client.connection import DEFAULT_ADDRESS, DEFAULT_RETRY_S, Connection, Endpoint
 from headway.client.errors import own_errors
 from headway.client.generation import Generation, Patience
-from headway.client.requests import ChatMessage, GenerateOptions, Prompt
+from headway.client.requests import BatchOptions, ChatMessage, EmbedOptions, GenerateOptions, Input, Prompt
 from headway_proto import admin_pb2, generation_pb2
 
 
@@ -115,6 +115,20 @@ class Client:
         """
         return GenerationStream(self._connection, self._connection.generation(prompt, options))
 
+    def embed(self, inputs: Sequence[Input], **options: Unpack[EmbedOptions]) -> generation_pb2.EmbedResponse:
+        """Make a vector of each text or list of token ids; see ``EmbedRequest`` in generation.proto.
+
+        Raises:
+            HeadwayError: one of the kinds above. A failed call is not repeated.
+        """
+        return self._call(calls.embed(inputs, options))
+
+    def score(
+        self, prompt: Input, continuations: Sequence[Input], **options: Unpack[BatchOptions]
+    ) -> generation_pb2.ScoreResponse:
+        """Return the log probabilities of continuations of one prompt; see ``ScoreRequest``. Raises as ``embed``."""
+        return self._call(calls.score(prompt, continuations, options))
+
     def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:
         """Return the token ids of a text, or of a chat in the model's template."""
         return self._call(calls.tokenize(text))
@@ -187,6 +201,27 @@ class Client:
                 the scheduler's placement ignores roles.
         """
         self._call(calls.set_executor_role(executor, role))
+
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Let every executor load an adapter (LoRA) from a directory that it can read.
+
+        Raises:
+            InvalidRequestError: the name is wrong or taken, or an executor cannot load it.
+        """
+        self._call(calls.load_adapter(name, directory))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            InvalidRequestError: requests with it have not ended.
+            NotFoundError: there is none of this name.
+        """
+        self._call(calls.unload_adapter(name))
+
+    def adapters(self) -> tuple[admin_pb2.LoadedAdapter, ...]:
+        """The loaded adapters, by name."""
+        return self._call(calls.adapters())
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request of any client.

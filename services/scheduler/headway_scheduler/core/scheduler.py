@@ -13,8 +13,8 @@ One rule: each step hands out tokens from one budget so that a request's ``num_c
 - ``step.speculation_pass`` adds proposals.
 - ``step.sending`` sends the plan; ``step.answers`` takes in the answer.
 
-Cost follows change, not size: only array operations touch a row that decodes, until its *due tick*, the step in which
-it needs a block or has nothing left to compute. Property tests hold this equal to ``tests/specification.py``.
+Cost follows change, not size: only array operations touch a row that decodes, until its *due tick*, the step (of its
+lane) in which it needs a block or has nothing left to compute. Property tests hold this equal to ``tests/specification.py``.
 
 With several steps in flight:
 
@@ -23,6 +23,16 @@ With several steps in flight:
 - A preempted request restarts only after the steps in flight that bring it tokens.
 - Blocks enter the prefix cache when their step has returned without error.
 - A step that speculates is answered before the next is sent.
+
+With several *lanes*, which an executor with a pipeline of stages announces, all of this stays as it is, and:
+
+- Each step is of one lane; lanes take turns, and one without anything to do is passed over.
+- A row decodes in the lane in whose step its prompt ended (``admission.lane_balance``). So the rows that decode are
+  divided among the lanes, and steps in flight run different ones. Chunks of a prompt run in steps of any lane, the next
+  one while the last is in flight.
+- ``Epoch.decoding`` is the lane of the step that is planned. A row of another lane may be preempted for one of this lane.
+- Preemption, swaps, exports and pulls follow the order of steps, which every stage keeps; answers come in this order too.
+- Nothing is speculated: every stage would wait for the answer.
 """
 
 from collections.abc import Iterable
@@ -48,7 +58,6 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request
-from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.step.answer_checks import StateMismatch
 from headway_scheduler.core.step.answers import Answers
 from headway_scheduler.core.step.decode_pass import DecodePass
@@ -91,22 +100,22 @@ class Scheduler:
             block_size=capacity.block_size,
             offload=offload,
         )
-        num_batches = 1 if state.batching.overlaps_own_steps else limits.max_steps_in_flight
         self._epoch = epoch = Epoch(
             limits,
             capacity,
             state.counters,
             swapping,
             number=number,
-            num_batches=num_batches,
+            overlaps_own_steps=state.batching.overlaps_own_steps,
         )
         self.capacity, self.epoch = capacity, number
+        self.in_flight, self.max_in_flight = epoch.in_flight, epoch.max_in_flight
         self.cache, self.pool, self.rows, self.swapping = epoch.cache, epoch.pool, epoch.rows, epoch.swapping
         self.max_num_batched_tokens, self.max_running = epoch.max_num_batched_tokens, epoch.max_running
         self.pinned_prefixes.begin(capacity, self.cache, self.pool)
-        state.observer.begin_epoch()
+        state.observer.begin_epoch(capacity.num_lanes)
         state.observer.is_wanted |= capacity.max_speculative_tokens > 0
-        self.prefilling, self.decoding, self.leaving_rows = epoch.prefilling, epoch.decoding, epoch.leaving
+        self.prefilling, self.lanes, self.leaving_rows = epoch.prefilling, epoch.lanes, epoch.leaving
         self.prefixes = prefixes = CachedPrefixes(limits, epoch)
         self._running = RunningRequests(state, epoch, prefixes)
         self.tightest = self._running.tightest
@@ -132,11 +141,11 @@ class Scheduler:
         """Decide the next step; None if there is none now. ``now`` in seconds."""
         state, epoch = self._state, self._epoch
         losses = state.losses
-        if len(epoch.in_flight) >= self.limits.max_steps_in_flight or self.awaits_answer:
+        if len(epoch.in_flight) >= epoch.max_in_flight or self.awaits_answer:
             return None
         if losses.has_done_its_trial(epoch.rows):
             return None
-        plan = StepPlan(epoch.max_num_batched_tokens, now)
+        plan = epoch.new_plan(now)
         if losses.is_active:
             if losses.alone is not None:
                 self._making_way.clear_for(plan, losses.alone)
@@ -144,15 +153,15 @@ class Scheduler:
         self._passes.begin_step()
         if now >= state.first_tokens.next_due:
             self._check_first_tokens(now)
-        self._passes.run(plan)
-        total = len(epoch.decoding.indices()) + plan.num_chunk_tokens
-        if not total:
-            epoch.swapping.complete_plan()
-            epoch.decoding.let_decode(plan.held_back, in_this_step=True)
-            return None
-        self._speculation.serve(plan)
-        self._passes.end_step(plan, has_decoded=total > plan.num_chunk_tokens)
-        return self._sending.commit(plan, total)
+        for lane in epoch.lanes_in_turn():
+            epoch.decoding = lane
+            total = self._passes.run(plan)
+            if total:
+                self._speculation.serve(plan)
+                self._passes.end_step(plan, has_decoded=total > plan.num_chunk_tokens)
+                return self._sending.commit(plan, total)
+            plan = epoch.new_plan(now)
+        return None
 
     def update(self, output: ExecutorOutput, now: float) -> StepEvents:
         """Take in the answer to the oldest step in flight.
@@ -227,7 +236,7 @@ class Scheduler:
         """
         if self._state.batching.rules(any_decoded=True).admits:
             requests = [self._requests[origin] for origin in origins if origin in self._requests]
-            self._state.losses.start_slowly(requests, self.rows, self.limits.max_steps_in_flight)
+            self._state.losses.start_slowly(requests, self.rows, self._epoch.max_in_flight)
 
     def requests_in_flight(self, step: int | None = None) -> list[tuple[Origin, int]]:
         """The live requests of one step in flight, or of all, with their tokens."""

@@ -5,6 +5,8 @@ Owns: questions about a ``Scheduler``. Must not know: who asks.
 
 from typing import NamedTuple
 
+import numpy as np
+
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.memory.cache_log import CacheEntry
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
@@ -235,13 +237,14 @@ class SchedulerView:
             found[row] = rows.request_in(row)
         return found
 
-    def live_rows(self) -> RowIndices:
-        """Rows with a request, ascending."""
-        return self._core.rows.live_rows()
-
-    def num_computed_in(self, rows: RowIndices) -> Int32Array:
-        """Computed tokens of these rows, shape ``[len(rows)]``."""
-        return self._core.rows.num_computed_tokens[rows]
+    def rows_of_newest_step(self) -> tuple[RowIndices, Int32Array, Int32Array]:
+        """Of the step that was just sent: its rows, ascending, their tokens in it, and their tokens computed before."""
+        step = self._core.in_flight[-1]
+        num_tokens = dict.fromkeys(step.sampling_rows.tolist(), 1)
+        num_tokens |= {chunk.row: chunk.num_computed_tokens - chunk.start for chunk in step.chunks}
+        rows = np.array(sorted(num_tokens), dtype=np.intp)
+        counts = np.array([num_tokens[row] for row in rows.tolist()], dtype=np.int32)
+        return rows, counts, self._core.rows.num_computed_tokens[rows] - counts
 
     # ----------------------------------------------------------------------------------------------- cache and tenants
 
@@ -280,14 +283,19 @@ class GapView:
         return self._core.limits.budget != "fixed"
 
     def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
-        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times; O(rows)."""
-        now = self._core.decoding.shape()
-        num_rows = now.num_rows + more_rows
-        shape = StepShape(num_rows, num_rows, now.num_context_tokens + more_context, 0)
+        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times; O(rows).
+
+        With several lanes, a step has its share of them.
+        """
+        shapes = [lane.shape() for lane in self._core.lanes]
+        num_rows = -(-(sum(shape.num_rows for shape in shapes) + more_rows) // len(shapes))
+        num_context_tokens = sum(shape.num_context_tokens for shape in shapes) + more_context
+        shape = StepShape(num_rows, num_rows, num_context_tokens // len(shapes), 0)
         return (self._core.step_times.predict_s(shape) or 0.0) if num_rows else 0.0
 
     def newest_decoding(self) -> Request | None:
         """The decoding request that started last and does not leave."""
         rows, leaving = self._core.rows, self._core.leaving_rows
-        decoding = [row for row in self._core.decoding.indices().tolist() if row not in leaving]
+        in_lanes = [row for lane in self._core.lanes for row in lane.indices().tolist()]
+        decoding = [row for row in in_lanes if row not in leaving]
         return rows.request_in(max(decoding, key=rows.order_key.__getitem__)) if decoding else None

@@ -210,7 +210,7 @@ class _Decoder:
             case [2, dtype, shape, pages]:
                 self._made[number] = _array(np.dtype(dtype), tuple(shape), pages, present)
             case [3, kind, entries]:
-                self._make_container(number, _CONTAINERS[kind], entries)
+                self._make_container(number, _CONTAINERS[kind], entries, present)
             case [4, kind, entries]:
                 self._made[number] = mapping = _MAPPINGS[kind]()
                 for key, encoded in entries:
@@ -234,11 +234,13 @@ class _Decoder:
         self._taken.add(id(made))
         return made
 
-    def _make_container(self, number: int, kind: type, entries: list[Any]) -> None:
+    def _make_container(self, number: int, kind: type, entries: list[Any], present: Any) -> None:
         if kind is list:
             made: list[Any] = []
             self._made[number] = made
-            made.extend(self.value(entry) for entry in entries)
+            is_alike = type(present) is list and len(present) == len(entries)
+            places = present if is_alike else [None] * len(entries)
+            made.extend(self.value(entry, place) for entry, place in zip(entries, places, strict=True))
         else:
             self._made[number] = kind([self.value(entry) for entry in entries])
 

@@ -12,7 +12,7 @@ import msgspec
 
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Rejected, Submit
-from headway_proto.step import BackendInfo, ExecutorOutput
+from headway_proto.step import BackendInfo, ExecutorOutput, PooledOutput
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -270,6 +270,8 @@ class FlightRecorder(NullRecorder):
                 itl_slo_ms=new.itl_slo_ms,
                 has_run=new.has_run,
                 num_prompt_logprobs=new.num_prompt_logprobs,
+                adapter=new.adapter,
+                pooling=new.pooling,
             )
         )
 
@@ -371,6 +373,9 @@ def _encodable(entry: _Sent | _Taken) -> Record:
         return Turn(now, tuple([decision_in_frame(frame) for _, frame in what]), rest)
     assert isinstance(rest, tuple)
     output = what
-    if what.logprobs or what.prompt_logprobs:
-        output = msgspec.structs.replace(what, logprobs=(), prompt_logprobs=())  # decisions do not depend on them
+    # Decisions depend neither on vectors nor on log probabilities.
+    if isinstance(what, PooledOutput):
+        output = ExecutorOutput(**{name: getattr(what, name) for name in ExecutorOutput.__struct_fields__})
+    if output.logprobs or output.prompt_logprobs:
+        output = msgspec.structs.replace(output, logprobs=(), prompt_logprobs=())
     return Answered(now, output, tuple([End(end.origin, end.reason.value, end.num_output_tokens) for end in rest]))

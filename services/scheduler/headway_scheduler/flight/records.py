@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from headway_proto.framing import HEADER_BYTES
+from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ExecutorOutput
 from headway_scheduler.core.state.arrival import Origin
@@ -60,6 +61,8 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=2, kw_only=True)
     itl_slo_ms: int
     has_run: bool = False
     num_prompt_logprobs: int = 0
+    adapter: str = ""
+    pooling: int = NO_POOLING
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -287,4 +287,6 @@ def _new_request(record: Arrived) -> NewRequestEvent:
         itl_slo_ms=record.itl_slo_ms,
         has_run=record.has_run,
         num_prompt_logprobs=record.num_prompt_logprobs,
+        adapter=record.adapter,
+        pooling=record.pooling,
     )

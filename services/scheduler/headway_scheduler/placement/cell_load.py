@@ -6,7 +6,7 @@ Owns: these answers. Must not know: other cells, or which request is next.
 from enum import Enum
 from typing import NamedTuple
 
-from headway_scheduler.core.admission.door import asks_too_much, limit_of
+from headway_scheduler.core.admission.door import limit_of, what_lacks_for
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.placement.roles import Role
@@ -46,7 +46,7 @@ class CellLoad:
     def can_hold(self, request: Request) -> bool:
         """Whether the executor could ever run this request, which another of the same model was found to run."""
         capacity, new = self._view.capacity, request.new
-        if len(request.token_ids) >= limit_of(new, capacity.max_request_tokens) or asks_too_much(new, capacity):
+        if len(request.token_ids) >= limit_of(new, capacity.max_request_tokens) or what_lacks_for(new, capacity):
             return False
         return capacity.supports_prompt_logprobs or not request.is_owed_prompt_logprobs
 

@@ -11,6 +11,7 @@ from headway_proto.columns import encode_column
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_proto.step import NewRequest
 from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.lane_balance import LaneBalance
 from headway_scheduler.core.admission.making_way import MakingWay
 from headway_scheduler.core.admission.prefix_wait import PrefixWait
 from headway_scheduler.core.admission.refusals import Reason, Refused
@@ -54,6 +55,7 @@ class Admission:
         self._prefix_wait = PrefixWait(state, epoch, prefixes, running)
         self._running = running
         self._making_way = making_way
+        self._balance = LaneBalance(state, epoch)
         self._admitted: list[AdmittedEvent] = []
         self.refused: Refused | None = None
         # The head of the queue when a forecast refused a request, and the step in which to ask again.
@@ -100,7 +102,10 @@ class Admission:
             if first is self._foreseen and self._is_soon_after_refusal():
                 self.refused = Refused(Reason.BLOCKS, first)
                 return
-            passed_over, request = self._with_longest_prefix(first)
+            passed_over, request = self._choose(first)
+            if request is None:
+                self.refused = Refused(Reason.ADAPTERS, first)
+                return
             budget = self._epoch.budget_left(plan)
             is_behind = before is not None and not (
                 request.only_decodes or self._waiting.queue.goes_before(request, before)
@@ -144,19 +149,25 @@ class Admission:
         num_rows = self._epoch.max_running
         return self._rows.num_live >= num_rows - self._waiting.queue.num_kept_rows(request, num_rows)
 
-    def _with_longest_prefix(self, first: Request) -> tuple[list[Request], Request]:
-        """The longest cached prefix among the next few, and the requests that it passes over.
+    def _choose(self, first: Request) -> tuple[list[Request], Request | None]:
+        """Of the next few, one whose adapter has a place, and the requests that it passes over.
 
-        Each is passed over at most ``MAX_PASSED_OVER`` times.
+        With ``prefix_aware``, the one with the longest cached prefix. Each is passed over at most ``MAX_PASSED_OVER`` times.
         """
-        if not self._limits.prefix_aware or self._losses.is_active or first.num_passed_over >= MAX_PASSED_OVER:
+        has_place_for = self._running.adapters.has_place_for
+        if self._losses.is_active or first.num_passed_over >= MAX_PASSED_OVER:
+            return [], first if has_place_for(first) else None
+        if not self._limits.prefix_aware and has_place_for(first):
             return [], first
         few = self._waiting.queue.first_few(NUM_COMPARED_PREFIXES)
-        num_cached = [
-            len(self._prefixes.find(other, other.token_ids.tobytes(), len(other.token_ids))[0]) for other in few
-        ]
-        best = num_cached.index(max(num_cached))
+        places = [place for place, other in enumerate(few) if has_place_for(other)]
+        if not places:
+            return [], None
+        best = max(places, key=lambda place: self._num_cached(few[place])) if self._limits.prefix_aware else places[0]
         return few[:best], few[best]
+
+    def _num_cached(self, request: Request) -> int:
+        return len(self._prefixes.find(request, request.token_ids.tobytes(), len(request.token_ids))[0])
 
     def _admit(
         self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, books: Books, *, lacks_row: bool
@@ -178,6 +189,8 @@ class Admission:
             step_budget=plan.budget,
             room=(len(shared) + num_free - books.owed_blocks) * rows.block_size - start,
         )
+        if not lacks_row and (most := self._balance.most_of(plan, chunk, num_tokens - start)) < chunk:
+            chunk = 0 if cut is PromptCut.NOWHERE else most
         missing = books.num_missing(request, start + max(chunk, 1), len(shared), num_free)
         if request.num_preemptions:
             missing += self.headroom(request)
@@ -198,7 +211,8 @@ class Admission:
             self._epoch.swapping.restore(request, offloaded, table[len(shared) : len(shared) + len(offloaded)])
             self._state.counters.num_restored_tokens += len(offloaded) * rows.block_size
         request.cache_node = node
-        plan.new_requests.append(
+        plan.add_request(
+            request,
             NewRequest(
                 row=row,
                 token_ids=token_bytes,
@@ -206,7 +220,7 @@ class Admission:
                 block_ids=encode_column(table),
                 num_computed_tokens=start,
                 sampling=_sampling_for_row(request),
-            )
+            ),
         )
         self._running.advance_prompt(plan, request, start + chunk, chunk)
         self._count_start(request, start, shared, plan.now)

@@ -3,8 +3,11 @@
 Owns: the refusal of requests that can never run. Must not know: queues, rows, or their later states.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
+from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
@@ -21,6 +24,14 @@ class RequestRejected(Exception):  # noqa: N818 - it is an answer, not a malfunc
         self.reason = reason
         self.field = field
         self.message = message
+
+
+class Lacking(NamedTuple):
+    """The field that asks for a feature which the executor lacks, what it lacks, and what the field may be."""
+
+    field: str
+    what: str
+    allowed: str
 
 
 def limit_of(new: NewRequestEvent, max_request_tokens: int) -> int:
@@ -62,13 +73,22 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
     for token_id in new.stop_token_ids:
         if not 0 <= token_id < capacity.vocab_size:
             raise _outside_vocabulary("stop_token_ids", token_id, capacity)
-    if asks_too_much(new, capacity):
-        raise RequestRejected("unsupported", "constraint", "the executor cannot constrain outputs; allowed: unset")
+    lacking = what_lacks_for(new, capacity)
+    if lacking is not None:
+        raise RequestRejected("unsupported", lacking.field, f"the executor {lacking.what}; allowed: {lacking.allowed}")
 
 
-def asks_too_much(new: NewRequestEvent, capacity: ExecutorCapacity) -> bool:
-    """Whether the executor lacks a feature that it needs."""
-    return new.sampling.constraint is not None and not capacity.supports_constraints
+def what_lacks_for(new: NewRequestEvent, capacity: ExecutorCapacity) -> Lacking | None:
+    """The feature that it needs and the executor lacks, or None."""
+    if new.sampling.constraint is not None and not capacity.supports_constraints:
+        return Lacking("constraint", "cannot constrain outputs", "unset")
+    if new.adapter and not capacity.supports_adapters:
+        return Lacking("adapter", "cannot run adapters", "unset")
+    if new.pooling == NO_POOLING and not capacity.generates:
+        return Lacking("pooling", "makes vectors and no text", "any but none")
+    if new.pooling != NO_POOLING and not capacity.embedding_size:
+        return Lacking("pooling", "makes no vectors", "unset")
+    return None
 
 
 def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:
@@ -80,8 +100,9 @@ def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bo
         return "the executor that took over cannot hold this request"
     if request.is_owed_prompt_logprobs and not capacity.supports_prompt_logprobs:
         return "the executor that took over reports no log probabilities of prompts"
-    if asks_too_much(request.new, capacity):
-        return "the executor that took over cannot constrain outputs"
+    lacking = what_lacks_for(request.new, capacity)
+    if lacking is not None:
+        return f"the executor that took over {lacking.what}"
     return None
 
 

@@ -44,7 +44,7 @@ class PrefixWait:
                 continue
             if other.num_admitted_tokens // size * size < end:
                 continue
-            if self._prefixes.by_tenant and other.new.tenant != request.new.tenant:
+            if self._prefixes.scope_of(other) != self._prefixes.scope_of(request):
                 continue
             if np.array_equal(rows.token_ids[other.row, :end], request.token_ids[:end]):
                 return True

@@ -18,6 +18,7 @@ class Reason(Enum):
     ROWS = "as many requests ran as may run at once"
     BATCH = "the batch that ran had to end first"
     PREFIX = "the beginning of its prompt was being computed for another request"
+    ADAPTERS = "as many adapters ran as may run at once"
     BLOCKS = "too few KV blocks were free"
     OBJECTIVE = "those that ran would have missed their inter-token objective"
     TURN = "the token budget was taken, or others were first"

@@ -3,8 +3,10 @@
 Owns: rows, blocks, stop tokens and objectives, which change together. Must not know: which request starts or is preempted.
 """
 
+from headway_proto.step import NO_LANE
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.objectives import TightestObjective
+from headway_scheduler.core.admission.running_adapters import RunningAdapters
 from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.state.counters import WasteReason
@@ -17,17 +19,19 @@ NUM_COMPARED_PREFIXES = 8
 
 
 class RunningRequests:
-    """``tightest``: their tightest inter-token objective."""
+    """``tightest``: their tightest inter-token objective. ``adapters``: which of them they use."""
 
     def __init__(self, state: CoreState, epoch: Epoch, prefixes: CachedPrefixes) -> None:
         self.tightest = TightestObjective()
+        self.adapters = RunningAdapters(state.limits.max_adapters)
         self.stop_tokens = StopTokens(epoch.capacity.vocab_size)
         self._state = state
         self._epoch = epoch
         self._rows = epoch.rows
         self._prefixes = prefixes
         self._may_speculate = epoch.capacity.max_speculative_tokens > 0
-        self._overlaps_own_steps = state.batching.overlaps_own_steps
+        self._frees_at_once = not state.batching.overlaps_own_steps or epoch.num_lanes > 1
+        """Whether a row may be in no step in flight, so that its blocks need not wait for one."""
         self._offloads = epoch.swapping.offloads
         self._protects_gaps = state.limits.protect_itl
 
@@ -51,6 +55,7 @@ class RunningRequests:
             self.tightest.change(request.itl_slo_ms, 1)
         request.num_cached_blocks = num_shared
         request.status = RequestStatus.RUNNING
+        self.adapters.join(request)
         self.stop_tokens.add(request.new.stop_token_ids)
         return row
 
@@ -61,6 +66,7 @@ class RunningRequests:
         self._rows.num_computed_tokens[row] = end
         completes = end == request.num_admitted_tokens
         plan.add_chunk(row, num_tokens)
+        plan.num_completing += completes
         plan.chunks.append(PrefillChunk(request, row, end - num_tokens, end, completes))
         if plan.newest_prompts is not None:
             others = [other for other in plan.newest_prompts if other is not request]
@@ -100,11 +106,14 @@ class RunningRequests:
         epoch.pool.release(rows.blocks_of(row), fence)
         if request.itl_slo_ms:
             self.tightest.change(request.itl_slo_ms, -1)
+        lane = int(rows.lane[row])
+        if lane != NO_LANE:
+            epoch.lanes[lane].give_up(row)
         rows.give_back(row)
         epoch.prefilling.discard(row)
         epoch.leaving.discard(row)
-        epoch.decoding.give_up(row)
         epoch.finished_rows.append(row)
+        self.adapters.leave(request)
         self.stop_tokens.remove(request.new.stop_token_ids)
 
     def _fence_of(self, row: int) -> int | None:
@@ -112,7 +121,7 @@ class RunningRequests:
         in_flight = self._epoch.in_flight
         if not in_flight:
             return None
-        if not self._overlaps_own_steps and not any(row in step.ran_rows() for step in in_flight):
+        if self._frees_at_once and not any(step.runs(row) for step in in_flight):
             return None
         return in_flight[-1].step
 

@@ -1,6 +1,7 @@
 """The prefix cache, and its second tier on the host, as requests see them.
 
 Owns: which part of a prompt is cached. Must not know: what is evicted.
+An adapter changes keys and values, so its identity is part of the scope of its blocks.
 """
 
 from headway_scheduler.core.memory.epoch import Epoch
@@ -9,13 +10,17 @@ from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request
 
+_ADAPTER_WIDTH = 129
+"""Adapters stand before tenants in a scope, filled up to more characters than a tenant's name has: so the scope of an
+adapter is never that of a tenant."""
+
 
 class CachedPrefixes:
-    """``by_tenant``: tenants do not share blocks."""
+    """What is cached for a request."""
 
     def __init__(self, limits: SchedulerLimits, epoch: Epoch) -> None:
         self._is_enabled = limits.enable_prefix_caching
-        self.by_tenant = limits.prefix_cache_scope == "tenant"
+        self._by_tenant = limits.prefix_cache_scope == "tenant"
         self._cache = epoch.cache
         self._rows = epoch.rows
         self._swapping = epoch.swapping
@@ -24,10 +29,12 @@ class CachedPrefixes:
         """The cached blocks that the request may use, and the last node."""
         if not self._is_enabled:
             return NO_BLOCKS, ROOT_NODE
-        return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), self._scope_of(request))
+        return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), self.scope_of(request))
 
     def most_blocks(self, request: Request, num_tokens: int) -> int:
         """The most cached blocks that the request may use."""
+        if request.runs_whole_prompt:
+            return 0
         # At least one token must run, to sample from; so must each token whose logits are wanted.
         most_tokens = num_tokens - 1
         if request.is_owed_prompt_logprobs:
@@ -42,7 +49,7 @@ class CachedPrefixes:
             return
         token_bytes = rows.token_ids[row, first * rows.block_size : end * rows.block_size].tobytes()
         blocks = rows.block_table[row, first:end].copy()
-        request.cache_node = self._cache.register(request.cache_node, token_bytes, blocks, self._scope_of(request))
+        request.cache_node = self._cache.register(request.cache_node, token_bytes, blocks, self.scope_of(request))
         request.num_cached_blocks = end
 
     def find_offloaded(self, request: Request, token_bytes: bytes, num_shared: int) -> BlockIndices:
@@ -50,7 +57,7 @@ class CachedPrefixes:
         if not self._is_enabled or request.num_swapped_tokens:
             return NO_BLOCKS
         most_blocks = self.most_blocks(request, len(request.token_ids))
-        return self._swapping.find_offloaded(token_bytes, num_shared, most_blocks, self._scope_of(request))
+        return self._swapping.find_offloaded(token_bytes, num_shared, most_blocks, self.scope_of(request))
 
     def offload(self, request: Request, row: int) -> int:
         """Copy the cached blocks of a row that is given up to the host; return how many are copied."""
@@ -58,7 +65,10 @@ class CachedPrefixes:
         if not end or not self._is_enabled:
             return 0
         token_bytes = rows.token_ids[row, : end * rows.block_size].tobytes()
-        return self._swapping.offload(token_bytes, rows.block_table[row, :end].copy(), self._scope_of(request))
+        return self._swapping.offload(token_bytes, rows.block_table[row, :end].copy(), self.scope_of(request))
 
-    def _scope_of(self, request: Request) -> str:
-        return request.new.tenant if self.by_tenant else ""
+    def scope_of(self, request: Request) -> str:
+        """Only requests of the same scope share blocks."""
+        new = request.new
+        tenant = new.tenant if self._by_tenant else ""
+        return f"{new.adapter:\0<{_ADAPTER_WIDTH}}{tenant}" if new.adapter else tenant

@@ -1,33 +1,54 @@
-"""The rows that decode: one token per step, until they need a block or have nothing left to compute.
+"""The rows of one lane, which decode: one token per step of the lane, until they need a block or have nothing left to
+compute.
 
-Owns: which rows decode, are stalled or idle. Must not know: where blocks come from.
+Owns: which rows of the lane decode, are stalled or idle, and their *due ticks*: the steps of the lane, counted from 0, in
+which they need attention. Must not know: where blocks come from, or other lanes.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headway_scheduler.core.memory.row_table import NEVER, RowTable
-from headway_scheduler.core.state.indices import NO_ROWS, RowIndices
+from headway_scheduler.core.memory.row_table import RowTable
+from headway_scheduler.core.state.indices import NO_ROWS, ONE, RowIndices
 from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.state.step_shape import StepShape
+
+NEVER = np.iinfo(np.int64).max
 
 
 class DecodingRows:
     """``stalled`` rows wait for a block, ``idle`` rows for their last token."""
 
-    def __init__(self, rows: RowTable) -> None:
-        self._rows = rows
+    def __init__(self, rows: RowTable, lane: int = 0) -> None:
+        self.lane = lane
         self.stalled: set[int] = set()
         self.idle: set[int] = set()
+        self.num_rows = 0
+        """All rows of the lane."""
+        self._rows = rows
+        self._tick = 0
+        # Shape [max_rows]: 1 while the row runs one token in each step of the lane, until its due tick.
+        self._decodes = np.zeros(rows.max_rows, dtype=np.int32)
+        self._due_tick = np.full(rows.max_rows, NEVER, dtype=np.int64)
         self._indices = NO_ROWS
         self._is_changed = False
 
     def indices(self) -> RowIndices:
-        """The rows, ascending; the same array until they change."""
+        """The rows that decode, ascending; the same array until they change."""
         if self._is_changed:
-            rows = self._rows
-            self._indices = rows.decoding[: rows.end].nonzero()[0]
+            self._indices = self._decodes[: self._rows.end].nonzero()[0]
             self._is_changed = False
         return self._indices
+
+    def can_go_on(self) -> bool:
+        """Whether a row that decodes has something left to compute; O(rows)."""
+        decoding = self.indices()
+        return bool((self._rows.num_computed_tokens[decoding] < self._rows.last_position[decoding]).any())
+
+    def due(self) -> RowIndices:
+        """The rows that need a block or end in the lane's next step, ascending."""
+        found: RowIndices = (self._due_tick[: self._rows.end] == np.array(self._tick, dtype=np.int64)).nonzero()[0]
+        return found
 
     def shape(self) -> StepShape:
         """A step of these rows alone; O(rows)."""
@@ -35,43 +56,61 @@ class DecodingRows:
         num_context_tokens = int(self._rows.num_computed_tokens[decoding].sum())
         return StepShape(len(decoding), len(decoding), num_context_tokens, 0)
 
-    def start(self, starting: list[int], tick: int) -> None:
-        """Let these rows decode from step ``tick`` on."""
+    def advance(self) -> None:
+        """A step of the lane is sent: every row that decodes computes one token more."""
+        end = self._rows.end
+        self._rows.num_computed_tokens[:end] += self._decodes[:end]
+        self._tick += 1
+
+    def enter(self, starting: list[int]) -> None:
+        """These rows, whose prompts are complete, decode in this lane from its next step on."""
+        self._rows.lane[starting] = self.lane
+        self.num_rows += len(starting)
+        self.start(starting)
+
+    def start(self, starting: list[int]) -> None:
+        """Let these rows decode from the lane's next step on."""
         rows = self._rows
         indices = np.asarray(starting)
         end = np.minimum(rows.num_blocks[indices] * rows.tokens_per_block, rows.last_position[indices])
-        rows.due_tick[indices] = end - rows.num_computed_tokens[indices] + np.array(tick, dtype=np.int64)
-        rows.decoding[indices] = 1
+        self._due_tick[indices] = end - rows.num_computed_tokens[indices] + np.array(self._tick, dtype=np.int64)
+        self._decodes[indices] = 1
         self._is_changed = True
 
     def stop(self, row: int) -> None:
         """Stop a row's decoding."""
-        self._rows.decoding[row] = 0
-        self._rows.due_tick[row] = NEVER
+        self._decodes[row] = 0
+        self._due_tick[row] = NEVER
         self._is_changed = True
 
-    def resume(self, served: RowIndices) -> None:
-        """Let the stalled ones of ``served`` decode; they have their block."""
+    def go_on(self, served: RowIndices, num_left: NDArray[np.int32]) -> None:
+        """Each of these due rows, with ``num_left`` tokens to compute, has one block more."""
+        tick = np.array(self._tick, dtype=np.int64)
+        self._due_tick[served] = np.minimum(num_left, self._rows.tokens_per_block) + tick
         if self.stalled:
-            self._rows.decoding[served] = 1
+            self._decodes[served] = 1
             self._is_changed = True
             self.stalled.difference_update(served.tolist())
 
     def hold_back(self, plan: StepPlan, decoding: list[int]) -> None:
         """Let decoding rows sit out this step."""
         if decoding:
-            self._rows.hold_back(decoding)
+            self._decodes[decoding] = 0
+            self._due_tick[decoding] += ONE
             plan.held_back = plan.held_back + decoding
             self._is_changed = True
 
     def let_decode(self, held_back: list[int], *, in_this_step: bool) -> None:
-        """Undo ``hold_back``, now or from the next step on."""
+        """Undo ``hold_back``, before (``in_this_step``) or after that step."""
         if held_back:
-            self._rows.let_decode(held_back, in_this_step=in_this_step)
+            self._decodes[held_back] = 1
+            if in_this_step:
+                self._due_tick[held_back] -= ONE
             self._is_changed = True
 
     def give_up(self, row: int) -> None:
-        """Forget a row that has been released."""
-        self._is_changed = True
+        """Forget a row of the lane, which is being released."""
+        self.stop(row)
+        self.num_rows -= 1
         self.stalled.discard(row)
         self.idle.discard(row)

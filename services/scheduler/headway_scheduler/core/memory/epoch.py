@@ -19,7 +19,13 @@ from headway_scheduler.core.state.step_plan import InFlightStep, StepPlan
 
 
 class Epoch:
-    """Made anew for each executor; ``num_batches`` disjoint batches may be in flight."""
+    """Made anew for each executor.
+
+    ``decoding`` is the lane of the step that is planned. An executor with several lanes gets steps of each in turn, as
+    many as its pipeline has stages and one more, so that no stage waits for the scheduler. Its lanes share that number:
+    what one lane has in flight beyond its share could only wait for the lane's own tokens. ``overlaps_own_steps``: see
+    ``BatchingPolicy``; otherwise each lane, or without lanes each of the steps in flight, is a batch.
+    """
 
     def __init__(
         self,
@@ -29,20 +35,28 @@ class Epoch:
         swapping: Swapping,
         *,
         number: int,
-        num_batches: int,
+        overlaps_own_steps: bool,
     ) -> None:
         self.number = number
         self.capacity = capacity
         self.max_num_batched_tokens = capacity.most_batched_tokens(limits.max_num_batched_tokens)
         # Each decoding request takes one token of the budget.
         self.max_rows_per_step = min(limits.max_num_seqs, self.max_num_batched_tokens)
-        self.max_running = min(self.max_rows_per_step * num_batches, capacity.max_num_rows)
+        self.num_lanes = num_lanes = capacity.num_lanes
+        self.max_in_flight = limits.steps_in_flight(num_lanes)
+        self._max_in_flight_of_lane = -(-self.max_in_flight // num_lanes)
+        most_rows = min(limits.max_num_seqs, self.max_num_batched_tokens * num_lanes)
+        if not overlaps_own_steps:
+            most_rows = self.max_rows_per_step * (num_lanes if num_lanes > 1 else self.max_in_flight)
+            self._max_in_flight_of_lane = 1
+        self.max_running = min(most_rows, capacity.max_num_rows)
         self.next_step = 0
         self.cache = PrefixCache(capacity.num_blocks, capacity.block_size)
         self.pool = BlockPool(capacity.num_blocks, self.cache, counters)
         self.rows = RowTable(self.max_running, capacity.max_model_len, capacity.block_size)
         self.swapping = swapping
-        self.decoding = DecodingRows(self.rows)
+        self.lanes = [DecodingRows(self.rows, lane) for lane in range(num_lanes)]
+        self.decoding = self.lanes[0]
         self.prefilling: set[int] = set()
         """Rows in their prompt."""
         self.leaving: set[int] = set()
@@ -50,6 +64,32 @@ class Epoch:
         self.finished_rows: list[int] = []
         """Rows released since the newest step. The next step names them to the executor."""
         self.in_flight: deque[InFlightStep] = deque()
+        self._newest_lane = -1
+
+    def new_plan(self, now: float) -> StepPlan:
+        """An empty plan."""
+        return StepPlan(self.max_num_batched_tokens, now, has_lane=self.num_lanes > 1)
+
+    def lanes_in_turn(self) -> list[DecodingRows]:
+        """The lanes that may have the next step, the one whose turn it is first."""
+        if self.num_lanes == 1:
+            return self.lanes
+        num_in_flight = [0] * self.num_lanes
+        for step in self.in_flight:
+            num_in_flight[step.lane] += 1
+        first = self._newest_lane + 1
+        in_turn = self.lanes[first:] + self.lanes[:first]
+        return [lane for lane in in_turn if num_in_flight[lane.lane] < self._max_in_flight_of_lane]
+
+    def send(self, step: InFlightStep) -> None:
+        """This step, of the lane ``decoding``, is in flight."""
+        self.in_flight.append(step)
+        self._newest_lane = step.lane
+
+    @property
+    def has_stalled_rows(self) -> bool:
+        """Whether a row of any lane waits for a block."""
+        return any(lane.stalled for lane in self.lanes)
 
     @property
     def awaits_answer(self) -> bool:

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array
+from headway_proto.step import NO_LANE
 from headway_scheduler.core.memory.memory_forecast import horizons
 from headway_scheduler.core.state.indices import ONE, BlockIndices, RowIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.speculation_record import SpeculationRecord
-
-NEVER = np.iinfo(np.int64).max
 
 
 class RowTable:
@@ -25,7 +24,7 @@ class RowTable:
 
     - ``num_tokens``: prompt and received output; ``num_computed_tokens``: after all scheduled steps.
     - ``last_position``: of the last token allowed.
-    - ``decoding``: 1 while the row runs one token each step, until its ``due_tick``.
+    - ``lane``: whose steps it decodes in; ``NO_LANE`` in its prompt.
     - ``itl_slo_ms``: the objective on gaps, 0 for none; ``token_time``: of the newest token. Only ``GapGuard`` needs these.
     - ``order_key``: lower is served first; ``priority``: higher is less urgent.
     - ``tenant``: index in the order's books; ``curve``: of output lengths.
@@ -49,8 +48,7 @@ class RowTable:
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         self.owner = np.zeros(max_rows, dtype=np.int32)
         self.handle = np.zeros(max_rows, dtype=np.int32)
-        self.decoding = np.zeros(max_rows, dtype=np.int32)
-        self.due_tick = np.full(max_rows, NEVER, dtype=np.int64)
+        self.lane = np.full(max_rows, NO_LANE, dtype=np.int32)
         self.order_key = np.full(max_rows, -1, dtype=np.int64)
         self.priority = np.zeros(max_rows, dtype=np.int32)
         self.itl_slo_ms = np.zeros(max_rows, dtype=np.int32)
@@ -106,8 +104,7 @@ class RowTable:
         self.request_in(row).row = -1
         self.requests[row] = None
         self.num_live -= 1
-        self.decoding[row] = 0
-        self.due_tick[row] = NEVER
+        self.lane[row] = NO_LANE
         self.order_key[row] = -1
         heapq.heappush(self._free_rows, row)
 
@@ -116,17 +113,6 @@ class RowTable:
         request = self.requests[row]
         assert request is not None
         return request
-
-    def hold_back(self, rows: list[int]) -> None:
-        """Let decoding rows sit out a step."""
-        self.decoding[rows] = 0
-        self.due_tick[rows] += 1
-
-    def let_decode(self, rows: list[int], *, in_this_step: bool) -> None:
-        """Undo ``hold_back``, before (``in_this_step``) or after that step."""
-        self.decoding[rows] = 1
-        if in_this_step:
-            self.due_tick[rows] -= 1
 
     def live_rows(self) -> RowIndices:
         """All live rows, ascending."""

@@ -67,10 +67,10 @@ class Swapping:
     def swap_out(self, request: Request, blocks: BlockIndices, num_tokens: int) -> int:
         """Let the next step copy ``blocks`` (``num_tokens`` tokens); return how many it copies.
 
-        It copies none if the host has no room or recomputing is better.
+        It copies none if the host has no room, if recomputing is better, or if the request runs whole.
         """
-        has_room = 0 < len(blocks) <= self.books.pool.num_free
-        if not has_room or not self._policy.swaps(self.costs, num_tokens, len(blocks)):
+        may_swap = 0 < len(blocks) <= self.books.pool.num_free and not request.runs_whole_prompt
+        if not may_swap or not self._policy.swaps(self.costs, num_tokens, len(blocks)):
             return 0
         request.host_blocks = self.books.allocate(len(blocks))
         request.num_swapped_tokens = num_tokens

@@ -2,7 +2,9 @@
 
 Owns: which steps are measured, and how long each took. Must not know: what is learned.
 
-A step's time begins when it is sent, or with the answer before if that is later: requests see this gap.
+A step's time begins when it is sent, or with the answer before, if that is later: requests see this gap. With several
+lanes this is the answer before of its own lane, since its requests see no other. So it is the time of a step through the
+whole pipeline, with what it waits for steps of other lanes.
 """
 
 from headway_scheduler.core.policies.token_budget import TokenBudget
@@ -24,13 +26,15 @@ class StepObserver:
         self.is_wanted = is_wanted or budget.needs_step_times
         self.last_answer_time = 0.0
         """When the newest answer came, in seconds."""
+        self._answer_times = [0.0]
         self._budget = budget
         self._stride_with_prompt = 1 if budget.needs_step_times else PROMPTS_ALIKE
         self._stride_without_prompt = PROMPTS_ALIKE if budget.needs_step_times else DECODES_ALIKE
-        self.begin_epoch()
+        self.begin_epoch(1)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, num_lanes: int) -> None:
         """Count steps from 0 again."""
+        self._answer_times = [0.0] * num_lanes
         self._next_without_prompt = 0
         self._next_with_prompt = 0
         self._next_speculating = 0
@@ -68,10 +72,18 @@ class StepObserver:
         """Return the work of a step."""
         return StepLoad(self.shape(plan, decoding), plan.now, objective_s if decoding.num_rows else None)
 
-    def duration_s(self, load: StepLoad, now: float) -> float:
-        """Return the time of a step."""
-        return now - max(load.sent_time, self.last_answer_time)
+    def answer_time(self, lane: int) -> float:
+        """When the newest answer to a step of this lane came, in seconds."""
+        return self._answer_times[lane]
 
-    def learn(self, load: StepLoad, now: float) -> None:
+    def record_answer(self, lane: int, now: float) -> None:
+        """A step of this lane has been answered."""
+        self.last_answer_time = self._answer_times[lane] = now
+
+    def duration_s(self, lane: int, load: StepLoad, now: float) -> float:
+        """Return the time of a step, whose answer comes now."""
+        return now - max(load.sent_time, self._answer_times[lane])
+
+    def learn(self, lane: int, load: StepLoad, now: float) -> None:
         """Learn from a step that moved no blocks and did not speculate."""
-        self._budget.observe(load.shape, self.duration_s(load, now), load.objective_s)
+        self._budget.observe(load.shape, self.duration_s(lane, load, now), load.objective_s)

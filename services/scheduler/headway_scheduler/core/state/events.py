@@ -98,6 +98,13 @@ class PromptLogprobsEvent(msgspec.Struct, frozen=True):
     values: PromptLogprobColumns
 
 
+class VectorEvent(msgspec.Struct, frozen=True):
+    """The vector of a pooled request, a float32 column, which the core passes on unread."""
+
+    origin: Origin
+    values: bytes
+
+
 class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     """``owners``, ``handles``, ``indices``, ``token_ids``: one entry per new token.
 
@@ -116,3 +123,4 @@ class StepEvents(msgspec.Struct, frozen=True, kw_only=True):
     resumed_gaps_s: tuple[float, ...] = ()
     prompt_logprobs: tuple[PromptLogprobsEvent, ...] = ()
     left: tuple[Origin, ...] = ()
+    vectors: tuple[VectorEvent, ...] = ()

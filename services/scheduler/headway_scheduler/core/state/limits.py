@@ -13,7 +13,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
-    max_steps_in_flight: int = 2
+    max_steps_in_flight: int = 0
     max_num_waiting: int = 4096
     max_waiting_tokens: int = 1 << 24
     max_tenant_waiting: int = 0
@@ -36,13 +36,19 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_scope: str = "shared"
     prefix_wait_tokens: int = 128
     max_speculating_seqs: int = 32
+    max_adapters: int = 16
+
+    def steps_in_flight(self, num_lanes: int) -> int:
+        """The most steps sent to an executor and not answered; by default one more than it can work on at a time."""
+        return self.max_steps_in_flight or num_lanes + 1
 
 
 class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor announces.
 
     Zeros: ``swap_us_per_block`` (one way) unknown, ``max_num_batched_tokens`` unlimited, ``max_speculative_tokens``
-    (per row and step) no speculation. ``host_pool``, ``block_addresses``: see ``BackendInfo``.
+    (per row and step) no speculation. ``host_pool``, ``block_addresses``, ``num_lanes`` and what follows: see
+    ``BackendInfo``.
     """
 
     num_blocks: int
@@ -58,6 +64,10 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     max_speculative_tokens: int = 0
     host_pool: str = ""
     block_addresses: tuple[str, ...] = ()
+    num_lanes: int = 1
+    supports_adapters: bool = False
+    embedding_size: int = 0
+    generates: bool = True
 
     @classmethod
     def of(cls, info: BackendInfo) -> "ExecutorCapacity":

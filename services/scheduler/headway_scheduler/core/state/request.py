@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 from mypy_extensions import mypyc_attr
 
+from headway_proto.pooling import needs_every_token
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.counters import WasteReason
@@ -162,6 +163,11 @@ class Request:
         """Whether prompt log probabilities are still to be reported."""
         is_wanted = self.new.sampling.prompt_logprobs != NO_LOGPROBS
         return is_wanted and self.num_prompt_logprobs < self.new.num_prompt_tokens - 1
+
+    @property
+    def runs_whole_prompt(self) -> bool:
+        """Whether all its tokens must run in one stay, since its vector is made of all of them."""
+        return needs_every_token(self.new.pooling)
 
     def append_token(self, token_id: int) -> None:
         """Append a token that came too late for its row."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from mypy_extensions import mypyc_attr
 
+from headway_proto.adapters import RowAdapter
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.step import NewRequest
 from headway_scheduler.core.state.indices import BlockIndices, RowIndices
@@ -62,9 +63,11 @@ class StepPlan:
     __slots__ = (
         "_block_ids",
         "_block_rows",
+        "adapters",
         "budget",
         "chunks",
         "exceptions",
+        "has_lane",
         "held_back",
         "is_prompt_due",
         "max_new_requests",
@@ -72,20 +75,30 @@ class StepPlan:
         "newest_prompts",
         "now",
         "num_chunk_tokens",
+        "num_completing",
         "num_promised_blocks",
         "num_speculative_tokens",
+        "pooled",
         "short_of_blocks",
         "sits_out",
         "speculating",
     )
 
-    def __init__(self, budget: int, now: float) -> None:
+    def __init__(self, budget: int, now: float, *, has_lane: bool = False) -> None:
         self.budget = budget
         self.now = now
+        self.has_lane = has_lane
+        """Whether it is one lane's of several, so that it lists every prompt that runs, and no other."""
         self.num_chunk_tokens = 0
+        self.num_completing = 0
+        """Prompts that end in this step."""
         self.exceptions: list[tuple[int, int]] = []
-        """(row, tokens) of live rows that do not run exactly one token."""
+        """(row, tokens) of prompts, unless it is what a row of the step runs anyway."""
         self.new_requests: list[NewRequest] = []
+        self.adapters: list[RowAdapter] = []
+        """Those of new requests that have one."""
+        self.pooled: list[tuple[int, int]] = []
+        """(row, pooling) of new requests."""
         self.chunks: list[PrefillChunk] = []
         self.newest_prompts: list[Request] | None = None
         """The requests whose prompts were planned or sent last, latest first; computed on demand."""
@@ -105,6 +118,14 @@ class StepPlan:
         self._block_rows: list[RowIndices] = []
         self._block_ids: list[BlockIndices] = []
 
+    def add_request(self, request: Request, new: NewRequest) -> None:
+        """Begin a row, with the request's adapter and pooling."""
+        self.new_requests.append(new)
+        if request.new.adapter:
+            self.adapters.append(RowAdapter(new.row, request.new.adapter))
+        if request.new.pooling:
+            self.pooled.append((new.row, request.new.pooling))
+
     def add_blocks(self, rows: RowIndices, blocks: BlockIndices) -> None:
         """Append ``blocks[i]`` to the table of ``rows[i]``."""
         if len(blocks):
@@ -114,8 +135,13 @@ class StepPlan:
     def add_chunk(self, row: int, num_tokens: int) -> None:
         """Run ``num_tokens`` prompt tokens of ``row``."""
         self.num_chunk_tokens += num_tokens
-        if num_tokens != 1:
+        if num_tokens != 1 or self.has_lane:
             self.exceptions.append((row, num_tokens))
+
+    def leave_out(self, row: int) -> None:
+        """Run nothing of a prompt under way."""
+        if not self.has_lane:
+            self.exceptions.append((row, 0))
 
     def let_speculate(self, row: int, num_tokens: int) -> None:
         """Allow ``num_tokens`` proposals; rows come in ascending order."""
@@ -151,6 +177,11 @@ class StepPlan:
             return b""
         rows, counts = zip(*self.speculating, strict=True)
         return encode_column([*rows, *counts])
+
+    def pooled_rows(self) -> bytes:
+        """The column group (row, pooling)."""
+        rows, poolings = zip(*self.pooled, strict=True)
+        return encode_column([*rows, *poolings])
 
     def scheduled_tokens(self, *sitting_out: Collection[int]) -> bytes:
         """The column group (row, tokens), rows ascending."""
@@ -194,7 +225,7 @@ class StepTransfers(NamedTuple):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class InFlightStep:
-    """A step sent and not answered.
+    """A step of ``lane`` that was sent and is not answered.
 
     ``sampling_rows``, ascending, bring one token each, those ``speculating`` (row, most proposals) perhaps more.
     ``leavers``: rows given up since, with the request that is still owed a token, or None. ``digest``: of the mirrored
@@ -205,6 +236,7 @@ class InFlightStep:
         "_samples",
         "chunks",
         "digest",
+        "lane",
         "leavers",
         "load",
         "num_moved_blocks",
@@ -225,8 +257,10 @@ class InFlightStep:
         num_moved_blocks: int,
         speculating: list[tuple[int, int]],
         transfers: StepTransfers | None = None,
+        lane: int = 0,
     ) -> None:
         self.step = step
+        self.lane = lane
         self.transfers = transfers
         self.speculating = speculating
         self.sampling_rows = sampling_rows
@@ -241,6 +275,12 @@ class InFlightStep:
         """The rows of this step that still belong to the same request."""
         rows = {*self.sampling_rows.tolist(), *(chunk.row for chunk in self.chunks if chunk.counts)}
         return rows.difference(self.leavers)
+
+    def runs(self, row: int) -> bool:
+        """Whether the request that has ``row`` is in this step."""
+        if row in self.leavers:
+            return False
+        return self.samples(row) or any(chunk.row == row and chunk.counts for chunk in self.chunks)
 
     def disregard(self, request: Request) -> None:
         """What this step computes of the request's prompt does not count."""

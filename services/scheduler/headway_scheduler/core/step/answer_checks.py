@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array, decode_column
-from headway_proto.step import ExecutorOutput, RowPromptLogprobs
+from headway_proto.step import ExecutorOutput, PooledOutput, RowPromptLogprobs, RowVector
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.state.step_plan import InFlightStep
 from headway_scheduler.core.state.stop_tokens import StopTokens
@@ -88,6 +88,8 @@ class AnswerChecks:
                 raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
         if output.prompt_logprobs:
             _require_prompts(step, output.prompt_logprobs)
+        if isinstance(output, PooledOutput):
+            _require_vectors(step, output.vectors)
 
 
 def _require_prompts(step: InFlightStep, reported: Iterable[RowPromptLogprobs]) -> None:
@@ -103,3 +105,12 @@ def _require_prompts(step: InFlightStep, reported: Iterable[RowPromptLogprobs]) 
             problem = f"positions {values.first_position} to {values.end - 1} follow from no tokens of it"
         if problem is not None:
             raise StateMismatch(f"log probabilities of row {row}'s prompt in step {step.step}: {problem}")
+
+
+def _require_vectors(step: InFlightStep, vectors: Iterable[RowVector]) -> None:
+    """Each is of a row that is pooled and whose prompt ended in this step."""
+    pooled = {chunk.row for chunk in step.chunks if chunk.completes and chunk.request.new.pooling}
+    for entry in vectors:
+        if entry.row not in pooled:
+            raise StateMismatch(f"a vector of row {entry.row} in step {step.step}, which ended no prompt to pool")
+        pooled.remove(entry.row)

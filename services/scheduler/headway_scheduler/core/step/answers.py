@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array, decode_column
-from headway_proto.step import ExecutorOutput
+from headway_proto.step import ExecutorOutput, PooledOutput
 from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.endings import Endings
@@ -22,6 +22,7 @@ from headway_scheduler.core.state.events import (
     LogprobsEvent,
     PromptLogprobsEvent,
     StepEvents,
+    VectorEvent,
 )
 from headway_scheduler.core.state.indices import RowIndices
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
@@ -62,7 +63,7 @@ class Answers:
         self._speculation = speculation
         self._gaps = gaps
         self._checks = AnswerChecks(epoch, running.stop_tokens)
-        self._origins = SamplingOrigins(epoch.rows)
+        self._origins = [SamplingOrigins(epoch.rows) for _ in epoch.lanes]
 
     def take(self, output: ExecutorOutput, now: float) -> StepEvents:
         """Take in the answer to the oldest step in flight.
@@ -85,6 +86,7 @@ class Answers:
         if step.chunks:
             prompt_logprobs = self._prompt_logprobs(step, output, failed)
             self._confirm_chunks(step, failed, now, first_tokens, resumed_gaps_s)
+        vectors = _vectors(step, output, failed) if isinstance(output, PooledOutput) else ()
         logprobs = self._logprobs(step, output, failed) if output.logprobs else ()
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
@@ -99,7 +101,7 @@ class Answers:
             sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
         if self._gaps.is_on:
             self._gaps.record_tokens(sampling_rows, now)
-        columns = self._append_tokens(sampling_rows, token_ids, stops_some, finished)
+        columns = self._append_tokens(self._origins[step.lane], sampling_rows, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)
         if accepted:
@@ -120,6 +122,7 @@ class Answers:
             resumed_gaps_s=tuple(resumed_gaps_s),
             prompt_logprobs=prompt_logprobs,
             left=left,
+            vectors=vectors,
         )
 
     # --------------------------------------------------------------------------------------------- the time of steps
@@ -130,7 +133,7 @@ class Answers:
         has_waited = step.num_moved_blocks > 0 or (step.transfers is not None and len(step.transfers.fetched) > 0)
         if step.load is not None and not has_waited:
             self._learn_duration(step, step.load, now, accepted)
-        self._observer.last_answer_time = now
+        self._observer.record_answer(step.lane, now)
         self._counters.device_us += output.device_time_us
         if step.num_moved_blocks:
             self._epoch.swapping.costs.observe_moves(step.num_moved_blocks, output.move_time_us)
@@ -138,9 +141,9 @@ class Answers:
     def _learn_duration(self, step: InFlightStep, load: StepLoad, now: float, accepted: list[AcceptedTokens]) -> None:
         if step.speculating:
             num_proposed = sum(entry.num_proposed for entry in accepted)
-            self._speculation.record_step(load.shape, self._observer.duration_s(load, now), num_proposed)
+            self._speculation.record_step(load.shape, self._observer.duration_s(step.lane, load, now), num_proposed)
         else:
-            self._observer.learn(load, now)
+            self._observer.learn(step.lane, load, now)
 
     # -------------------------------------------------------------------------------------- prompts, log probabilities
 
@@ -222,22 +225,23 @@ class Answers:
 
     def _append_tokens(
         self,
+        origins: SamplingOrigins,
         sampling_rows: RowIndices,
         token_ids: Int32Array,
         stops_some: NDArray[np.bool_],
         finished: list[FinishedEvent],
     ) -> TokenColumns:
         rows = self._rows
-        self._origins.look_up(sampling_rows)
-        positions = rows.append_tokens(sampling_rows, token_ids, self._origins.first_token)
+        origins.look_up(sampling_rows)
+        positions = rows.append_tokens(sampling_rows, token_ids, origins.first_token)
         self._queue.charge_rows(rows.tenant, sampling_rows)
-        at_end = stops_some | (positions == self._origins.last_position)
+        at_end = stops_some | (positions == origins.last_position)
         for entry in at_end.nonzero()[0].tolist():
             request = rows.request_in(int(sampling_rows[entry]))
             end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
             if end is not None:
                 finished.append(end)
-        return self._origins.columns(positions, token_ids)
+        return origins.columns(positions, token_ids)
 
     def _append_late_tokens(
         self, columns: TokenColumns, late: list[tuple[Request, int]], finished: list[FinishedEvent]
@@ -286,7 +290,7 @@ class Answers:
             elif token_ids:
                 moved.append(row)
         if moved:
-            self._epoch.decoding.start(moved, self._epoch.next_step)
+            self._epoch.lanes[step.lane].start(moved)
         return columns.with_further(entries) if entries else columns
 
     def _append_to(
@@ -312,3 +316,18 @@ class Answers:
         if num_tokens == request.limit:
             return self._endings.finish(request, FinishReason.LENGTH)
         return None
+
+
+def _vectors(step: InFlightStep, output: PooledOutput, failed: dict[int, str]) -> tuple[VectorEvent, ...]:
+    """No decision depends on them, so a replay needs none."""
+    reported = {entry.row: entry.values for entry in output.vectors}
+    return tuple(
+        [
+            VectorEvent(chunk.request.new.origin, reported[chunk.row])
+            for chunk in step.chunks
+            if chunk.row in reported
+            and chunk.row not in failed
+            and chunk.counts
+            and chunk.request.status is not RequestStatus.FINISHED
+        ]
+    )

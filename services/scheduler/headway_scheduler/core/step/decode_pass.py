@@ -4,7 +4,6 @@ Owns: which rows are due. Must not know: prompts, or how a row is preempted.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.admission.making_way import MakingWay
@@ -14,19 +13,18 @@ from headway_scheduler.core.state.step_plan import StepPlan
 
 
 class DecodePass:
-    """Touches only rows whose due tick is this step."""
+    """Touches only rows whose due tick is this step of their lane."""
 
     def __init__(self, epoch: Epoch, making_way: MakingWay) -> None:
         self._epoch = epoch
         self._rows = epoch.rows
         self._pool = epoch.pool
-        self._decoding = epoch.decoding
         self._making_way = making_way
 
     def serve(self, plan: StepPlan) -> None:
         """Give each due row a block, let it wait for one, or stop it at its end."""
-        rows, decoding, tick = self._rows, self._decoding, np.array(self._epoch.next_step, dtype=np.int64)
-        due = (rows.due_tick[: rows.end] == tick).nonzero()[0]
+        rows, decoding = self._rows, self._epoch.decoding
+        due = decoding.due()
         if decoding.stalled:
             stalled = sorted(decoding.stalled.difference(plan.sits_out))
             due = np.sort(np.concatenate((due, np.asarray(stalled, dtype=np.intp))))
@@ -42,18 +40,17 @@ class DecodePass:
             self._extend_one_by_one(plan, due[rows.order_key[due].argsort()].tolist())
         elif len(due):
             # There is a block for each row, so their order does not matter.
-            self._extend(plan, due, num_left, tick)
+            self._extend(plan, due, num_left)
 
-    def _extend(self, plan: StepPlan, due: RowIndices, num_left: Int32Array, tick: NDArray[np.int64]) -> None:
+    def _extend(self, plan: StepPlan, due: RowIndices, num_left: Int32Array) -> None:
         rows = self._rows
         blocks = self._pool.allocate(len(due))
         rows.append_one_block_each(due, blocks)
         plan.add_blocks(due, blocks)
-        rows.due_tick[due] = np.minimum(num_left, rows.tokens_per_block) + tick
-        self._decoding.resume(due)
+        self._epoch.decoding.go_on(due, num_left)
 
     def _extend_one_by_one(self, plan: StepPlan, due: list[int]) -> None:
-        decoding = self._decoding
+        decoding = self._epoch.decoding
         for row in due:
             if self._rows.requests[row] is None:
                 continue  # preempted for a row before it
@@ -62,4 +59,4 @@ class DecodePass:
             if self._making_way.obtain_block(plan, row):
                 self._epoch.extend(plan, row, 1)
                 decoding.stalled.discard(row)
-                decoding.start([row], self._epoch.next_step)
+                decoding.start([row])

@@ -117,8 +117,9 @@ class GapGuard:
             expected.popleft()
 
     def _start_of_step(self, now: float) -> float:
-        """When the next step will start. Rows in flight receive their tokens before."""
-        in_flight, expected, end = self._epoch.in_flight, self._expected, self._observer.last_answer_time
+        """When the lane's next step will start. Its rows in flight receive their tokens before."""
+        lane, expected = self._epoch.decoding.lane, self._expected
+        in_flight, end = [step for step in self._epoch.in_flight if step.lane == lane], self._observer.answer_time(lane)
         self._forget_answered()
         durations = {entry.step: entry for entry in expected}
         for step in in_flight:

@@ -36,7 +36,10 @@ class Passes:
         self._decode = decode
         self._prefill = prefill
         self._gaps = gaps
-        self._overlaps_own_steps = state.batching.overlaps_own_steps
+        self._chooses_batch = not state.batching.overlaps_own_steps and epoch.num_lanes == 1
+        """Whether steps in flight may share no row. With several lanes they do not: the lanes are the batches."""
+        self._owed: set[int] = set()
+        """Lanes that decode before another prompt runs alone."""
         self._set_rules(any_decoded=False)
 
     def _set_rules(self, *, any_decoded: bool) -> None:
@@ -51,6 +54,7 @@ class Passes:
 
     def end_step(self, plan: StepPlan, *, has_decoded: bool) -> None:
         """Record a complete plan, which is about to be sent."""
+        self._owed.discard(self._epoch.decoding.lane)
         if self._gaps.is_on:
             self._gaps.record_step(plan)
         if self._max_decode_only_steps:
@@ -59,10 +63,19 @@ class Passes:
         if has_decoded and not self._any_decoded:
             self._set_rules(any_decoded=True)
 
-    def run(self, plan: StepPlan) -> None:
-        """Fill the plan."""
+    def run(self, plan: StepPlan) -> int:
+        """Fill the plan; return its tokens without proposals. Without any, nothing is left of it."""
+        self._fill(plan)
+        epoch = self._epoch
+        total = len(epoch.decoding.indices()) + plan.num_chunk_tokens
+        if not total:
+            epoch.swapping.complete_plan()
+            epoch.decoding.let_decode(plan.held_back, in_this_step=True)
+        return total
+
+    def _fill(self, plan: StepPlan) -> None:
         rules = self.rules
-        if not self._overlaps_own_steps:
+        if self._chooses_batch:
             self._choose_batch(plan)
         if 0 < self._max_decode_only_steps <= self._num_decode_only_steps:
             self._admission.hurry(plan, rules)
@@ -98,11 +111,13 @@ class Passes:
         """Fill the step with prompts while decodes sit out; return whether one ran.
 
         None runs while a decode needs a block: prompts would take every free block, be preempted, and start again, for
-        ever.
+        ever. For the same reason each lane that decodes gets a step once prompts are short of blocks: the decodes for which
+        they make way may be another lane's.
         """
         epoch = self._epoch
-        if epoch.decoding.stalled:
-            plan.exceptions += [(row, 0) for row in sorted(epoch.prefilling)]
+        if epoch.has_stalled_rows or self._owes_decodes():
+            for row in sorted(epoch.prefilling):
+                plan.leave_out(row)
             self._admission.refuse_all(Reason.BLOCKS)
             return False
         if not epoch.prefilling and (not self._waiting or self._admission.cut_of(rules) is None):
@@ -111,7 +126,13 @@ class Passes:
         self._prefill.serve(plan, rules)
         if not plan.chunks:
             self._end_hold(plan)
+            if plan.short_of_blocks:
+                self._owed.update(range(epoch.num_lanes))
         return bool(plan.chunks)
+
+    def _owes_decodes(self) -> bool:
+        self._owed = {lane for lane in self._owed if self._epoch.lanes[lane].can_go_on()}
+        return bool(self._owed)
 
     def _end_hold(self, plan: StepPlan) -> bool:
         """Let rows decode in this step after all; return whether there are any."""

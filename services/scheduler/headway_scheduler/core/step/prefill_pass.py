@@ -5,6 +5,7 @@ Owns: order and size of chunks. Must not know: which rows decode.
 
 from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
+from headway_scheduler.core.admission.lane_balance import LaneBalance
 from headway_scheduler.core.admission.making_way import MakingWay
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.admission.waiting_queue import HEAD_RANK, Lane
@@ -29,6 +30,7 @@ class PrefillPass:
         self._running = running
         self._making_way = making_way
         self._admission = admission
+        self._balance = LaneBalance(state, epoch)
 
     def serve(self, plan: StepPlan, rules: StepRules) -> None:
         """Serve prompts under way, then waiting ones, or first those that the order prefers."""
@@ -87,7 +89,7 @@ class PrefillPass:
                 self._epoch.extend(plan, row, -(-end // rows.block_size) - int(rows.num_blocks[row]))
                 self._running.advance_prompt(plan, request, end, num_tokens)
             elif row in self._prefilling:
-                plan.exceptions.append((row, 0))
+                plan.leave_out(row)
 
     def _prompts_under_way(self) -> list[int]:
         """Rows in their prompt, in the order in which they are served."""
@@ -97,7 +99,8 @@ class PrefillPass:
     def _next_chunk(self, plan: StepPlan, row: int) -> int:
         rows = self._rows
         computed = int(rows.num_computed_tokens[row])
-        wanted = min(int(rows.num_tokens[row]) - computed, self._epoch.budget_left(plan))
+        num_left = int(rows.num_tokens[row]) - computed
+        wanted = self._balance.most_of(plan, min(num_left, self._epoch.budget_left(plan)), num_left)
         if wanted <= 0:
             return 0
         room = int(rows.num_blocks[row]) * rows.block_size - computed

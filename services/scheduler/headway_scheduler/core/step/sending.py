@@ -3,8 +3,18 @@
 Owns: that both agree. Must not know: how the plan was made.
 """
 
+from typing import Any
+
 from headway_proto.columns import encode_column
-from headway_proto.step import DIGEST_INTERVAL_STEPS, BlockPull, SchedulerOutput, TransferringOutput, state_digest
+from headway_proto.step import (
+    DIGEST_INTERVAL_STEPS,
+    AdapterOutput,
+    LaneOutput,
+    PoolingOutput,
+    SchedulerOutput,
+    TransferringOutput,
+    state_digest,
+)
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.memory.epoch import Epoch
@@ -30,11 +40,11 @@ class Sending:
         if self._observer.is_worth_it(plan, step):
             load = self._observer.load(plan, decoding.shape(), self._running.tightest.tightest_s)
         epoch.next_step += 1
-        rows.num_computed_tokens[: rows.end] += rows.decoding[: rows.end]
+        decoding.advance()
         completed = [chunk.row for chunk in plan.chunks if chunk.completes]
         if completed:
-            decoding.start(completed, epoch.next_step)
-        # The rows that decode next are those that sample now: decodes and completed prompts.
+            decoding.enter(completed)
+        # The rows that decode next in this lane are those that sample now: decodes and completed prompts.
         sampling = decoding.indices()
         leaving = self._handing_off.export(sampling) if epoch.leaving else []
         # Behind the exports, which must not get a host block that this step writes or reads.
@@ -53,11 +63,18 @@ class Sending:
             num_speculative_tokens=plan.speculative_tokens(),
         )
         exports, pulls, transfers = epoch.swapping.transfers.take(step)
-        if exports or pulls:
-            output = _with_transfers(output, exports, pulls)
+        if plan.has_lane:
+            output = LaneOutput(**_fields(output), exports=exports, pulls=pulls, lane=decoding.lane)
+        elif plan.pooled:
+            adapters, pooled = tuple(plan.adapters), plan.pooled_rows()
+            output = PoolingOutput(**_fields(output), exports=exports, pulls=pulls, adapters=adapters, pooled=pooled)
+        elif plan.adapters:
+            output = AdapterOutput(**_fields(output), exports=exports, pulls=pulls, adapters=tuple(plan.adapters))
+        elif exports or pulls:
+            output = TransferringOutput(**_fields(output), exports=exports, pulls=pulls)
         epoch.finished_rows.clear()
-        digest = digest_of(rows) if step % DIGEST_INTERVAL_STEPS == 0 else None
-        epoch.in_flight.append(
+        digest = digest_of(rows, has_lanes=plan.has_lane) if step % DIGEST_INTERVAL_STEPS == 0 else None
+        epoch.send(
             InFlightStep(
                 step,
                 sampling,
@@ -67,6 +84,7 @@ class Sending:
                 num_moved_blocks=num_moved_blocks,
                 speculating=plan.speculating,
                 transfers=transfers,
+                lane=decoding.lane,
             )
         )
         if leaving:
@@ -77,12 +95,12 @@ class Sending:
         return output
 
 
-def _with_transfers(output: SchedulerOutput, exports: bytes, pulls: tuple[BlockPull, ...]) -> TransferringOutput:
-    fields = {name: getattr(output, name) for name in SchedulerOutput.__struct_fields__}
-    return TransferringOutput(**fields, exports=exports, pulls=pulls)
+def _fields(output: SchedulerOutput) -> dict[str, Any]:
+    return {name: getattr(output, name) for name in SchedulerOutput.__struct_fields__}
 
 
-def digest_of(rows: RowTable) -> int:
+def digest_of(rows: RowTable, *, has_lanes: bool) -> int:
     """The digest of the state that the executor mirrors."""
     live = rows.live_rows()
-    return state_digest(live, rows.num_computed_tokens[live], rows.num_blocks[live], rows.block_table)
+    lanes = rows.lane[live] if has_lanes else None
+    return state_digest(live, rows.num_computed_tokens[live], rows.num_blocks[live], rows.block_table, lanes)

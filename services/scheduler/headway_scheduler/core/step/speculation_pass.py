@@ -62,5 +62,5 @@ class SpeculationPass:
         if plan.short_of_blocks or epoch.pool.num_free < missing + rows.num_live:
             return int(rows.num_blocks[row]) * rows.block_size - end
         epoch.extend(plan, row, missing)
-        epoch.decoding.start([row], epoch.next_step)
+        epoch.decoding.start([row])
         return count

@@ -1,0 +1,196 @@
+"""The cost of a decode step whose rows run with adapters (LoRA): none, one for all rows, and one for each row.
+
+Owns: random adapters, one real scheduler, batch state and torch backend, the cases, the table and the result file. Must
+not know: how adapters are computed.
+
+The cases take turns, ``--rounds`` times, on one open backend. Each runs ``--requests`` requests to ``--output`` tokens, and
+the steps in which all of them decode count: the median of a round, of the best round. Adapters add to every projection. The
+ratio that matters is of "one each" to "one for all": what it costs that the rows do not share their adapter.
+
+    python benchmarks/adapters.py --rank 16 --quantization none --json result.json
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from headway_executor.backend import BackendConfig, StepResult
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.batch_state import BatchState
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import expected_tensors
+from headway_proto.columns import encode_column
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from program import count, parser_of, provenance, write_result
+from torch_cpu import SHAPE_135M, write_checkpoint
+
+NUM_PROMPT_TOKENS = 16
+SHAPES: dict[str, dict[str, object]] = {
+    "1100M": SHAPE_135M
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
+    "135M": SHAPE_135M,
+}
+"""The first has four of the 22 layers of a Llama with 1.1 billion parameters."""
+
+
+def write_adapter(directory: Path, model: Path, rank: int, seed: int) -> None:
+    """Write a random adapter of every projection of the model's layers."""
+    directory.mkdir()
+    torch.manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_tensors(read_model_config(model)).items():
+        if len(shape) == 2 and name.startswith("model.layers."):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1]) * 0.02
+            tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], rank) * 0.02
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+class Bench:
+    """An open backend with as many adapters as requests, and a fresh scheduler for each run."""
+
+    def __init__(self, model: Path, scratch: Path, load: argparse.Namespace) -> None:
+        directories = {f"adapter-{number}": scratch / f"adapter-{number}" for number in range(load.requests)}
+        for number, directory in enumerate(directories.values()):
+            write_adapter(directory, model, load.rank, load.seed + number)
+        self._backend = TorchBackend()
+        self._info = self._backend.open(
+            BackendConfig(
+                model=str(model),
+                quantization=load.quantization,
+                max_model_len=NUM_PROMPT_TOKENS + load.output + 1,
+                max_num_seqs=load.requests,
+                num_threads=load.threads,
+                swap_space_mib=0,
+                options={"kernels": load.kernels},
+                adapters={name: str(directory) for name, directory in directories.items()},
+            )
+        )
+        self._state = BatchState(self._info)
+        self._load = load
+
+    def step_times(self, adapters: list[str]) -> list[float]:
+        """The seconds of each step in which all rows decode, one row for each of ``adapters``."""
+        self._state.begin_epoch()
+        limits = SchedulerLimits(max_steps_in_flight=1, enable_prefix_caching=False, max_adapters=len(adapters))
+        scheduler = Scheduler(limits, ExecutorCapacity.of(self._info))
+        for handle, adapter in enumerate(adapters):
+            scheduler.add_request(_request(handle, adapter, self._load), 0.0)
+        found = []
+        while scheduler.num_unfinished:
+            started = time.perf_counter()
+            diff = scheduler.schedule(0.0)
+            assert diff is not None
+            result = self._backend.execute(self._state.apply(diff).batch)
+            assert isinstance(result, StepResult)
+            assert not result.errors
+            output = ExecutorOutput(
+                epoch=diff.epoch,
+                step=diff.step,
+                sampled_token_ids=encode_column(result.sampled_token_ids),
+                state_digest=self._state.digest() if diff.step % DIGEST_INTERVAL_STEPS == 0 else None,
+            )
+            scheduler.update(output, 0.0)
+            if not diff.scheduled_new_reqs and diff.total_num_scheduled_tokens == len(adapters):
+                found.append(time.perf_counter() - started)
+        return found
+
+    def cases(self) -> dict[str, list[str]]:
+        """The adapter of each row, by the name of the case."""
+        identities = [adapter.identity for adapter in self._info.adapters]
+        return {
+            "none": [""] * len(identities),
+            "one for all": identities[:1] * len(identities),
+            "one each": identities,
+        }
+
+
+def _request(handle: int, adapter: str, load: argparse.Namespace) -> NewRequestEvent:
+    prompt = np.random.default_rng(load.seed + handle).integers(3, 1000, size=NUM_PROMPT_TOKENS)
+    return NewRequestEvent(
+        origin=Origin(0, handle),
+        request_id=str(handle),
+        token_ids=prompt.astype(np.int32),
+        num_prompt_tokens=NUM_PROMPT_TOKENS,
+        max_tokens=load.output,
+        sampling=SamplingParams(temperature=0.0),
+        stop_token_ids=frozenset(),
+        adapter=adapter,
+    )
+
+
+def measure(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
+    """Return every case by name; a round before the first warms up."""
+    cases = bench.cases()
+    medians: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name, adapters in cases.items():
+            found = bench.step_times(adapters)
+            if number:
+                medians[name].append(statistics.median(found))
+    best = {name: min(found) for name, found in medians.items()}
+    return {
+        name: {
+            "step_ms": round(seconds * 1e3, 2),
+            "to_none": round(seconds / best["none"], 3),
+            "to_one_for_all": round(seconds / best["one for all"], 3),
+        }
+        for name, seconds in best.items()
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, seed=0)
+    parser.add_argument("--rank", type=count, default=16)
+    parser.add_argument("--requests", type=count, default=8, help="rows, and adapters (default: 8)")
+    parser.add_argument("--output", type=count, default=24, help="tokens of each request (default: 24)")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--kernels", choices=("auto", "compiled", "eager"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: all that pay")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="1100M", help="of the random checkpoint")
+    parser.add_argument("--model", type=Path, help="a checkpoint instead of the random one")
+    load = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = load.model or Path(scratch) / "model"
+        if load.model is None:
+            write_checkpoint(model, load.seed, SHAPES[load.shape])
+        rows = measure(Bench(model, Path(scratch), load), load.rounds)
+    for name, row in rows.items():
+        print(
+            f"{name:12}{row['step_ms']:>10.2f} ms{row['to_none']:>8.3f}x none{row['to_one_for_all']:>8.3f}x one for all"
+        )
+    settings = {name: value for name, value in vars(load).items() if name not in {"json", "model", "seed"}}
+    record = {
+        "benchmark": "adapters",
+        **provenance(load.seed),
+        "model": "given" if load.model else SHAPES[load.shape],
+        "load": settings,
+        "results": rows,
+    }
+    write_result(load.json, record)
+
+
+if __name__ == "__main__":
+    main()

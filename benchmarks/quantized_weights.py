@@ -1,0 +1,193 @@
+"""What int8 and int4 weights cost in quality and bring in speed, beside float32 and bfloat16.
+
+Owns: scoring a text with the executor's own model code, decode steps in turns. Must not know: serving.
+
+    python benchmarks/quantized_weights.py --json result.json
+    python benchmarks/quantized_weights.py --model DIR --text held_out.txt --rounds 0
+
+The loss is the mean negative log-likelihood per token, in nats, over consecutive windows of the text. The embedded demo
+model is the default; its relative difference has to stay below 1%. The speeds are of a random model of 135M parameters,
+whose weights come from memory.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+import headway
+from headway_executor.models.compiled import load_compiled
+from headway_executor.models.families import read_model_config
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.library import CpuLibrary, load_library
+from program import count, count_or_none, counts, parser_of, provenance, write_result
+from torch_cpu import write_checkpoint
+
+DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Form:
+    """How weights are held: what is asked for, of a checkpoint of which dtype."""
+
+    name: str
+    quantization: str
+    checkpoint: str
+
+
+FORMS = (
+    Form("float32", "none", "float32"),
+    Form("bfloat16", "none", "bfloat16"),
+    Form("int8", "int8", "float32"),
+    Form("int4", "int4", "float32"),
+)
+
+
+def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], quantization: str, window: int) -> float:
+    """Return the mean loss per token in nats; every window of ``window`` tokens is scored alone."""
+    config = read_model_config(model)
+    num_threads = len(os.sched_getaffinity(0))
+    with torch.inference_mode(), Checkpoint(model) as checkpoint:
+        decoder = load_compiled(
+            config,
+            checkpoint,
+            library,
+            quantization=quantization,
+            max_model_len=window,
+            block_size=window,
+            num_threads=num_threads,
+        )
+        pool = torch.zeros(config.num_layers, 1, decoder.block_floats)
+        total, count = 0.0, 0
+        for start in range(0, len(token_ids) - 1, window):
+            part = np.array(token_ids[start : start + window + 1], dtype=np.int32)
+            places = np.arange(len(part) - 1)
+            logits = decoder.forward(
+                token_ids=part[:-1],
+                num_tokens=np.array([len(places)]),
+                first_positions=np.zeros(1, np.int64),
+                tables=np.zeros((1, 1), np.int32),
+                sampled=places,
+                pool=pool,
+            )
+            total += float(functional.cross_entropy(logits, torch.from_numpy(part[1:]).long(), reduction="sum"))
+            count += len(places)
+    return total / count
+
+
+def decode_rates(
+    library: CpuLibrary, form: Form, directory: Path, sizes: list[int], arguments: argparse.Namespace
+) -> Callable[[], dict[int, float]]:
+    """Load a model in a form; return what measures its output tokens per second, by rows, over some decode steps."""
+    config = read_model_config(directory)
+    with torch.inference_mode(), Checkpoint(directory) as checkpoint:
+        decoder = load_compiled(
+            config,
+            checkpoint,
+            library,
+            quantization=form.quantization,
+            max_model_len=CONTEXT,
+            block_size=CONTEXT,
+            num_threads=arguments.threads,
+        )
+    pool = torch.zeros(config.num_layers, max(sizes), decoder.block_floats)
+
+    def step(rows: int, position: int) -> None:
+        decoder.forward(
+            token_ids=np.full(rows, 7, dtype=np.int32),
+            num_tokens=np.ones(rows, np.int64),
+            first_positions=np.full(rows, position),
+            tables=np.arange(rows, dtype=np.int32).reshape(-1, 1),
+            sampled=np.arange(rows),
+            pool=pool,
+        )
+
+    def measure() -> dict[int, float]:
+        rates = {}
+        for rows in sizes:
+            step(rows, 0)
+            started = time.perf_counter()
+            for position in range(1, 1 + arguments.steps):
+                step(rows, position)
+            rates[rows] = rows * arguments.steps / (time.perf_counter() - started)
+        return rates
+
+    return measure
+
+
+def speeds(library: CpuLibrary, arguments: argparse.Namespace) -> dict[str, dict[int, float]]:
+    """Return the output tokens per second of each form, by rows: the median over the rounds, in which they take turns."""
+    with tempfile.TemporaryDirectory(prefix="headway-quantized-") as name:
+        directories = {dtype: Path(name) / dtype for dtype in ("float32", "bfloat16")}
+        for dtype, directory in directories.items():
+            write_checkpoint(directory, arguments.seed, dtype=getattr(torch, dtype))
+        runs = {
+            form.name: decode_rates(library, form, directories[form.checkpoint], arguments.rows, arguments)
+            for form in FORMS
+        }
+    rounds = [{name: measure() for name, measure in runs.items()} for _ in range(arguments.rounds)]
+    return {
+        name: {rows: round(statistics.median(each[name][rows] for each in rounds), 1) for rows in arguments.rows}
+        for name in runs
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, seed=0)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
+    parser.add_argument("--window", type=count, default=256, help="tokens per window")
+    parser.add_argument("--tokens", type=int, default=0, help="score only the first so many tokens; 0: all")
+    parser.add_argument("--rows", type=counts, default="1,8", help="rows of a decode step")
+    parser.add_argument("--steps", type=count, default=16, help="decode steps of a round")
+    parser.add_argument("--rounds", type=count_or_none, default=7, help="0: only the losses")
+    parser.add_argument("--threads", type=count, default=2)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    token_ids = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode(arguments.text.read_text()).ids
+    token_ids = token_ids[: arguments.tokens or None]
+    library = load_library()
+    if library is None:
+        raise SystemExit("the CPU kernels are not installed, or do not run on this processor")
+    losses = {
+        name: held_out_loss(library, arguments.model, token_ids, name, arguments.window)
+        for name in ("none", "int8", "int4")
+    }
+    exact = losses["none"]
+    rates = speeds(library, arguments) if arguments.rounds else {}
+    result: dict[str, object] = {
+        "benchmark": "quantized_weights",
+        "variant": library.variant,
+        "tokens": len(token_ids),
+        "threads": arguments.threads,
+        **provenance(arguments.seed),
+        "results": [
+            {
+                "form": form.name,
+                "nats_per_token": round(losses[form.quantization], 5),
+                "relative_difference": round(losses[form.quantization] / exact - 1, 5),
+                "decode_tokens_per_s": rates.get(form.name),
+            }
+            for form in FORMS
+        ],
+    }
+    print(json.dumps(result, indent=1))
+    write_result(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A weight matrix as codes of few bits, each group of inputs with a scale.
+
+Owns: what codes stand for, and the operations on rows that keep them codes. Must not know: checkpoints, the library.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class CodeForm(IntEnum):
+    """Unsigned codes of 4 bits, one per byte; signed codes of 8 bits; floats of 8 bits (E4M3, no infinities)."""
+
+    CODES4 = 3
+    CODES8 = 4
+    FP8 = 5
+
+
+CODE_DTYPES = {CodeForm.CODES4: torch.uint8, CodeForm.CODES8: torch.int8, CodeForm.FP8: torch.float8_e4m3fn}
+
+_MIDDLE = 8.0
+"""The code of 4 bits that stands for zero without minima."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """Each weight is ``code * scale + minimum``, rounded once to float32.
+
+    ``codes`` ``[outputs, inputs]``, of the form's dtype. ``scales`` and ``minima`` float32, ``[outputs, groups]``;
+    ``minima`` None: 0, or ``-8 * scale`` with codes of 4 bits. ``group_of`` int32, ``[inputs]``: the group of each input;
+    None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
+    """
+
+    form: CodeForm
+    codes: Tensor
+    scales: Tensor
+    group: int
+    minima: Tensor | None = None
+    group_of: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
+
+    def float(self) -> Tensor:
+        """The weights: float32, ``[outputs, inputs]``."""
+        groups = self._groups()
+        if self.minima is None:
+            codes = self.codes.float() - (_MIDDLE if self.form is CodeForm.CODES4 else 0.0)
+            return codes.mul_(self.scales[:, groups])
+        wide = self.codes.double().mul_(self.scales[:, groups])  # Exact, so the sum alone is rounded.
+        return wide.add_(self.minima[:, groups]).float()
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> "CodedWeight":
+        """Choose, order or repeat rows: ``change`` gets ``[outputs, ...]`` of the codes, and of each value of a group."""
+        minima = None if self.minima is None else change(self.minima)
+        return replace(self, codes=_of_bytes(change, self.codes), scales=change(self.scales), minima=minima)
+
+    def contiguous(self) -> "CodedWeight":
+        """The same in contiguous memory."""
+        whole = self.with_rows(Tensor.contiguous)
+        return replace(whole, group_of=None if self.group_of is None else self.group_of.contiguous())
+
+    def _groups(self) -> Tensor:
+        if self.group_of is not None:
+            return self.group_of.long()
+        return torch.arange(self.codes.shape[1], device=self.codes.device) // self.group
+
+
+def unified(parts: Sequence[CodedWeight]) -> list[CodedWeight] | None:
+    """The same weights in one form, with the same groups, all with minima or none; None if no form holds them exactly."""
+    first = parts[0]
+    if not all(_fits(part, first) for part in parts):
+        if any(part.form is CodeForm.FP8 or part.group_of is not None for part in parts):
+            return None
+        group = math.gcd(*(part.group for part in parts))
+        parts = [_as_codes8(part, group) for part in parts]
+    if all(part.minima is None for part in parts):
+        return list(parts)
+    return [replace(part, minima=_minima(part)) for part in parts]
+
+
+def _fits(part: CodedWeight, first: CodedWeight) -> bool:
+    if (part.form, part.group) != (first.form, first.group):
+        return False
+    if part.group_of is None or first.group_of is None:
+        return part.group_of is first.group_of
+    return torch.equal(part.group_of, first.group_of)
+
+
+def _as_codes8(part: CodedWeight, group: int) -> CodedWeight:
+    """The same weights in the form that holds all integer codes, with groups of ``group``, a divisor of theirs."""
+    groups = torch.arange(0, part.codes.shape[1], group, device=part.codes.device) // part.group
+    codes, minima = part.codes.to(torch.int8), _minima(part)
+    return CodedWeight(CodeForm.CODES8, codes, part.scales[:, groups], group, minima[:, groups])
+
+
+def _minima(part: CodedWeight) -> Tensor:
+    if part.minima is not None:
+        return part.minima
+    return part.scales * -(_MIDDLE if part.form is CodeForm.CODES4 else 0.0)
+
+
+def _of_bytes(change: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
+    """Not all operators take floats of 8 bits."""
+    return change(codes.view(torch.uint8)).view(codes.dtype)
+
+
+_LEAST = torch.finfo(torch.float32).tiny
+_ROUNDED_GROUP = 32
+_EXTREME_CODES = (-8.0, -9.0, -7.0)
+"""Where the scale may put a group's largest value: at the end of the codes, or a little beyond or inside it."""
+
+_CHUNK = 1 << 22
+
+
+def rounded_to_4_bits(weight: Tensor) -> CodedWeight:
+    """The nearest codes, symmetric, with a scale for 32 inputs; of some scales, the one with the least squared error.
+
+    ``weight`` floating, ``[outputs, inputs]``.
+    """
+    step = max(1, _CHUNK // weight.shape[1])
+    chunks = [_rounded_rows(weight[first : first + step].float()) for first in range(0, max(1, len(weight)), step)]
+    codes, scales = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP)
+
+
+def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    inputs = rows.shape[1]
+    num_groups = -(-inputs // _ROUNDED_GROUP)
+    padded = functional.pad(rows, (0, -inputs % _ROUNDED_GROUP))
+    groups = padded.view(len(rows), num_groups, _ROUNDED_GROUP)
+    extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for extreme in _EXTREME_CODES:
+        scales = extremes / extreme
+        scales = torch.where(scales.abs() < _LEAST, _LEAST, scales)
+        codes = (groups / scales).round_().clamp_(-_MIDDLE, _MIDDLE - 1)
+        errors = (codes * scales - groups).square_().sum(-1, keepdim=True)
+        if best is not None:
+            is_better = errors < best[0]
+            errors, scales = torch.where(is_better, errors, best[0]), torch.where(is_better, scales, best[1])
+            codes = torch.where(is_better, codes, best[2])
+        best = errors, scales, codes
+    assert best is not None
+    codes = best[2].add_(_MIDDLE).to(torch.uint8).flatten(1)[:, :inputs]
+    return codes, best[1].squeeze(-1)

@@ -1,0 +1,331 @@
+"""A whole decoder on the compiled library, or the part of it that one rank of several has.
+
+Owns: a model's and a step's arguments. Must not know: checkpoints, the executor, how ranks meet.
+
+The library gets addresses, so every object here keeps its arrays alive.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway_kernels.cpu.adapters import PackedAdapter, addresses_of
+from headway_kernels.cpu.experts import PackedExperts
+from headway_kernels.cpu.feed_forward import DenseFeedForward
+from headway_kernels.cpu.latent import PackedLatent
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, made, rounded
+from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
+
+
+class NormKind(IntEnum):
+    """Root mean squares, or mean and variance."""
+
+    RMS = 0
+    LAYER = 1
+
+
+class NormWeights(NamedTuple):
+    """Both float32, ``[width]``, contiguous, on the CPU."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnColumns:
+    """What one rank of several computes of each wide row; see ``decoder.h``. Starts are multiples of ``panel``."""
+
+    all_heads: int
+    first_head: int
+    hidden_start: int
+    hidden_columns: int
+    activation_start: int
+    logits_start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """Sizes and variants of a model, and its tensors outside of layers.
+
+    ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none. ``is_parallel``:
+    attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself. A rank of several says in ``own`` what it has; its heads are counted
+    alone, and its embedding has ``own.hidden_columns``, or is None in a later stage.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    norm_eps: float
+    score_scale: float
+    embedding: Tensor | None
+    final_norm: NormWeights
+    norm_kind: NormKind = NormKind.RMS
+    is_parallel: bool = False
+    norms_all_heads: bool = False
+    score_softcap: float = 0.0
+    residual_factor: float = 1.0
+    logits_factor: float = 1.0
+    logits_softcap: float = 0.0
+    own: OwnColumns | None = None
+
+
+class Rotations(NamedTuple):
+    """Both float32, ``[context, head_dim // 2]``, contiguous, on the CPU."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+class WideRows(NamedTuple):
+    """Rows of a step that several ranks fill, each its own columns: float32, ``[tokens or logits, stride]``."""
+
+    hidden: Tensor
+    attended: Tensor
+    activations: Tensor
+    logits: Tensor
+
+
+class StageMates(Protocol):
+    """The ranks that share a step. ``meet`` and ``context`` are addresses of a ``meet_others`` and its argument."""
+
+    meet: int
+    context: int
+    is_shared: bool
+
+    def wide_rows(self, sizes: Sequence[tuple[int, int]]) -> WideRows:
+        """Return memory of these rows and columns; the step before is over when the next one meets."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong in a meeting."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """One layer; ``qkv`` outputs and ``output`` inputs have heads of ``CpuLibrary.padded_head_dim``.
+
+    Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
+    ``qk_norm`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
+    None: all. ``sinks`` ``[heads]``, float32, or None: in each head's softmax a score without a value.
+    """
+
+    qkv: PackedLinear | PackedLatent
+    output: "PackedLinear"
+    feed_forward: DenseFeedForward | PackedExperts
+    attention_norm: NormWeights | None
+    mlp_norm: NormWeights | None
+    attention_post_norm: NormWeights | None = None
+    mlp_post_norm: NormWeights | None = None
+    qk_norm: Tensor | None
+    rotations: Rotations | None
+    window: int | None
+    sinks: Tensor | None = None
+
+
+class Decoder:
+    """A whole model, or the part of one rank of several with its ``mates``. Without a ``head`` it gives no logits."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        team: Team,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        head: PackedLinear | None,
+        mates: StageMates | None = None,
+    ) -> None:
+        self._library = library
+        self._team = team
+        self._kept = (shape, tuple(layers), head)
+        self._shape = shape
+        self._own = shape.own or _all_columns(shape)
+        self._has_head = head is not None
+        self._mates = mates
+        struct = _shape_struct(library, shape, self._own, len(layers))
+        self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
+        self._logits_stride = int(library.functions.headway_logits_stride(shape.vocab_size))
+        structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
+        self._handle = made(
+            library.functions.headway_decoder_new(ctypes.byref(struct), structs, None if head is None else head.handle),
+            "the model",
+        )
+
+    def giving_hidden_states(self) -> "Decoder":
+        """Return the same layers with the identity as head: ``forward`` gives hidden states behind the final norm.
+
+        Both share the weights, and each has a workspace of its own. Not for several ranks.
+        """
+        shape, layers, _ = self._kept
+        identity = torch.eye(shape.hidden_size)
+        head = PackedLinear(self._library, identity, None, WeightForm.BFLOAT16)  # exact: it holds 0 and 1
+        alike = replace(shape, vocab_size=shape.hidden_size, logits_factor=1.0, logits_softcap=0.0)
+        return Decoder(self._library, self._team, alike, layers, head)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._library.functions.headway_decoder_free(self._handle)
+
+    def forward(
+        self,
+        *,
+        token_ids: NDArray[np.int32],
+        num_tokens: NDArray[np.int64],
+        first_positions: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        sampled: NDArray[np.int64],
+        pool: Tensor,
+        hidden_in: Tensor | None = None,
+        adapters: Sequence[PackedAdapter | None] | None = None,
+    ) -> Tensor:
+        """Store keys and values of all tokens; return float32 logits, ``[len(sampled), vocab]``.
+
+        ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
+        block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
+        num_blocks, block_floats]``. All contiguous.
+
+        ``adapters``: of each row; None if no row has one. Only of a decoder without mates.
+
+        Without a head, return the own columns of the hidden state, float32, ``[tokens, hidden_columns]``; without an
+        embedding, take those of the stage before from ``hidden_in``. With mates, the result lasts until the next step.
+
+        Raises:
+            MemoryError: the step is too large; nothing has changed.
+        """
+        arrays = (token_ids, num_tokens, first_positions, tables, sampled)
+        assert all(array.flags.c_contiguous for array in arrays)
+        starts = np.cumsum(num_tokens) - num_tokens
+        wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
+        logits = torch.empty(len(sampled), self._logits_stride) if wide is None else wide.logits
+        shared = None if wide is None else self._shared_struct(wide, hidden_in)
+        assert adapters is None or self._mates is None
+        of_tokens = None if adapters is None else addresses_of(adapters, num_tokens)
+        step = StepStruct(
+            num_rows=len(num_tokens),
+            num_tokens=len(token_ids),
+            num_sampled=len(sampled),
+            token_ids=token_ids.ctypes.data,
+            row_starts=starts.ctypes.data,
+            row_tokens=num_tokens.ctypes.data,
+            row_positions=first_positions.ctypes.data,
+            tables=tables.ctypes.data,
+            table_stride=tables.shape[1],
+            sampled=sampled.ctypes.data,
+            logits=logits.data_ptr(),
+            pool=pool.data_ptr(),
+            layer_stride=pool.stride(0),
+            shared=None if shared is None else ctypes.addressof(shared),
+            adapters=None if of_tokens is None else of_tokens.ctypes.data,
+            most_rank=0 if adapters is None else max(adapter.most_rank for adapter in adapters if adapter is not None),
+        )
+        done = self._library.functions.headway_decoder_run(self._handle, self._team.handle, ctypes.byref(step))
+        made(done, f"a step of {len(token_ids)} tokens")
+        if self._mates is not None:
+            self._mates.check()
+        if wide is not None and not self._has_head:
+            return wide.hidden[:, self._own.hidden_start :][:, : self._own.hidden_columns]
+        return logits[:, : self._shape.vocab_size]
+
+    def _sizes(self, num_tokens: int, num_sampled: int) -> list[tuple[int, int]]:
+        head_dim = self._library.padded_head_dim(self._shape.head_dim)
+        widths = (self._shape.hidden_size, self._own.all_heads * head_dim, self._shape.intermediate_size)
+        sizes = [(num_tokens, rounded(width, self._library.panel)) for width in widths]
+        return [*sizes, (num_sampled if self._has_head else 0, self._logits_stride)]
+
+    def _shared_struct(self, wide: WideRows, hidden_in: Tensor | None) -> SharedRowsStruct:
+        assert self._mates is not None
+        assert hidden_in is None or hidden_in.is_contiguous()
+        return SharedRowsStruct(
+            meet=self._mates.meet,
+            context=self._mates.context,
+            is_shared=int(self._mates.is_shared),
+            hidden=wide.hidden.data_ptr(),
+            attended=wide.attended.data_ptr(),
+            activations=wide.activations.data_ptr(),
+            hidden_in=None if hidden_in is None else hidden_in.data_ptr(),
+        )
+
+
+def _all_columns(shape: DecoderShape) -> OwnColumns:
+    return OwnColumns(
+        all_heads=shape.num_heads,
+        first_head=0,
+        hidden_start=0,
+        hidden_columns=shape.hidden_size,
+        activation_start=0,
+        logits_start=0,
+    )
+
+
+def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num_layers: int) -> ShapeStruct:
+    return ShapeStruct(
+        num_layers=num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocab_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=library.padded_head_dim(shape.head_dim),
+        true_head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        all_heads=own.all_heads,
+        first_head=own.first_head,
+        hidden_start=own.hidden_start,
+        hidden_columns=own.hidden_columns,
+        activation_start=own.activation_start,
+        logits_start=own.logits_start,
+        norm_kind=shape.norm_kind,
+        is_parallel=shape.is_parallel,
+        norms_all_heads=shape.norms_all_heads,
+        norm_eps=shape.norm_eps,
+        score_scale=shape.score_scale,
+        score_softcap=shape.score_softcap,
+        residual_factor=shape.residual_factor,
+        logits_factor=shape.logits_factor,
+        logits_softcap=shape.logits_softcap,
+        embedding=_address(shape.embedding),
+        final_norm=_norm_struct(shape.final_norm),
+    )
+
+
+def _layer_struct(layer: LayerWeights) -> LayerStruct:
+    feed = layer.feed_forward
+    dense = None if isinstance(feed, PackedExperts) else feed
+    return LayerStruct(
+        qkv=None if isinstance(layer.qkv, PackedLatent) else layer.qkv.handle,
+        output=layer.output.handle,
+        gate_up=None if dense is None else dense.gate_up.handle,
+        down=None if dense is None else dense.down.handle,
+        attention_norm=_norm_struct(layer.attention_norm),
+        attention_post_norm=_norm_struct(layer.attention_post_norm),
+        mlp_norm=_norm_struct(layer.mlp_norm),
+        mlp_post_norm=_norm_struct(layer.mlp_post_norm),
+        qk_norm=_address(layer.qk_norm),
+        cosines=None if layer.rotations is None else layer.rotations.cosines.data_ptr(),
+        sines=None if layer.rotations is None else layer.rotations.sines.data_ptr(),
+        window=layer.window or 0,
+        activation=feed.activation,
+        is_gated=dense is None or dense.is_gated,
+        sinks=_address(layer.sinks),
+        experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
+        latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,
+    )
+
+
+def _norm_struct(norm: NormWeights | None) -> NormStruct:
+    return NormStruct() if norm is None else NormStruct(weight=norm.weight.data_ptr(), bias=_address(norm.bias))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

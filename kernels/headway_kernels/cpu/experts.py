@@ -1,0 +1,126 @@
+"""Feed-forward by a few of many experts, on the compiled library.
+
+Owns: the C structs of one layer. Must not know: checkpoints, the executor, how the library computes.
+
+The library gets addresses, so every object here keeps its arrays alive.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway_kernels.cpu.feed_forward import Activation, activates_in_product
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, made, rounded
+from headway_kernels.experts import Expert
+from headway_kernels.routing import Routing
+
+
+class _RoutingStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_experts", ctypes.c_int64),
+        ("num_chosen", ctypes.c_int64),
+        ("scoring", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("num_open_groups", ctypes.c_int64),
+        ("scores_per_group", ctypes.c_int64),
+        ("is_normalised", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("correction", ctypes.c_void_p),
+    )
+
+
+class _ExpertLayerStruct(ctypes.Structure):
+    _fields_ = (
+        ("choose", _RoutingStruct),
+        ("has_shared", ctypes.c_int64),
+        ("has_gate", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("router", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+    )
+
+
+class PackedExperts:
+    """The experts of one layer.
+
+    ``router`` has an output for each expert of ``routing``; with ``has_gate`` one more, whose sigmoid weighs the shared
+    expert. ``experts``: what ``packed_expert`` gives for each; one more than in ``routing`` is shared by all tokens (only with SILU).
+    ``correction`` float32: see ``choose_experts``.
+    """
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        routing: Routing,
+        router: PackedLinear,
+        experts: Sequence[tuple[PackedLinear, PackedLinear]],
+        correction: Tensor | None = None,
+        *,
+        has_gate: bool = False,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        self.activation = activation
+        self._library = library
+        self._kept = (router, tuple(experts), correction)
+        self._arrays = [(ctypes.c_void_p * len(experts))(*(pair[i].handle for pair in experts)) for i in range(2)]
+        self.struct = _ExpertLayerStruct(
+            choose=_routing_struct(routing, correction),
+            has_shared=len(experts) - routing.num_experts,
+            has_gate=int(has_gate),
+            activation=int(activation),
+            router=router.handle,
+            gate_up=ctypes.addressof(self._arrays[0]),
+            down=ctypes.addressof(self._arrays[1]),
+        )
+
+    def __call__(self, team: Team, hidden: Tensor, norm: Tensor, norm_eps: float) -> Tensor:
+        """Return ``hidden`` with what the experts add to it, for tests. Float32, contiguous, ``[rows, hidden]``."""
+        stride = rounded(hidden.shape[1], self._library.panel)
+        rows = functional.pad(hidden, (0, stride - hidden.shape[1])).contiguous()
+        done = self._library.functions.headway_experts_run(
+            ctypes.byref(self.struct), team.handle, rows.data_ptr(), stride, len(rows), norm.data_ptr(), norm_eps
+        )
+        made(done, "experts")
+        return rows[:, : hidden.shape[1]]
+
+
+class Packing(Protocol):
+    """Packs a weight, ``[outputs, inputs]``, and a bias."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> PackedLinear: ...  # noqa: D102
+
+
+def packed_expert(
+    panel: int, expert: Expert, pack: Packing, activation: Activation = Activation.SILU
+) -> tuple[PackedLinear, PackedLinear]:
+    """Pack both matrices, with as many inner columns as whole panels have."""
+    inner = expert.down.shape[1]
+    more = rounded(inner, panel) - inner
+    gate_up = functional.pad(expert.gate_up.view(2, inner, -1), (0, 0, 0, more)).flatten(0, 1)
+    bias = expert.gate_up_bias
+    if bias is not None:
+        bias = functional.pad(bias.view(2, inner), (0, more)).flatten()
+    return (
+        pack(gate_up, bias, gated=activates_in_product(activation, is_gated=True)),
+        pack(functional.pad(expert.down, (0, more)), expert.down_bias),
+    )
+
+
+def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStruct:
+    assert correction is None or (correction.dtype == torch.float32 and correction.is_contiguous())
+    return _RoutingStruct(
+        num_experts=routing.num_experts,
+        num_chosen=routing.num_chosen,
+        scoring=int(routing.scoring),
+        num_groups=routing.num_groups,
+        num_open_groups=routing.num_open_groups,
+        scores_per_group=routing.scores_per_group,
+        is_normalised=int(routing.is_normalised),
+        scaling=routing.scaling,
+        correction=None if correction is None else correction.data_ptr(),
+    )

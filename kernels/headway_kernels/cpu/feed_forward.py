@@ -1,0 +1,34 @@
+"""The feed-forward of one layer, packed.
+
+Owns: its products, names of activations. Must not know: layers, experts.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from headway_kernels.cpu.library import PackedLinear
+
+
+class Activation(IntEnum):
+    """Of a feed-forward. CLAMPED_SWISH is ``min(x, 7) * sigmoid(1.702 * x)`` and adds 1 to ups bounded by 7."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    RELU = 3
+    RELU2 = 4
+    CLAMPED_SWISH = 5
+
+
+class DenseFeedForward(NamedTuple):
+    """``gate_up`` is packed with ``gated`` where ``activates_in_product``; else it gives gates, then ups, or ups alone."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+    activation: Activation = Activation.SILU
+    is_gated: bool = True
+
+
+def activates_in_product(activation: Activation, *, is_gated: bool) -> bool:
+    """Whether the product before an activation computes it."""
+    return is_gated and activation == Activation.SILU

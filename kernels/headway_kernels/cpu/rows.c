@@ -1,0 +1,131 @@
+#include "rows.h"
+
+#include "vectors.h"
+
+#define SWISH_LIMIT 7.0f
+#define SWISH_FACTOR 1.702f
+
+/* The sum of (x - mean)^2 of a row. */
+static float squares_around(const float *row, int64_t width, float mean) {
+    vec squares = {0};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        vec x = load(row + i) - mean;
+        squares += x * x;
+    }
+    float sum = sum_of(squares);
+    for (; i < width; i++) sum += (row[i] - mean) * (row[i] - mean);
+    return sum;
+}
+
+static float mean_of(const float *row, int64_t width) {
+    vec sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) sums += load(row + i);
+    float sum = sum_of(sums);
+    for (; i < width; i++) sum += row[i];
+    return sum / (float)width;
+}
+
+void normalise_row(enum norm_kind kind, norm_weights with, float eps, const float *row, int64_t width, float *out) {
+    float mean = kind == NORM_LAYER ? mean_of(row, width) : 0.0f;
+    float factor = 1.0f / sqrtf(squares_around(row, width, mean) / (float)width + eps);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        vec normed = (load(row + i) - mean) * factor * load(with.weight + i);
+        store(out + i, with.bias == NULL ? normed : normed + load(with.bias + i));
+    }
+    for (; i < width; i++)
+        out[i] = (row[i] - mean) * factor * with.weight[i] + (with.bias == NULL ? 0.0f : with.bias[i]);
+}
+
+static float squares_of(const float *head, int64_t width) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < width; i++) sum += head[i] * head[i];
+    return sum;
+}
+
+void normalise_heads(float *heads, int64_t num_heads, int64_t stride, int64_t width, const float *weight, float eps,
+                     int together) {
+    float factor = 0.0f;
+    if (together) {
+        for (int64_t head = 0; head < num_heads; head++) factor += squares_of(heads + head * stride, width);
+        factor = 1.0f / sqrtf(factor / (float)(num_heads * width) + eps);
+    }
+    for (int64_t head = 0; head < num_heads; head++, heads += stride, weight += width) {
+        if (!together) factor = 1.0f / sqrtf(squares_of(heads, width) / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) heads[i] *= factor * weight[i];
+    }
+}
+
+void rotate(float *restrict head, const float *restrict cosines, const float *restrict sines, int64_t half) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vec low = load(head + i), high = load(head + half + i), cosine = load(cosines + i), sine = load(sines + i);
+        store(head + i, low * cosine - high * sine);
+        store(head + half + i, high * cosine + low * sine);
+    }
+    for (; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        head[i] = low * cosines[i] - high * sines[i];
+        head[half + i] = high * cosines[i] + low * sines[i];
+    }
+}
+
+void add_row(float *to, const float *row, int64_t width, float factor) {
+    for (int64_t i = 0; i < width; i++) to[i] += factor * row[i];
+}
+
+/* NaN stays. */
+INLINE vec at_most(vec x, float limit) { return choose(x > limit, splat(limit), x); }
+
+INLINE vec activated(const enum activation kind, vec x) {
+    switch (kind) {
+    case SILU: return silu(x);
+    case GELU: return gelu(x);
+    case GELU_TANH: return gelu_tanh(x);
+    case RELU: return larger(x, (vec){0});
+    case CLAMPED_SWISH: return silu(at_most(x, SWISH_LIMIT) * SWISH_FACTOR) / SWISH_FACTOR;
+    default: x = larger(x, (vec){0}); return x * x;
+    }
+}
+
+INLINE vec up_of(const enum activation kind, vec x) {
+    return kind == CLAMPED_SWISH ? 1.0f - at_most(-at_most(x, SWISH_LIMIT), SWISH_LIMIT) : x;
+}
+
+/* Components behind the end of a row are computed as if they were zeros. */
+INLINE vec load_some(const float *from, int64_t count) {
+    vec some = {0};
+    memcpy(&some, from, (size_t)(count < LANES ? count : LANES) * sizeof *from);
+    return some;
+}
+
+INLINE void activate(const enum activation kind, int gated, const float *row, int64_t width, float *out) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        int64_t count = width - i < LANES ? width - i : LANES;
+        vec result = activated(kind, load_some(row + i, count));
+        if (gated) result *= up_of(kind, load_some(row + width + i, count));
+        memcpy(out + i, &result, (size_t)count * sizeof *out);
+    }
+}
+
+void activate_row(enum activation kind, int gated, const float *row, int64_t width, float *out) {
+    switch (kind) {
+    case SILU: activate(SILU, gated, row, width, out); break;
+    case GELU: activate(GELU, gated, row, width, out); break;
+    case GELU_TANH: activate(GELU_TANH, gated, row, width, out); break;
+    case RELU: activate(RELU, gated, row, width, out); break;
+    case CLAMPED_SWISH: activate(CLAMPED_SWISH, gated, row, width, out); break;
+    default: activate(RELU2, gated, row, width, out);
+    }
+}
+
+void scale_row(float *row, int64_t width, float factor, float softcap) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        int64_t count = width - i < LANES ? width - i : LANES;
+        vec scaled = load_some(row + i, count) * factor;
+        if (softcap > 0.0f) scaled = capped(scaled, softcap);
+        memcpy(row + i, &scaled, (size_t)count * sizeof *row);
+    }
+}

@@ -1,0 +1,45 @@
+/* What happens to rows between products: norms, rotation, activations.
+ *
+ * Owns: these functions of one row of one token.
+ * Must not know: layers, products, threads, where rows lie.
+ *
+ * A result depends on its row alone, so it has the same bits in any step.
+ */
+#ifndef HEADWAY_ROWS_H
+#define HEADWAY_ROWS_H
+
+#include <stdint.h>
+
+enum norm_kind { NORM_RMS = 0, NORM_LAYER = 1 };
+
+/* `weight` and `bias` [width]; `weight` NULL: no norm; `bias` NULL: none. */
+typedef struct {
+    const float *weight;
+    const float *bias;
+} norm_weights;
+
+enum activation { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPED_SWISH = 5 };
+
+/* RMS norms (Zhang & Sennrich 2019, arXiv 1910.07467), layer norms (Ba et al. 2016, arXiv 1607.06450). `out` may be
+ * `row`. */
+void normalise_row(enum norm_kind kind, norm_weights with, float eps, const float *row, int64_t width, float *out);
+
+/* RMS norm of `num_heads` heads, `stride` apart, of `width` components each, with weights side by side: each head by
+ * itself, or all `together`. */
+void normalise_heads(float *heads, int64_t num_heads, int64_t stride, int64_t width, const float *weight, float eps,
+                     int together);
+
+/* Rotary embedding (Su et al. 2021, arXiv 2104.09864), components i and i + half as a pair. */
+void rotate(float *restrict head, const float *restrict cosines, const float *restrict sines, int64_t half);
+
+/* to += factor * row */
+void add_row(float *to, const float *row, int64_t width, float factor);
+
+/* out [width] = activation(row); if gated, activation(row [width]) * (row + width) [width]. CLAMPED_SWISH (gpt-oss,
+ * OpenAI 2025, arXiv 2508.10925) bounds gates from above by 7 and ups on both sides, and adds 1 to ups. */
+void activate_row(enum activation kind, int gated, const float *row, int64_t width, float *out);
+
+/* Multiply a row with `factor`, and bound it smoothly if `softcap` is above 0. */
+void scale_row(float *row, int64_t width, float factor, float softcap);
+
+#endif

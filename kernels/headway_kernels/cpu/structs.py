@@ -1,0 +1,106 @@
+"""The C structs of a decoder, as ``decoder.h`` declares them.
+
+Owns: their fields, in order. Must not know: what they mean.
+"""
+
+import ctypes
+
+
+class NormStruct(ctypes.Structure):
+    """``norm_weights``."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
+class ShapeStruct(ctypes.Structure):
+    """``decoder_shape``."""
+
+    _fields_ = (
+        ("num_layers", ctypes.c_int64),
+        ("hidden_size", ctypes.c_int64),
+        ("intermediate_size", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("true_head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("all_heads", ctypes.c_int64),
+        ("first_head", ctypes.c_int64),
+        ("hidden_start", ctypes.c_int64),
+        ("hidden_columns", ctypes.c_int64),
+        ("activation_start", ctypes.c_int64),
+        ("logits_start", ctypes.c_int64),
+        ("norm_kind", ctypes.c_int64),
+        ("is_parallel", ctypes.c_int64),
+        ("norms_all_heads", ctypes.c_int64),
+        ("norm_eps", ctypes.c_float),
+        ("score_scale", ctypes.c_float),
+        ("score_softcap", ctypes.c_float),
+        ("residual_factor", ctypes.c_float),
+        ("logits_factor", ctypes.c_float),
+        ("logits_softcap", ctypes.c_float),
+        ("embedding", ctypes.c_void_p),
+        ("final_norm", NormStruct),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """``layer_weights``."""
+
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("attention_norm", NormStruct),
+        ("attention_post_norm", NormStruct),
+        ("mlp_norm", NormStruct),
+        ("mlp_post_norm", NormStruct),
+        ("qk_norm", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("is_gated", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("latent", ctypes.c_void_p),
+    )
+
+
+class SharedRowsStruct(ctypes.Structure):
+    """``shared_rows``."""
+
+    _fields_ = (
+        ("meet", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("is_shared", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+        ("attended", ctypes.c_void_p),
+        ("activations", ctypes.c_void_p),
+        ("hidden_in", ctypes.c_void_p),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """``decoder_step``."""
+
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_sampled", ctypes.c_int64),
+        ("token_ids", ctypes.c_void_p),
+        ("row_starts", ctypes.c_void_p),
+        ("row_tokens", ctypes.c_void_p),
+        ("row_positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("sampled", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("pool", ctypes.c_void_p),
+        ("layer_stride", ctypes.c_int64),
+        ("shared", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
+        ("most_rank", ctypes.c_int64),
+    )

@@ -1,0 +1,36 @@
+"""How a token chooses some of many experts, as numbers.
+
+Owns: ``Routing``. Must not know: tensors, who chooses.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+MOST_EXPERTS = 1024
+"""What the compiled kernels can choose from."""
+
+
+class Scoring(IntEnum):
+    """From a router's output to a score: by a softmax over all experts, or each by a sigmoid."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Each token goes through ``num_chosen`` of ``num_experts``: those of the best scores.
+
+    With several groups of equal size, a group's score is the sum of its ``scores_per_group`` best, and only the best
+    ``num_open_groups`` groups take part. The weight of a chosen expert is its score, with ``is_normalised`` its share of
+    the chosen scores, times ``scaling``.
+    """
+
+    num_experts: int
+    num_chosen: int
+    scoring: Scoring = Scoring.SOFTMAX
+    num_groups: int = 1
+    num_open_groups: int = 1
+    scores_per_group: int = 1
+    is_normalised: bool = False
+    scaling: float = 1.0

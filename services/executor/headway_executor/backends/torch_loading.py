@@ -1,0 +1,256 @@
+"""Opening a model of the torch backend: its kernels, its threads, its pool; of a rank of several, its part.
+
+Owns: what "auto" and 0 mean here. Must not know: steps, sampling.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.host_pool import num_host_blocks
+from headway_executor.kv_pool import KvPool, num_pool_blocks
+from headway_executor.model_settings import ModelSettings
+from headway_executor.models.adapted import StepAdapters
+from headway_executor.models.adapters import ModelAdapters, adapters_lack
+from headway_executor.models.compiled import (
+    CompiledModel,
+    adapters_for,
+    kernels_lack,
+    library_for,
+    load_compiled,
+    part_for,
+)
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.eager import EagerModel, load_eager
+from headway_executor.models.forward import ForwardPass
+from headway_executor.models.loading import as_stored, check_tensors
+from headway_executor.models.part import ModelPart, part_of
+from headway_executor.models.rope import interleaved
+from headway_executor.models.stage import stage_of
+from headway_executor.ranks.group import RankGroup
+from headway_executor.sampler import Sampler
+from headway_executor.setting_checks import TORCH, option_of
+from headway_executor.speculation.draft_model import DraftModel
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.library import CpuLibrary, load_library
+from headway_process.addresses import is_loopback
+
+_PARAMETERS_PER_THREAD = 16_000_000
+
+
+def joined(config: BackendConfig) -> RankGroup | None:
+    """Meet the other ranks, if there are any.
+
+    Raises:
+        BackendConfigError: they did not come, or they share no memory and the settings ask for that.
+    """
+    if config.place.is_alone:
+        return None
+    asked = option_of(config, TORCH, "rank_transport")
+    is_on_host = is_loopback(config.place.rendezvous.rpartition(":")[0])
+    is_switched = asked == "zmq" or (asked == "auto" and not is_on_host)
+    library = None if is_switched or asked == "gloo" else load_library()
+    group = RankGroup(config.place, library, is_switched=is_switched, keys=config.rank_keys)
+    if asked == "shared" and not group.is_shared:
+        raise BackendConfigError(
+            "backend_options rank_transport 'shared' needs Linux and the CPU kernels; allowed here: auto, gloo, zmq"
+        )
+    return group
+
+
+@contextlib.contextmanager
+def parting_on_error(group: RankGroup | None) -> Iterator[None]:
+    """Leave the other ranks if this one cannot open."""
+    try:
+        yield
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConfig) -> ModelSettings:
+    """Check the tensors against the model's configuration.
+
+    Raises:
+        ModelFilesError, BackendConfigError: see ``check_tensors``.
+    """
+    check_tensors(settings.model_config, checkpoint, config.quantization)
+    return settings._replace(model_config=as_stored(settings.model_config, checkpoint, config.warn))
+
+
+def load(
+    config: BackendConfig,
+    settings: ModelSettings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    group: RankGroup | None = None,
+    block_bytes_beside: int = 0,
+) -> ForwardPass:
+    """Load a model or this rank's part of it. The draft model's blocks take ``block_bytes_beside``.
+
+    Raises:
+        BackendConfigError: a setting cannot be honoured.
+    """
+    _check_threads(config.num_threads)
+    model_config, dtype, max_model_len = settings
+    library = _kernels(config, model_config, dtype, device)
+    num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters, config.place.size)
+    part = _part(config, model_config, library)
+    stage = stage_of(part, group, dtype=dtype, most_tokens=config.max_num_batched_tokens)
+    places = _Places(config, settings, part, device, group, block_bytes_beside)
+    takes_adapters = _takes_adapters(config, model_config)
+    if library is None:
+        torch.set_num_threads(num_threads)
+        order = interleaved(model_config.head_dim, model_config.attention)
+        beside = StepAdapters(ModelAdapters(model_config, order, device=device)) if takes_adapters else None
+        decoder, embedding = load_eager(
+            model_config,
+            checkpoint,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+            stage=stage,
+            adapters=beside,
+        )
+        pool = places.pool((2 * len(part.kv_heads), config.block_size, model_config.head_dim))
+        return EagerModel(model_config, decoder, embedding, pool, stage, beside)
+    # Torch's threads spin for a while after each operator; this would disturb the threads of the kernels.
+    torch.set_num_threads(1)
+    compiled = load_compiled(
+        model_config,
+        checkpoint,
+        library,
+        quantization=config.quantization,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_threads=num_threads,
+        stage=stage,
+    )
+    adapters = adapters_for(library, model_config) if takes_adapters else None
+    return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
+
+
+def _takes_adapters(config: BackendConfig, model_config: ModelConfig) -> bool:
+    lack = adapters_lack(model_config)
+    if lack and config.adapters:
+        raise BackendConfigError(
+            f"adapter {min(config.adapters)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
+        )
+    return config.place.is_alone and not lack
+
+
+def draft_proposer(
+    config: BackendConfig, draft: ModelSettings, pool: KvPool, device: torch.device, sampler: Sampler
+) -> DraftModel:
+    """Load the draft model, with as many blocks as ``pool``."""
+    own = msgspec.structs.replace(
+        config,
+        model=config.draft_model,
+        num_kv_blocks=pool.num_blocks,
+        swap_space_mib=0,
+        adapters={},
+        host_memory=lambda *_: None,
+    )
+    with Checkpoint(Path(config.draft_model)) as checkpoint:
+        forward = load(own, checked(checkpoint, draft, own), checkpoint, device)
+    return DraftModel(forward, sampler, draft.max_model_len)
+
+
+def _check_threads(num_threads: int) -> None:
+    if num_threads < 0:
+        raise BackendConfigError(f"num_threads {num_threads} is not allowed; allowed: 0 (as the model needs) or more")
+
+
+def _threads_that_pay(num_parameters: int, num_ranks: int) -> int:
+    """In a small model, threads wait longer than they work. A rank has cores of its own, and its part of the work."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, num_parameters // num_ranks // _PARAMETERS_PER_THREAD))
+
+
+def _part(config: BackendConfig, model_config: ModelConfig, library: CpuLibrary | None) -> ModelPart:
+    is_fast = option_of(config, TORCH, "tensor_parallel_form") == "fast"
+    if library is None:
+        return part_of(model_config, config.place, is_fast=is_fast)
+    if is_fast and config.place.tensor_parallel > 1:
+        raise BackendConfigError(
+            "backend_options tensor_parallel_form 'fast' is not allowed with the CPU kernels; allowed: exact, or fast with "
+            "kernels eager"
+        )
+    return part_for(library, model_config, config.place)
+
+
+def _kernels(
+    config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CpuLibrary | None:
+    asked = option_of(config, TORCH, "kernels")
+    library = None if asked == "eager" else library_for(device, dtype)
+    if library is not None and (lack := kernels_lack(library, model_config, config.place)):
+        if asked == "compiled" or config.quantization != "none":
+            name, value = (
+                ("backend_options kernels", asked) if asked == "compiled" else ("quantization", config.quantization)
+            )
+            raise BackendConfigError(
+                f"{name} {value!r} is not allowed with this model: the CPU kernels lack {lack}; allowed: "
+                f"{'auto, eager' if asked == 'compiled' else 'none'}"
+            )
+        config.warn(f"the CPU kernels lack {lack}, which this model has; it runs on torch operators, which are slower")
+        library = None
+    if library is None:
+        missing = "needs the CPU kernels: installed, on a processor they know, dtype float32, device cpu"
+        if asked == "compiled":
+            raise BackendConfigError(f"backend_options kernels 'compiled' {missing}; allowed here: auto, eager")
+        if config.quantization != "none":
+            raise BackendConfigError(f"quantization {config.quantization!r} {missing}; allowed here: none")
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What decides the size of the pool."""
+
+    config: BackendConfig
+    settings: ModelSettings
+    part: ModelPart
+    device: torch.device
+    group: RankGroup | None
+    block_bytes_beside: int
+
+    def pool(self, block_shape: tuple[int, ...]) -> KvPool:
+        """Make it; all ranks have as many blocks."""
+        config, place = self.config, self.config.place
+        num_layers = len(self.part.layers)
+        block_bytes = num_layers * math.prod(block_shape) * self.settings.dtype.itemsize
+        num_blocks = num_pool_blocks(
+            config,
+            max_model_len=self.settings.max_model_len,
+            block_bytes=block_bytes + self.block_bytes_beside,
+            device=self.device,
+        )
+        num_beside = num_host_blocks(
+            swap_space_mib=config.swap_space_mib,
+            block_bytes=block_bytes,
+            num_device_blocks=num_blocks,
+            device=self.device,
+            num_ranks=place.size,
+        )
+        if self.group is not None:
+            num_blocks, num_beside = self.group.least([num_blocks, num_beside])
+        return KvPool(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            block_shape=block_shape,
+            dtype=self.settings.dtype,
+            device=self.device,
+            num_host_blocks=num_beside,
+            host_memory=config.host_memory,
+            part_of="" if place.is_alone else f" layers {self.part.layers} heads {self.part.kv_heads}",
+        )

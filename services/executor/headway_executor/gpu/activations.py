@@ -1,0 +1,43 @@
+"""The activations between a feed-forward's products, into preallocated memory.
+
+Owns: which operator computes which. Must not know: layers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from headway_executor.models.config import Activation, FeedForwardConfig
+from headway_kernels.gpu.activation import silu_and_multiply
+
+Activate: TypeAlias = Callable[[Tensor, Tensor], None]
+"""From ``[tokens, 2 * inner]`` (gates, then ups), or ``[tokens, inner]`` without a gate, to ``[tokens, inner]``."""
+
+
+def activation_of(feed: FeedForwardConfig) -> Activate:
+    """The activation of a layer; it allocates nothing."""
+    if feed.is_gated and feed.activation == "silu":
+        return silu_and_multiply
+    if not feed.is_gated:
+        return partial(_activate, feed.activation)
+
+    def gated(gate_up: Tensor, out: Tensor) -> None:
+        width = out.shape[1]
+        _activate(feed.activation, gate_up[:, :width], out)
+        out.mul_(gate_up[:, width:])
+
+    return gated
+
+
+def _activate(name: Activation, inputs: Tensor, out: Tensor) -> None:
+    if name == "silu":
+        torch.ops.aten.silu.out(inputs, out=out)
+    elif name in {"gelu", "gelu_tanh"}:
+        torch.ops.aten.gelu.out(inputs, approximate="tanh" if name == "gelu_tanh" else "none", out=out)
+    else:
+        torch.clamp_min(inputs, 0, out=out)
+        if name == "relu2":
+            out.square_()

@@ -1,0 +1,61 @@
+"""Projections with adapters, as plain torch operators.
+
+Owns: the additions of the rows that run, adapter after adapter. Must not know: files, who loads adapters.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway_executor.models.adapters import AdapterWeights, ModelAdapters
+from headway_executor.models.decoder import Product
+
+
+class _Group(NamedTuple):
+    """The tokens, int64, ``[n]``, whose rows run with one adapter."""
+
+    adapter: AdapterWeights
+    tokens: Tensor
+
+
+class StepAdapters:
+    """The adapters of the step that runs."""
+
+    def __init__(self, adapters: ModelAdapters) -> None:
+        self.adapters = adapters
+        self.groups: list[_Group] = []
+
+    def begin(self, token_rows: NDArray[np.integer], device: torch.device) -> None:
+        """A step begins; ``token_rows``: the row of each token."""
+        self.groups = []
+        of_tokens = self.adapters.of_rows(token_rows)
+        if of_tokens is None:
+            return
+        tokens: dict[int, tuple[AdapterWeights, list[int]]] = {}
+        for place, adapter in enumerate(of_tokens):
+            if adapter is not None:
+                tokens.setdefault(id(adapter), (adapter, []))[1].append(place)
+        self.groups = [_Group(adapter, torch.tensor(places, device=device)) for adapter, places in tokens.values()]
+
+
+class AdaptedProduct:
+    """A ``Product``, and what each row's adapter adds to it at a ``site`` of a layer."""
+
+    def __init__(self, product: Product, step: StepAdapters, layer: int, site: str) -> None:
+        self._product = product
+        self._step = step
+        self._layer = layer
+        self._site = site
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """See ``Product``. The additions are computed in float32."""
+        outputs = self._product(inputs)
+        for adapter, tokens in self._step.groups:
+            added = adapter.layers[self._layer].get(self._site)
+            if added is not None:
+                own = inputs.index_select(0, tokens).float()
+                outputs.index_add_(0, tokens, (own @ added.down.t() @ added.up.t()).to(outputs.dtype))
+        return outputs

@@ -1,0 +1,143 @@
+"""The files of an adapter as PEFT publishes them: adapter_config.json and adapter_model.safetensors.
+
+Owns: reading and checking both. Must not know: rows, how an adapter is computed.
+
+What changes more than ``W x`` to ``W x + s B A x`` is refused by its name, and so is every field of the configuration
+that is not known here, unless it is empty. Nothing of a file is executed.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from headway_executor.backend import ModelFilesError
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.fields import PICKLE_SUFFIXES, ConfigFields, read_json_object
+from headway_executor.models.loading import expected_tensors
+from headway_executor.stored_weights.scheme import FLOATS
+from headway_executor.weights import open_safetensors
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANK = 512
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_WITHOUT_EFFECT = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "exclude_modules",  # the tensors say what is adapted
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+    }
+)
+_READ = frozenset({"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"})
+_SAME_BASE = (None, True, False, "gaussian", "orthogonal")
+"""Ways to begin training that leave the model's weights as they are."""
+
+
+class LowRankPart(NamedTuple):
+    """Of one projection of the checkpoint: ``down`` ``[rank, in]``, ``up`` ``[out, rank]``, scaled; float32."""
+
+    down: Tensor
+    up: Tensor
+
+
+class AdapterFiles(NamedTuple):
+    """``parts`` by module; ``num_outputs`` of every module that an adapter may name. ``fingerprint``: 16 hex digits."""
+
+    parts: Mapping[str, LowRankPart]
+    num_outputs: Mapping[str, int]
+    fingerprint: str
+
+
+def read_adapter_files(directory: Path, config: ModelConfig) -> AdapterFiles:
+    """Read an adapter of the model.
+
+    Raises:
+        ModelFilesError: the files are missing, damaged, not supported, or for another model.
+    """
+    if not directory.is_dir():
+        raise ModelFilesError(f"{directory}: no such directory; allowed: one with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    rank, scale = _rank_and_scale(read_json_object(directory / CONFIG_FILE))
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():
+        pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLE_SUFFIXES)
+        found = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
+        raise ModelFilesError(f"{directory}: no {WEIGHTS_FILE}{found}")
+    shapes = _modules_of(config)
+    found_parts: dict[str, dict[str, Tensor]] = {}
+    file = open_safetensors(path)
+    for name in sorted(file.keys()):
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[1] not in shapes:
+            allowed = ", ".join(sorted({module.rpartition(".")[2] for module in shapes}))
+            raise ModelFilesError(
+                f"{path}: tensor {name[:96]} is not supported; allowed: lora_A and lora_B of {allowed}"
+            )
+        module, kind = match[1], match[2]
+        outputs, inputs = shapes[module]
+        wanted = (rank, inputs) if kind == "A" else (outputs, rank)
+        found_parts.setdefault(module, {})[kind] = _checked(path, file, name, wanted)
+    for module, both in found_parts.items():
+        if len(both) != 2:
+            raise ModelFilesError(f"{path}: {module} has lora_{next(iter(both))} alone; allowed: lora_A and lora_B")
+    if not found_parts:
+        raise ModelFilesError(f"{path}: holds no tensors")
+    parts = {module: LowRankPart(both["A"], both["B"] * scale) for module, both in found_parts.items()}
+    num_outputs = {module: outputs for module, (outputs, _) in shapes.items()}
+    digest = hashlib.sha256((directory / CONFIG_FILE).read_bytes())
+    digest.update(path.read_bytes())
+    return AdapterFiles(parts, num_outputs, digest.hexdigest()[:16])
+
+
+def _rank_and_scale(fields: ConfigFields) -> tuple[int, float]:
+    values = fields.values
+    if values.get("peft_type") != "LORA":
+        raise fields.refuse("peft_type", "LORA")
+    if values.get("task_type") not in {None, "CAUSAL_LM"}:
+        raise fields.refuse("task_type", "CAUSAL_LM")
+    if values.get("bias", "none") != "none":
+        raise fields.refuse("bias", "none")
+    if values.get("init_lora_weights") not in _SAME_BASE:
+        raise fields.refuse("init_lora_weights", "true, false, gaussian or orthogonal, which leave the model as it is")
+    for field, value in values.items():
+        if field not in _READ | _WITHOUT_EFFECT and value:
+            raise fields.refuse(field, "nothing")
+    rank = fields.integer("r", high=MAX_RANK)
+    alpha = fields.number("lora_alpha")
+    return rank, alpha / (math.sqrt(rank) if fields.flag("use_rslora", default=False) else rank)
+
+
+def _modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The shapes of the weights, ``[out, in]``, that an adapter may add to, by module."""
+    prefixes = tuple(config.names.layer.format(index) for index in range(config.num_layers))
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in expected_tensors(config).items()
+        if len(shape) == 2 and name.startswith(prefixes)
+    }
+
+
+def _checked(path: Path, file: object, name: str, wanted: tuple[int, ...]) -> Tensor:
+    view = file.get_slice(name)  # type: ignore[attr-defined]
+    shape, dtype = tuple(view.get_shape()), view.get_dtype()
+    if shape != wanted:
+        raise ModelFilesError(
+            f"{path}: tensor {name[:96]} has shape {list(shape)}; the model and r ask for {list(wanted)}"
+        )
+    if dtype not in FLOATS:
+        raise ModelFilesError(f"{path}: tensor {name[:96]} has dtype {dtype}; allowed: {', '.join(FLOATS)}")
+    tensor: Tensor = file.get_tensor(name).float()  # type: ignore[attr-defined]
+    return tensor.clone()

@@ -1,0 +1,46 @@
+"""Feed-forward by a few of many experts, as plain torch operators.
+
+Owns: sending tokens to experts and adding what they give. Must not know: weights, families.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway_kernels.experts import choose_experts
+from headway_kernels.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Every function maps ``[tokens, hidden]`` to as many rows: ``router`` to ``[tokens, experts]``, an expert to its like.
+
+    All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``) weighs, if
+    any. ``correction``: see ``choose_experts``.
+    """
+
+    routing: Routing
+    router: Callable[[Tensor], Tensor]
+    experts: tuple[Callable[[Tensor], Tensor], ...]
+    correction: Tensor | None = None
+    shared: Callable[[Tensor], Tensor] | None = None
+    shared_gate: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the sum of what each token's experts give, ``[tokens, hidden]``, a new tensor."""
+        chosen, weights = choose_experts(self.routing, self.router(hidden), self.correction)
+        given = self._of_pairs(hidden, chosen).mul_(weights.to(hidden.dtype).unsqueeze(-1)).sum(1)
+        if self.shared is None:
+            return given
+        shared = self.shared(hidden)
+        return given.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid()))
+
+    def _of_pairs(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """What each chosen expert gives, ``[tokens, num_chosen, hidden]``; each runs once, with all of its tokens."""
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        rows = torch.split(hidden.index_select(0, order // chosen.shape[1]), counts)
+        given = torch.cat([expert(some) for expert, some in zip(self.experts, rows, strict=True) if len(some)])
+        return torch.empty_like(given).index_copy_(0, order, given).view(*chosen.shape, -1)

@@ -1,0 +1,102 @@
+"""The supported model families: from config.json to a ``ModelConfig``.
+
+Owns: the list of families, refusing other models. Must not know: the fields of one family, tensors.
+
+A family is one small file here that reads its fields; see docs/models.md.
+"""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headway_executor.backend import ModelFilesError
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.families.bert import ENCODERS
+from headway_executor.models.families.cohere import read_cohere2
+from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from headway_executor.models.families.gemma import read_gemma2
+from headway_executor.models.families.gemma3 import read_gemma3
+from headway_executor.models.families.gpt_neox import read_gpt_neox
+from headway_executor.models.families.gpt_oss import read_gpt_oss
+from headway_executor.models.families.granite import read_granite
+from headway_executor.models.families.llama import read_llama
+from headway_executor.models.families.mistral import read_mistral
+from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
+from headway_executor.models.families.olmo import read_olmo2
+from headway_executor.models.families.phi import read_phi3
+from headway_executor.models.families.qwen import read_qwen2, read_qwen3
+from headway_executor.models.families.reading import architecture_of
+from headway_executor.models.families.smollm import read_smollm3
+from headway_executor.models.families.starcoder import read_starcoder2
+from headway_executor.models.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
+
+FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
+    "Cohere2ForCausalLM": read_cohere2,
+    "DeepseekV2ForCausalLM": read_deepseek_v2,
+    "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "GPTNeoXForCausalLM": read_gpt_neox,
+    "Gemma2ForCausalLM": read_gemma2,
+    "Gemma3ForCausalLM": read_gemma3,
+    "GptOssForCausalLM": read_gpt_oss,
+    "GraniteForCausalLM": read_granite,
+    "LlamaForCausalLM": read_llama,
+    "MistralForCausalLM": read_mistral,
+    "MixtralForCausalLM": read_mixtral,
+    "Olmo2ForCausalLM": read_olmo2,
+    "OlmoeForCausalLM": read_olmoe,
+    "Phi3ForCausalLM": read_phi3,
+    "Qwen2ForCausalLM": read_qwen2,
+    "Qwen2MoeForCausalLM": read_qwen2_moe,
+    "Qwen3ForCausalLM": read_qwen3,
+    "Qwen3MoeForCausalLM": read_qwen3_moe,
+    "SmolLM3ForCausalLM": read_smollm3,
+    "Starcoder2ForCausalLM": read_starcoder2,
+}
+"""How to read the configuration of each architecture."""
+
+_SUFFIX = "ForCausalLM"
+_KNOWN_CODE = frozenset({"modeling_phi3.Phi3ForCausalLM"})
+"""Code in checkpoints that is older than transformers' own of the same model. It is not run either."""
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read and check a checkpoint's configuration.
+
+    Raises:
+        ModelFilesError: the file is missing or damaged, or has a value that cannot be served.
+    """
+    try:
+        if not stat.S_ISDIR(directory.stat().st_mode):
+            made = "; headway gguf makes one of a GGUF file" if directory.suffix == ".gguf" else ""
+            raise ModelFilesError(f"{directory}: not a model directory{made}")
+    except FileNotFoundError:
+        raise ModelFilesError(f"{directory}: no such model directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
+    fields = read_json_object(directory / CONFIG_FILE)
+    _check_code(fields)
+    read = FAMILIES.get(architecture_of(fields))
+    if read is None:
+        names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
+        encoders = ", ".join(sorted(ENCODERS))
+        raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX}; or {encoders}")
+    return _with_generation_config(read(fields), directory / GENERATION_CONFIG_FILE)
+
+
+def _check_code(fields: ConfigFields) -> None:
+    named = fields.values.get("auto_map")
+    model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
+    if named is not None and model not in _KNOWN_CODE:
+        raise ModelFilesError(f"{fields.source}: auto_map asks for code from the checkpoint, which is never run")
+
+
+def _with_generation_config(config: ModelConfig, path: Path) -> ModelConfig:
+    named = read_json_object(path).token_ids("eos_token_id") if path.exists() else ()
+    token_ids = named or config.eos_token_ids
+    wide = [token_id for token_id in token_ids if token_id >= config.vocab_size]
+    if wide:
+        file = path.name if named else CONFIG_FILE
+        raise ModelFilesError(f"{file}: eos_token_id {wide[0]} is not below vocab_size {config.vocab_size}")
+    return msgspec.structs.replace(config, eos_token_ids=token_ids)

@@ -1,0 +1,84 @@
+"""The configuration of encoders of the BERT family.
+
+Owns: the fields of their config.json. Must not know: tensors.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway_executor.models.families.reading import architecture_of
+from headway_executor.models.fields import CONFIG_FILE, ConfigFields, read_json_object
+
+ROBERTA = frozenset({"RobertaModel", "XLMRobertaModel"})
+ENCODERS = ROBERTA | {"BertModel"}
+"""The architectures; those with a head are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """``context``: the most tokens of an input. ``padding_id``: None where positions count from 0."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float
+    num_positions: int
+    num_types: int
+    padding_id: int | None
+
+    @property
+    def context(self) -> int:
+        """The most tokens of one input."""
+        return self.num_positions - (0 if self.padding_id is None else self.padding_id + 1)
+
+
+def is_encoder(directory: Path) -> bool:
+    """Whether a checkpoint is one of these; a missing or damaged one is not."""
+    path = directory / CONFIG_FILE
+    return path.is_file() and architecture_of(read_json_object(path)) in ENCODERS
+
+
+def read_encoder_config(directory: Path) -> EncoderConfig:
+    """Read and check the configuration.
+
+    Raises:
+        ModelFilesError: a value cannot be served.
+    """
+    fields = read_json_object(directory / CONFIG_FILE)
+    _refuse_others(fields)
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.refuse("num_attention_heads", f"a divisor of hidden_size {hidden_size}")
+    is_roberta = architecture_of(fields) in ROBERTA
+    config = EncoderConfig(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        norm_eps=fields.number("layer_norm_eps", 1e-12),
+        num_positions=fields.integer("max_position_embeddings"),
+        num_types=fields.integer("type_vocab_size", 2),
+        padding_id=fields.integer("pad_token_id", 1, low=0) if is_roberta else None,
+    )
+    if config.context < 1:
+        raise fields.refuse(
+            "max_position_embeddings", f"above pad_token_id + 1, {config.num_positions - config.context}"
+        )
+    return config
+
+
+def _refuse_others(fields: ConfigFields) -> None:
+    for field, allowed in (
+        ("hidden_act", "gelu"),
+        ("position_embedding_type", "absolute"),
+        ("is_decoder", False),
+        ("add_cross_attention", False),
+        ("auto_map", None),
+        ("quantization_config", None),
+    ):
+        value = fields.values.get(field)
+        if value is not None and value != allowed:
+            raise fields.refuse(field, "absent" if allowed is None else repr(allowed))

@@ -1,0 +1,67 @@
+"""Gemma 2, and what Gemma 3 shares with it: norms before and behind, soft caps, two kinds of layers in turn."""
+
+from collections.abc import Sequence
+
+from headway_executor.models.config import ModelConfig, NormConfig, QkNorm, RopeConfig, Scalings, TensorNames
+from headway_executor.models.families.reading import (
+    every_nth_full,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    refuse_partial_rotation,
+    refuse_unless,
+    window_of,
+    windows_of,
+)
+from headway_executor.models.fields import ConfigFields
+
+_NAMES = TensorNames(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+def read_gemma2(fields: ConfigFields) -> ModelConfig:
+    """``Gemma2ForCausalLM``."""
+    refuse_partial_rotation(fields)
+    caps = [
+        fields.optional_number(field) if field in fields.values else usual
+        for field, usual in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))
+    ]
+    return read_gemma(fields, every_nth_full(fields, 2), default_context=8192, softcaps=(caps[0], caps[1]))
+
+
+def read_gemma(
+    fields: ConfigFields,
+    kinds: Sequence[str],
+    *,
+    default_context: int,
+    softcaps: tuple[float | None, float | None] = (None, None),
+    qk_norm: QkNorm = "none",
+    ropes: Sequence[RopeConfig] | None = None,
+) -> ModelConfig:
+    """Either Gemma with layers of these ``kinds``; ``softcaps`` are of scores and of logits."""
+    refuse_unless(fields, "use_bidirectional_attention", False)
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=default_context,
+        attention=read_attention(
+            fields,
+            head_dim=256,
+            num_kv_heads=4,
+            scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            softcap=softcaps[0],
+            qk_norm=qk_norm,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+        ),
+        feed_forward=read_feed_forward(fields, field="hidden_activation", default="gelu_pytorch_tanh"),
+        norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
+        windows=windows_of(fields, kinds, window_of(fields)),
+        ropes=ropes,
+        scalings=Scalings(embedding=fields.integer("hidden_size") ** 0.5, logits_softcap=softcaps[1]),
+        names=_NAMES,
+        tied=True,
+    )

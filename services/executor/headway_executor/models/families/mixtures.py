@@ -1,0 +1,123 @@
+"""Mixtures whose decoder is that of a dense family: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+
+import msgspec
+
+from headway_executor.models.config import (
+    AttentionConfig,
+    ExpertNames,
+    ExpertsConfig,
+    FeedForwardConfig,
+    ModelConfig,
+)
+from headway_executor.models.families.positions import read_rope, scaled_context
+from headway_executor.models.families.qwen import QWEN3_HEAD_DIM, QWEN_CONTEXT
+from headway_executor.models.families.reading import (
+    FULL,
+    SLIDING,
+    layer_types_of,
+    num_layers_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_rms_norm,
+    refuse_partial_rotation,
+    refuse_unless,
+    window_of,
+    windows_of,
+)
+from headway_executor.models.families.routing import layers_named, read_routing
+from headway_executor.models.fields import ConfigFields
+
+_MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate_up=("w1", "w3"), down="w2"
+)
+_QWEN2_NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
+_MIXTRAL_CONTEXT = 131_072
+_FIRST_WINDOW = 28
+
+
+def read_mixtral(fields: ConfigFields) -> ModelConfig:
+    """``MixtralForCausalLM``."""
+    refuse_partial_rotation(fields)
+    routing = read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True)
+    experts = ExpertsConfig(routing=routing, names=_MIXTRAL_NAMES)
+    rope = read_rope(fields, fields.integer("max_position_embeddings", _MIXTRAL_CONTEXT), theta=1e6)
+    return read_model(
+        fields,
+        default_context=_MIXTRAL_CONTEXT,
+        ropes=[rope] * num_layers_of(fields),
+        context=scaled_context(fields, rope, fields.integer("max_position_embeddings", _MIXTRAL_CONTEXT)),
+        attention=read_attention(fields),
+        feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=experts),
+        norm=read_rms_norm(fields, eps=1e-5),
+        windows=[window_of(fields, None)] * num_layers_of(fields),
+    )
+
+
+def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
+    """``Qwen2MoeForCausalLM``."""
+    routing = read_routing(fields, ("num_experts", 60), chosen=4, is_normalised=_normalises(fields))
+    shared_size = fields.integer("shared_expert_intermediate_size", 5632)
+    experts = ExpertsConfig(routing=routing, shared_size=shared_size, names=_QWEN2_NAMES)
+    window, first = _qwen_window(fields), fields.integer("max_window_layers", _FIRST_WINDOW, low=0)
+    # Not as in Qwen2: every second layer, up to some layer.
+    usual = [FULL if window is None or i % 2 or i >= first else SLIDING for i in range(num_layers_of(fields))]
+    windows = windows_of(fields, layer_types_of(fields, usual), window)
+    has_bias = fields.flag("qkv_bias", default=True)
+    return _read_qwen(fields, experts, 1408, read_attention(fields, qkv_bias=has_bias), windows)
+
+
+def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
+    """``Qwen3MoeForCausalLM``."""
+    count = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    experts = ExpertsConfig(routing=read_routing(fields, (count, 128), chosen=8, is_normalised=_normalises(fields)))
+    has_bias = fields.flag("attention_bias", default=False)
+    attention = read_attention(fields, head_dim=QWEN3_HEAD_DIM, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head")
+    return _read_qwen(fields, experts, 768, attention, [_qwen_window(fields)] * num_layers_of(fields))
+
+
+def read_olmoe(fields: ConfigFields) -> ModelConfig:
+    """``OlmoeForCausalLM``."""
+    refuse_partial_rotation(fields)
+    refuse_unless(fields, "clip_qkv", None)
+    routing = read_routing(fields, ("num_experts", 64), chosen=8, is_normalised=_normalises(fields))
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=4096,
+        attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias, qk_norm="all"),
+        feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=ExpertsConfig(routing=routing)),
+        norm=read_rms_norm(fields, eps=1e-5),
+    )
+
+
+def _read_qwen(
+    fields: ConfigFields,
+    experts: ExpertsConfig,
+    expert_size: int,
+    attention: AttentionConfig,
+    windows: list[int | None],
+) -> ModelConfig:
+    """Layers in ``mlp_only_layers``, and those that ``decoder_sparse_step`` passes over, are dense."""
+    refuse_partial_rotation(fields)
+    dense = read_feed_forward(fields)
+    inner = fields.integer("moe_intermediate_size", expert_size)
+    sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
+    step, num_layers = fields.integer("decoder_sparse_step", 1), num_layers_of(fields)
+    only_dense = layers_named(fields, "mlp_only_layers", num_layers)
+    feeds: list[FeedForwardConfig] = [dense if i in only_dense or (i + 1) % step else sparse for i in range(num_layers)]
+    return read_model(
+        fields,
+        default_context=QWEN_CONTEXT,
+        attention=attention,
+        feed_forward=feeds,
+        windows=windows,
+    )
+
+
+def _normalises(fields: ConfigFields) -> bool:
+    return fields.flag("norm_topk_prob", default=False)
+
+
+def _qwen_window(fields: ConfigFields) -> int | None:
+    return window_of(fields) if fields.flag("use_sliding_window", default=False) else None

@@ -1,0 +1,59 @@
+"""Phi-3 and Phi-4: fused projections, and longrope up to the context before its scaling."""
+
+from headway_executor.models.config import ModelConfig, RopeConfig, TensorNames
+from headway_executor.models.families.positions import original_context_of, read_rope, rope_section, rotary_factor
+from headway_executor.models.families.reading import (
+    num_layers_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    read_rms_norm,
+    window_of,
+)
+from headway_executor.models.fields import ConfigFields
+
+_CONTEXT = 4096
+_LONG = ("longrope", "su", "yarn")
+_NAMES = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def read_phi3(fields: ConfigFields) -> ModelConfig:
+    """``Phi3ForCausalLM``.
+
+    Beyond the original context, longrope has other frequencies for all positions, also of keys that are cached: such
+    sequences are not served.
+    """
+    attention = read_attention(fields, partial=rotary_factor(fields, 1.0))
+    num_layers = num_layers_of(fields)
+    context = fields.integer("max_position_embeddings", _CONTEXT)
+    rope = _read_rope(fields, context, attention.rotary_dim // 2)
+    return read_model(
+        fields,
+        default_context=_CONTEXT,
+        context=min(context, rope.original_context) if rope.factors else context,
+        attention=attention,
+        feed_forward=read_feed_forward(fields),
+        norm=read_rms_norm(fields, eps=1e-5),
+        windows=[window_of(fields, None)] * num_layers,
+        ropes=[rope] * num_layers,
+        names=_NAMES,
+    )
+
+
+def _read_rope(fields: ConfigFields, context: int, num_pairs: int) -> RopeConfig:
+    section = rope_section(fields)
+    field = "rope_type" if "rope_type" in section.values else "type"
+    kind = section.values.get(field, "default")
+    if kind == "default":
+        return read_rope(fields, context)
+    if kind not in _LONG:
+        raise section.refuse(field, "default, longrope")
+    original = original_context_of(fields, section, _CONTEXT)
+    return RopeConfig(
+        kind="longrope",
+        theta=section.number("rope_theta", fields.number("rope_theta", 10_000.0)),
+        factor=section.number("factor", context / original),
+        original_context=original,
+        attention_factor=section.optional_number("attention_factor"),
+        factors=section.numbers("short_factor", num_pairs),
+    )

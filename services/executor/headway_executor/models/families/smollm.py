@@ -1,0 +1,52 @@
+"""SmolLM3: Llama in which some layers have no rotary positions."""
+
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.families.positions import read_rope, scaled_context
+from headway_executor.models.families.reading import (
+    FULL,
+    SLIDING,
+    layer_types_of,
+    num_layers_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    refuse_partial_rotation,
+    window_of,
+    windows_of,
+)
+from headway_executor.models.fields import ConfigFields
+
+_CONTEXT = 32_768
+_THETA = 2_000_000.0
+
+
+def read_smollm3(fields: ConfigFields) -> ModelConfig:
+    """``SmolLM3ForCausalLM``."""
+    refuse_partial_rotation(fields)
+    has_bias = fields.flag("attention_bias", default=False)
+    rotates = _rotating(fields)
+    window = window_of(fields, None) if fields.flag("use_sliding_window", default=False) else None
+    usual = [FULL if window is None or rotated else SLIDING for rotated in rotates]
+    context = fields.integer("max_position_embeddings", _CONTEXT)
+    rope = read_rope(fields, context, theta=_THETA)
+    return read_model(
+        fields,
+        default_context=_CONTEXT,
+        context=scaled_context(fields, rope, context),
+        attention=read_attention(fields, num_kv_heads=4, qkv_bias=has_bias, output_bias=has_bias),
+        feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
+        windows=windows_of(fields, layer_types_of(fields, usual), window),
+        ropes=[rope if rotated else None for rotated in rotates],
+        tied=True,
+    )
+
+
+def _rotating(fields: ConfigFields) -> list[bool]:
+    num_layers = num_layers_of(fields)
+    interval = fields.integer("no_rope_layer_interval", 4)
+    flags = fields.values.get("no_rope_layers")
+    if flags is None:
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise fields.refuse("no_rope_layers", f"a list of {num_layers} numbers, each 0 or 1")
+    return [bool(flag) for flag in flags]

@@ -1,0 +1,80 @@
+"""What a description asks for beyond a plain decoder, by name.
+
+Owns: these names. Must not know: which backend has what.
+
+A plain decoder is Llama's: RMS norms before attention and before a feed-forward that is gated by SiLU.
+"""
+
+from collections.abc import Set as AbstractSet
+from enum import StrEnum
+
+from headway_executor.models.config import ModelConfig
+
+
+class Feature(StrEnum):
+    """In words that fit behind "the model has"."""
+
+    LAYER_NORM = "layer norms"
+    NO_PRE_NORM = "attention or feed-forward without a norm before it"
+    POST_NORM = "norms behind attention and feed-forward"
+    PARALLEL = "attention beside the feed-forward"
+    NORM_OVER_HEADS = "a norm over all heads"
+    SCORE_SOFTCAP = "a soft cap on attention scores"
+    UNGATED = "a feed-forward without a gate"
+    OTHER_ACTIVATION = "an activation other than silu"
+    RESIDUAL_FACTOR = "a factor on what layers add"
+    LOGITS_FACTOR = "a factor on logits"
+    LOGITS_SOFTCAP = "a soft cap on logits"
+    EXPERTS = "experts"
+    SINKS = "attention sinks"
+    LATENT = "latent attention"
+    SEVERAL_ROPES = "several rotary embeddings, or layers without one"
+
+
+DENSE = frozenset(
+    {
+        Feature.LAYER_NORM,
+        Feature.NO_PRE_NORM,
+        Feature.POST_NORM,
+        Feature.PARALLEL,
+        Feature.NORM_OVER_HEADS,
+        Feature.SCORE_SOFTCAP,
+        Feature.UNGATED,
+        Feature.OTHER_ACTIVATION,
+        Feature.RESIDUAL_FACTOR,
+        Feature.LOGITS_FACTOR,
+        Feature.LOGITS_SOFTCAP,
+        Feature.SEVERAL_ROPES,
+    }
+)
+"""What dense decoders have. A new feature is not among them, so that a backend which has these does not claim it."""
+
+
+def features_of(config: ModelConfig) -> AbstractSet[Feature]:
+    """What the model has."""
+    names, attention, scalings = config.names, config.attention, config.scalings
+    feeds = [layer.feed_forward for layer in config.layers]
+    asked = {
+        Feature.LAYER_NORM: config.norm.kind == "layer",
+        Feature.NO_PRE_NORM: names.attention_norm is None or names.mlp_norm is None,
+        Feature.POST_NORM: names.attention_post_norm is not None or names.mlp_post_norm is not None,
+        Feature.PARALLEL: config.is_parallel,
+        Feature.NORM_OVER_HEADS: attention.qk_norm == "all",
+        Feature.SCORE_SOFTCAP: attention.softcap is not None,
+        Feature.UNGATED: any(not feed.is_gated for feed in feeds),
+        Feature.OTHER_ACTIVATION: any(feed.activation != "silu" for feed in feeds),
+        Feature.EXPERTS: any(feed.experts is not None for feed in feeds),
+        Feature.LATENT: attention.latent is not None,
+        Feature.SINKS: names.sinks is not None,
+        Feature.RESIDUAL_FACTOR: scalings.residual != 1,
+        Feature.LOGITS_FACTOR: scalings.logits != 1,
+        Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,
+        Feature.SEVERAL_ROPES: {layer.rope for layer in config.layers} != {config.layers[0].rope}
+        or config.layers[0].rope is None,
+    }
+    return {feature for feature, is_there in asked.items() if is_there}
+
+
+def lacking(config: ModelConfig, has: AbstractSet[Feature]) -> str:
+    """The features of the model that are not among ``has``, as a list in words; empty if there are none."""
+    return ", ".join(sorted(features_of(config) - has))

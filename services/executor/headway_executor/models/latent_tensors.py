@@ -1,0 +1,102 @@
+"""The tensors of multi-head latent attention in the model's form.
+
+Owns: their names, the order and padding of channels. Must not know: files, the rest of a layer.
+
+Keys and values come from one compressed row of a token (DeepSeek-AI 2024, arXiv 2405.04434). In a head, the channels that
+are rotated come first here, and values are padded to the width of keys.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headway_executor.models.config import LatentConfig
+
+LATENT_EPS = 1e-6
+"""Of the norms of compressed rows, whatever the other norms have."""
+
+_QUERY, _QUERY_NORM, _QUERY_IN = "self_attn.q_b_proj", "self_attn.q_a_layernorm", "self_attn.q_a_proj"
+_WHOLE_QUERY = "self_attn.q_proj"
+_KEY_VALUE, _KEY_VALUE_NORM = "self_attn.kv_b_proj", "self_attn.kv_a_layernorm"
+_KEY_VALUE_IN = "self_attn.kv_a_proj_with_mqa"
+_OUTPUT = "self_attn.o_proj"
+
+
+def latent_shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names behind a layer's prefix, and shapes."""
+    if config.query_rank is None:
+        yield f"{_WHOLE_QUERY}.weight", (heads * config.key_dim, hidden)
+    else:
+        yield f"{_QUERY_IN}.weight", (config.query_rank, hidden)
+        yield f"{_QUERY_NORM}.weight", (config.query_rank,)
+        yield f"{_QUERY}.weight", (heads * config.key_dim, config.query_rank)
+    yield f"{_KEY_VALUE_IN}.weight", (config.rank + config.rotary_dim, hidden)
+    yield f"{_KEY_VALUE_NORM}.weight", (config.rank,)
+    yield f"{_KEY_VALUE}.weight", (heads * (config.plain_dim + config.value_dim), config.rank)
+    yield f"{_OUTPUT}.weight", (hidden, heads * config.value_dim)
+
+
+class Expansion(NamedTuple):
+    """A norm of a compressed row (``[rank]``) and the product behind it (``[outputs, rank]``)."""
+
+    norm: Tensor
+    weight: Tensor
+
+
+class LatentTensors:
+    """Those of one layer; ``read`` takes a name behind the layer's prefix.
+
+    ``channel_order`` (int64, ``[key_dim]``) orders the channels of a head, rotated ones first.
+    """
+
+    def __init__(self, config: LatentConfig, heads: int, channel_order: Tensor, read: Callable[[str], Tensor]) -> None:
+        self._config = config
+        self._heads = heads
+        self._order = channel_order
+        self._read = read
+
+    def query(self) -> Tensor | None:
+        """``[heads * key_dim, hidden]``; None if queries are compressed too."""
+        return self._queries(_WHOLE_QUERY) if self._config.query_rank is None else None
+
+    def query_in(self) -> Tensor | None:
+        """``[query_rank, hidden]``, or None."""
+        return None if self._config.query_rank is None else self._read(f"{_QUERY_IN}.weight")
+
+    def query_expansion(self) -> Expansion | None:
+        """To ``[heads * key_dim]``, or None."""
+        if self._config.query_rank is None:
+            return None
+        return Expansion(self._read(f"{_QUERY_NORM}.weight"), self._queries(_QUERY))
+
+    def key_value_in(self) -> Tensor:
+        """``[rank + rotary_dim, hidden]``: the rows behind ``rank`` are channels that all keys share, in their order."""
+        stored = self._read(f"{_KEY_VALUE_IN}.weight")
+        return torch.cat([stored[: self._config.rank], stored[self._config.rank :][self._order[self.shared_places()]]])
+
+    def key_value_expansion(self) -> Expansion:
+        """To keys, then values: ``[2 * heads * key_dim]``; the channels that keys share are zeros."""
+        config = self._config
+        by_head = self._read(f"{_KEY_VALUE}.weight").view(self._heads, config.plain_dim + config.value_dim, -1)
+        keys = functional.pad(by_head[:, : config.plain_dim], (0, 0, config.rotary_dim, 0))[:, self._order]
+        values = functional.pad(by_head[:, config.plain_dim :], (0, 0, 0, config.key_dim - config.value_dim))
+        weight = torch.cat([keys, values]).flatten(0, 1)
+        return Expansion(self._read(f"{_KEY_VALUE_NORM}.weight"), weight)
+
+    def output(self) -> Tensor:
+        """``[hidden, heads * key_dim]``."""
+        stored = self._read(f"{_OUTPUT}.weight")
+        by_head = stored.view(len(stored), self._heads, self._config.value_dim)
+        return functional.pad(by_head, (0, self._config.key_dim - self._config.value_dim)).flatten(1)
+
+    def shared_places(self) -> Tensor:
+        """Where in a key the shared channels are: int64, ``[rotary_dim]``."""
+        return (self._order < self._config.rotary_dim).nonzero().flatten()
+
+    def _queries(self, name: str) -> Tensor:
+        by_head = self._read(f"{name}.weight").view(self._heads, self._config.key_dim, -1)
+        rotated_first = torch.cat([by_head[:, self._config.plain_dim :], by_head[:, : self._config.plain_dim]], 1)
+        return rotated_first[:, self._order].flatten(0, 1)

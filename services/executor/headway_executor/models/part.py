@@ -1,0 +1,120 @@
+"""The part of a model that one rank of an executor has.
+
+Owns: which layers, heads and columns are whose, and which degrees a model allows. Must not know: tensors, how ranks talk.
+
+Every product is cut by its outputs, and its inputs are gathered before it. So each output is the same chain of additions
+as with one rank. In the fast form, the output and down projections are cut by their inputs, and the ranks' sums are added.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from headway_executor.backend import BackendConfigError
+from headway_executor.models.config import ModelConfig
+from headway_executor.ranks.place import ALONE, RankPlace
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What one rank has. ``hidden``, ``inner`` and ``vocab`` hold each rank's columns: of the stage, in order.
+
+    ``heads`` and ``kv_heads`` are this rank's. Several ranks may have the same key-value head.
+    """
+
+    place: RankPlace
+    layers: range
+    heads: range
+    kv_heads: range
+    all_heads: tuple[range, ...]
+    hidden: tuple[range, ...]
+    inner: tuple[range, ...]
+    vocab: tuple[range, ...]
+    is_fast: bool
+
+    @property
+    def own_hidden(self) -> range:
+        """This rank's columns of the hidden state."""
+        return self.hidden[self.place.tensor_rank]
+
+    @property
+    def own_inner(self) -> range:
+        """This rank's columns between gate and down projection."""
+        return self.inner[self.place.tensor_rank]
+
+    @property
+    def own_vocab(self) -> range:
+        """This rank's columns of the logits."""
+        return self.vocab[self.place.tensor_rank]
+
+    def attended(self, head_dim: int) -> tuple[range, ...]:
+        """Each rank's columns of the attended values."""
+        return tuple(range(heads.start * head_dim, heads.stop * head_dim) for heads in self.all_heads)
+
+    @property
+    def is_whole_stage(self) -> bool:
+        """Whether no other rank has a part of these layers."""
+        return self.place.tensor_parallel == 1
+
+
+def part_of(
+    config: ModelConfig, place: RankPlace, *, unit: int = 1, head_unit: int = 1, is_fast: bool = False
+) -> ModelPart:
+    """Return the part of one rank. Columns are cut at multiples of ``unit``, between the projections of ``head_unit``.
+
+    Raises:
+        BackendConfigError: the model cannot be cut into so many parts.
+    """
+    _check(config, place)
+    degree = place.tensor_parallel
+    all_heads = _cut(config.num_heads, degree, 1)
+    first_kv = place.tensor_rank * config.num_kv_heads // degree
+    return ModelPart(
+        place=place,
+        layers=place.layers(config.num_layers),
+        heads=all_heads[place.tensor_rank],
+        kv_heads=range(first_kv, first_kv + max(1, config.num_kv_heads // degree)),
+        all_heads=all_heads,
+        hidden=_cut(config.hidden_size, degree, unit),
+        inner=_cut(config.intermediate_size, degree, head_unit),
+        vocab=_cut(config.vocab_size, degree, unit),
+        is_fast=is_fast,
+    )
+
+
+def whole(config: ModelConfig) -> ModelPart:
+    """The part of a rank that is alone."""
+    return part_of(config, ALONE)
+
+
+def _cut(total: int, parts: int, unit: int) -> tuple[range, ...]:
+    """Cut at multiples of ``unit``, as evenly as that allows."""
+    units = -(-total // unit)
+    bounds = [min(total, units * i // parts * unit) for i in range(parts + 1)]
+    return tuple(range(start, end) for start, end in itertools.pairwise(bounds))
+
+
+def _check(config: ModelConfig, place: RankPlace) -> None:
+    degree, heads, kv_heads = place.tensor_parallel, config.num_heads, config.num_kv_heads
+    if degree > 1 and any(layer.feed_forward.experts is not None for layer in config.layers):
+        raise BackendConfigError(
+            f"tensor_parallel {degree} is not allowed; the model has experts, which are not cut, so allowed: 1"
+        )
+    if degree > 1 and config.attention.latent is not None:
+        raise BackendConfigError(
+            f"tensor_parallel {degree} is not allowed; the model has latent attention, which is not cut, so allowed: 1"
+        )
+    if degree > 1 and config.attention.qk_norm == "all":
+        raise BackendConfigError(
+            f"tensor_parallel {degree} is not allowed; the model normalises queries over all heads, so allowed: 1"
+        )
+    allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+    if degree not in allowed:
+        raise BackendConfigError(
+            f"tensor_parallel {degree} is not allowed; the model has {heads} heads and {kv_heads} key-value heads, which "
+            f"go into equal parts, so allowed: {', '.join(map(str, allowed))}"
+        )
+    if place.pipeline_parallel > config.num_layers:
+        raise BackendConfigError(
+            f"pipeline_parallel {place.pipeline_parallel} is not allowed; the model has {config.num_layers} layers, so "
+            f"allowed: 1 to {config.num_layers}"
+        )

@@ -1,0 +1,1 @@
+"""An executor of several ranks: one step link, several processes."""

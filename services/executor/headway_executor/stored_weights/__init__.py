@@ -1,0 +1,1 @@
+"""How published checkpoints store quantised weights; see ``scheme``."""

@@ -1,0 +1,1 @@
+"""A deployment on several machines: an engine places, heals and scales the processes."""

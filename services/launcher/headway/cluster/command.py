@@ -1,0 +1,119 @@
+"""``headway cluster up``, ``status`` and ``down``."""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.cluster.config import ClusterConfig
+from headway.cluster.description import ClusterPlan, describe
+from headway.cluster.engine import Deployed, engine_of
+from headway.configuration import add_setting_flags, build, given_by_environment, given_by_flags, merged
+from headway.deployment import Deployment, read_deployment
+from headway.keys import make_keys
+from headway.services import CLUSTER, add_config_flag, sources_in_file
+from headway.settings import ConfigurationError, bytes_of_file, settings_of, token_of_file
+from headway.tables import aligned
+
+UP, STATUS, DOWN = "up", "status", "down"
+_POLL_S = 0.5
+_COLUMNS = ("process", "node", "pid", "state", "restarts", "metrics")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("action", choices=(UP, STATUS, DOWN), help="start the deployment, show it, or end it in order")
+    add_config_flag(parser)
+    add_setting_flags(parser, settings_of(ClusterConfig).values(), title="settings of the cluster, also [cluster]")
+    parser.add_argument("--json", action="store_true", help="status as one object for machines, with logs and events")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """See ``Command``."""
+    settings = _settings(arguments)
+    if arguments.action == UP:
+        return _up(arguments, settings)
+    deployed = engine_of(settings.engine).connect(settings)
+    if arguments.action == DOWN:
+        deployed.down()
+        sys.stdout.write(f"headway cluster {settings.name} is down\n")
+        return 0
+    _show(deployed.describe(), as_json=arguments.json)
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> ClusterConfig:
+    known = settings_of(ClusterConfig)
+    given = merged(
+        (
+            given_by_flags(arguments, known),
+            given_by_environment(os.environ, CLUSTER, known),
+            sources_in_file(arguments, os.environ)[CLUSTER],
+        )
+    )
+    return build(ClusterConfig, given, ClusterConfig.validate)
+
+
+def _up(arguments: argparse.Namespace, settings: ClusterConfig) -> int:
+    started = time.monotonic()
+    plan = _plan(read_deployment(argparse.Namespace(config=arguments.config), os.environ), settings)
+    deployed = engine_of(settings.engine).up(settings, plan)
+    try:
+        state = _wait_until_ready(deployed, started, settings.ready_s)
+    except BaseException:
+        deployed.down()
+        raise
+    count = sum(each["process"].startswith("executor") for each in state["processes"])
+    sys.stdout.write(
+        f"headway cluster {settings.name} is ready on {state['address']} ({count} executor{'s' * (count != 1)}, "
+        f"{time.monotonic() - started:.1f} s)\n"
+    )
+    return 0
+
+
+def _plan(deployment: Deployment, settings: ClusterConfig) -> ClusterPlan:
+    gateway = deployment.values["gateway"]
+    certificate = gateway["tls_cert_file"].value if "tls_cert_file" in gateway else ""
+    tokens = (
+        bytes_of_file(certificate, "tls_cert_file"),
+        token_of_file(settings.token_file, "token_file"),
+    )
+    with tempfile.TemporaryDirectory(prefix="headway-keys-") as directory:
+        keys = Path(directory) / "keys"
+        make_keys(keys)
+        return describe(deployment, settings, keys, tokens)
+
+
+def _wait_until_ready(deployed: Deployed, started: float, ready_s: float) -> dict[str, Any]:
+    num_said = 0
+    while True:
+        state = deployed.describe()
+        for line in state["events"][num_said:]:
+            sys.stderr.write(f"headway cluster: {line}\n")
+        num_said = len(state["events"])
+        if state["refusal"]:
+            raise ConfigurationError(state["refusal"].splitlines()[-1].partition(": ")[2] or state["refusal"])
+        if state["is_ready"]:
+            return state
+        if time.monotonic() - started > ready_s:
+            late = [f"{each['process']} {each['state']}" for each in state["processes"] if each["state"] != "running"]
+            raise ConfigurationError(f"not ready after {ready_s:g} s ({', '.join(late) or 'no answer'}); see --ready-s")
+        time.sleep(_POLL_S)
+
+
+def _show(state: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
+        return
+    rows = [_COLUMNS, *(tuple(_cell(each[name]) for name in _COLUMNS) for each in state["processes"])]
+    word = "serves" if state["is_ready"] else "is not ready"
+    sys.stdout.write("\n".join((*aligned(rows, left=(0, 1, 3, 5)), f"{state['address']} {word}", "")))
+
+
+def _cell(value: Any) -> str:
+    return "-" if value in (None, "") else str(value)

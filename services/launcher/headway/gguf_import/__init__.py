@@ -1,0 +1,1 @@
+"""``headway gguf``: a checkpoint directory of a GGUF file; see ``command``."""

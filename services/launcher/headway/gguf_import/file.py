@@ -1,0 +1,69 @@
+"""A GGUF file, read with the ``gguf`` package.
+
+Owns: typed metadata, tensors. Must not know: models, tokenizers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.settings import ConfigurationError
+
+
+class GgufFile:
+    """Metadata and tensors. Raises ``ConfigurationError``: the file is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+            raise self.refuse(f"not a readable GGUF file ({str(error)[:64]})") from None
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def refuse(self, what: str) -> ConfigurationError:
+        """Return an error about the file."""
+        return ConfigurationError(f"{self._path}: {what}")
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """In the order of the file."""
+        return list(self._tensors)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata; without a ``default`` it has to be there."""
+        field = self._reader.get_field(key)
+        if field is not None:
+            return field.contents()
+        if default is None:
+            raise self.refuse(f"{key} is missing from the metadata")
+        return default
+
+    def __contains__(self, key: str) -> bool:
+        return self._reader.get_field(key) is not None
+
+    def kind(self, name: str) -> str:
+        """The kind of a tensor's numbers, in ggml's words, in small letters."""
+        return str(self._tensors[name].tensor_type.name).lower()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Rows first."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def floats(self, name: str) -> Tensor:
+        """A tensor of kind f32, f16 or bf16."""
+        data: NDArray[Any] = self._tensors[name].data
+        if self.kind(name) == "bf16":
+            return (
+                torch.from_numpy(np.ascontiguousarray(data).view(np.int16)).view(torch.bfloat16).view(self.shape(name))
+            )
+        return torch.from_numpy(np.array(data)).view(self.shape(name))
+
+    def blocks(self, name: str) -> Tensor:
+        """A tensor of blocks: uint8, ``[rows, bytes]``."""
+        return torch.from_numpy(np.array(self._tensors[name].data)).view(self.shape(name)[0], -1)

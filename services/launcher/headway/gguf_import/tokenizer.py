@@ -1,0 +1,139 @@
+"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json of a checkpoint directory.
+
+Owns: the two kinds of tokenizers and their ways to cut text. Must not know: models, files that are written.
+
+``gpt2`` is byte-level byte pair encoding with merges. ``llama`` is SentencePiece's, whose merges follow from the scores: a
+pair of tokens is merged in the order of the score of the token that it makes.
+"""
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from headway.gguf_import.file import GgufFile
+
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_SPACE = "▁"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CUTS: dict[str, str | None] = {
+    "gpt-2": None,
+    "llama-bpe": _WORDS.format(digits="{1,3}"),
+    "qwen2": _WORDS.format(digits=""),
+}
+"""How text is cut before merging, by llama.cpp's names; None: as GPT-2 does."""
+_NORMALISED = ("qwen2",)
+_MERGES_LATE = ("llama-bpe",)
+"""A word that is a token is taken whole, whatever the merges."""
+
+
+def tokenizer_of(file: GgufFile) -> Tokenizer:
+    """The tokenizer. Raises ``ConfigurationError``: one of another kind."""
+    kind = file.value("tokenizer.ggml.model")
+    tokens = file.value("tokenizer.ggml.tokens")
+    kinds = _of_each(file, "token_type", tokens)
+    if kind == "gpt2":
+        made = _byte_level(file, tokens)
+        adds_first = file.value("tokenizer.ggml.pre", "") == "llama-bpe"
+    elif kind == "llama":
+        made = _sentence_piece(file, tokens, kinds)
+        adds_first = True
+    else:
+        raise file.refuse(f"tokenizer.ggml.model {kind!r:.64} is not supported; allowed: gpt2, llama")
+    special = [token for token, its in zip(tokens, kinds, strict=True) if its == _CONTROL]
+    own = [token for token, its in zip(tokens, kinds, strict=True) if its == _USER]
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    made.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
+    if file.value("tokenizer.ggml.add_bos_token", int(adds_first)):
+        _begin_with(made, _token(file, "bos"))
+    return made
+
+
+def tokenizer_config_of(file: GgufFile) -> dict[str, object]:
+    """The fields of tokenizer_config.json."""
+    fields: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for kind in ("bos", "eos"):
+        if f"tokenizer.ggml.{kind}_token_id" in file:
+            fields[f"{kind}_token"] = _token(file, kind)
+    if "tokenizer.chat_template" in file:
+        fields["chat_template"] = file.value("tokenizer.chat_template")
+    return fields
+
+
+def _of_each(file: GgufFile, kind: str, tokens: list[str]) -> list[Any]:
+    values: list[Any] = file.value(f"tokenizer.ggml.{kind}")
+    if len(values) != len(tokens):
+        raise file.refuse(f"tokenizer.ggml.{kind} has {len(values)} values; allowed: {len(tokens)}, one for each token")
+    return values
+
+
+def _token(file: GgufFile, kind: str) -> str:
+    tokens: list[str] = file.value("tokenizer.ggml.tokens")
+    index = int(file.value(f"tokenizer.ggml.{kind}_token_id"))
+    if not 0 <= index < len(tokens):
+        raise file.refuse(f"tokenizer.ggml.{kind}_token_id {index} is not below {len(tokens)}")
+    return tokens[index]
+
+
+def _begin_with(made: Tokenizer, token: str) -> None:
+    index = made.token_to_id(token)
+    first = processors.TemplateProcessing(
+        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, index)]
+    )
+    before: list[Any] = [] if made.post_processor is None else [made.post_processor]
+    made.post_processor = processors.Sequence([*before, first])
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    cut = file.value("tokenizer.ggml.pre", "default")
+    if cut not in _CUTS:
+        raise file.refuse(f"tokenizer.ggml.pre {cut!r:.64} is not supported; allowed: {', '.join(_CUTS)}")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [_pair(file, merge, vocabulary) for merge in file.value("tokenizer.ggml.merges")]
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in _MERGES_LATE))
+    if cut in _NORMALISED:
+        made.normalizer = normalizers.NFC()
+    pattern = _CUTS[cut]
+    if pattern is None:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        words = pre_tokenizers.Split(Regex(pattern), "isolated")
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    return made
+
+
+def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not all(token in vocabulary for token in (left, right, left + right)):
+        raise file.refuse(f"tokenizer.ggml.merges has {merge!r:.64}; allowed: two tokens that together are a token")
+    return left, right
+
+
+def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    scores = _of_each(file, "scores", tokens)
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    merges = _merges_of(dict(zip(tokens, scores, strict=True)), vocabulary)
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    ends: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.value("tokenizer.ggml.add_space_prefix", 1):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+        ends.append(decoders.Strip(content=" ", left=1, right=0))
+    made.normalizer = normalizers.Sequence(steps)
+    made.decoder = decoders.Sequence(ends)
+    return made
+
+
+def _merges_of(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The best score first; of equal ones, the pair whose parts come first."""
+    found = [
+        (-score, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]

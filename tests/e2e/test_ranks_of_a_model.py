@@ -1,0 +1,117 @@
+"""Real models on executors of several ranks, over gRPC: greedy tokens of ``transformers``, and all others of one rank.
+
+Small blocks, small pools and small budgets: chunks, shared beginnings, preemption and swapping on all ranks.
+"""
+
+import asyncio
+import itertools
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import make_checkpoint
+from e2e.running_server import eventually
+from e2e.test_numerical_truth import MAX_MODEL_LEN, workload
+from e2e.test_ranks import num_joined, ranks_of, serving
+from headway.client import AsyncClient
+
+SIZES = ("--block-size", "8", "--num-threads", "1", "--max-num-batched-tokens", "16", "--swap-space-mib", "4")
+SMALL_POOL = (
+    "--num-kv-blocks",
+    str(3 * MAX_MODEL_LEN // 16),
+    "--max-model-len",
+    str(MAX_MODEL_LEN),
+    "--reserve",
+    "none",
+)
+TORCH = ("--backend", "torch")
+DEGREES = {
+    "tensor": ("--tensor-parallel", "2"),
+    "tensor of four": ("--tensor-parallel", "4"),
+    "pipeline": ("--pipeline-parallel", "2"),
+    "both": ("--tensor-parallel", "2", "--pipeline-parallel", "2"),
+}
+OPENING_S = 240.0
+QUICK = (("tensor", "swap", "qwen3"), ("pipeline", "recompute", "llama3"))
+
+
+async def greedy(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
+    stream = client.generate(list(prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    (completion,) = (await stream.result()).completions
+    return tuple(completion.token_ids), completion.timings.preemptions
+
+
+@pytest.mark.parametrize(
+    ("degrees", "preemption", "family"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.deep)
+        for case in itertools.product(DEGREES, ("swap", "recompute"), ("llama3", "mistral", "qwen2", "qwen3"))
+    ],
+)
+async def test_greedy_tokens_are_those_of_transformers(
+    degrees: str, preemption: str, family: str, tmp_path: Path
+) -> None:
+    load = workload(family, True)
+    model = tmp_path / "model"
+    make_checkpoint(model, family)
+    flags = (*TORCH, *DEGREES[degrees], *SIZES, *SMALL_POOL, "--preemption", preemption, "--model", str(model))
+    with serving(tmp_path, *flags) as server:
+        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
+            answers = await asyncio.gather(*(greedy(client, *request) for request in load.requests))
+    assert [tokens for tokens, _ in answers] == list(load.tokens)
+    assert sum(preemptions for _, preemptions in answers) > 0
+
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"prompt": "The first law of robotics says", "temperature": 1.0, "seed": 1, "ignore_eos": True},
+    {"prompt": "The first law of robotics says that", "temperature": 0.7, "seed": 2, "top_p": 0.9, "logprobs": 3},
+    {"prompt": "A number:", "temperature": 1.0, "seed": 3, "regex": "[0-9]{3}-[0-9]{4}"},
+    {"prompt": "Yes or no?", "temperature": 1.0, "seed": 4, "choice": ["yes", "no", "perhaps"]},
+    {"prompt": "As JSON:", "temperature": 1.0, "seed": 5, "json_schema": '{"type": "object", "properties": {}}'},
+    {"prompt": "Again and again and again and", "temperature": 0.0, "ignore_eos": True, "frequency_penalty": 0.5},
+)
+
+
+async def answers_of(client: AsyncClient) -> list[tuple[str, tuple[int, ...]]]:
+    results = await asyncio.gather(*(client.generate(max_tokens=40, **request).result() for request in REQUESTS))
+    return [(result.completions[0].text, tuple(result.completions[0].token_ids)) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "flags"),
+    [
+        ("tensor", ("--quantization", "int8")),
+        pytest.param("both", ("--quantization", "int8"), marks=pytest.mark.deep),
+        pytest.param("pipeline", ("--quantization", "int8"), marks=pytest.mark.deep),
+        pytest.param("tensor", ("--speculation", "ngram"), marks=pytest.mark.deep),
+        pytest.param("both", ("--speculation", "ngram"), marks=pytest.mark.deep),
+        pytest.param("tensor", ("--backend-option", "rank_transport=gloo"), marks=pytest.mark.deep),
+        pytest.param("both", ("--backend-option", "rank_transport=zmq"), marks=pytest.mark.deep),
+        pytest.param("pipeline", ("--backend-option", "kernels=eager"), marks=pytest.mark.deep),
+    ],
+)
+async def test_sampled_and_constrained_answers_are_those_of_one_rank_also_when_a_rank_dies(
+    degrees: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    shared = (*TORCH, *SIZES, *flags)
+    of_one_rank = tuple(flag for flag in shared if not flag.startswith("rank_transport"))
+    if len(of_one_rank) < len(shared):
+        of_one_rank = tuple(flag for flag in of_one_rank if flag != "--backend-option")
+    with serving(tmp_path, *of_one_rank) as server:
+        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
+            expected = await answers_of(client)
+    draw = random.Random(degrees)
+    with serving(tmp_path, *shared, *DEGREES[degrees], fails_steps=of_one_rank != shared) as server:
+        async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
+            assert await answers_of(client) == expected
+            assert await answers_of(client) == expected, "with what is cached"
+            for number in (signal.SIGKILL, signal.SIGSTOP)[: 1 if degrees == "tensor" else 2]:
+                joined, answering = num_joined(server), asyncio.create_task(answers_of(client))
+                await asyncio.sleep(draw.uniform(0.0, 0.2))
+                ranks_of(server)[1].send_signal(number)
+                assert await answering == expected
+                await eventually(lambda joined=joined: num_joined(server) > joined, OPENING_S)

@@ -1,0 +1,107 @@
+"""An executor of several ranks for tests, each rank on a thread of its own.
+
+Owns: passing each call on to all ranks. Must not know: what a backend computes.
+
+Ranks share nothing but what they share as processes: memory that they find by its file, and sockets. Threads start at
+once, where a process first imports torch. Real processes are in tests/e2e and tests/chaos.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from e2e.running_server import free_port
+from headway_executor.backend import BackendConfig, StepBatch, StepResult
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.link_keys import LinkKeys
+from headway_executor.ranks.place import RankPlace
+from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.step import BackendInfo
+
+_ANSWER_SECONDS = 60.0
+
+
+class GroupBackend:
+    """All ranks of one executor, as one ``ExecutorBackend``: several steps may be in flight."""
+
+    def __init__(self, *, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
+        self._degrees = (tensor_parallel, pipeline_parallel)
+        self._ranks: list[ThreadedBackend] = []
+        self._followed: list[tuple[int, Future[StepResult]]] = []
+        """What the other ranks answer, and how many tokens are right."""
+
+    def open(self, config: BackendConfig) -> BackendInfo:
+        """See ``ExecutorBackend.open``; all ranks must announce the same."""
+        tensor_parallel, pipeline_parallel = self._degrees
+        size, rendezvous = tensor_parallel * pipeline_parallel, f"127.0.0.1:{free_port()}"
+        ranks = [ThreadedBackend(TorchBackend()) for _ in range(size)]
+        places = [
+            RankPlace(
+                rank=rank, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, rendezvous=rendezvous
+            )
+            for rank in range(size)
+        ]
+        own, theirs = zmq.curve_keypair(), zmq.curve_keypair()
+        others = msgspec.structs.replace(_without_callables(config), rank_keys=LinkKeys(own[0], *theirs))
+        configs = [msgspec.structs.replace(config, rank_keys=LinkKeys(theirs[0], *own)), *[others] * (size - 1)]
+        with ThreadPoolExecutor(size) as opening:
+            infos = list(
+                opening.map(
+                    lambda rank, own, place: rank.open(msgspec.structs.replace(own, place=place)),
+                    ranks,
+                    configs,
+                    places,
+                )
+            )
+        self._ranks = ranks
+        first = infos[0]
+        for other in infos[1:]:
+            assert (other.num_blocks, other.num_host_blocks) == (first.num_blocks, first.num_host_blocks)
+            assert other.max_model_len == first.max_model_len
+        return first
+
+    def execute(self, batch: StepBatch) -> Future[StepResult]:
+        """See ``ExecutorBackend.execute``."""
+        futures = [rank.execute(batch) for rank in self._ranks]
+        num_samples = int(np.count_nonzero(batch.samples))
+        self._followed += [(num_samples, future) for future in futures[1:]]
+        return futures[0]
+
+    def move_blocks(self, **columns: Any) -> Future[None]:
+        """See ``ExecutorBackend.move_blocks``."""
+        first, *_ = [rank.move_blocks(**columns) for rank in self._ranks]
+        return first
+
+    def load_blocks(self, contents: Any, blocks: Any) -> None:
+        """See ``ExecutorBackend.load_blocks``."""
+        raise NotImplementedError("each rank has host blocks of its own")
+
+    def close(self) -> None:
+        """See ``ExecutorBackend.close``. Raises what went wrong in another rank."""
+        ranks, self._ranks = self._ranks, []
+        followed, self._followed = self._followed, []
+        if not ranks:
+            return
+        try:
+            for num_samples, future in followed:
+                assert len(future.result(_ANSWER_SECONDS).sampled_token_ids) == num_samples
+        finally:
+            with ThreadPoolExecutor(len(ranks)) as closing:
+                list(closing.map(ThreadedBackend.close, ranks))
+
+
+class InlineGroup(GroupBackend):
+    """The same, for drivers that want each result at once."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """See ``ExecutorBackend.execute``."""
+        return super().execute(batch).result(_ANSWER_SECONDS)
+
+
+def _without_callables(config: BackendConfig) -> BackendConfig:
+    """Only rank 0 asks for memory and reports to the test."""
+    plain = BackendConfig(model=config.model)
+    return msgspec.structs.replace(config, progress=plain.progress, warn=plain.warn, host_memory=plain.host_memory)

@@ -1,0 +1,109 @@
+"""Products of weights that are codes: the bits of float32 products of the same weights, in every variant that runs here."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits, unified
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
+
+VARIANTS = [path for path in installed_variants() if runs_here(path)]
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
+
+OUTPUTS = (1, 15, 16, 32, 33, 70)
+INPUTS = (16, 32, 96, 97, 128, 160, 300)
+ROWS = (1, 2, 5, 13, 40)
+GROUPS = (16, 32, 64, 128, 300)
+
+
+def drawn_codes(form, shape, draw):
+    if form is CodeForm.CODES4:
+        return torch.randint(0, 16, shape, generator=draw, dtype=torch.uint8)
+    if form is CodeForm.CODES8:
+        return torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8)
+    codes = torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 1  # No numbers; a subnormal one instead.
+    return codes.view(torch.float8_e4m3fn)
+
+
+def drawn(form, outputs, inputs, group, *, has_minima=False, is_scattered=False, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group)
+    scales = torch.rand(outputs, groups, generator=draw).mul_(0.01).add_(1e-4)
+    group_of = torch.randint(0, groups, (inputs,), generator=draw, dtype=torch.int32) if is_scattered else None
+    minima = torch.randn(outputs, groups, generator=draw) * 0.02 if has_minima else None
+    return CodedWeight(form, drawn_codes(form, (outputs, inputs), draw), scales, group, minima, group_of)
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda path: path.stem)
+def library(request):
+    return CpuLibrary(request.param)
+
+
+@pytest.mark.parametrize("form", CodeForm)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_has_the_bits_of_one_with_the_widened_weights(library, form, gated):
+    team = Team(library, 2)
+    choose = random.Random(int(form) + 8 * gated)
+    kinds = itertools.product([False, True], [False, True])
+    for seed, (has_minima, is_scattered) in enumerate(list(kinds) * 4):
+        outputs, inputs = (1 + gated) * choose.choice(OUTPUTS), choose.choice(INPUTS)
+        weight = drawn(
+            form, outputs, inputs, choose.choice(GROUPS), has_minima=has_minima, is_scattered=is_scattered, seed=seed
+        )
+        bias = torch.randn(outputs) if seed % 2 else None
+        rows = torch.randn(choose.choice(ROWS), inputs)
+        norm = torch.rand(inputs) if seed % 3 else None
+        expected = PackedLinear(library, weight.float(), bias, WeightForm.FLOAT32, gated=gated)(team, rows, norm, 1e-5)
+        product = PackedLinear(library, weight, bias, gated=gated)
+        assert torch.equal(product(team, rows, norm, 1e-5), expected)
+        one = torch.cat([product(team, rows[i : i + 1].contiguous(), norm, 1e-5) for i in range(len(rows))])
+        assert torch.equal(one, expected), "a row's bits depend on the number of rows"
+
+
+def test_widening_rounds_once():
+    weight = drawn(CodeForm.CODES4, 8, 64, 32, has_minima=True)
+    exact = weight.codes.double() * weight.scales.double().repeat_interleave(32, 1)
+    assert torch.equal(weight.float(), (exact + weight.minima.double().repeat_interleave(32, 1)).float())
+    plain = drawn(CodeForm.CODES4, 8, 64, 32)
+    assert torch.equal(plain.float(), (plain.codes.float() - 8) * plain.scales.repeat_interleave(32, 1))
+
+
+def test_unified_parts_are_the_same_weights():
+    fine, coarse = (drawn(CodeForm.CODES4, 8, 64, group, has_minima=group == 32) for group in (32, 64))
+    bytes_ = drawn(CodeForm.CODES8, 4, 64, 16)
+    plain = drawn(CodeForm.CODES4, 4, 64, 32)
+    for parts in ([fine, fine], [coarse, coarse], [fine, plain], [fine, coarse], [fine, bytes_], [bytes_, bytes_]):
+        same = unified(parts)
+        assert len({(part.form, part.group, part.minima is None) for part in same}) == 1
+        assert all(torch.equal(part.float(), was.float()) for part, was in zip(same, parts, strict=True))
+    assert unified([fine, plain])[0].form is CodeForm.CODES4
+    floats = drawn(CodeForm.FP8, 8, 64, 32)
+    assert unified([floats, fine]) is None
+    assert unified([floats, floats]) == [floats, floats]
+    scattered = [drawn(CodeForm.CODES4, 8, 64, 32, is_scattered=True, seed=seed) for seed in (1, 1, 2)]
+    assert unified(scattered[:2]) == scattered[:2]
+    assert unified(scattered[1:]) is None
+
+
+@pytest.mark.parametrize("form", CodeForm)
+def test_rows_are_chosen_and_ordered_as_in_the_widened_weight(form):
+    weight = drawn(form, 12, 64, 32, has_minima=True)
+    order = torch.tensor([3, 1, 0, 11])
+    assert torch.equal(weight.with_rows(lambda rows: rows[order]).float(), weight.float()[order])
+    assert weight.codes.dtype == CODE_DTYPES[form]
+
+
+def test_rounding_to_4_bits_takes_the_nearest_codes():
+    weight = torch.randn(6, 80, generator=torch.Generator().manual_seed(0))
+    weight[2] = 0
+    rounded = rounded_to_4_bits(weight)
+    assert rounded.shape == weight.shape
+    scales = rounded.scales.repeat_interleave(32, 1)[:, :80]
+    errors = (rounded.float() - weight).abs() / scales.abs()
+    inside = (rounded.codes > 0) & (rounded.codes < 15)
+    assert errors[inside].max() <= 0.5001
+    assert not rounded.float()[2].any()
+    assert (rounded.float() - weight).square().mean().sqrt() < 0.1 * weight.square().mean().sqrt()

@@ -1,0 +1,216 @@
+"""Checkpoints with quantised weights, written number by number in the layouts that published ones have.
+
+``quantise(directory, kind)`` rewrites the linear weights of a float checkpoint; beside it stands the float32 checkpoint of
+what they stand for. ``KINDS`` lists the layouts.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+BLOCK = (32, 48)
+
+_Ints = NDArray[np.int64]
+_Stored = tuple[dict[str, Tensor], NDArray[np.float64]]
+_Store = Callable[[np.random.Generator, str, tuple[int, int]], _Stored]
+
+
+def _words(numbers: _Ints, bits: int, axis: int) -> Tensor:
+    """Unsigned integers, the first in the lowest bits, along an axis; the last word may have some left over."""
+    along = np.moveaxis(numbers, axis, 0)
+    per_word = 32 // bits
+    words = np.zeros((-(-len(along) // per_word), *along.shape[1:]), np.uint64)
+    for place, numbers_here in enumerate(along):
+        words[place // per_word] |= numbers_here.astype(np.uint64) << np.uint64(bits * (place % per_word))
+    return torch.from_numpy(np.moveaxis(words.astype(np.uint32).view(np.int32), 0, axis).copy())
+
+
+def _scales(draw: np.random.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.from_numpy(draw.uniform(0.01, 0.04, shape)).to(dtype)
+
+
+def _wide(scales: Tensor) -> NDArray[np.float64]:
+    return scales.double().numpy()
+
+
+def _gptq(
+    bits: int, *, less: int = 1, act_order: bool = False, own_order: bool = False, symmetric: bool = False
+) -> _Store:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+        outputs, inputs = shape
+        groups = inputs // GROUP
+        codes = draw.integers(0, 1 << bits, shape)
+        low = np.full((outputs, groups), 1 << (bits - 1))
+        zeros = low if symmetric else draw.integers(less, 1 << bits, (outputs, groups))
+        scales = _scales(draw, groups, outputs)
+        # One order for the projections that have the same inputs.
+        kind = inputs if base.rpartition(".")[2] in ("down_proj", "o_proj") else 0
+        kind = zlib.crc32(base.encode()) if own_order else kind
+        order = np.random.default_rng(kind).permutation(inputs) if act_order else np.arange(inputs)
+        group_of = order // GROUP
+        dense = (codes - zeros[:, group_of]) * _wide(scales).T[:, group_of]
+        return {
+            f"{base}.qweight": _words(codes.T, bits, 0),
+            f"{base}.qzeros": _words(zeros.T - less, bits, 1),
+            f"{base}.scales": scales,
+            f"{base}.g_idx": torch.from_numpy(group_of.astype(np.int32)),
+        }, dense
+
+    return store
+
+
+def _awq(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+    outputs, inputs = shape
+    codes = draw.integers(0, 16, (inputs, outputs))
+    zeros = draw.integers(0, 16, (inputs // GROUP, outputs))
+    scales = _scales(draw, inputs // GROUP, outputs)
+
+    def shuffled(numbers: _Ints) -> _Ints:
+        """The lowest bits hold outputs 0, 2, 4, 6 of eight, then 1, 3, 5, 7."""
+        eights = numbers.reshape(len(numbers), -1, 8)
+        return np.concatenate([eights[:, :, 0::2], eights[:, :, 1::2]], axis=2).reshape(numbers.shape)
+
+    dense = (codes - zeros.repeat(GROUP, 0)) * _wide(scales).repeat(GROUP, 0)
+    return {
+        f"{base}.qweight": _words(shuffled(codes), 4, 1),
+        f"{base}.qzeros": _words(shuffled(zeros), 4, 1),
+        f"{base}.scales": scales,
+    }, dense.T
+
+
+def _packed(bits: int, *, symmetric: bool = True, group: int | None = GROUP) -> _Store:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+        outputs, inputs = shape
+        size = group or inputs
+        half = 1 << (bits - 1)
+        codes = draw.integers(-half, half, shape)
+        zeros = np.zeros((outputs, inputs // size), np.int64)
+        scales = _scales(draw, outputs, inputs // size, dtype=torch.bfloat16)
+        stored = {
+            f"{base}.weight_packed": _words(codes + half, bits, 1),
+            f"{base}.weight_scale": scales,
+            f"{base}.weight_shape": torch.tensor(shape),
+        }
+        if not symmetric:
+            zeros = draw.integers(-half, half, zeros.shape)
+            stored[f"{base}.weight_zero_point"] = _words(zeros + half, bits, 0)
+        return stored, (codes - zeros.repeat(size, 1)) * _wide(scales).repeat(size, 1)
+
+    return store
+
+
+def _bytes(*, per_tensor: bool = False, symmetric: bool = True) -> _Store:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+        codes = draw.integers(-128, 128, shape)
+        scales = _scales(draw, *((1,) if per_tensor else (shape[0], 1)), dtype=torch.float32) / 16
+        zeros = np.zeros((shape[0], 1), np.int64)
+        stored = {f"{base}.weight": torch.from_numpy(codes.astype(np.int8)), f"{base}.weight_scale": scales}
+        if not symmetric:
+            zeros = draw.integers(-128, 128, zeros.shape)
+            stored[f"{base}.weight_zero_point"] = torch.from_numpy(zeros.astype(np.int8))
+        return stored, (codes - zeros) * _wide(scales)
+
+    return store
+
+
+def _float8(kind: str, scale_name: str = "weight_scale", *, is_static: bool = False) -> _Store:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+        codes = torch.from_numpy(draw.normal(0, 30, shape)).to(torch.float8_e4m3fn)
+        codes[0, 0], codes[0, 1] = 2**-9, -448  # The smallest and the largest.
+        counts = tuple(-(-size // block) for size, block in zip(shape, BLOCK, strict=True))
+        shapes = {"tensor": (), "channel": (shape[0], 1), "block": counts}
+        scales = _scales(draw, *shapes[kind], dtype=torch.float32) / 4
+        wide = _wide(scales)
+        if kind == "block":
+            wide = wide.repeat(BLOCK[0], 0).repeat(BLOCK[1], 1)[: shape[0], : shape[1]]
+        stored = {f"{base}.weight": codes, f"{base}.{scale_name}": scales}
+        if is_static:
+            stored[f"{base}.input_scale"] = torch.tensor(0.5)
+        return stored, codes.double().numpy() * wide
+
+    return store
+
+
+def _gptq_config(bits: int = 4, **changes: object) -> dict[str, object]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, "sym": False} | changes
+
+
+def _compressed(name: str, **weights: object) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _integers(bits: int, strategy: str, group: int | None = None, *, symmetric: bool = True) -> dict[str, object]:
+    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group, "symmetric": symmetric}
+
+
+_FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+_FP8_TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+
+KINDS: dict[str, tuple[dict[str, object], _Store]] = {
+    "gptq": (_gptq_config(), _gptq(4)),
+    "gptq-act-order": (_gptq_config(desc_act=True), _gptq(4, act_order=True)),
+    "gptq-own-orders": (_gptq_config(desc_act=True), _gptq(4, act_order=True, own_order=True)),
+    "gptq-symmetric": (_gptq_config(sym=True), _gptq(4, symmetric=True)),
+    "gptq-v2": (_gptq_config(checkpoint_format="gptq_v2"), _gptq(4, less=0)),
+    "gptq-8": (_gptq_config(8), _gptq(8)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
+    "w4a16": (_compressed("pack-quantized", **_integers(4, "group", GROUP)), _packed(4)),
+    "w4a16-zeros": (
+        _compressed("pack-quantized", **_integers(4, "group", GROUP, symmetric=False)),
+        _packed(4, symmetric=False),
+    ),
+    "w4a16-channel": (_compressed("pack-quantized", **_integers(4, "channel")), _packed(4, group=None)),
+    "w8a16": (_compressed("pack-quantized", **_integers(8, "group", GROUP)), _packed(8)),
+    "w8a8": (_compressed("int-quantized", **_integers(8, "channel")), _bytes()),
+    "w8a8-tensor": (_compressed("int-quantized", **_integers(8, "tensor")), _bytes(per_tensor=True)),
+    "w8a8-zeros": (_compressed("int-quantized", **_integers(8, "channel", symmetric=False)), _bytes(symmetric=False)),
+    "fp8-blocks": (_FP8_BLOCKS, _float8("block", "weight_scale_inv")),
+    "fp8-tensors": (_FP8_TENSORS, _float8("tensor", is_static=True)),
+    "float-channel": (_compressed("float-quantized", **_FLOATS, strategy="channel"), _float8("channel")),
+    "float-blocks": (
+        _compressed("float-quantized", **_FLOATS, strategy="block", block_structure=list(BLOCK)),
+        _float8("block"),
+    ),
+}
+
+
+def quantise(directory: Path, kind: str, *, seed: int = 0) -> Path:
+    """Rewrite a checkpoint; return the directory of its float32 reference."""
+    described, store = KINDS[kind]
+    draw = np.random.default_rng(seed)
+    reference = directory.with_name(f"{directory.name}-reference")
+    shutil.copytree(directory, reference)
+    stored = load_file(directory / "model.safetensors")
+    dense = dict(stored)
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        base = name.removesuffix(".weight")
+        shape = stored.pop(name).shape
+        tensors, values = store(draw, base, (shape[0], shape[1]))
+        stored |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        dense[name] = torch.from_numpy(values).float().contiguous()
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense, reference / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config=described)
+    return reference
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    """Change fields of a checkpoint's config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))

@@ -1,0 +1,311 @@
+"""Adapters of the torch backend against transformers with merged weights: the same tokens, whatever shares the step."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend_driver import BackendDriver, Request
+from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
+from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.models import compiled
+from headway_executor.ranks.place import RankPlace
+from headway_executor.setting_checks import TORCH, TRITON, check_settings
+from headway_kernels.cpu.library import CpuLibrary, installed_variants, runs_here
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import BackendInfo
+from lora_files import merge_adapter, write_adapter
+from quantised_checkpoints import quantise
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+NUM_OUTPUT = 12
+LENGTHS = (1, 9, 17, 30)
+KERNELS = ["compiled", "eager"]
+GREEDY = SamplingParams(temperature=0.0, logprobs=1)
+# Of each fused projection some parts, all, or none.
+ADAPTERS = {
+    "all": {},
+    "queries": {"targets": ("q_proj", "v_proj"), "rank": 8, "use_rslora": True},
+    "back": {"targets": ("o_proj", "down_proj"), "rank": 1},
+    "up": {"targets": ("up_proj", "k_proj"), "rank": 3},
+}
+FUSED = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj"), "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h")}
+
+
+def prompts():
+    draw = random.Random(1)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def open_backend(directory, **settings) -> tuple[TorchBackend, BackendInfo]:
+    backend = TorchBackend()
+    config = {"model": str(directory), "dtype": "float32", "max_num_seqs": 24, "num_kv_blocks": 200, "block_size": 8}
+    return backend, backend.open(BackendConfig(**(config | settings)))
+
+
+def greedy(model, prompt: list[int]) -> list[int]:
+    model.generation_config.eos_token_id = None
+    tokens = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_OUTPUT,
+        min_new_tokens=NUM_OUTPUT,
+        do_sample=False,
+    )
+    return tokens[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A model, its adapters by name, and the tokens of each (and of none) for every prompt."""
+    root: Path = tmp_path_factory.mktemp("adapted")
+    model = make_checkpoint(root / "model", "llama-bias")
+    directories = {
+        name: write_adapter(root / name, model, seed=number, **settings)
+        for number, (name, settings) in enumerate(ADAPTERS.items())
+    }
+    expected = {"": [greedy(model, prompt) for prompt in prompts()]}
+    for name, directory in directories.items():
+        merged = merge_adapter(directory, make_model("llama-bias"))
+        expected[name] = [greedy(merged, prompt) for prompt in prompts()]
+    assert len({str(tokens) for tokens in expected.values()}) == len(expected), "every adapter changes the tokens"
+    return root / "model", directories, expected
+
+
+def identities(info: BackendInfo) -> dict[str, str]:
+    return {"": ""} | {adapter.name: adapter.identity for adapter in info.adapters}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("budget", [5, 512])
+def test_rows_of_different_adapters_in_one_step_have_the_tokens_of_merged_weights(adapted, kernels, budget):
+    directory, adapters, expected = adapted
+    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": {"kernels": kernels}}
+    backend, info = open_backend(directory, **settings)
+    names = [name for name in expected for _ in prompts()]
+    requests = [
+        Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for name in expected for prompt in prompts()
+    ]
+    BackendDriver(backend, info).run(requests, budget=budget)
+    wanted = [tokens for name in expected for tokens in expected[name]]
+    for name, request, tokens in zip(names, requests, wanted, strict=True):
+        assert (name, request.output) == (name, tokens)
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "variant", [path for path in installed_variants() if runs_here(path)], ids=lambda path: path.stem
+)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_every_variant_of_the_kernels_has_them(adapted, variant, quantization, monkeypatch):
+    """The tokens are the same in a crowd and alone; with float32 weights, those of merged weights."""
+    directory, adapters, expected = adapted
+    monkeypatch.setattr(compiled, "load_library", lambda: CpuLibrary(variant))
+    settings = {"options": {"kernels": "compiled"}, "quantization": quantization}
+    backend, info = open_backend(directory, adapters={"all": str(adapters["all"])}, **settings)
+    driver = BackendDriver(backend, info)
+    crowd = [
+        Request(prompt, NUM_OUTPUT, adapter=name) for prompt in prompts() for name in ("", identities(info)["all"])
+    ]
+    driver.run(crowd, budget=30)
+    alone = [Request(prompt, NUM_OUTPUT, adapter=identities(info)["all"]) for prompt in prompts()]
+    for request in alone:
+        driver.run([request], budget=512)
+    assert [request.output for request in crowd[1::2]] == [request.output for request in alone]
+    if quantization == "none":
+        assert [request.output for request in alone] == expected["all"]
+    backend.close()
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_an_adapter_of_fused_projections(tmp_path, family):
+    model = make_checkpoint(tmp_path / "model", family)
+    adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=FUSED[family])
+    backend, info = open_backend(tmp_path / "model", adapters={"a": str(adapter)})
+    requests = [Request(prompt, NUM_OUTPUT, adapter=identities(info)["a"]) for prompt in prompts()]
+    BackendDriver(backend, info).run(requests, budget=64)
+    merged = merge_adapter(adapter, model)
+    assert [request.output for request in requests] == [greedy(merged, prompt) for prompt in prompts()]
+    backend.close()
+
+
+def test_a_row_has_the_same_bits_alone_and_in_company(adapted):
+    """As of the kernels without adapters."""
+    directory, adapters, _ = adapted
+    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": {"kernels": "compiled"}}
+    found = []
+    for others in (False, True):
+        backend, info = open_backend(directory, **settings)
+        known = identities(info)
+        requests = [Request(prompts()[2], NUM_OUTPUT, GREEDY, adapter=known["all"])]
+        if others:
+            requests += [Request(prompt, NUM_OUTPUT, adapter=known[name]) for prompt in prompts() for name in known]
+        BackendDriver(backend, info).run(requests, budget=40 if others else 512)
+        found.append([entry.logprob for entry in requests[0].logprobs])
+        backend.close()
+    assert found[0] == found[1]
+
+
+def test_int8_weights_take_an_adapter_in_full_precision(adapted):
+    """Quantised weights stay as they are: an adapter of zeros changes no bit, another one changes the tokens."""
+    directory, adapters, _ = adapted
+    zeros = load_file(adapters["all"] / "adapter_model.safetensors")
+    save_file({name: tensor * 0 for name, tensor in zeros.items()}, adapters["all"].parent / "zeros.safetensors")
+    nothing = adapters["all"].parent / "nothing"
+    nothing.mkdir(exist_ok=True)
+    (nothing / "adapter_config.json").write_text((adapters["all"] / "adapter_config.json").read_text())
+    (adapters["all"].parent / "zeros.safetensors").rename(nothing / "adapter_model.safetensors")
+    backend, info = open_backend(
+        directory, quantization="int8", adapters={"nothing": str(nothing), "all": str(adapters["all"])}
+    )
+    requests = [
+        Request(prompts()[2], NUM_OUTPUT, GREEDY, adapter=identities(info)[name]) for name in ("", "nothing", "all")
+    ]
+    BackendDriver(backend, info).run(requests, budget=64)
+    plain, same, other = ([entry.logprob for entry in request.logprobs] for request in requests)
+    assert plain == same
+    assert plain != other
+    backend.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", ["w4a16-channel", "w8a8", "fp8-blocks"])
+def test_quantised_checkpoints_take_adapters(tmp_path, kind, kernels):
+    """They are added to what the codes stand for: the log probabilities are those of the wide weights."""
+    model = make_checkpoint(tmp_path / "model", "llama3")
+    adapter = write_adapter(tmp_path / "adapter", model, seed=5)
+    found = []
+    for directory in (quantise(tmp_path / "model", kind), tmp_path / "model"):
+        backend, info = open_backend(directory, adapters={"a": str(adapter)}, options={"kernels": kernels})
+        requests = [
+            Request(prompt, 1, GREEDY, adapter=identities(info)[name]) for prompt in prompts() for name in ("", "a")
+        ]
+        BackendDriver(backend, info).run(requests, budget=64)
+        found.append([request.logprobs[0].logprob for request in requests])
+        backend.close()
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+    assert found[0][::2] != pytest.approx(found[0][1::2], abs=1e-2), "the adapter changes them"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("family", "what"), [("mixtral", "experts"), ("olmoe", "experts"), ("deepseek_v3", "experts, latent attention")]
+)
+def test_a_model_with_experts_or_latent_attention_refuses_adapters(tmp_path, adapted, family, what, kernels):
+    make_checkpoint(tmp_path, family)
+    with pytest.raises(
+        BackendConfigError, match=rf"adapter 'a' is not allowed with this model, which has {what}; allowed"
+    ):
+        open_backend(tmp_path, adapters={"a": str(adapted[1]["all"])}, options={"kernels": kernels})
+    backend, info = open_backend(tmp_path, options={"kernels": kernels})
+    assert not info.supports_adapters
+    with pytest.raises(BackendConfigError, match="its backend or model does not"):
+        backend.load_adapter("a", str(adapted[1]["all"]))
+    backend.close()
+
+
+def test_an_encoder_refuses_adapters(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 32, "hidden_size": 16}
+            | {"num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+        )
+    )
+    with pytest.raises(BackendConfigError, match="adapter 'a' is not allowed for an encoder; allowed: none"):
+        open_backend(tmp_path, adapters={"a": "somewhere"})
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_adapters_come_and_go_while_it_runs(adapted, kernels):
+    directory, adapters, expected = adapted
+    backend, info = open_backend(directory, options={"kernels": kernels})
+    assert info.supports_adapters
+    driver = BackendDriver(backend, info)
+
+    def tokens_of(identity: str) -> Request:
+        request = Request(prompts()[1], NUM_OUTPUT, adapter=identity)
+        driver.run([request], budget=64)
+        return request
+
+    loaded = backend.load_adapter("mine", str(adapters["all"]))
+    assert backend.load_adapter("mine", str(adapters["all"])) == loaded
+    assert tokens_of(loaded.identity).output == expected["all"][1]
+    running = [Request(prompts()[1], NUM_OUTPUT, adapter=loaded.identity), Request(prompts()[1], NUM_OUTPUT)]
+    going = driver.step([driver._admit(request) for request in running], running, budget=64)
+    backend.unload_adapter("mine")
+    while going:
+        going = driver.step(going, [], budget=64)
+    assert [request.output for request in running] == [expected["all"][1], expected[""][1]]
+    refused = tokens_of(loaded.identity)
+    assert [error.message for error in refused.errors] == [
+        f"adapter '{loaded.identity}' is not loaded on this executor"
+    ]
+    other = backend.load_adapter("mine", str(adapters["up"]))
+    assert other.identity != loaded.identity
+    assert tokens_of(other.identity).output == expected["up"][1]
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; allowed: LORA"),
+        ({"use_dora": True}, "use_dora True is not supported; allowed: nothing"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported; allowed: nothing"),
+        ({"bias": "all"}, "bias 'all' is not supported; allowed: none"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} is not supported; allowed: nothing"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow 1 is not supported; allowed: nothing"),
+        ({"r": 0}, "r 0 is not supported; allowed: an integer from 1 to 512"),
+        ({"r": 5}, "has shape [4, 96]; the model and r ask for [5, 96]"),
+        ({"lora_alpha": "much"}, "lora_alpha 'much' is not supported; allowed: a number above 0"),
+        ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported; allowed: CAUSAL_LM"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, adapted, changes, message):
+    directory, adapters, _ = adapted
+    config = json.loads((adapters["all"] / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "adapter_model.safetensors").write_bytes((adapters["all"] / "adapter_model.safetensors").read_bytes())
+    assert message in refusal(directory, tmp_path)
+
+
+def refusal(directory: Path, adapter: Path) -> str:
+    with pytest.raises(ModelFilesError) as refused:
+        open_backend(directory, adapters={"a": str(adapter)})
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_wrong_files_are_refused(tmp_path, adapted):
+    directory, adapters, _ = adapted
+    assert "no such directory" in refusal(directory, tmp_path / "nowhere")
+    (tmp_path / "adapter_config.json").write_text((adapters["all"] / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    assert "adapter_model.bin is a pickle file, which is never loaded" in refusal(directory, tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"nonsense")
+    assert "damaged or not a safetensors file" in refusal(directory, tmp_path)
+    tensors = load_file(adapters["all"] / "adapter_model.safetensors")
+    first = next(name for name in tensors if ".lora_A." in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, weights)
+    assert "has lora_B alone; allowed: lora_A and lora_B" in refusal(directory, tmp_path)
+    save_file(tensors | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 48)}, weights)
+    assert "tensor base_model.model.lm_head.lora_A.weight is not supported" in refusal(directory, tmp_path)
+    save_file(tensors | {first: tensors[first].to(torch.float64)}, weights)
+    assert "has dtype F64; allowed: F32, BF16, F16" in refusal(directory, tmp_path)
+
+
+def test_an_executor_that_takes_none_refuses_them_by_name():
+    config = BackendConfig(model="m", adapters={"mine": "somewhere"})
+    check_settings(config, TORCH)
+    with pytest.raises(BackendConfigError, match="adapter 'mine' is not allowed"):
+        check_settings(config, TRITON)
+    several = BackendConfig(model="m", adapters={"mine": "somewhere"}, place=RankPlace(tensor_parallel=2))
+    with pytest.raises(BackendConfigError, match=r"adapter 'mine' is not allowed: .* several ranks"):
+        check_settings(several, TORCH)

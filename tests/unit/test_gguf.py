@@ -1,0 +1,294 @@
+"""``headway gguf``: the checkpoint of a GGUF file stands for the file's model and has its tokenizer."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from checkpoints import tokenizer as byte_level_tokenizer
+from decoder_driver import Sequences, Span, compiled_model, eager_model, write_checkpoint
+from headway.__main__ import main
+from headway.gguf_import.file import GgufFile
+from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
+from headway.settings import ConfigurationError
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import check_tensors
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.coded_weight import CodeForm
+from headway_kernels.cpu.library import load_library
+
+HEADS, HIDDEN, VOCABULARY = 4, 256, 96
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 2**-17,
+}
+PLACES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+FORMS = {Kind.Q4_0: CodeForm.CODES4, Kind.Q8_0: CodeForm.CODES8, Kind.Q4_K: CodeForm.CODES4, Kind.Q6_K: CodeForm.CODES8}
+TEXTS = (
+    "the scheduler decides 12345 things",
+    " two  spaces\n\nlines",
+    "it's déjà vu, 東京!",
+    "<|user|>hello<|end|>",
+    "",
+)
+
+
+def name_in_file(name):
+    stem, _, suffix = name.rpartition(".")
+    if stem in PLACES:
+        return f"{PLACES[stem]}.{suffix}"
+    index, _, inside = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{index}.{PLACES[inside]}.{suffix}"
+
+
+def blocks_of(kind, rows, columns, draw):
+    """Blocks of any codes; their float16s are small numbers."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (rows * columns // size, num_bytes), dtype=np.uint8)
+    places = {Kind.Q4_0: (0,), Kind.Q8_0: (0,), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}[kind]
+    top = {Kind.Q4_0: 0.05, Kind.Q8_0: 0.003, Kind.Q4_K: 0.0008, Kind.Q6_K: 0.00005}[kind]
+    for at in places:
+        halves = draw.uniform(top / 4, top, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
+
+
+def turned(rows, heads):
+    """As llama.cpp orders rows of Llama's queries and keys: channel i beside channel i + half."""
+    by_head = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def write_file(path, kinds, *, architecture="llama", changes=()):
+    """Write a GGUF file, and beside it the float32 checkpoint that it stands for; return that one's directory."""
+    reference = write_checkpoint(path.with_name("reference"), **SIZES)
+    stored = load_file(reference / "model.safetensors")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(256)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(2**-17)
+    writer.add_rope_freq_base(10_000.0)
+    plain_tokens(writer)
+    for change in changes:
+        change(writer)
+    draw = np.random.default_rng(0)
+    for number, name in enumerate(sorted(stored)):
+        heads = HEADS if "q_proj" in name else 2 if "k_proj" in name else None
+        if stored[name].dim() == 1:
+            writer.add_tensor(name_in_file(name), stored[name].numpy())
+            continue
+        kind = kinds[number % len(kinds)]
+        data = blocks_of(kind, *stored[name].shape, draw)
+        stored[name] = torch.from_numpy(gguf.quants.dequantize(data, kind).astype(np.float32))
+        writer.add_tensor(name_in_file(name), turned(data, heads) if heads else data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rewrite(stored, reference)
+    return reference
+
+
+def rewrite(tensors, directory):
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def plain_tokens(writer):
+    tokens = [*(f"t{i}" for i in range(VOCABULARY - 3)), "x", "y", "xy"]
+    add_tokens(writer, "gpt2", tokens, merges=["x y"], pre="gpt-2")
+
+
+def add_tokens(writer, model, tokens, *, kinds=None, merges=None, pre=None, scores=None):
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds or [1] * len(tokens))
+    writer.add_eos_token_id(0)
+    if pre:
+        writer.add_tokenizer_pre(pre)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    if scores:
+        writer.add_token_scores(scores)
+
+
+@pytest.mark.parametrize("kinds", [[kind] for kind in FORMS] + [[Kind.Q4_K, Kind.Q6_K, Kind.Q8_0]], ids=str)
+def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds):
+    reference = write_file(tmp_path / "model.gguf", kinds)
+    directory = tmp_path / "model"
+    assert main(["gguf", str(tmp_path / "model.gguf"), str(directory)]) == 0
+    config = read_model_config(directory)
+    described = {field: getattr(read_model_config(reference), field) for field in config.__struct_fields__}
+    assert {field: getattr(config, field) for field in described} == described | {
+        "dtype": "float16",
+        "eos_token_ids": (0,),
+    }
+    exact = load_file(reference / "model.safetensors")
+    with Checkpoint(directory) as checkpoint:
+        check_tensors(config, checkpoint)
+        for name, wide in exact.items():
+            torch.testing.assert_close(checkpoint.read(name), wide, rtol=1e-6, atol=1e-9)
+        if len(kinds) == 1:
+            assert checkpoint.read_codes("lm_head.weight").form is FORMS[kinds[0]]
+    sequences = Sequences(num_rows=1, length=20, vocab_size=VOCABULARY, block_size=8)
+    logits = sequences.logits_of_all_tokens(eager_model(reference, sequences), [Span(0, 0, 20)])
+    if load_library() is not None:
+        coded = compiled_model(directory, load_library(), sequences)
+        found = sequences.logits_of_all_tokens(coded, [Span(0, 0, 20)])
+        torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+
+
+def imported(tmp_path, add):
+    """The tokenizer of a file with the tokens that ``add`` writes."""
+    writer = gguf.GGUFWriter(tmp_path / "tokens.gguf", "llama")
+    add(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "tokens.gguf")
+    return tokenizer_of(file), tokenizer_config_of(file)
+
+
+def merges_of(made):
+    return [tuple(merge) for merge in json.loads(made.to_str())["model"]["merges"]]
+
+
+def test_a_byte_level_tokenizer_stays_what_it_is(tmp_path):
+    made = byte_level_tokenizer().backend_tokenizer
+    tokens = [token for token, _ in sorted(made.get_vocab().items(), key=lambda item: item[1])]
+
+    def add(writer):
+        kinds = [3 if token.startswith("<|") else 1 for token in tokens]
+        add_tokens(
+            writer, "gpt2", tokens, kinds=kinds, merges=[" ".join(pair) for pair in merges_of(made)], pre="gpt-2"
+        )
+        writer.add_chat_template("{{ messages }}")
+
+    again, fields = imported(tmp_path, add)
+    for text in TEXTS:
+        assert again.encode(text).ids == made.encode(text).ids
+        assert again.decode(again.encode(text).ids) == made.decode(made.encode(text).ids)
+    assert fields["eos_token"] == tokens[0]
+    assert fields["chat_template"] == "{{ messages }}"
+
+
+def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", "<s>", "</s>", *bytes_], show_progress=False)
+    made.train_from_iterator([text for text in TEXTS if "<" not in text] * 3, trainer)
+    made.pre_tokenizer = None
+    tokens = [token for token, _ in sorted(made.get_vocab().items(), key=lambda item: item[1])]
+    made_by = {"".join(pair): rank for rank, pair in reversed(list(enumerate(merges_of(made))))}
+
+    def add(writer):
+        kinds = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
+        scores = [float(-made_by.get(token, 10_000)) for token in tokens]
+        add_tokens(writer, "llama", tokens, kinds=kinds, scores=scores)
+        writer.add_bos_token_id(1)
+
+    again, fields = imported(tmp_path, add)
+    for text in TEXTS[:3]:
+        assert again.encode(text, add_special_tokens=False).ids == made.encode(text, add_special_tokens=False).ids
+        assert again.encode(text).ids[0] == 1
+        assert again.decode(again.encode(text).ids) == text
+    assert fields["bos_token"] == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.add_sliding_window(64), "llama.attention.sliding_window 64 is not supported; allowed: none"),
+        (lambda w: w.add_expert_count(8), "llama.expert_count 8"),
+        (lambda w: w.add_rope_dimension_count(32), "llama.rope.dimension_count 32"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope.scaling.type 'yarn'"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.full(32, 2, np.float32)), "rope_freqs.weight is not supported"),
+        (
+            lambda w: w.add_tensor("blk.0.odd.weight", np.zeros(32, np.float32)),
+            "tensor blk.0.odd.weight is not supported",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 176), np.uint8), raw_dtype=Kind.Q5_K),
+            "of kind q5_k",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path, capfd, change, said):
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[change])
+    assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_factors_of_llama_3_are_found(tmp_path, capfd):
+    turns = 8192 / (2 * np.pi * 10_000.0 ** (np.arange(0, 64, 2) / 64))
+    share = np.clip((turns - 1) / 3, 0, 1)
+    factors = (1 / ((1 - share) / 8 + share)).astype(np.float32)
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[lambda w: w.add_tensor("rope_freqs.weight", factors)])
+    assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 0
+    assert read_model_config(tmp_path / "model").ropes[0].kind == "llama3"
+
+
+def test_scores_that_are_too_few_are_refused_by_name(tmp_path):
+    def add(writer):
+        add_tokens(writer, "llama", ["a", "b", "ab"], scores=[0.0, -1.0])
+
+    with pytest.raises(ConfigurationError, match=r"tokenizer.ggml.scores has 2 values; allowed: 3, one for each token"):
+        imported(tmp_path, add)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a file of this kind", b"GGUF\3\0\0\0" + b"\xff" * 40])
+def test_a_damaged_file_is_refused_in_one_line(tmp_path, capfd, content):
+    (tmp_path / "bad.gguf").write_bytes(content)
+    assert main(["gguf", str(tmp_path / "bad.gguf"), str(tmp_path / "model")]) == 2
+    said = capfd.readouterr().err
+    assert "bad.gguf: not a readable GGUF file" in said
+    assert said.count("\n") == 1
+
+
+def test_another_architecture_is_refused_by_name(tmp_path, capfd):
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="gemma2")
+    assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
+    assert "general.architecture 'gemma2' is not supported; allowed: llama, qwen2, qwen3" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "executor"])
+def test_a_file_in_the_place_of_a_model_names_the_command(tmp_path, capfd, command):
+    (tmp_path / "model.gguf").touch()
+    assert main([command, "--model", str(tmp_path / "model.gguf")]) != 0
+    assert "headway gguf makes one of a GGUF file" in capfd.readouterr().err

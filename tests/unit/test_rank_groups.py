@@ -1,0 +1,334 @@
+"""Executors of several ranks on the torch backend: the tokens of one rank, and on the kernels its bits."""
+
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from backend_driver import BackendDriver, Request
+from checkpoints import make_checkpoint
+from decoder_driver import write_checkpoint
+from e2e.running_server import free_port
+from group_backend import GroupBackend, InlineGroup
+from headway_conformance import SCENARIOS, SMALL, check, scenario_named
+from headway_conformance import checkpoints as conformance_checkpoints
+from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.backends.simulated import SimulatedBackend
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import ModelTensors
+from headway_executor.models.part import part_of, whole
+from headway_executor.ranks.group import RankGroup
+from headway_executor.ranks.place import RankPlace
+from headway_executor.setting_checks import TRITON, check_settings
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.library import load_library
+from headway_proto.sampling import SamplingParams
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+NUM_OUTPUT = 8
+BIASES = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": True,
+    "mlp_bias": True,
+    "intermediate_size": 100,
+    "max_position_embeddings": 128,
+}
+QUICK = (
+    "swapped_out_and_in",
+    "a_prefix_of_the_same_step",
+    "steps_in_flight_4",
+    "a_row_changes_hands",
+    "parameters_mixed_in_a_batch",
+    "prompts_that_are_reported",
+    "constrained_rows_among_others",
+    "errors_stay_in_their_row",
+    "proposals_change_no_token",
+    "host_blocks_of_a_new_epoch",
+)
+needs_kernels = pytest.mark.skipif(load_library() is None, reason="needs the CPU kernels")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def place_of(rank=0, tensor_parallel=1, pipeline_parallel=1, rendezvous=""):
+    return RankPlace(
+        rank=rank, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, rendezvous=rendezvous
+    )
+
+
+def story(backend, directory, **settings):
+    """Tokens and log probabilities of requests that share a prefix, in chunks, one swapped out and in again."""
+    options = {"kernels": "compiled"} | settings.pop("options", {})
+    defaults = {"block_size": 8, "num_kv_blocks": 64, "swap_space_mib": 4, "max_num_seqs": 6, "num_threads": 1}
+    info = backend.open(BackendConfig(model=str(directory), options=options, **defaults | settings))
+    driver = BackendDriver(backend, info)
+    rng = np.random.default_rng(1)
+    samplings = [SamplingParams(temperature=t, seed=s, logprobs=2) for t, s in ((0.0, 0), (0.9, 5), (0.0, 0), (1.2, 7))]
+    first, *others = [
+        Request(rng.integers(1, 90, size=size).tolist(), NUM_OUTPUT, sampling)
+        for size, sampling in zip((40, 3, 19, 26), samplings, strict=True)
+    ]
+    driver.run([first], budget=16)
+    shared = Request([*first.prompt[:32], 7, 8], NUM_OUTPUT, samplings[1], shared_blocks=first.blocks[:4])
+    arrivals = [driver._admit(request) for request in (*others, shared)]
+    running = driver.step(arrivals, arrivals, budget=24)
+    running = driver.step(running, [], budget=24)
+    leaving = others[1]
+    driver.swap_out(leaving)
+    running = driver.step([request for request in running if request is not leaving], [], budget=24)
+    back = driver.swap_in(leaving)
+    running = driver.step([*running, back], [back], budget=24)
+    while running:
+        running = driver.step(running, [], budget=24)
+    backend.close()
+    requests = (first, *others, shared)
+    assert all(len(request.output) == NUM_OUTPUT for request in requests)
+    return [(request.output, [(line.logprob, line.top_logprobs) for line in request.logprobs]) for request in requests]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=["TP 2", "PP 2", "TP 2 x PP 2"])
+def test_a_group_gives_the_bits_of_one_rank(family, degrees, checkpoints):
+    directory = conformance_checkpoints.write_checkpoint(checkpoints, family, SMALL)
+    group = InlineGroup(tensor_parallel=degrees[0], pipeline_parallel=degrees[1])
+    assert story(group, directory) == story(TorchBackend(), directory)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "starcoder2", "gpt_neox", "cohere2"])
+def test_so_does_a_group_of_any_description(family, tmp_path):
+    make_checkpoint(tmp_path, family)
+    group = InlineGroup(tensor_parallel=2, pipeline_parallel=2)
+    assert story(group, tmp_path) == story(TorchBackend(), tmp_path)
+
+
+@needs_kernels
+def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path):
+    make_checkpoint(tmp_path, "gemma2")
+    alone = story(TorchBackend(), tmp_path)
+    assert story(InlineGroup(pipeline_parallel=2), tmp_path) == alone
+    found = story(InlineGroup(tensor_parallel=2), tmp_path, options={"kernels": "auto"})
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+    with pytest.raises(BackendConfigError, match=r"kernels 'compiled' is not allowed .* norms behind attention"):
+        story(InlineGroup(tensor_parallel=2), tmp_path)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_experts_are_for_stages_of_whole_layers(family, tmp_path):
+    make_checkpoint(tmp_path, family)
+    alone = story(TorchBackend(), tmp_path)
+    assert story(InlineGroup(pipeline_parallel=2), tmp_path) == alone
+    with pytest.raises(
+        BackendConfigError, match="tensor_parallel 2 is not allowed; the model has experts, which are not"
+    ):
+        part_of(read_model_config(tmp_path), place_of(0, 2))
+
+
+def test_a_norm_over_all_heads_is_for_stages_of_whole_layers(tmp_path):
+    make_checkpoint(tmp_path, "olmo2")
+    with pytest.raises(BackendConfigError, match="tensor_parallel 2 is not allowed; the model normalises queries over"):
+        part_of(read_model_config(tmp_path), place_of(0, 2))
+    assert part_of(read_model_config(tmp_path), place_of(0, 1, 2)).heads == range(4)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "int8"}, {"options": {"rank_transport": "gloo"}}, {"options": {"rank_transport": "zmq"}}],
+    ids=str,
+)
+def test_so_it_does_with_other_settings(settings, tmp_path):
+    directory = write_checkpoint(tmp_path / "model", num_hidden_layers=3, **BIASES)
+    group = InlineGroup(tensor_parallel=2, pipeline_parallel=2)
+    alone = {name: value for name, value in settings.items() if name != "options"}
+    assert story(group, directory, **settings) == story(TorchBackend(), directory, **alone)
+
+
+@pytest.mark.parametrize("form", ["exact", "fast"])
+@pytest.mark.parametrize("transport", ["auto", "gloo", "zmq"])
+def test_torch_operators_give_the_tokens_of_one_rank(form, transport, tmp_path):
+    """Torch's products of fewer outputs round otherwise, so only stages of whole layers give the same bits."""
+    directory = write_checkpoint(tmp_path / "model", **BIASES)
+    eager = {"kernels": "eager"}
+    alone = story(TorchBackend(), directory, options=eager)
+    options = eager | {"tensor_parallel_form": form, "rank_transport": transport}
+    found = story(InlineGroup(tensor_parallel=2), directory, options=options)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+    for (_, one), (_, several) in zip(alone, found, strict=True):
+        np.testing.assert_allclose([line[0] for line in several], [line[0] for line in one], atol=1e-4)
+    assert story(InlineGroup(pipeline_parallel=2), directory, options=eager) == alone
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", QUICK)
+def test_a_group_conforms(name, checkpoints):
+    scenario = scenario_named(name)
+    check(scenario, lambda: GroupBackend(tensor_parallel=2, pipeline_parallel=2), directory=checkpoints)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_group_conforms_in_all(scenario, degrees, kernels, checkpoints):
+    def group():
+        return GroupBackend(tensor_parallel=degrees[0], pipeline_parallel=degrees[1])
+
+    check(scenario, group, directory=checkpoints, options={"kernels": kernels})
+
+
+class CountingCheckpoint:
+    """Counts what is read."""
+
+    def __init__(self, checkpoint):
+        self._checkpoint = checkpoint
+        self.count = 0
+
+    def __contains__(self, name):
+        return name in self._checkpoint
+
+    def read(self, name, rows=None, columns=None):
+        tensor = self._checkpoint.read(name, rows, columns)
+        self.count += tensor.numel()
+        return tensor
+
+
+def test_a_rank_reads_only_its_part(tmp_path):
+    directory = write_checkpoint(tmp_path / "model", hidden_size=64, intermediate_size=128, vocab_size=128)
+    config = read_model_config(directory)
+
+    def numbers_read(part):
+        with Checkpoint(directory) as checkpoint:
+            counting = CountingCheckpoint(checkpoint)
+            tensors = ModelTensors(config, counting, torch.arange(config.head_dim), part=part)
+            tensors.embedding(), tensors.head()
+            for index in part.layers:
+                tensors.qkv(index), tensors.output(index), tensors.gate_up(index), tensors.down(index)
+        return counting.count
+
+    everything = numbers_read(whole(config))
+    parts = [numbers_read(part_of(config, place_of(rank, 2), unit=16, head_unit=8)) for rank in range(2)]
+    assert parts == [everything / 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ((3, 1), "tensor_parallel 3 is not allowed; the model has 4 heads and 2 key-value heads, which go into equal "),
+        ((8, 1), r"so allowed: 1, 2, 4$"),
+        ((1, 3), "pipeline_parallel 3 is not allowed; the model has 2 layers, so allowed: 1 to 2"),
+    ],
+)
+def test_degrees_that_a_model_does_not_allow(degrees, message, tmp_path):
+    config = read_model_config(write_checkpoint(tmp_path / "model"))
+    with pytest.raises(BackendConfigError, match=message):
+        part_of(config, place_of(0, *degrees))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"speculation": "draft", "draft_model": "d"},
+            "speculation 'draft' is not allowed with 2 ranks; allowed: off, ng",
+        ),
+        ({"device": "cuda"}, "device 'cuda' is not allowed"),
+        ({"place": place_of(0, 2, rendezvous="10.0.0.1:5000")}, "'10.0.0.1:5000' is not allowed; .* 127.0.0.1:PORT"),
+        ({"place": place_of(0, 2, rendezvous="127.0.0.1")}, "'127.0.0.1' is not allowed"),
+        (
+            {"place": place_of(0, 2, rendezvous="10.0.0.1:5000"), "options": {"rank_transport": "gloo"}},
+            "'10.0.0.1:5000' is not allowed; gloo and .* ask nobody for a key, so allowed: 127.0.0.1:PORT, or rank_tra",
+        ),
+        (
+            {"options": {"tensor_parallel_form": "loose"}},
+            "tensor_parallel_form 'loose' is not allowed; allowed: exact, fa",
+        ),
+    ],
+)
+def test_settings_that_a_group_refuses(changes, message, tmp_path):
+    config = BackendConfig(model=str(write_checkpoint(tmp_path / "model")), place=place_of(0, 2, rendezvous="x"))
+    with pytest.raises(BackendConfigError, match=message):
+        TorchBackend().open(msgspec.structs.replace(config, **changes))
+
+
+@needs_kernels
+def test_the_fast_form_is_not_for_the_kernels(tmp_path):
+    fast = {"options": {"tensor_parallel_form": "fast"}}
+    directory = write_checkpoint(tmp_path / "model", **BIASES)
+    with pytest.raises(
+        BackendConfigError, match="'fast' is not allowed with the CPU kernels; allowed: exact, or fast wi"
+    ):
+        story(InlineGroup(tensor_parallel=2), directory, **fast)
+    assert story(InlineGroup(pipeline_parallel=2), directory, **fast) == story(TorchBackend(), directory)
+
+
+def test_the_triton_backend_refuses_a_group():
+    with pytest.raises(BackendConfigError, match=r"2 ranks are not allowed with this backend; allowed: 1"):
+        check_settings(BackendConfig(model="m", place=place_of(0, 2)), TRITON)
+
+
+def test_the_simulated_backend_takes_a_group():
+    alone = SimulatedBackend().open(BackendConfig(model="m"))
+    of_several = SimulatedBackend().open(BackendConfig(model="m", place=place_of(1, 2)))
+    assert of_several == msgspec.structs.replace(alone, supports_adapters=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_in_vain_says_so(rank):
+    place = place_of(rank, 2, rendezvous=f"127.0.0.1:{free_port()}")
+    with pytest.raises(BackendConfigError, match=f"rank {rank} did not meet the other 1 within 0.2 s"):
+        RankGroup(place, load_library(), join_seconds=0.2)
+
+
+def listening_addresses():
+    """Where this process listens for TCP."""
+    sockets = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            sockets.add(str(entry.readlink()))
+        except FileNotFoundError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1].rpartition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux")
+@pytest.mark.parametrize("transport", ["shared", "gloo", "zmq"])
+def test_ranks_listen_only_on_loopback_and_agree(transport):
+    library = load_library() if transport == "shared" else None
+    rendezvous, before = f"127.0.0.1:{free_port()}", listening_addresses()
+    groups = {}
+
+    def join(rank):
+        group = groups[rank] = RankGroup(
+            place_of(rank, 2, rendezvous=rendezvous), library, is_switched=transport == "zmq"
+        )
+        group.agreed = group.least([7 - rank, rank]), group.most([7 - rank, rank])
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [groups[rank].agreed for rank in range(2)] == [([6, 0], [7, 1])] * 2
+    opened = listening_addresses()[len(before) :]
+    loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
+    assert opened
+    assert all(address.endswith(loopback) for address in opened)
+    for group in groups.values():
+        group.close()

@@ -1,0 +1,177 @@
+"""Published layouts of quantised weights: what they stand for, how they run, what is refused."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decoder_driver import Sequences, Span, compiled_model, eager_model, write_checkpoint
+from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import check_tensors
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.coded_weight import CodeForm
+from headway_kernels.cpu.library import load_library
+from quantised_checkpoints import KINDS, change_config, quantise
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
+_FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
+    [kind for kind in KINDS if kind.startswith("w8a8")], CodeForm.CODES8
+)
+
+
+def written(directory, kind, **changes):
+    write_checkpoint(directory, **_SIZES | changes)
+    return quantise(directory, kind)
+
+
+def form_of(kind):
+    if kind.startswith(("fp8", "float")):
+        return CodeForm.FP8
+    return _FORMS.get(kind, CodeForm.CODES4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_weight_stands_for_its_reference(tmp_path, kind):
+    reference = load_file(written(tmp_path / "model", kind) / "model.safetensors")
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        for name, wide in reference.items():
+            assert checkpoint.is_coded(name) == name.endswith("_proj.weight")
+            # The reference is rounded once; a product of scale and minimum may be rounded first.
+            torch.testing.assert_close(checkpoint.read(name).float(), wide.float(), rtol=1e-6, atol=1e-7)
+            some = checkpoint.read(name, range(5, 9))
+            assert torch.equal(some, checkpoint.read(name)[5:9])
+            if checkpoint.is_coded(name):
+                assert checkpoint.read_codes(name).form is form_of(kind)
+                assert torch.equal(checkpoint.read(name, range(3), range(4, 6)), checkpoint.read(name)[:3, 4:6])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, kind):
+    reference = written(tmp_path / "model", kind)
+    sequences = Sequences(num_rows=3, length=20, vocab_size=96, block_size=8)
+    spans = [Span(row, 0, 20) for row in range(3)]
+    library = load_library()
+    exact = sequences.logits_of_all_tokens(eager_model(reference, sequences), spans)
+    runs = [eager_model(tmp_path / "model", sequences)]
+    if library is not None:
+        runs.append(compiled_model(tmp_path / "model", library, sequences))
+    for model in runs:
+        torch.testing.assert_close(sequences.logits_of_all_tokens(model, spans), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
+@pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 24}, {"num_key_value_heads": 4}])
+def test_heads_that_the_kernels_pad_are_right_too(tmp_path, changes):
+    reference = written(tmp_path / "model", "awq", **{"num_attention_heads": 4} | changes)
+    sequences = Sequences(num_rows=1, length=20, vocab_size=96, block_size=8)
+    whole = [Span(0, 0, 20)]
+    exact, coded = (
+        sequences.logits_of_all_tokens(compiled_model(path, load_library(), sequences), whole)
+        for path in (reference, tmp_path / "model")
+    )
+    torch.testing.assert_close(coded, exact, rtol=1e-3, atol=1e-3)
+
+
+_REFUSED = {
+    "gptq": [
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method 'bitsandbytes' is not supported; allowed: awq, compressed-tensors",
+        ),
+        ({"quant_method": ["gptq"]}, "quant_method ['gptq'] is not supported"),
+        ({"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq']"),
+        ({"bits": 4.5}, "bits 4.5 is not supported"),
+        ({"bits": 3}, "bits 3 is not supported; allowed: 4 or 8"),
+        ({"group_size": 20}, "group_size 20 is not supported"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+        ({"dynamic": {"-:.*": {}}}, "dynamic"),
+        ({"pack_dtype": "int8"}, "pack_dtype"),
+    ],
+    "awq": [({"version": "gemv"}, "version 'gemv' is not supported; allowed: gemm"), ({"bits": 8}, "bits 8")],
+    "fp8-blocks": [
+        ({"weight_block_size": [5, 5]}, "weight_block_size"),
+        ({"activation_scheme": "odd"}, "activation_scheme 'odd'"),
+        ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; allowed: e4m3"),
+        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+    ],
+    "w4a16": [
+        ({"format": "marlin-24"}, "format 'marlin-24' is not supported; allowed: pack-quantized"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: format 'sparse-24-bitmask'"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
+        ({"config_groups": {}}, "config_groups"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"), [(kind, *case) for kind, cases in _REFUSED.items() for case in cases]
+)
+def test_a_variant_that_cannot_be_read_is_refused_by_name(tmp_path, kind, changes, said):
+    written(tmp_path / "model", kind)
+    change_config(tmp_path / "model", quantization_config=copy.deepcopy(KINDS[kind][0]) | changes)
+    with pytest.raises(ModelFilesError) as refused:
+        Checkpoint(tmp_path / "model")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_bits": 3}, "num_bits 3"),
+        ({"type": "float"}, "type 'float' is not supported; allowed: int"),
+        ({"strategy": "block"}, "strategy 'block'"),
+        ({"dynamic": True}, "dynamic True"),
+        ({"strategy": "group", "group_size": None}, "group_size None"),
+    ],
+)
+def test_weights_of_other_kinds_are_refused_by_name(tmp_path, changes, said):
+    written(tmp_path / "model", "w4a16")
+    described = copy.deepcopy(KINDS["w4a16"][0])
+    described["config_groups"]["group_0"]["weights"] |= changes
+    change_config(tmp_path / "model", quantization_config=described)
+    with pytest.raises(ModelFilesError, match=said):
+        Checkpoint(tmp_path / "model")
+
+
+def test_quantised_weights_are_not_quantised_again(tmp_path):
+    written(tmp_path / "model", "awq")
+    config = read_model_config(tmp_path / "model")
+    said = r"quantization 'int8' is not allowed with this model, whose weights are quantised \(awq\); allowed: none"
+    with Checkpoint(tmp_path / "model") as checkpoint, pytest.raises(BackendConfigError, match=said):
+        check_tensors(config, checkpoint, "int8")
+
+
+def damaged(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def read_checked(directory, name):
+    with Checkpoint(directory) as checkpoint:
+        check_tensors(read_model_config(directory), checkpoint)
+        return checkpoint.read(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("gptq", lambda t, base: t.pop(f"{base}.scales"), "q_proj.scales is missing"),
+        ("gptq", lambda t, base: t.update({f"{base}.scales": t[f"{base}.scales"][:1].clone()}), r"asks for \[2, 64\]"),
+        ("gptq", lambda t, base: t.update({f"{base}.qweight": t[f"{base}.qweight"].long()}), "dtype I64; allowed: I32"),
+        ("gptq", lambda t, base: t.update({f"{base}.extra": torch.zeros(1)}), "does not belong"),
+        ("gptq", lambda t, base: t[f"{base}.g_idx"].fill_(9), "g_idx names a group that does not exist"),
+        ("fp8-blocks", lambda t, base: t[f"{base}.weight"].view(torch.uint8).fill_(0xFF), "not a number"),
+    ],
+)
+def test_a_damaged_weight_is_refused_by_name(tmp_path, kind, change, said):
+    written(tmp_path / "model", kind)
+    base = "model.layers.0.self_attn.q_proj"
+    damaged(tmp_path / "model", lambda tensors: change(tensors, base))
+    with pytest.raises(ModelFilesError, match=said):
+        read_checked(tmp_path / "model", f"{base}.weight")
