@@ -14,9 +14,10 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otl
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 import headway
-from headway import AsyncClient
+from headway import AsyncClient, Client
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
+from headway_executor.backends.torch_backend import TorchBackend
 from headway_gateway.config import GatewayConfig
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
@@ -168,6 +169,32 @@ def test_a_refusal_and_a_stop_string_are_traced_too(tmp_path: Path) -> None:
         assert names.count("chat demo_model") == 1
         assert names.count("schedule") == names.count("prefill") == names.count("decode") == 2
         assert len({span.trace_id for _, span in kept.spans}) == 2
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+def test_vectors_and_scores_are_traced_by_input(tmp_path: Path) -> None:
+    config = BackendConfig(model=str(DEMO), block_size=16, num_kv_blocks=64, max_num_seqs=4)
+    with receiver() as (kept, endpoint):
+        with running(tmp_path, DEMO, TorchBackend(), config, LIMITS, otel_endpoint=endpoint) as served:
+            with Client(served.address) as client:
+                client.wait_ready(20)
+                client.embed(["once upon", "a time"], pooling="mean", tenant="them")
+                client.score("once upon", [" a time", " a tree", " no"])
+        spans = [span for _, span in kept.spans]
+    for name, method, num_inputs in (("embeddings demo_model", "Embed", 2), ("score demo_model", "Score", 3)):
+        (root,) = (span for span in spans if span.name == name)
+        values = values_of(root)
+        assert values["rpc.method"] == method
+        assert values["gen_ai.usage.input_tokens"] > num_inputs
+        assert values["rpc.grpc.status_code"] == 0
+        within = [span for span in spans if span.trace_id == root.trace_id]
+        names = [span.name for span in within]
+        assert names.count("tokenize") == 1
+        assert names.count("schedule") == names.count("queue") == names.count("prefill") == num_inputs
+        assert "decode" not in names
+        for span in within:
+            assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano, span.name
+            assert span.end_time_unix_nano <= root.end_time_unix_nano, span.name
 
 
 def test_who_asks_not_to_be_traced_is_not(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Must not know: ZeroMQ, checks that need no tokens, deadlines. Each input is a se
 and limits it like any other. Once one is refused or fails, the call fails and the others are aborted.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError
+from headway_gateway.tracing import EndedInput, RequestTrace
 from headway_gateway.validation import check_prompt
 from headway_gateway.wakeup import Wakeup
 from headway_proto import generation_pb2 as api
@@ -45,25 +47,31 @@ class BatchCalls:
         self._prompts = prompts
         self._statistics = statistics
 
-    async def embed(self, request: api.EmbedRequest, checked: CheckedInputs, model: ModelInfo) -> api.EmbedResponse:
+    async def embed(
+        self, request: api.EmbedRequest, checked: CheckedInputs, model: ModelInfo, trace: RequestTrace
+    ) -> api.EmbedResponse:
         """Make the vectors.
 
         Raises:
             CallRefusedError: an input is wrong, or the scheduler refused or failed one.
         """
+        trace.record_inputs("embeddings", request, checked.request_id, model.name)
+        began_at = time.monotonic()
         prompts = [
             await self._encoded(one, f"inputs[{place}]", model, with_special_tokens=True)
             for place, one in enumerate(request.inputs)
         ]
+        trace.record_prompt(sum(map(len, prompts)), began_at, time.monotonic())
 
         def submission(index: int, handle: int, prompt: Sequence[int]) -> Submit:
             return SubmitPooled(
                 **_common(request, checked, index, handle, prompt),
+                traceparent=trace.traceparent,
                 sampling=_GREEDY,
                 pooling=request.pooling or model.default_pooling,
             )
 
-        sequences = await self._run(prompts, submission)
+        sequences = await self._run(prompts, submission, trace)
         is_normalized = request.normalize if request.HasField("normalize") else True
         size = request.dimensions or model.embedding_size
         embeddings = [
@@ -76,24 +84,30 @@ class BatchCalls:
         ]
         return api.EmbedResponse(request_id=checked.request_id, embeddings=embeddings)
 
-    async def score(self, request: api.ScoreRequest, checked: CheckedInputs, model: ModelInfo) -> api.ScoreResponse:
+    async def score(
+        self, request: api.ScoreRequest, checked: CheckedInputs, model: ModelInfo, trace: RequestTrace
+    ) -> api.ScoreResponse:
         """Score the continuations. Raises ``CallRefusedError`` as ``embed``."""
+        trace.record_inputs("score", request, checked.request_id, model.name)
+        began_at = time.monotonic()
         prompt = await self._encoded(request.prompt, "prompt", model, with_special_tokens=True)
         prompts = []
         for place, one in enumerate(request.continuations):
             field = f"continuations[{place}]"
             prompts.append(prompt + await self._encoded(one, field, model, with_special_tokens=False))
             check_prompt(prompts[-1], field, model)
+        trace.record_prompt(sum(map(len, prompts)), began_at, time.monotonic())
 
         def submission(index: int, handle: int, whole: Sequence[int]) -> Submit:
             # The prompt's own log probabilities are not wanted, so that it may come from the prefix cache.
             return Submit(
                 **_common(request, checked, index, handle, whole),
+                traceparent=trace.traceparent,
                 sampling=_SCORED,
                 num_prompt_logprobs=len(prompt) - 1,
             )
 
-        sequences = await self._run(prompts, submission)
+        sequences = await self._run(prompts, submission, trace)
         scores = [_score(sequence) for sequence in sequences]
         return api.ScoreResponse(request_id=checked.request_id, prompt_tokens=len(prompt), scores=scores)
 
@@ -104,24 +118,31 @@ class BatchCalls:
         return token_ids
 
     async def _run(
-        self, prompts: Iterable[Sequence[int]], submission: Callable[[int, int, Sequence[int]], Submit]
+        self,
+        prompts: Iterable[Sequence[int]],
+        submission: Callable[[int, int, Sequence[int]], Submit],
+        trace: RequestTrace,
     ) -> list[LiveSequence]:
         wakeup = Wakeup()
         sequences = [
             LiveSequence(submission(index, self._client.next_handle(), prompt), (), wakeup.ring)
             for index, prompt in enumerate(prompts)
         ]
+        ended: list[EndedInput] = []
         try:
             self._client.submit(sequences)
             waiting = sequences
             while waiting:
                 await wakeup.wait()
+                now = time.monotonic()
                 for sequence in waiting:
                     if sequence.end is not None:
+                        ended.append(EndedInput(sequence, now))
                         self._count(sequence.end)
                 waiting = [sequence for sequence in waiting if sequence.end is None]
         finally:
             self._client.abort(sequences)
+            trace.record_ended(ended)
         return sequences
 
     def _count(self, end: Finished | Rejected) -> None:

@@ -103,25 +103,23 @@ class GenerationServicer(api_grpc.GenerationServicer):
             CallRefusedError: the call ends without all its events.
         """
         arrived_at = time.monotonic()
-        with self._begin_trace(context, arrived_at) as trace:
+        with self._begin_trace("Generate", context, arrived_at) as trace:
             async with self._in_time(context):
                 await self._generate(request, OpenCall(context, write, trace, arrived_at, keeps_special_tokens))
 
     async def Embed(self, request: api.EmbedRequest, context: Context) -> api.EmbedResponse:  # noqa: N802
-        async with self._in_time(context):
-            model = await self.serving_model(for_new_work=True)
+        async with self._open_batch("Embed", context) as (trace, model):
             checked = check_embed(request, model)
             with self._begun(checked.request_id, request.tenant):
-                response = await self._batches.embed(request, checked, model)
+                response = await self._batches.embed(request, checked, model, trace)
             self._report_load(context, sum(one.prompt_tokens for one in response.embeddings))
             return response
 
     async def Score(self, request: api.ScoreRequest, context: Context) -> api.ScoreResponse:  # noqa: N802
-        async with self._in_time(context):
-            model = await self.serving_model(for_new_work=True)
+        async with self._open_batch("Score", context) as (trace, model):
             checked = check_score(request, model)
             with self._begun(checked.request_id, request.tenant):
-                response = await self._batches.score(request, checked, model)
+                response = await self._batches.score(request, checked, model, trace)
             self._report_load(context, sum(response.prompt_tokens + len(one.tokens) for one in response.scores))
             return response
 
@@ -173,6 +171,12 @@ class GenerationServicer(api_grpc.GenerationServicer):
         )
 
     @asynccontextmanager
+    async def _open_batch(self, method: str, context: Context) -> AsyncIterator[tuple[RequestTrace, ModelInfo]]:
+        with self._begin_trace(method, context, time.monotonic()) as trace:
+            async with self._in_time(context):
+                yield trace, await self.serving_model(for_new_work=True)
+
+    @asynccontextmanager
     async def _in_time(self, context: Context) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(context.time_remaining()), self._counted():
@@ -211,10 +215,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
             if not self.num_open_streams:
                 self._became_idle.ring()
 
-    def _begin_trace(self, context: Context, arrived_at: float) -> RequestTrace:
+    def _begin_trace(self, method: str, context: Context, arrived_at: float) -> RequestTrace:
         if self._tracing is None:
             return Untraced()
-        return self._tracing.begin(tuple(context.invocation_metadata() or ()), arrived_at)
+        return self._tracing.begin(method, tuple(context.invocation_metadata() or ()), arrived_at)
 
     async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
         model = await self.serving_model(for_new_work=True)

@@ -8,15 +8,17 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import grpc
 import structlog
 
 from headway_gateway.continuation import Continuation
+from headway_gateway.live_sequence import LiveSequence
 from headway_gateway.statuses import CallRefusedError
 from headway_gateway.validation import CheckedRequest
 from headway_process.installation import install_advice
+from headway_proto import generation_pb2 as api
 from headway_proto.ingress import PRIORITY_NORMAL, Finished
 
 if TYPE_CHECKING:
@@ -38,6 +40,16 @@ _SERVER_FAULTS = frozenset(
 _log = structlog.get_logger("headway.gateway.traces")
 
 
+InputsRequest = api.EmbedRequest | api.ScoreRequest
+
+
+class EndedInput(NamedTuple):
+    """One input of a call with several, and when its end came, in monotonic seconds."""
+
+    sequence: LiveSequence
+    ended_at: float
+
+
 class RequestTrace(Protocol):
     """One call's trace."""
 
@@ -48,11 +60,17 @@ class RequestTrace(Protocol):
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         """Record the request's parameters."""
 
+    def record_inputs(self, operation: str, request: InputsRequest, request_id: str, model_name: str) -> None:
+        """Record the parameters of a call with several inputs."""
+
     def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
         """Record the encoding, in monotonic seconds."""
 
     def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
         """Record the continuations, ended or not."""
+
+    def record_ended(self, inputs: Iterable[EndedInput]) -> None:
+        """Record the inputs that have ended."""
 
     def __enter__(self) -> Self: ...
 
@@ -69,10 +87,16 @@ class Untraced:
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         """Nothing."""
 
+    def record_inputs(self, operation: str, request: InputsRequest, request_id: str, model_name: str) -> None:
+        """Nothing."""
+
     def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
         """Nothing."""
 
     def record_outputs(self, outputs: Iterable[Continuation], num_cached_tokens: int) -> None:
+        """Nothing."""
+
+    def record_ended(self, inputs: Iterable[EndedInput]) -> None:
         """Nothing."""
 
     def __enter__(self) -> Self:
@@ -126,13 +150,14 @@ class Tracing:
             provider.add_span_processor(self._processor)
             self._providers[service] = provider
 
-    def begin(self, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """Return the trace of a call."""
+    def begin(self, method: str, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
+        """Return the trace of a call of ``method``."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
         host, _, port = self.server_address.rpartition(":")
-        return _Traced(tracers, parent, arrived_at, {"server.address": host, "server.port": int(port)})
+        server = {"rpc.method": method, "server.address": host, "server.port": int(port)}
+        return _Traced(tracers, parent, arrived_at, server)
 
     def close(self) -> None:
         """Send the rest. This blocks."""
@@ -147,16 +172,14 @@ class _Traced:
         self._clock = _WallClock()
         self._tracers = tracers
         self._root = tracers["gateway"].start_span(
-            "generate",
+            server["rpc.method"].lower(),
             context=parent,
             kind=SpanKind.SERVER,
             start_time=self._clock.ns(arrived_at),
             attributes={
                 "rpc.system": "grpc",
                 "rpc.service": "headway.v1.Generation",
-                "rpc.method": "Generate",
                 "gen_ai.provider.name": "headway",
-                "gen_ai.request.stream": True,
                 **server,
             },
         )
@@ -168,25 +191,22 @@ class _Traced:
     def record_request(self, checked: CheckedRequest, model_name: str) -> None:
         request, sampling = checked.request, checked.sampling
         operation = "chat" if request.HasField("chat") else "text_completion"
-        self._root.update_name(f"{operation} {model_name}")
+        self._name(operation, request, checked.request_id, model_name)
         attributes: dict[str, Any] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.request.model": model_name,
-            "gen_ai.response.model": model_name,
-            "gen_ai.response.id": checked.request_id,
+            "gen_ai.request.stream": True,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.choice.count": checked.num_continuations,
             "gen_ai.request.presence_penalty": sampling.presence_penalty,
             "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-            "headway.priority": request.priority or PRIORITY_NORMAL,
         }
         if checked.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = checked.max_tokens
-        if request.tenant:
-            attributes["headway.tenant"] = request.tenant
         self._root.set_attributes(attributes)
+
+    def record_inputs(self, operation: str, request: InputsRequest, request_id: str, model_name: str) -> None:
+        self._name(operation, request, request_id, model_name)
 
     def record_prompt(self, num_prompt_tokens: int, began_at: float, ended_at: float) -> None:
         self._root.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
@@ -208,7 +228,35 @@ class _Traced:
             self._root.add_event("first_token", timestamp=self._clock.ns(first))
         for output in outputs:
             if output.total_ms:
-                self._record_schedule(output)
+                end, timings = output.sequence.end, output.timings()
+                times = _ScheduleTimes(
+                    arrived_at=max(output.submitted_at, output.ended_at - output.total_ms / 1e3),
+                    ended_at=output.ended_at,
+                    queue_ms=timings.queue_ms,
+                    ttft_ms=timings.ttft_ms,
+                    preemptions=timings.preemptions,
+                    prefill_device_ms=end.prefill_device_ms if isinstance(end, Finished) else 0.0,
+                    decode_device_ms=end.decode_device_ms if isinstance(end, Finished) else 0.0,
+                )
+                self._record_schedule(output.index, output.num_sent, times)
+
+    def record_ended(self, inputs: Iterable[EndedInput]) -> None:
+        num_cached_tokens = 0
+        for sequence, ended_at in inputs:
+            num_cached_tokens += sequence.num_cached_tokens or 0
+            end = sequence.end
+            if isinstance(end, Finished):
+                times = _ScheduleTimes(
+                    arrived_at=ended_at - end.total_ms / 1e3,
+                    ended_at=ended_at,
+                    queue_ms=end.queue_ms,
+                    ttft_ms=0.0,  # nobody sees the token that it samples: all of its time is the prompt's
+                    preemptions=end.num_preemptions,
+                    prefill_device_ms=end.prefill_device_ms + end.decode_device_ms,
+                    decode_device_ms=0.0,
+                )
+                self._record_schedule(sequence.submission.index, 0, times)
+        self._root.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached_tokens)
 
     def __enter__(self) -> Self:
         context = self._root.get_span_context()
@@ -228,27 +276,39 @@ class _Traced:
             self._root.set_status(Status(StatusCode.ERROR, str(error) if isinstance(error, CallRefusedError) else ""))
         self._root.end()
 
-    def _record_schedule(self, output: Continuation) -> None:
+    def _name(
+        self, operation: str, request: api.GenerateRequest | InputsRequest, request_id: str, model_name: str
+    ) -> None:
+        self._root.update_name(f"{operation} {model_name}")
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": model_name,
+            "gen_ai.response.model": model_name,
+            "gen_ai.response.id": request_id,
+            "headway.priority": request.priority or PRIORITY_NORMAL,
+        }
+        if request.tenant:
+            attributes["headway.tenant"] = request.tenant
+        self._root.set_attributes(attributes)
+
+    def _record_schedule(self, index: int, num_output_tokens: int, times: "_ScheduleTimes") -> None:
         from opentelemetry.trace import set_span_in_context
 
-        ended_at, timings, end = output.ended_at, output.timings(), output.sequence.end
-        arrived_at = max(output.submitted_at, ended_at - output.total_ms / 1e3)
-        started_at = min(arrived_at + timings.queue_ms / 1e3, ended_at)
-        first_at = min(arrived_at + timings.ttft_ms / 1e3, ended_at) if timings.ttft_ms else ended_at
-        prefill_ms, decode_ms = (
-            (end.prefill_device_ms, end.decode_device_ms) if isinstance(end, Finished) else (0.0, 0.0)
-        )
+        arrived_at, ended_at = times.arrived_at, times.ended_at
+        started_at = min(arrived_at + times.queue_ms / 1e3, ended_at)
+        first_at = min(arrived_at + times.ttft_ms / 1e3, ended_at) if times.ttft_ms else ended_at
         attributes = {
-            "headway.continuation": output.index,
-            "headway.preemptions": timings.preemptions,
-            "gen_ai.usage.output_tokens": output.num_sent,
+            "headway.continuation": index,
+            "headway.preemptions": times.preemptions,
+            "gen_ai.usage.output_tokens": num_output_tokens,
         }
         span = self._begun("scheduler", "schedule", self._context, arrived_at, attributes)
         within = set_span_in_context(span)
         self._span("scheduler", "queue", within, arrived_at, started_at, {})
-        self._span("executor", "prefill", within, started_at, first_at, {"headway.device_ms": prefill_ms})
-        if timings.ttft_ms and ended_at > first_at:
-            self._span("executor", "decode", within, first_at, ended_at, {"headway.device_ms": decode_ms})
+        self._span("executor", "prefill", within, started_at, first_at, {"headway.device_ms": times.prefill_device_ms})
+        if times.ttft_ms and ended_at > first_at:
+            device = {"headway.device_ms": times.decode_device_ms}
+            self._span("executor", "decode", within, first_at, ended_at, device)
         span.end(self._clock.ns(ended_at))
 
     def _begun(self, service: str, name: str, parent: Any, began_at: float, attributes: dict[str, Any]) -> "Span":
@@ -260,6 +320,18 @@ class _Traced:
         self, service: str, name: str, parent: Any, began_at: float, ended_at: float, attributes: dict[str, Any]
     ) -> None:
         self._begun(service, name, parent, began_at, attributes).end(self._clock.ns(ended_at))
+
+
+class _ScheduleTimes(NamedTuple):
+    """A sequence's times at the scheduler: monotonic seconds, and durations in ms. ``ttft_ms`` 0: no token came."""
+
+    arrived_at: float
+    ended_at: float
+    queue_ms: float
+    ttft_ms: float
+    preemptions: int
+    prefill_device_ms: float
+    decode_device_ms: float
 
 
 class _ToStructlog(logging.Handler):
