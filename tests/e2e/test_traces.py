@@ -175,11 +175,13 @@ def test_a_refusal_and_a_stop_string_are_traced_too(tmp_path: Path) -> None:
 def test_vectors_and_scores_are_traced_by_input(tmp_path: Path) -> None:
     config = BackendConfig(model=str(DEMO), block_size=16, num_kv_blocks=64, max_num_seqs=4)
     with receiver() as (kept, endpoint):
-        with running(tmp_path, DEMO, TorchBackend(), config, LIMITS, otel_endpoint=endpoint) as served:
-            with Client(served.address) as client:
-                client.wait_ready(20)
-                client.embed(["once upon", "a time"], pooling="mean", tenant="them")
-                client.score("once upon", [" a time", " a tree", " no"])
+        with (
+            running(tmp_path, DEMO, TorchBackend(), config, LIMITS, otel_endpoint=endpoint) as served,
+            Client(served.address) as client,
+        ):
+            client.wait_ready(20)
+            client.embed(["once upon", "a time"], pooling="mean", tenant="them")
+            client.score("once upon", [" a time", " a tree", " no"])
         spans = [span for _, span in kept.spans]
     for name, method, num_inputs in (("embeddings demo_model", "Embed", 2), ("score demo_model", "Score", 3)):
         (root,) = (span for span in spans if span.name == name)
