@@ -16,6 +16,8 @@ import numpy as np
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.pooling import PooledRows
+from headway_proto.pooling import POOL_MEAN
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ERRORED_ROW
 
@@ -573,6 +575,47 @@ class IgnoresASlidingWindow(WrappedBackend):
         fields = json.loads((model / "config.json").read_text()) | {"sliding_window": None}
         (without / "config.json").write_text(json.dumps(fields))
         return super().open(replace(config, model=str(without)))
+
+
+class ForgetsAChunkOfAMean(WrappedBackend):
+    """Takes the mean over the last chunk alone."""
+
+    found_by = ("vectors_beside_tokens",)
+
+    def execute(self, batch):
+        for pooled in self.inner._opened._pooled._rows.values():
+            if pooled.pooling == POOL_MEAN:
+                pooled.value = None
+        return super().execute(batch)
+
+
+class GivesVectorsToOtherRows(WrappedBackend):
+    found_by = ("vectors_beside_tokens",)
+
+    def execute(self, batch):
+        result = super().execute(batch)
+        values = [vector.values for vector in reversed(result.vectors)]
+        vectors = (replace(vector, values=value) for vector, value in zip(result.vectors, values, strict=True))
+        return replace(result, vectors=tuple(vectors))
+
+
+class KeepsSumsOfARow(WrappedBackend):
+    """Takes a row's new request for its old one."""
+
+    found_by = ("a_pooled_row_changes_hands",)
+
+    def open(self, config):
+        class KeepsSums(PooledRows):
+            def begin_step(self, batch):
+                before = dict(self._rows)
+                super().begin_step(batch)
+                for new in batch.new_rows:
+                    if new.pooling and new.row in before:
+                        self._rows[new.row].value = before[new.row].value
+
+        info = super().open(config)
+        self.inner._opened._pooled = KeepsSums()
+        return info
 
 
 BROKEN = tuple(kind for kind in vars().copy().values() if isinstance(kind, type) and getattr(kind, "found_by", ()))

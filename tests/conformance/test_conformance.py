@@ -15,13 +15,14 @@ from broken_backends import BROKEN, WrappedBackend
 from headway_conformance import SCENARIOS, SMALL, ConformanceFailure, Outcome, Scenario, check, scenario_named
 from headway_conformance.answers import AskedStep, check_answer
 from headway_conformance.checkpoints import write_checkpoint
-from headway_conformance.scenarios import constraints
+from headway_conformance.scenarios import constraints, pooling
 from headway_executor.backend import StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.registry import create_backend
 from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.columns import encode_floats
 from headway_proto.sampling import SamplingParams
-from headway_proto.step import BackendInfo, RowError, RowLogprobs
+from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowVector
 
 replace = msgspec.structs.replace
 
@@ -55,6 +56,7 @@ NEEDS_A_MODEL = {
 
 
 NEEDS_SPECULATION = {"proposals_change_no_token"}
+NEEDS_VECTORS = {scenario.name for scenario in pooling.SCENARIOS}
 
 
 def with_triton() -> list[ParameterSet]:
@@ -92,7 +94,7 @@ def test_built_in_backends(backend, scenario, checkpoints):
 def test_the_triton_backend(scenario, checkpoints):
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
     outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
-    assert outcome is expected_of(scenario, NEEDS_SPECULATION)
+    assert outcome is expected_of(scenario, NEEDS_SPECULATION | NEEDS_VECTORS)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
@@ -190,6 +192,7 @@ GOOD = StepResult(
         ({"device_time_us": -1}, "device_time_us is -1"),
         ({"move_time_us": 5}, "nothing was moved"),
         ({"errors": (RowError(np.int32(2), "no"),)}, "cannot be sent"),
+        ({"vectors": (RowVector(1, encode_floats([1.0])),)}, r"vectors came for the rows \[1\]; asked for by \[\]"),
     ],
 )
 def test_the_form_of_an_answer(changes, message):

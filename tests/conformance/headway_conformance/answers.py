@@ -12,16 +12,16 @@ import numpy as np
 
 from headway_conformance.failures import require
 from headway_executor.backend import StepResult
-from headway_proto.columns import encode_column
+from headway_proto.columns import decode_floats, encode_column
 from headway_proto.sampling import NO_LOGPROBS
-from headway_proto.step import ERRORED_ROW, BackendInfo, ExecutorOutput, RowLogprobs
+from headway_proto.step import ERRORED_ROW, BackendInfo, PooledOutput, RowLogprobs
 
 _ROUNDING = 1e-5
 
 
 class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
     """``rows`` ran; ``sampling_rows`` (ascending) drew a token and asked for ``num_logprobs``; ``prompts`` have rows
-    ascending.
+    ascending. ``pooled_rows`` are those of ``sampling_rows`` that want a vector, ascending.
     """
 
     where: str
@@ -30,6 +30,7 @@ class AskedStep(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: tuple[int, ...]
     has_moves: bool
     prompts: tuple["AskedPrompt", ...] = ()
+    pooled_rows: tuple[int, ...] = ()
 
 
 class AskedPrompt(msgspec.Struct, frozen=True):
@@ -54,6 +55,7 @@ def check_answer(asked: AskedStep, result: StepResult, info: BackendInfo) -> Non
             require(0 <= token < info.vocab_size, f"{asked.where}: row {row} drew token {token}; {allowed}")
     _check_logprobs(asked, dict(zip(asked.sampling_rows, tokens, strict=True)), errors, result, info)
     _check_prompts(asked, result, info)
+    _check_vectors(asked, errors, result, info)
     _check_times(asked, result)
     _check_it_travels(asked, result)
 
@@ -165,6 +167,17 @@ def _check_prompts(asked: AskedStep, result: StepResult, info: BackendInfo) -> N
         require(distinct, f"{where}: alternatives name a token twice")
 
 
+def _check_vectors(asked: AskedStep, errors: frozenset[int], result: StepResult, info: BackendInfo) -> None:
+    wanted = [row for row in asked.pooled_rows if row not in errors]
+    found = [entry.row for entry in result.vectors]
+    require(found == wanted, f"{asked.where}: vectors came for the rows {found}; asked for by {wanted}, ascending")
+    for entry in result.vectors:
+        where = f"{asked.where}: the vector of row {entry.row}"
+        values = decode_floats(entry.values)
+        require(len(values) == info.embedding_size, f"{where} has {len(values)} numbers, not {info.embedding_size}")
+        require(bool(np.isfinite(values).all()), f"{where}: a number is not finite")
+
+
 def _is_descending(values: Sequence[float]) -> bool:
     return all(first >= second for first, second in itertools.pairwise(values))
 
@@ -179,7 +192,7 @@ def _check_times(asked: AskedStep, result: StepResult) -> None:
 
 def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
     """A numpy number, for example, does not fit into its message."""
-    output = ExecutorOutput(
+    output = PooledOutput(
         epoch=1,
         step=0,
         sampled_token_ids=encode_column(result.sampled_token_ids),
@@ -188,9 +201,10 @@ def _check_it_travels(asked: AskedStep, result: StepResult) -> None:
         device_time_us=result.device_time_us,
         move_time_us=result.move_time_us,
         prompt_logprobs=result.prompt_logprobs,
+        vectors=result.vectors,
     )
     try:
-        again = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ExecutorOutput)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=PooledOutput)
     except (TypeError, msgspec.MsgspecError) as error:
         require(condition=False, message=f"{asked.where}: the result cannot be sent: {error}")
     else:

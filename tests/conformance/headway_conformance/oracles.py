@@ -6,16 +6,20 @@ Owns: comparing, ties. Must not know: steps.
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway_conformance.failures import require
 from headway_conformance.reference import Draw, Reference
 from headway_conformance.requests import GREEDY, PromptToken, ScriptedRequest
 from headway_conformance.scripted_scheduler import ScriptedScheduler
+from headway_proto.columns import Float32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowLogprobs
 
 EXACT_DTYPE = "float32"
 TOLERANCES = {EXACT_DTYPE: 1e-4, "float16": 0.06, "bfloat16": 0.5}
-"""The largest error of a log probability, by the backend's announced dtype."""
+"""The largest error of a log probability, and of a vector of length 1, by the backend's announced dtype."""
 
 
 class Oracle(Protocol):
@@ -41,6 +45,9 @@ class ReferenceOracle:
         self._exact_draws = exact_draws
 
     def check(self, request: ScriptedRequest) -> None:
+        if request.pooling:
+            self._check_vector(request)
+            return
         for place, (token, logprobs) in enumerate(zip(request.output, request.logprobs, strict=True)):
             history = tuple(request.prompt + request.output[:place])
             where = f"output token {place} of {_described(request)}"
@@ -56,6 +63,17 @@ class ReferenceOracle:
             require(wrong is None, f"position {position} of the prompt of {_described(request)}: {wrong}")
         if request.error is not None:
             self._check_error(request)
+
+    def _check_vector(self, request: ScriptedRequest) -> None:
+        where = f"{_described(request)}, pooling {request.pooling}"
+        require(request.vector is not None, f"{where} has no vector")
+        assert request.vector is not None
+        expected = _direction(self._reference.vector(tuple(request.prompt), request.pooling))
+        distance = float(np.linalg.norm(_direction(request.vector) - expected))
+        require(
+            distance <= self._tolerance,
+            f"{where}: its vector is {distance:.6f} away from the right one; allowed: {self._tolerance:g}",
+        )
 
     def _prompt_token(self, history: tuple[int, ...], token: int, reported: PromptToken) -> str | None:
         drawn = self._reference.draw(history, len(history), GREEDY)
@@ -96,11 +114,16 @@ class AloneOracle:
     def __init__(self, open_scheduler: Callable[[], ScriptedScheduler]) -> None:
         self._open_scheduler = open_scheduler
         self._scheduler: ScriptedScheduler | None = None
-        self._known: dict[tuple[tuple[int, ...], int, SamplingParams], ScriptedRequest] = {}
+        self._known: dict[tuple[tuple[int, ...], int, SamplingParams, int], ScriptedRequest] = {}
 
     def check(self, request: ScriptedRequest) -> None:
         alone = self._alone(request)
         where = _described(request)
+        if request.pooling:
+            vectors = [None if one.vector is None else one.vector.tobytes() for one in (request, alone)]
+            is_same = vectors[0] is not None and vectors[0] == vectors[1]
+            require(is_same, f"{where}, pooling {request.pooling}: the vector is not the one that it has alone")
+            return
         expected_output = alone.output[: len(request.output)]
         require(request.output == expected_output, f"{where} drew {request.output}; alone it draws {expected_output}")
         if request.ended:
@@ -113,11 +136,11 @@ class AloneOracle:
             require(_without_row(mine) == _without_row(expected), f"{where}: logprobs {mine}; alone {expected}")
 
     def _alone(self, request: ScriptedRequest) -> ScriptedRequest:
-        key = (tuple(request.prompt), request.max_tokens, request.sampling)
+        key = (tuple(request.prompt), request.max_tokens, request.sampling, request.pooling)
         if key not in self._known:
             if self._scheduler is None:
                 self._scheduler = self._open_scheduler()
-            alone = ScriptedRequest(list(request.prompt), request.max_tokens, request.sampling)
+            alone = ScriptedRequest(list(request.prompt), request.max_tokens, request.sampling, pooling=request.pooling)
             self._scheduler.run([alone])
             self._known[key] = alone
         return self._known[key]
@@ -132,6 +155,12 @@ def _changes_ranks(sampling: SamplingParams) -> bool:
         prompt_logprobs=sampling.prompt_logprobs,
     )
     return sampling != plain
+
+
+def _direction(vector: Float32Array) -> NDArray[np.float64]:
+    """Vectors are compared by direction, so that one tolerance serves all models."""
+    exact = vector.astype(np.float64)
+    return exact / (np.linalg.norm(exact) or 1.0)
 
 
 def _without_row(entry: RowLogprobs | None) -> tuple[object, ...] | None:

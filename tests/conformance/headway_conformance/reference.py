@@ -19,9 +19,10 @@ from headway_conformance.requests import GREEDY
 from headway_conformance.sizes import Size
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.registry import create_backend
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import Float32Array, decode_floats, encode_column, encode_columns
+from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
-from headway_proto.step import BackendInfo, NewRequest, RowLogprobs, SchedulerOutput
+from headway_proto.step import BackendInfo, NewRequest, PoolingOutput, RowLogprobs
 
 _TIMEOUT_S = 60.0
 _FORCING_BIAS = 100.0
@@ -61,6 +62,7 @@ class Reference:
         self._step = 0
         self._draws: dict[tuple[_History, int, SamplingParams], Draw] = {}
         self._logprobs: dict[tuple[_History, int], float] = {}
+        self._vectors: dict[tuple[_History, int], Float32Array] = {}
 
     @property
     def info(self) -> BackendInfo:
@@ -82,6 +84,17 @@ class Reference:
             assert forced.token == token, "the weights of the checkpoint are out of all proportion"
         return self._logprobs[key]
 
+    def vector(self, prompt: _History, pooling: int) -> Float32Array:
+        """Return the vector of a prompt; float32 ``[embedding_size]``."""
+        key = (prompt, pooling)
+        if key not in self._vectors:
+            message = self._message(prompt, len(prompt), 0, GREEDY, pooling)
+            (entry,) = self._executor.wait(self._executor.submit(message)).vectors
+            self._history = ()  # whatever the blocks hold now is not built upon
+            self._step += 1
+            self._vectors[key] = decode_floats(entry.values)
+        return self._vectors[key]
+
     def _run(self, history: _History, num_prompt_tokens: int, sampling: SamplingParams) -> Draw:
         num_computed = min(_common(history, self._history), len(history) - 1)
         result = self._executor.wait(
@@ -99,8 +112,13 @@ class Reference:
         return Draw(token, entry, None)
 
     def _message(
-        self, history: _History, num_prompt_tokens: int, num_computed: int, sampling: SamplingParams
-    ) -> SchedulerOutput:
+        self,
+        history: _History,
+        num_prompt_tokens: int,
+        num_computed: int,
+        sampling: SamplingParams,
+        pooling: int = NO_POOLING,
+    ) -> PoolingOutput:
         """The blocks keep what was computed before."""
         count = len(history) - num_computed
         request = NewRequest(
@@ -111,13 +129,14 @@ class Reference:
             num_computed_tokens=num_computed,
             sampling=sampling,
         )
-        return SchedulerOutput(
+        return PoolingOutput(
             epoch=1,
             step=self._step,
             scheduled_new_reqs=(request,),
             finished_rows=encode_column([0] if self._step else []),
             num_scheduled_tokens=encode_columns(np.array([[0], [count]])),
             total_num_scheduled_tokens=count,
+            pooled=encode_columns(np.array([[0], [pooling]] if pooling else [[], []], dtype=np.int32)),
         )
 
 

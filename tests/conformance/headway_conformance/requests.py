@@ -5,6 +5,8 @@ Owns: the arithmetic of rule 3. Must not know: steps.
 
 from dataclasses import dataclass, field
 
+from headway_proto.columns import Float32Array
+from headway_proto.pooling import NO_POOLING
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowLogprobs
@@ -21,7 +23,9 @@ class PromptToken:
 
 @dataclass(eq=False)
 class ScriptedRequest:
-    """One request; results fill ``output``, ``logprobs``, ``prompt_logprobs`` (by position) and ``error``.
+    """One request; results fill ``output``, ``logprobs``, ``prompt_logprobs`` (by position), ``vector`` and ``error``.
+
+    With a ``pooling``, ``max_tokens`` is 1, and that token means nothing.
 
     If it is not ``foreseen``, only its results show the end, and steps in flight draw surplus tokens for it. ``row`` is
     -1 without a row. ``num_computed`` and ``num_tokens`` run ahead of the results. A new ``life`` makes steps in flight
@@ -32,6 +36,8 @@ class ScriptedRequest:
     max_tokens: int
     sampling: SamplingParams = GREEDY
     foreseen: bool = True
+    pooling: int = NO_POOLING
+    vector: Float32Array | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs | None] = field(default_factory=list)
     prompt_logprobs: dict[int, "PromptToken"] = field(default_factory=dict)

@@ -22,9 +22,9 @@ from headway_conformance.executor_side import ExecutorSide
 from headway_conformance.failures import NotApplicable
 from headway_conformance.requests import ScriptedRequest
 from headway_executor.backend import StepResult
-from headway_proto.columns import encode_column, encode_columns
+from headway_proto.columns import decode_floats, encode_column, encode_columns
 from headway_proto.sampling import NO_LOGPROBS
-from headway_proto.step import ERRORED_ROW, BackendInfo, NewRequest, RowLogprobs, SchedulerOutput
+from headway_proto.step import ERRORED_ROW, BackendInfo, NewRequest, PoolingOutput, RowLogprobs, SchedulerOutput
 
 _Pairs = list[tuple[int, int]]
 
@@ -284,6 +284,10 @@ class ScriptedScheduler:
         return self._executor.info.num_host_blocks
 
     @property
+    def makes_vectors(self) -> bool:
+        return bool(self._executor.info.embedding_size)
+
+    @property
     def reports_prompts(self) -> bool:
         return self._executor.info.supports_prompt_logprobs
 
@@ -314,15 +318,13 @@ class ScriptedScheduler:
             budget -= counts[request]
         return counts, budget
 
-    def _message(
-        self, planned: Mapping[ScriptedRequest, int]
-    ) -> tuple[SchedulerOutput, AskedStep, tuple[_Drawing, ...]]:
+    def _message(self, planned: Mapping[ScriptedRequest, int]) -> tuple[PoolingOutput, AskedStep, tuple[_Drawing, ...]]:
         total = sum(planned.values())
         assert total <= self._budget, f"the script schedules {total} tokens of {self._budget}"
         new_blocks = self._grow(planned)
         new_requests = tuple(_new_request(request) for request in self._diff.admitted)
         drawing = _advance(planned)
-        output = SchedulerOutput(
+        output = PoolingOutput(
             epoch=self._epoch,
             step=self._step,
             scheduled_new_reqs=new_requests,
@@ -332,6 +334,7 @@ class ScriptedScheduler:
             block_copies=_pairs(self._diff.copies),
             swap_out=_pairs(self._diff.swap_out),
             swap_in=_pairs(self._diff.swap_in),
+            pooled=_pairs([(request.row, request.pooling) for request in self._diff.admitted if request.pooling]),
             total_num_scheduled_tokens=total,
         )
         asked = AskedStep(
@@ -339,6 +342,7 @@ class ScriptedScheduler:
             rows=frozenset(request.row for request, count in planned.items() if count),
             sampling_rows=tuple(request.row for request in drawing),
             num_logprobs=tuple(request.sampling.logprobs for request in drawing),
+            pooled_rows=tuple(request.row for request in drawing if request.pooling),
             has_moves=bool(output.block_copies or output.swap_out or output.swap_in),
         )
         return output, asked, tuple(_Drawing(request, request.life) for request in drawing)
@@ -371,11 +375,13 @@ class ScriptedScheduler:
         check_answer(flight.asked, result, self._executor.info)
         logprobs = {entry.row: entry for entry in result.logprobs}
         errors = {error.row: error.message for error in result.errors}
+        vectors = {entry.row: decode_floats(entry.values) for entry in result.vectors}
         tokens = result.sampled_token_ids.tolist()
         for row, token, drawing in zip(flight.asked.sampling_rows, tokens, flight.drawings, strict=True):
             request = drawing.request
             if drawing.life == request.life and not request.ended:
                 _record(request, token, logprobs.get(row), errors.get(row))
+                request.vector = vectors.get(row)
         for entry, reported in zip(result.prompt_logprobs, flight.prompts, strict=True):
             if reported.life == reported.request.life:
                 reported.request.record_prompt(entry.values)

@@ -105,6 +105,10 @@ class Stage:
         """A request with a random prompt."""
         return ScriptedRequest(self.prompt(length), max_tokens or self.size.num_output, sampling, foreseen)
 
+    def pooled(self, length: int, pooling: int) -> ScriptedRequest:
+        """A request for the vector of a random prompt."""
+        return ScriptedRequest(self.prompt(length), 1, pooling=pooling)
+
     def verify(self, *requests: ScriptedRequest) -> None:
         """Check the draws of requests, which must have ended without an error.
 

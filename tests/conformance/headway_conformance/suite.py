@@ -18,6 +18,7 @@ from headway_conformance.scenarios import (
     errors,
     families,
     lifecycle,
+    pooling,
     rows,
     sampling,
     speculation,
@@ -40,6 +41,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     *errors.SCENARIOS,
     *constraints.SCENARIOS,
     *speculation.SCENARIOS,
+    *pooling.SCENARIOS,
     *families.SCENARIOS,
 )
 """Every scenario, simple ones first."""
