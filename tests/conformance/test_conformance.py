@@ -36,6 +36,10 @@ SLOW_TWINS = {"steps_in_flight_1", "steps_in_flight_3"}
 """Beside depths 2 and 4, these say nothing more about a backend whose steps take effect at once."""
 DEEP_IF_INTERPRETED = {
     "steps_in_flight_4",
+    "preempted_and_computed_again",
+    "the_same_twice",
+    "every_split_of_a_prompt",
+    "rows_of_an_earlier_epoch_later",
     "swapped_out_and_in",
     "moved_within_one_step",
     "host_blocks_keep_what_was_last_written",
@@ -44,6 +48,7 @@ DEEP_IF_INTERPRETED = {
     "family_llama",
     "family_mistral",
     "family_qwen2",
+    "family_qwen3",
 }
 """Each takes long where kernels are interpreted, and asks a kernel little that another scenario does not ask too, or a test
 of the triton backend's own with transformers.

@@ -32,7 +32,7 @@ SMALLER = {
     "--num-requests 440 --warmup-requests 40": "--num-requests 12 --warmup-requests 2",
     "--num-requests 1024 --warmup-requests 128": "--num-requests 40 --warmup-requests 8",
     "--sweep-budget 192,256,384,512,768,1024,2048": "--sweep-budget 256,512",
-    "lognormal:1024,0.6,3000 --output-tokens lognormal:200,0.5,800": "1000 --output-tokens 12 --num-requests 50 --devices 8",
+    "lognormal:1024,0.6,3000 --output-tokens lognormal:200,0.5,800": "1000 --output-tokens 12 --num-requests 30 --devices 4",
     "--arrivals poisson --rate 20 ": "--arrivals poisson --rate 50 ",
     "headway doctor": "headway doctor --quick",
     "--output-tokens lognormal:60,0.6": "--output-tokens 6",

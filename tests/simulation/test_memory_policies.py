@@ -1,5 +1,6 @@
 """What the memory policies promise, with the real scheduler in virtual time on pools that are far too small."""
 
+import itertools
 from functools import cache
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ CONTEXTS = {
         "num_requests": 56,
     },
 }
+QUICK = {("short", 10.0), ("growing", 1.0), ("growing", 100.0)}
+"""What says most of the others; `make deep` has all."""
+
 HEAVY_TAILS = {
     "lognormal": {"output_tokens": "lognormal:300,1.0,4000", "max_tokens": 4096, "num_kv_blocks": 4000, "users": 192},
     "pareto": {"output_tokens": "pareto:100,1.2,4000", "max_tokens": 4096, "num_kv_blocks": 4000, "users": 192},
@@ -92,8 +96,13 @@ def reserving(workload: str, reserve: str) -> Run:
     return run((("preemption", "recompute"), ("reserve", reserve)), tuple(options.items()))
 
 
-@pytest.mark.parametrize("bandwidth_gb_s", [1.0, 10.0, 100.0])
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("context", "bandwidth_gb_s"),
+    [
+        pytest.param(context, bandwidth, marks=() if (context, bandwidth) in QUICK else pytest.mark.deep)
+        for context, bandwidth in itertools.product(CONTEXTS, (1.0, 10.0, 100.0))
+    ],
+)
 def test_the_automatic_kind_of_preemption_is_as_good_as_the_better_one(context: str, bandwidth_gb_s: float) -> None:
     recompute = preempting(context, "recompute", 1.0)  # it moves nothing
     swap = preempting(context, "swap", bandwidth_gb_s)
@@ -125,7 +134,10 @@ def test_nobody_is_preempted_again_and_again(context: str, mode: str) -> None:
         assert measured.recomputed == 0.0
 
 
-@pytest.mark.parametrize("workload", HEAVY_TAILS)
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(name, marks=() if name == "pareto" else pytest.mark.deep) for name in HEAVY_TAILS],
+)
 def test_foresight_halves_preemptions_and_costs_no_throughput(workload: str) -> None:
     none, predicted = reserving(workload, "none"), reserving(workload, "predicted")
     assert none.num_preemptions > 100

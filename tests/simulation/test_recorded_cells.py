@@ -38,7 +38,7 @@ def check(world: RecordedCells) -> None:
         assert not replay.moving
 
 
-@pytest.mark.parametrize("num_executors", [1, 2, 3])
+@pytest.mark.parametrize("num_executors", [1, pytest.param(2, marks=pytest.mark.deep), 3])
 def test_an_undisturbed_run(num_executors: int) -> None:
     world = RecordedCells(num_executors, seed=1)
     submit_some(world, 80)

@@ -309,8 +309,17 @@ def test_a_scheduler_that_restarts_knows_nothing_of_what_was_stored(seed: int) -
     assert [cell.role for cell in world.engine.fleet.cells] == [Role.PREFILL, Role.DECODE]
 
 
-@pytest.mark.parametrize("policy", ["disaggregated", "hybrid"])
-@pytest.mark.parametrize("victim", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("victim", "policy"),
+    [
+        (0, "disaggregated"),
+        (1, "hybrid"),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in ((None, "disaggregated"), (None, "hybrid"), (0, "hybrid"), (1, "disaggregated"))
+        ),
+    ],
+)
 def test_what_executors_with_roles_did_replays_to_the_byte(victim: int | None, policy: str) -> None:
     pools = HostPools()
     placement = PlacementSettings(policy, (Role.PREFILL, Role.DECODE, Role.BOTH))

@@ -121,7 +121,7 @@ def test_two_executors_share_nodes_part_by_part():
 # ----------------------------------------------------------------------------------------------------------- instances
 
 
-@pytest.mark.parametrize(("degrees", "stages"), [((1, 1), 1), ((1, 2), 2)])
+@pytest.mark.parametrize(("degrees", "stages"), [((1, 1), 1), pytest.param((1, 2), 2, marks=pytest.mark.deep)])
 def test_first_tokens_wait_as_queueing_theory_says(degrees, stages):
     """One prompt a step, prompts alike: an M/D/1 queue in front of the first stage (DistServe, equations 1 and 2).
 
@@ -215,6 +215,7 @@ def test_a_search_ends_where_a_rate_is_of_no_use():
     assert tried == [8.0, 4.0, 3.0]
 
 
+@pytest.mark.deep
 def test_a_short_objective_wants_tensor_parallel_prefill_and_a_long_one_stages():
     """DistServe, section 3.1 and figure 4: intra-operator parallelism at low rates, inter-operator at high ones."""
     lengths = {"prompt_tokens": "lognormal:512,0.8,2048"}
@@ -241,7 +242,7 @@ def test_an_objective_on_the_mean_gap_forgives_a_hand_off():
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("degrees", [(1, 1), pytest.param((2, 2), marks=pytest.mark.deep)])
 def test_no_executor_is_much_better_than_its_ceiling(phase, degrees):
     options = options_of(output_tokens="lognormal:40,0.5,200", prompt_tokens="lognormal:400,0.6,2000", gaps="mean")
     instance, goal = instance_of(options, phase, *degrees), goal_of(options)

@@ -64,6 +64,7 @@ def test_the_same_seed_writes_the_same_bytes(capsys, tmp_path):
     assert document["split"]["check"]["share"] >= 0.9
 
 
+@pytest.mark.deep
 def test_executors_reach_the_rate_by_their_goodput(capsys, tmp_path):
     path = tmp_path / "plan.json"
     run(capsys, *ASKED, "--rate", "400", "--json", str(path))
@@ -75,12 +76,14 @@ def test_executors_reach_the_rate_by_their_goodput(capsys, tmp_path):
         assert document[system]["num_devices"] == sum(devices) <= 8
 
 
+@pytest.mark.deep
 def test_a_large_model_with_short_gaps_is_better_split(capsys):
     """Its prompts and decodes want different degrees; at a rate that fills both, a split needs fewer devices."""
     printed = run(capsys, *LARGE, "--rate", "18", "--gaps", "mean", "--devices", "32", "--output-tokens", "30")
     assert line_of(printed, "better").startswith("better     split: ")
 
 
+@pytest.mark.deep
 def test_on_a_slow_interconnect_each_stage_of_both_is_on_one_node(capsys, tmp_path):
     path = tmp_path / "plan.json"
     flags = (*LARGE, "--rate", "4", "--gaps", "mean", "--interconnect", "slow", "--json", str(path))
