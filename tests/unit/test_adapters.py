@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend_driver import BackendDriver, Request
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
@@ -174,10 +175,23 @@ def test_int8_weights_take_an_adapter_in_full_precision(adapted):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", ["w4a16-channel", "w8a8", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "w4a16-channel",
+        "gptq-own-orders",
+        "fp8-blocks",
+        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("w8a8", "awq", "gptq", "w4a16-zeros", "w8a16")),
+    ],
+)
 def test_quantised_checkpoints_take_adapters(tmp_path, kind, kernels):
     """They are added to what the codes stand for: the log probabilities are those of the wide weights."""
-    model = make_checkpoint(tmp_path / "model", "llama3")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB_SIZE, num_attention_heads=4, max_position_embeddings=256, **sizes)
+    )
+    model.save_pretrained(tmp_path / "model")
     adapter = write_adapter(tmp_path / "adapter", model, seed=5)
     found = []
     for directory in (quantise(tmp_path / "model", kind), tmp_path / "model"):
