@@ -37,7 +37,7 @@ SMALLER = {
     "headway doctor": "headway doctor --quick",
     "--output-tokens lognormal:60,0.6": "--output-tokens 6",
 }
-SERVED = "headway serve --model /path/to/checkpoint"
+SERVED = "headway serve /path/to/checkpoint"
 """Stands for the server of this module, which has been started with this command and settings of the test."""
 
 

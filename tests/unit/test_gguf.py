@@ -288,7 +288,8 @@ def test_another_architecture_is_refused_by_name(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("command", ["serve", "executor"])
-def test_a_file_in_the_place_of_a_model_names_the_command(tmp_path, capfd, command):
+def test_a_file_in_the_place_of_a_model_that_is_none_is_refused_in_one_line(tmp_path, capfd, command, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "model.gguf").touch()
-    assert main([command, "--model", str(tmp_path / "model.gguf")]) != 0
-    assert "headway gguf makes one of a GGUF file" in capfd.readouterr().err
+    assert main([command, "--model", str(tmp_path / "model.gguf")]) == 3
+    assert "model.gguf: not a readable GGUF file" in capfd.readouterr().err

@@ -226,7 +226,8 @@ def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
         ("serve --port 8000", "unknown flag --port; host and port are one flag: --grpc-address HOST:PORT"),
         ("gateway --host=::", "unknown flag --host; host and port are one flag: --grpc-address HOST:PORT"),
         ("serve --api-key sekret", "unknown flag --api-key; tokens are in a file: --auth-token-file FILE"),
-        ("serve models/mine", "unexpected argument 'models/mine'; did you mean --model 'models/mine'?"),
+        ("executor models/mine", "unexpected argument 'models/mine'; did you mean --model 'models/mine'?"),
+        ("serve models/mine stray", "unexpected argument 'stray'; did you mean --model 'stray'?"),
         (
             "generate --port 1 --prompt x",
             "unknown flag --port; host and port of the server are one flag: --address HOST:PORT",

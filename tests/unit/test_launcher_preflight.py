@@ -19,9 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from headway.__main__ import main, parser_of
 from headway.health import SERVING, UNREACHABLE, Target, health_of
+from headway.model_source import DEMO_MODEL_DIRECTORY
 from headway.plan import Plan, make_plan, without_settings
 from headway.serve import serve
-from headway.services import DEMO_MODEL_DIRECTORY
 from headway_executor import preflight as of_executor
 from headway_executor.backend import BackendConfigError
 from headway_executor.config import ExecutorConfig

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from headway.__main__ import COMMANDS, overview, parser_of
+from headway.model_source import DEMO_MODEL_DIRECTORY
 from headway.plan import make_plan, without_settings
-from headway.services import DEMO_MODEL_DIRECTORY, SERVICES, SETTLED_BY_SERVE
+from headway.services import SERVICES, SETTLED_BY_SERVE
 from headway.settings import ConfigurationError, ModelDirectoryError
 from headway.socket_directory import remove_abandoned, socket_directory
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.serve_config import DEMO_MODEL
-from headway.services import DEMO_MODEL_DIRECTORY
+from headway.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
 from headway.settings import ConfigurationError, ModelDirectoryError, shown
 from headway_lab.doctor.examination import Model, examine, with_measurements
 from headway_lab.doctor.rendering import text_of

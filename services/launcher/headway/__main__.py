@@ -35,6 +35,7 @@ _EXTRAS = {
     "matplotlib": "bench",
     "ray": "ray",
     "gguf": "gguf",
+    "huggingface_hub": "hub",
 }
 
 

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from headway.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged, read_tables
-from headway.serve_config import DEMO_MODEL, MOST_EXECUTORS, ServeConfig
+from headway.model_source import ALLOWED, ModelSources
+from headway.serve_config import MOST_EXECUTORS, ServeConfig
 from headway.services import (
     EXECUTORS_TABLES,
     SERVE,
@@ -71,13 +72,14 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     serve: ServeConfig
     values: dict[str, dict[str, Given]]
     entries: tuple[ExecutorEntry, ...]
+    models: ModelSources
     first: Layer = {}
 
     def executor_values(self, entry: ExecutorEntry) -> dict[str, Given]:
         """Return the settings of an executor of this entry."""
         if not entry.given:
             return self.values[EXECUTOR]
-        values = with_model_directory(merged((self.first, entry.given, self.values[EXECUTOR])))
+        values = with_model_directory(merged((self.first, entry.given, self.values[EXECUTOR])), self.models)
         check_model_directory(values)
         return values
 
@@ -104,11 +106,12 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     given = merged((first, files[SERVE]))
     serve = build(ServeConfig, given, ServeConfig.validate)
     entries = _entries(arguments.config, given, serve)
-    values = _values_of_services(serve, given, environment, files)
+    models = ModelSources(offline=serve.offline)
+    values = _values_of_services(serve, given, environment, files, models)
     if any(entry.given or entry.role != ANY_ROLE for entry in entries):
         _check_roles(given, entries, values)
     of_executor = given_by_environment(environment, EXECUTOR, SERVICES[EXECUTOR].settings)
-    return Deployment(serve=serve, values=values, entries=entries, first=merged((first, of_executor)))
+    return Deployment(serve=serve, values=values, entries=entries, models=models, first=merged((first, of_executor)))
 
 
 def entry_settings() -> dict[str, Setting]:
@@ -142,10 +145,7 @@ def check_model_directory(given: Layer) -> None:
     """
     model = given.get("model")
     if model is not None and not Path(model.value).is_dir():
-        made = "; headway gguf makes one of a GGUF file" if str(model.value).endswith(".gguf") else ""
-        raise ModelDirectoryError(
-            f"{model.origin}: {shown(model.value)} is not allowed; allowed: a checkpoint directory, or {DEMO_MODEL}{made}"
-        )
+        raise ModelDirectoryError(f"{model.origin}: {shown(model.value)} is not allowed; allowed: {ALLOWED}")
 
 
 def _entries(file: str | None, given: Layer, serve: ServeConfig) -> tuple[ExecutorEntry, ...]:
@@ -191,14 +191,18 @@ def _check_roles(given: Layer, entries: Sequence[ExecutorEntry], values: Mapping
 
 
 def _values_of_services(
-    serve: ServeConfig, given: Layer, environment: Mapping[str, str], files: Mapping[str, Layer]
+    serve: ServeConfig,
+    given: Layer,
+    environment: Mapping[str, str],
+    files: Mapping[str, Layer],
+    models: ModelSources,
 ) -> dict[str, dict[str, Given]]:
     """Return the values that all replicas share."""
     presets = {"model": Given(serve.model, "--model")}
     result = {}
     for service in SERVICES.values():
         from_environment = given_by_environment(environment, service.name, service.settings)
-        values = with_model_directory(merged((given, from_environment, files[service.name], presets)))
+        values = with_model_directory(merged((given, from_environment, files[service.name], presets)), models)
         check_model_directory(values)
         result[service.name] = values
     return result

@@ -25,7 +25,15 @@ WhenReady = Callable[[str, str], Awaitable[bool]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add serve's and the services' flags."""
+    """Add serve's and the services' flags, and the model as a word without a flag."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="the same as --model MODEL",
+    )
     add_serve_flags(parser)
 
 

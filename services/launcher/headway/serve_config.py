@@ -6,19 +6,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from headway.model_source import ALLOWED, DEMO_MODEL
 from headway_process.addresses import is_loopback
 from headway_process.installation import install_advice
 
-DEMO_MODEL = "demo"
 MOST_EXECUTORS = 64
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The launcher's own settings."""
 
-    model: Annotated[str, Meta(description="checkpoint directory, or demo for the model that ships with Headway")] = (
+    model: Annotated[str, Meta(description=f"{ALLOWED}, the model that ships with Headway; see docs/models.md")] = (
         DEMO_MODEL
     )
+    offline: Annotated[bool, Meta(description="ask no hub for a model; what its cache has is served")] = False
     replicas: Annotated[
         int,
         Meta(

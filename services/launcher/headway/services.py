@@ -1,4 +1,4 @@
-"""The three services, their configurations, and the model name ``demo``.
+"""The three services and their configurations.
 
 A service is imported only when needed, because a scheduler's host has no torch.
 """
@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -25,11 +24,10 @@ from headway.configuration import (
     merged,
     read_file,
 )
-from headway.serve_config import DEMO_MODEL, ServeConfig
-from headway.settings import Setting, settings_of
+from headway.model_source import ModelSourceError, ModelSources
+from headway.serve_config import ServeConfig
+from headway.settings import ModelDirectoryError, Setting, settings_of, shown
 from headway_process.log_sink import LogSink
-
-DEMO_MODEL_DIRECTORY = Path(__file__).parent / "demo_model"
 
 SERVE = "serve"
 CLUSTER = "cluster"
@@ -123,7 +121,7 @@ def load(service: Service, arguments: argparse.Namespace, environment: Mapping[s
     from_flags = given_by_flags(arguments, service.settings)
     from_file = sources_in_file(arguments, environment)[service.name]
     from_environment = given_by_environment(environment, service.name, service.settings)
-    return service.build(with_model_directory(merged((from_flags, from_environment, from_file))))
+    return service.build(with_model_directory(merged((from_flags, from_environment, from_file)), ModelSources()))
 
 
 def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Layer]:
@@ -143,11 +141,19 @@ def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str
     return read_file(arguments.config, sections, tables=EXECUTORS_TABLES)
 
 
-def with_model_directory(given: Layer) -> dict[str, Any]:
-    """Replace the model name ``demo`` by its directory."""
+def with_model_directory(given: Layer, models: ModelSources) -> dict[str, Any]:
+    """Replace the model's name by its directory.
+
+    Raises:
+        ModelDirectoryError: the model cannot be had.
+    """
     result = dict(given)
-    if "model" in result and result["model"].value == DEMO_MODEL:
-        result["model"] = msgspec.structs.replace(result["model"], value=str(DEMO_MODEL_DIRECTORY))
+    model = result.get("model")
+    if model is not None:
+        try:
+            result["model"] = msgspec.structs.replace(model, value=models.directory_of(model.value))
+        except ModelSourceError as error:
+            raise ModelDirectoryError(f"{model.origin}: {shown(model.value)} is not allowed; {error}") from None
     return result
 
 

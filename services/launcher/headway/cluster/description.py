@@ -14,9 +14,9 @@ import msgspec
 from headway.cluster.config import ClusterConfig
 from headway.configuration import Given, Layer
 from headway.deployment import Deployment, ExecutorEntry, num_ranks, roles_in_order
+from headway.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
 from headway.plan import STOP_GRACE_S
-from headway.serve_config import DEMO_MODEL
-from headway.services import DEMO_MODEL_DIRECTORY, SERVICES, Service
+from headway.services import SERVICES, Service
 from headway.settings import ConfigurationError, as_text, settings_of
 from headway_process.addresses import is_loopback
 from headway_process.logs import EXECUTOR_VARIABLE

@@ -1,0 +1,131 @@
+"""What a model's name may stand for: directories, GGUF files, and a hub's models, against a hub on loopback."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fake_hub import COMMIT, FakeHub, fake_hub
+from headway.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
+from unit.test_gguf import Kind, write_file
+
+REPOSITORY = "org/tiny"
+WEIGHTS = "model.safetensors"
+PROGRAM = """
+import sys
+from headway.model_source import ModelSources, ModelSourceError
+try:
+    print(ModelSources(offline=sys.argv[2] == "offline").directory_of(sys.argv[1]))
+except ModelSourceError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("published")
+    for file in DEMO_MODEL_DIRECTORY.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    for stranger in ("modeling_tiny.py", "pytorch_model.bin", "consolidated.safetensors", "original/params.json"):
+        (directory / stranger).parent.mkdir(exist_ok=True)
+        (directory / stranger).write_text("{}")
+    # The library keeps what has come in pieces of 10 MB.
+    (directory / WEIGHTS).write_bytes(random.Random(0).randbytes(24_000_000))
+    return directory
+
+
+def found(hub: FakeHub | None, cache: Path, name: str = REPOSITORY, *, offline: bool = False) -> tuple[int, str, str]:
+    """Exit code, answer and messages of a process of its own: the library reads its environment once."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.address if hub else "http://127.0.0.1:1",
+        "HF_HOME": str(cache / "hf"),
+        "XDG_CACHE_HOME": str(cache),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    command = [sys.executable, "-c", PROGRAM, name, "offline" if offline else "online"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def test_a_hubs_model_is_fetched_once_and_then_served_without_it(published: Path, tmp_path: Path) -> None:
+    with fake_hub(REPOSITORY, published, cuts={WEIGHTS}) as hub:
+        code, directory, told = found(hub, tmp_path)
+        assert code == 0, directory + told
+        ranges = hub.fetched(WEIGHTS)
+        again = found(hub, tmp_path, f"{REPOSITORY}@{COMMIT}")
+        assert again[:2] == (0, directory)
+        assert hub.fetched(WEIGHTS) == ranges
+    assert len(ranges) == 2, "the first answer is cut"
+    assert ranges[1].startswith("bytes="), "what has come is not fetched again"
+    assert sorted(path.name for path in Path(directory).iterdir()) == sorted(
+        path.name for path in DEMO_MODEL_DIRECTORY.iterdir() if path.suffix in {".json", ".safetensors", ".jinja"}
+    )
+    assert (Path(directory) / WEIGHTS).read_bytes() == (published / WEIGHTS).read_bytes()
+    assert "looking for org/tiny" in told
+    assert "checking the sums of 1 files" in told
+    for offline in (True, False):
+        code, same, told = found(None, tmp_path, offline=offline)
+        assert (code, same) == (0, directory)
+        assert "checking" not in told
+
+
+def test_damaged_weights_are_removed_and_fetched_again(published: Path, tmp_path: Path) -> None:
+    with fake_hub(REPOSITORY, published, damaged={WEIGHTS}) as hub:
+        code, reason, _ = found(hub, tmp_path)
+        assert code == 3
+        assert reason.endswith("a file of it, came damaged and was removed; try again")
+        hub.damaged.clear()
+        code, directory, told = found(hub, tmp_path)
+    assert code == 0, directory + told
+    assert (Path(directory) / WEIGHTS).read_bytes() == (published / WEIGHTS).read_bytes()
+
+
+def test_what_a_hub_does_not_have_is_told_in_one_line(published: Path, tmp_path: Path) -> None:
+    with fake_hub(REPOSITORY, published) as hub:
+        assert found(hub, tmp_path, "org/other")[:2] == (
+            3,
+            "the hub has no such model, or asks for a token of its own (HF_TOKEN), and there is no such directory",
+        )
+        assert found(hub, tmp_path, f"{REPOSITORY}@v9")[:2] == (3, "the hub's model has no revision v9")
+    reason = "it is not in the cache, the hub does not answer, and there is no such directory"
+    assert found(None, tmp_path)[:2] == (3, reason)
+    assert found(None, tmp_path, offline=True)[:2] == (3, "it is not in the cache, and there is no such directory")
+
+
+def test_directories_and_names_of_nothing_stay(tmp_path: Path) -> None:
+    models = ModelSources(offline=True)
+    assert models.directory_of("demo") == str(DEMO_MODEL_DIRECTORY)
+    for name in (str(tmp_path), "/no/such/directory", "no-such-model", "./org/name", "~/models/llama", "org/none.gguf"):
+        assert models.directory_of(name) == name
+
+
+def test_a_gguf_file_becomes_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "small.gguf"
+    write_file(file, [Kind.Q8_0])
+    told: list[str] = []
+    directory = Path(ModelSources(say=told.append).directory_of(str(file)))
+    assert directory.parent == tmp_path / "cache" / "headway" / "gguf"
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert ModelSources(say=told.append).directory_of(str(file)) == str(directory)
+    assert len(told) == 1
+    os.utime(file, (1, 1))
+    assert ModelSources(say=told.append).directory_of(str(file)) != str(directory), "the file may be another one now"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelSourceError, match=r"small\.gguf"):
+        ModelSources(say=told.append).directory_of(str(file))
+    assert not [path for path in directory.parent.iterdir() if path.name.startswith(".part-")]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ModelSourceError, match=r"^no checkpoint can be made of it in .*; XDG_CACHE_HOME names another"):
+        ModelSources(say=lambda _: None).directory_of(str(file))
