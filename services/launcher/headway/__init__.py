@@ -1,14 +1,19 @@
-"""The ``headway`` command and the Python client, which imports gRPC at its first use only."""
+"""The ``headway`` command, the Python client and ``LLM``, which import gRPC at their first use only."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.client import AsyncClient, Client
+    from headway.llm import LLM
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["LLM", "AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        import headway.llm
+
+        return headway.llm.LLM
     if name in __all__:
         import headway.client
 

@@ -1,0 +1,262 @@
+"""A model inside a program: the processes of ``headway serve`` beneath it, and calls that take many prompts at once.
+
+Owns: starting and ending these processes, the order of answers. Must not know: messages, models, settings by name.
+"""
+
+import asyncio
+import atexit
+import collections
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from threading import Event, Thread
+from types import TracebackType
+from typing import IO, Any, Self, TypeVar, Unpack
+
+from headway.client import AsyncClient, ChatMessage, Client, GenerateOptions, GenerationResult, GenerationStream
+from headway.client.requests import BatchOptions, EmbedOptions, Input, Prompt
+from headway.configuration import suggestion
+from headway.model_source import DEMO_MODEL
+from headway.plan import without_settings
+from headway.progress import ProgressLine
+from headway.services import serve_settings
+from headway.settings import as_text
+from headway_proto import generation_pb2
+
+ResultT = TypeVar("ResultT")
+
+_READY = re.compile(r"headway is ready on (\S+) ")
+_OWN_AFFAIRS = ("headway serve: starting ", "headway serve: stopping")
+_MOST_AT_ONCE = 256
+_MOST_INPUTS = 64
+_KEPT_LINES = 20
+_END_S = 20.0
+
+
+class ServingError(Exception):
+    """The processes beneath an ``LLM`` did not start. The message says why."""
+
+
+class LLM:
+    """A served model that belongs to this program.
+
+    Processes start with it and end with ``close``, with the ``with`` block, or with the program, however that ends.
+    They listen on loopback, at ``address``, for any other client too. Threads may share an ``LLM``.
+
+    Args:
+        model: what ``headway serve`` takes: a directory, a GGUF file, a hub's name, or demo.
+        progress: whether a terminal gets a progress line; nothing else ever does.
+        settings: the flags of ``headway serve`` as keywords, such as ``max_num_seqs=32``.
+
+    Raises:
+        TypeError: there is no such setting.
+        ServingError: the processes refused to start.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = DEMO_MODEL, *, progress: bool = True, **settings: Any) -> None:
+        self._progress = progress
+        self._processes = _Processes(_words(os.fspath(model), settings))
+        self.address = self._processes.address
+        self._client = Client(self.address)
+        self._loop = _Loop()
+        atexit.register(self.close)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[GenerationResult]:
+        """Answer prompts: texts, or lists of token ids. One prompt gives a list of one result.
+
+        The results have the order of the prompts. The options are those of ``Client.generate``, for all of them.
+
+        Raises:
+            HeadwayError: a request was refused or failed; the others are cancelled.
+        """
+        several = [prompts] if _is_one(prompts) else list(prompts)
+        return self._all(several, lambda client, prompt: client.generate(prompt, **options).result())
+
+    def chat(
+        self, chats: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]], **options: Unpack[GenerateOptions]
+    ) -> list[GenerationResult]:
+        """Answer conversations, as ``generate``. A conversation is a list of ``{"role": ..., "content": ...}``."""
+        several = [chats] if chats and isinstance(chats[0], dict) else list(chats)
+        return self._all(several, lambda client, chat: client.generate(chat, **options).result())
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
+        """Answer one prompt piece by piece; see ``Client.generate``."""
+        return self._client.generate(prompt, **options)
+
+    def embed(self, inputs: Input | Sequence[Input], **options: Unpack[EmbedOptions]) -> list[list[float]]:
+        """Return a vector of each text or list of token ids. Raises as ``generate``."""
+        several = [inputs] if _is_one(inputs) else list(inputs)
+        parts = [several[first : first + _MOST_INPUTS] for first in range(0, len(several), _MOST_INPUTS)]
+        answers = self._all(parts, lambda client, part: client.embed(part, **options))
+        return [list(one.values) for answer in answers for one in answer.embeddings]
+
+    def score(
+        self, prompt: Input, continuations: Sequence[Input], **options: Unpack[BatchOptions]
+    ) -> list[generation_pb2.Score]:
+        """Return the log probabilities of continuations of one prompt. Raises as ``generate``."""
+        return list(self._client.score(prompt, continuations, **options).scores)
+
+    def async_client(self) -> AsyncClient:
+        """Return a new client for the event loop of the caller."""
+        return AsyncClient(self.address)
+
+    def close(self) -> None:
+        """End the processes. A second call does nothing."""
+        atexit.unregister(self.close)
+        self._client.close()
+        self._loop.close()
+        self._processes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _all(self, several: Sequence[Any], call: Callable[[AsyncClient, Any], Awaitable[ResultT]]) -> list[ResultT]:
+        progress = ProgressLine(sys.stderr) if self._progress else None
+        try:
+            return self._loop.run(_answered(self.address, several, call, progress))
+        finally:
+            if progress is not None:
+                progress.erase()
+
+
+async def _answered(
+    address: str,
+    several: Sequence[Any],
+    call: Callable[[AsyncClient, Any], Awaitable[ResultT]],
+    progress: ProgressLine | None,
+) -> list[ResultT]:
+    """Answer in order, so many at once that the scheduler is never short of work."""
+    places = asyncio.Semaphore(_MOST_AT_ONCE)
+    num_done = 0
+
+    async def one(given: Any) -> ResultT:
+        nonlocal num_done
+        async with places:
+            result = await call(client, given)
+        num_done += 1
+        if progress is not None:
+            progress.show(num_done, len(several), "answered")
+        return result
+
+    async with AsyncClient(address) as client:
+        tasks = [asyncio.ensure_future(one(given)) for given in several]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_one(prompts: object) -> bool:
+    """Whether it is a text or a list of token ids."""
+    return isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int))
+
+
+def _words(model: str, settings: dict[str, Any]) -> list[str]:
+    known = serve_settings()
+    words = [f"--model={model}"]
+    for name, value in ({"grpc_address": "127.0.0.1:0", "log_level": "warning"} | settings).items():
+        if name not in known:
+            raise TypeError(f"{name} is no setting of headway serve{suggestion(name, known)}")
+        words += as_text(known[name], value)
+    return words
+
+
+class _Loop:
+    """An event loop on a thread of its own, since the caller's thread may run one already, as in a notebook."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="headway-llm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Wait for the result. An interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class _Processes:
+    """The launcher and its processes."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-m", "headway.beneath", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=without_settings(os.environ),
+            start_new_session=True,  # an interrupt at the terminal is the program's alone
+        )
+        self._owner = os.getpid()
+        self._said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._is_ready = Event()
+        self.address = ""
+        self._readers = [
+            Thread(target=read, args=(stream,), daemon=True)
+            for read, stream in ((self._read_stdout, self._launcher.stdout), (self._read_stderr, self._launcher.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+        try:
+            self._is_ready.wait()
+        except BaseException:
+            self.close()
+            raise
+        if not self.address:
+            self.close()
+            last = self._said[-1] if self._said else "it said nothing"
+            raise ServingError(last.removeprefix("headway serve: "))
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:  # a fork of the program
+            return
+        if self._launcher.poll() is None:
+            self._launcher.send_signal(signal.SIGTERM)
+            try:
+                self._launcher.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._launcher.kill()  # its processes end with it
+        self._launcher.wait()
+        for reader in self._readers:
+            reader.join()
+        for stream in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
+            assert stream is not None
+            stream.close()
+
+    def _read_stdout(self, stream: IO[str]) -> None:
+        for line in stream:
+            ready = _READY.match(line)
+            if ready:
+                self.address = ready[1]
+                self._is_ready.set()
+        self._is_ready.set()
+
+    def _read_stderr(self, stream: IO[str]) -> None:
+        for line in stream:
+            if line.strip():
+                self._said.append(line.strip())
+            if not line.startswith(_OWN_AFFAIRS):
+                sys.stderr.write(line)
