@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from headway.__main__ import main, parser_of
+from headway.__main__ import COMMANDS, main, parser_of
 from headway.configuration import (
     OneLineParser,
     add_setting_flags,
@@ -207,7 +207,7 @@ def test_every_number_and_choice_of_a_service_says_what_is_allowed() -> None:
     assert order.within == "class_deadline, deadline, fair, fcfs, priority, shortest"
     assert seqs.within == "1 to 65536"
     assert settings_of(ServeConfig)["restart_window_s"].within == "above 0, at most 86400"
-    said = " ".join(parser_of("scheduler").format_help().split())
+    said = " ".join(parser_of("scheduler").format_full_help().split())
     assert "requests that may run at once (1 to 65536; default: 256)" in said
 
 
@@ -227,15 +227,21 @@ def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
         ("gateway --host=::", "unknown flag --host; host and port are one flag: --grpc-address HOST:PORT"),
         ("serve --api-key sekret", "unknown flag --api-key; tokens are in a file: --auth-token-file FILE"),
         ("executor models/mine", "unexpected argument 'models/mine'; did you mean --model 'models/mine'?"),
-        ("serve models/mine stray", "unexpected argument 'stray'; did you mean --model 'stray'?"),
+        (
+            "serve models/mine stray",
+            "unexpected argument 'stray'; a text with spaces needs quotes, see headway serve --help",
+        ),
         (
             "generate --port 1 --prompt x",
             "unknown flag --port; host and port of the server are one flag: --address HOST:PORT",
         ),
         ("generate --api-key=sekret", "unknown flag --api-key; the token is read from a file"),
-        ("generate hello", "unexpected argument 'hello'; did you mean --prompt 'hello'?"),
-        ("generate hello --max-tokens 3", "unexpected argument 'hello'; did you mean --prompt 'hello'?"),
-        ("generate", "one of the arguments --prompt --file is required"),
+        (
+            "generate hello world",
+            "unexpected argument 'world'; a text with spaces needs quotes, see headway generate --help",
+        ),
+        ("generate hello --prompt world", "argument --prompt: not allowed with argument TEXT"),
+        ("generate", "one of the arguments TEXT --prompt --file is required"),
         ("generate --prompt a --file b", "argument --file: not allowed with argument --prompt"),
         ("bench --host h", "unknown flag --host; host and port of the server are one flag: --address HOST:PORT"),
         ("top --api-key sekret", "unknown flag --api-key; the token is read from a file"),
@@ -251,3 +257,23 @@ def test_what_other_programs_call_it_gets_an_answer_that_helps(
     assert said.startswith(f"headway {words.split(maxsplit=1)[0]}: {message}")
     assert said.count("\n") == 1
     assert "sekret" not in said
+
+
+@pytest.mark.parametrize("name", ["serve", "scheduler", "executor", "gateway"])
+def test_help_fits_a_screen_and_help_all_has_every_flag(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    parser = parser_of(name)
+    flags = {action.option_strings[-1] for action in parser._actions if action.option_strings}
+    missing = set(COMMANDS[name].main_flags) - {word for action in parser._actions for word in action.option_strings}
+    assert not missing, "main flags that the command does not have"
+    shown = []
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse([word])
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0].count("\n") <= 40
+    assert f"headway {name} --help-all has " in shown[0]
+    assert all(flag in shown[1] for flag in flags)

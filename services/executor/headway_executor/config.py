@@ -78,7 +78,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Annotated[
         dict[str, str],
         Meta(
-            description="adapters (LoRA) to load at once, as NAME=DIRECTORY with PEFT's files; an operator can load and "
+            description="LoRA adapters to load at once, as NAME=DIRECTORY with PEFT's files; an operator can load and "
             "unload others later"
         ),
     ] = {}

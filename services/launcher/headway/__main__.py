@@ -45,6 +45,8 @@ class Command(msgspec.Struct, frozen=True):
     summary: str
     module: str
     words: tuple[str, ...] = ()
+    main_flags: tuple[str, ...] = ()
+    """What --help shows; empty: everything."""
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's flags."""
@@ -82,7 +84,7 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  headway {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help lists the flags.", "")
+        ("Serve large language models over gRPC.", "", *lines, "", "headway COMMAND --help lists its flags.", "")
     )
 
 
@@ -90,8 +92,11 @@ def parser_of(name: str) -> OneLineParser:
     """Return a command's parser, with all flags."""
     summary = COMMANDS[name].summary
     description = f"{summary[0].upper()}{summary[1:]}."
-    parser = OneLineParser(prog=f"headway {name}", description=description, allow_abbrev=False)
-    COMMANDS[name].add_flags(parser)
+    command = COMMANDS[name]
+    parser = OneLineParser(
+        prog=f"headway {name}", description=description, allow_abbrev=False, main_flags=command.main_flags
+    )
+    command.add_flags(parser)
     return parser
 
 
@@ -100,16 +105,43 @@ def _refuse(program: str, message: str, exit_code: int = USAGE_EXIT_CODE) -> int
     return exit_code
 
 
+_EVERYWHERE = ("--config", "--log-level")
+_OF_EXECUTOR = (
+    *("--device", "--dtype", "--quantization", "--tensor-parallel", "--pipeline-parallel", "--num-threads"),
+    *("--max-model-len", "--adapter"),
+)
+_OF_SCHEDULER = ("--max-num-seqs", "--max-num-batched-tokens", "--order", "--flight-log")
+_OF_GATEWAY = ("--grpc-address", "--auth-token-file")
+
 COMMANDS = {
-    "serve": Command("serve a model on this machine: scheduler, executor and gateway, supervised", "headway.serve"),
+    "serve": Command(
+        "serve a model on this machine: scheduler, executor and gateway, supervised",
+        "headway.serve",
+        main_flags=(
+            *_EVERYWHERE,
+            *("--offline", "--executors", "--replicas", "--openai-address", "--metrics-port"),
+            *(*_OF_GATEWAY, *_OF_EXECUTOR, *_OF_SCHEDULER),
+        ),
+    ),
     "cluster": Command("run a deployment on several machines: up, status, down (extra ray)", "headway.cluster.command"),
     "scheduler": Command(
-        "run the scheduler alone: decide, every step, which tokens run", "headway.service_command", ("scheduler",)
+        "run the scheduler alone: decide, every step, which tokens run",
+        "headway.service_command",
+        ("scheduler",),
+        (*_EVERYWHERE, "--ingress-address", "--step-address", "--curve-keys", "--metrics-address", *_OF_SCHEDULER),
     ),
     "executor": Command(
-        "run an executor alone: hold a model and run the steps", "headway.service_command", ("executor",)
+        "run an executor alone: hold a model and run the steps",
+        "headway.service_command",
+        ("executor",),
+        (*_EVERYWHERE, "--model", "--step-address", "--curve-keys", "--metrics-address", *_OF_EXECUTOR),
     ),
-    "gateway": Command("run a gateway alone: serve the gRPC API", "headway.service_command", ("gateway",)),
+    "gateway": Command(
+        "run a gateway alone: serve the gRPC API",
+        "headway.service_command",
+        ("gateway",),
+        (*_EVERYWHERE, "--model", "--ingress-address", "--curve-keys", "--metrics-address", "--workers", *_OF_GATEWAY),
+    ),
     "generate": Command("stream answers from a running server to the terminal", "headway.generate"),
     "demo": Command(
         "serve the model that ships with Headway, stream several prompts at once, and stop", "headway.demo"

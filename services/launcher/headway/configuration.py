@@ -4,10 +4,13 @@ Each value keeps its origin, so that an error can name it.
 """
 
 import argparse
+import copy
 import difflib
+import itertools
 import re
+import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -59,8 +62,40 @@ _ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, 
 """Other programs' names for a flag, by our flag."""
 
 
+_DEFAULT = re.compile(r"(?P<text>.*?)( \((?:[^()]*; )?(?P<default>default: [^()]*|required)\))?", re.DOTALL)
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser with one-line errors and suggestions."""
+    """An argument parser with one-line errors and suggestions, and with a help that fits a screen.
+
+    ``--help`` shows ``main_flags`` and words without a flag, if there are more; ``--help-all`` shows everything.
+    """
+
+    def __init__(self, *, main_flags: Collection[str] = (), **settings: Any) -> None:
+        super().__init__(**settings)
+        self._main_flags = frozenset(main_flags)
+        if main_flags:
+            self.add_argument("--help-all", action=_FullHelp, nargs=0, help="show every flag and exit")
+
+    def format_help(self) -> str:
+        """See the class."""
+        if not self._main_flags:
+            return self.format_full_help()
+        words = [each for each in self._actions if not each.option_strings]
+        flags = [each for each in self._actions if self._main_flags & {*each.option_strings}]
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=30)
+        formatter.add_usage(f"%(prog)s {''.join(f'[{each.metavar}] ' for each in words)}[flags]", (), ())
+        formatter.add_text(self.description)
+        formatter.start_section("main flags")
+        formatter.add_arguments([_in_short(each) for each in (*words, *flags)])
+        formatter.end_section()
+        num_others = len(self._actions) - len(words) - len(flags)
+        formatter.add_text(f"{self.prog} --help-all has {num_others} more, docs/settings.md all of them.")
+        return formatter.format_help()
+
+    def format_full_help(self) -> str:
+        """Return the help with every flag."""
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line."""
@@ -68,21 +103,20 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Refuse the first unknown argument by name."""
-        required = [group for group in self._mutually_exclusive_groups if group.required]
-        for group in required:  # An unknown flag may be a misspelt required one.
-            group.required = False
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            # Before a required one is missed, or its value taken for a word without a flag.
+            if word.startswith("--") and word.partition("=")[0] not in self._option_string_actions:
+                self.error(self._unknown([word]))
         parsed, unknown = self.parse_known_args(words)
         if unknown:
             self.error(self._unknown(unknown))
-        if required:
-            for group in required:
-                group.required = True
-            parsed = self.parse_args(words)
         return parsed
 
     def _unknown(self, words: Sequence[str]) -> str:
         known = self._option_string_actions
         if not words[0].startswith("-"):
+            if self._get_positional_actions():
+                return f"unexpected argument {shown(words[0])}; a text with spaces needs quotes, see {self.prog} --help"
             flag = next((flag for flag in _POSITIONAL if flag in known), "")
             hint = f"did you mean {flag} {shown(words[0])}?" if flag else f"see {self.prog} --help"
             return f"unexpected argument {shown(words[0])}; {hint}"
@@ -91,6 +125,24 @@ class OneLineParser(argparse.ArgumentParser):
             if instead in known:
                 return f"unknown flag {flag}; {hint}"
         return f"unknown flag {shown(flag)[1:-1]}{suggestion(flag, known)}"
+
+
+class _FullHelp(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, OneLineParser)
+        sys.stdout.write(parser.format_full_help())
+        parser.exit()
+
+
+def _in_short(action: argparse.Action) -> argparse.Action:
+    """Keep what a help text says before its first remark."""
+    short = copy.copy(action)
+    if action.help:
+        parts = _DEFAULT.fullmatch(action.help)
+        assert parts is not None
+        default = f" ({parts['default']})" if parts["default"] else ""
+        short.help = re.split(r"; |\. |: see | \(", parts["text"], maxsplit=1)[0] + default
+    return short
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

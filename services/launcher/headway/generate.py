@@ -67,6 +67,9 @@ class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "prompt", nargs="?", default=argparse.SUPPRESS, metavar="TEXT", help="the same as --prompt TEXT"
+    )
     source.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is streamed")
     source.add_argument(
         "--file",

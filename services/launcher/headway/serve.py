@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from headway import openai_front, preflight
 from headway.fleet_runner import FleetRunner
+from headway.model_source import ALLOWED
 from headway.plan import Plan, make_plan, without_settings
 from headway.readiness import wait_until_serving
 from headway.services import add_serve_flags
@@ -32,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=argparse.SUPPRESS,
         metavar="MODEL",
-        help="the same as --model MODEL",
+        help=f"{ALLOWED}, the default",
     )
     add_serve_flags(parser)
 
