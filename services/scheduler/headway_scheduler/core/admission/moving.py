@@ -127,6 +127,7 @@ class Moving:
         start, first = request.device_us_marks
         request.device_us_marks = start + state.counters.device_us, first + state.counters.device_us
         state.waiting.queue.adopt(request)
+        state.losses.come(request)
         enter(state, request)
 
     def _let_wait(self, request: Request) -> None:
