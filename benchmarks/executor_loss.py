@@ -182,7 +182,10 @@ def moved_requests(flight_log: Path) -> set[str]:
 
 
 def steps_after_losses(flight_log: Path) -> list[float]:
-    """Return the device's milliseconds of each step that another executor answered in the second after a loss."""
+    """Return the device's milliseconds of each step that another executor answered in the second after a loss.
+
+    The next round ends this second: its prompts are not what the loss has brought.
+    """
     cell, victim, lost_at = 0, -1, float("-inf")
     found: list[float] = []
     for record in FlightLog(flight_log).records():
@@ -190,6 +193,8 @@ def steps_after_losses(flight_log: Path) -> list[float]:
             cell = record.number
         elif isinstance(record, ExecutorGone):
             victim, lost_at = cell, record.now
+        elif isinstance(record, Arrived):
+            lost_at = float("-inf")
         elif isinstance(record, Answered) and cell != victim and record.now - lost_at < 1.0:
             found.append(record.output.device_time_us / 1e3)
     return found
