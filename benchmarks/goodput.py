@@ -365,7 +365,7 @@ def main() -> None:
     )
     parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="names with commas (default: all)")
     parser.add_argument("--seeds", type=count, default=1, help="judged together, from --seed on (default: 1)")
-    parser.add_argument("--gap-scales", type=_numbers, help="only these points by the objective on gaps, with commas")
+    parser.add_argument("--gap-scales", type=float, nargs="+", help="only these points by the objective on gaps")
     arguments = parser.parse_args()
     seeds, most = range(arguments.seed, arguments.seed + arguments.seeds), arguments.most_requests
     record: dict[str, Any] = {
@@ -394,13 +394,6 @@ def _names(text: str) -> list[str]:
         if name not in WORKLOADS:
             raise argparse.ArgumentTypeError(f"{name!r:.64} is not allowed; allowed: {', '.join(WORKLOADS)}")
     return text.split(",")
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r:.64} is not allowed; allowed: numbers with commas") from None
 
 
 if __name__ == "__main__":
