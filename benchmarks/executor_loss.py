@@ -11,6 +11,8 @@ it would know the prompts of the second round.
 The flight log says which streams moved. The others are the survivors'. Their gaps between tokens are compared with those
 of the rounds without a loss: P99 over all rounds, and for each pair. A moved prompt and its output are computed again,
 which makes steps of the survivor longer; ``--serve-flags`` may bound that (--budget=slo,--default-itl-slo-ms=...).
+``steps_after_loss_ms`` has the device's time of the survivor's steps in the second after each loss: what of the gaps the
+scheduler decides. The rest is this machine, on which the killed process also starts again.
 
 With ``--roles prefill,decode`` every stream is handed off behind its prompt, and ``--kill`` says whose process dies:
 *first*, *second*, *both*, or one of the two by chance. Streams then begin over ``--spread`` seconds, so that some are in
@@ -39,7 +41,7 @@ from headway_lab.percentiles import percentiles
 from headway_process.logs import EXECUTOR_VARIABLE
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.flight.log import FlightLog
-from headway_scheduler.flight.records import Adopted, Arrived
+from headway_scheduler.flight.records import Adopted, Answered, Arrived, ExecutorGone, InCell
 from program import count, parser_of, provenance, write_result
 from served import served
 
@@ -179,6 +181,25 @@ def moved_requests(flight_log: Path) -> set[str]:
     return {names[origin] for origin, times in adoptions.items() if times > 1}
 
 
+def steps_after_losses(flight_log: Path) -> list[float]:
+    """Return the device's milliseconds of each step that another executor answered in the second after a loss.
+
+    The next round ends this second: its prompts are not what the loss has brought.
+    """
+    cell, victim, lost_at = 0, -1, float("-inf")
+    found: list[float] = []
+    for record in FlightLog(flight_log).records():
+        if isinstance(record, InCell):
+            cell = record.number
+        elif isinstance(record, ExecutorGone):
+            victim, lost_at = cell, record.now
+        elif isinstance(record, Arrived):
+            lost_at = float("-inf")
+        elif isinstance(record, Answered) and cell != victim and record.now - lost_at < 1.0:
+            found.append(record.output.device_time_us / 1e3)
+    return found
+
+
 def figures(pairs: Sequence[Pair], moved: set[str]) -> dict[str, Any]:
     """Compare the rounds. A ratio is None if no stream survived in place."""
     rows = [_row(pair, moved) for pair in pairs]
@@ -259,10 +280,13 @@ def main() -> None:
         with served(*flags) as address:
             pairs = asyncio.run(run_pairs(address, arguments))
         result = figures(pairs, moved_requests(Path(directory)))
+        after = percentiles(steps_after_losses(Path(directory)))
+        result["steps_after_loss_ms"] = {"p50": after.p50, "p99": after.p99}
     print(
         f"{result['num_equal']} of {result['num_streams']} streams equal, {result['num_moved']} moved; "
         f"P99 gap {result['alone_gap_p99_ms']} ms alone, {result['survivors_gap_p99_ms']} ms of the survivors' streams, "
-        f"ratio {result['p99_ratio']}; pause of moved streams {result['moved_pause_ms']}"
+        f"ratio {result['p99_ratio']}; pause of moved streams {result['moved_pause_ms']}; steps after a loss "
+        f"{result['steps_after_loss_ms']} ms"
     )
     load = {name: value for name, value in vars(arguments).items() if name not in {"json", "seed"}}
     write_result(arguments.json, {**provenance(arguments.seed), "load": load, **result})

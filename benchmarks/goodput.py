@@ -15,14 +15,15 @@ same executors and requests. Those that know the objectives are told them.
 
 One axis makes the objective on gaps tighter or looser, as a multiple of the time of a lone decode step; the other scales
 both objectives. Rates are from a grid of 2%, and a run has few hundred requests, so goodputs that differ by some percent
-are level. One step is in flight at a time: in virtual time, the next one comes at once. Blocks go from device to device
-over NVLink. What slower ways cost is measured at the end; "by host memory" is what the executor can do today.
+are level: how the arrivals of a seed bunch decides more. ``--seeds`` judges the requests of several seeds together. One
+step is in flight at a time: in virtual time, the next one comes at once. Blocks go from device to device over NVLink. What
+slower ways cost is measured at the end; "by host memory" is what the executor can do today.
 
     python benchmarks/goodput.py --json benchmarks/results/goodput.json --png docs/pictures/goodput.png
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,9 +111,16 @@ class Judged(NamedTuple):
     every_gap: float
 
 
-def judge(requests: list[SimulatedRequest], first_measured: int, objectives: Objectives) -> Judged:
-    """Look at the requests behind the warm-up."""
-    measured = [request for request in requests if request.number >= first_measured]
+class Run(NamedTuple):
+    """The requests of one seed; those from ``first_measured`` on count."""
+
+    requests: list[SimulatedRequest]
+    first_measured: int
+
+
+def judge(runs: list[Run], objectives: Objectives) -> Judged:
+    """Look at the requests behind the warm-up, of all runs together."""
+    measured = [request for run in runs for request in run.requests if request.number >= run.first_measured]
     kept = [request for request in measured if request.ttft_s * 1e3 <= objectives.ttft_ms]
     on_mean = [request for request in kept if sum(request.itl_ms) <= objectives.gap_ms * max(len(request.itl_ms), 1)]
     every_gap = [request for request in on_mean if max(request.itl_ms, default=0.0) <= objectives.gap_ms]
@@ -120,14 +128,14 @@ def judge(requests: list[SimulatedRequest], first_measured: int, objectives: Obj
 
 
 class Bench:
-    """Runs of one workload, each once. ``most``: the most requests of a run."""
+    """Runs of one workload, each once for every seed. ``most``: the most requests of a run."""
 
-    def __init__(self, workload: Workload, seed: int, most: int, **more: Any) -> None:
+    def __init__(self, workload: Workload, seeds: Sequence[int], most: int, **more: Any) -> None:
         self._workload = workload
-        self._seed = seed
+        self._seeds = seeds
         self._most = most
         self._more = more
-        self._runs: dict[tuple[Any, ...], tuple[list[SimulatedRequest], int]] = {}
+        self._runs: dict[tuple[Any, ...], list[Run]] = {}
 
     def judged(self, system: str, num_prefill: int, place: int, objectives: Objectives) -> Judged:
         """At the grid's rate ``place``, with so many executors for prompts if the system knows roles."""
@@ -135,8 +143,8 @@ class Bench:
         num_prefill = num_prefill if system in PLACEMENTS else 0
         key = (system, num_prefill, place, told)
         if key not in self._runs:
-            self._runs[key] = self._run(system, num_prefill, rate_of(place), told)
-        return judge(*self._runs[key], objectives)
+            self._runs[key] = [self._run(system, num_prefill, rate_of(place), told, seed) for seed in self._seeds]
+        return judge(self._runs[key], objectives)
 
     def goodput(self, system: str, num_prefill: int, objectives: Objectives, near: int) -> int:
         """The highest place on the grid with enough requests that keep ``objectives``; -1 for none. Bisection."""
@@ -153,7 +161,7 @@ class Bench:
     def _is_enough(self, system: str, num_prefill: int, place: int, objectives: Objectives) -> bool:
         return self.judged(system, num_prefill, place, objectives).both >= SHARE
 
-    def _run(self, system: str, num_prefill: int, rate: float, told: Objectives) -> tuple[list[SimulatedRequest], int]:
+    def _run(self, system: str, num_prefill: int, rate: float, told: Objectives, seed: int) -> Run:
         num_requests = int(max(min(LEAST_REQUESTS, self._most), min(self._most, rate * SECONDS)))
         given: dict[str, Any] = {
             "arrivals": "poisson",
@@ -167,14 +175,14 @@ class Bench:
             "ttft_slo_ms": told.ttft_ms,
             "itl_slo_ms": told.gap_ms,
             "transfer_direct": True,
-            "seed": self._seed,
+            "seed": seed,
             **self._workload.options,
             **self._more,
         }
         options = SimulationOptions(**given)
         limits = SchedulerLimits(max_steps_in_flight=1, **LIMITS[system])
         case = Case(label=system, limits=limits, placement=PLACEMENTS.get(system, "aggregated"))
-        return simulate(make_world(options), case).requests, options.warmup_requests
+        return Run(simulate(make_world(options), case).requests, options.warmup_requests)
 
 
 _LEAST_RATE = 1.0
@@ -260,16 +268,13 @@ def _place_of(rate: float) -> int:
     return place
 
 
-def measured(name: str, seed: int, most: int) -> dict[str, Any]:
+def measured(name: str, seeds: Sequence[int], most: int) -> dict[str, Any]:
     """All points of one workload."""
     workload = WORKLOADS[name]
-    bench = Bench(workload, seed, most)
-    by_gap, by_both, near = [], [], {}
-    for scale in GAP_SCALES:
-        objectives = Objectives(workload.ttft_ms, round(scale * workload.step_ms))
-        by_gap.append({"scale": scale, **compared(bench, objectives, near)})
-        print(line(name, by_gap[-1]), flush=True)
+    bench = Bench(workload, seeds, most)
+    by_gap, near = points_by_gap(name, bench, GAP_SCALES)
     base = by_gap[GAP_SCALES.index(BASE_SCALE)]
+    by_both = []
     for scale in BOTH_SCALES:
         objectives = Objectives(round(scale * base["ttft_ms"]), round(scale * base["gap_ms"]))
         by_both.append({"scale": scale, **compared(bench, objectives, near)})
@@ -284,13 +289,23 @@ def measured(name: str, seed: int, most: int) -> dict[str, Any]:
     }
 
 
-def ways(seed: int, most: int, point: dict[str, Any]) -> dict[str, float]:
+def points_by_gap(name: str, bench: Bench, scales: Sequence[float]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The points of one workload by its objective on gaps, and the places where they were found."""
+    workload, points, near = WORKLOADS[name], list[dict[str, Any]](), dict[str, int]()
+    for scale in scales:
+        objectives = Objectives(workload.ttft_ms, round(scale * workload.step_ms))
+        points.append({"scale": scale, **compared(bench, objectives, near)})
+        print(line(name, points[-1]), flush=True)
+    return points, near
+
+
+def ways(seeds: Sequence[int], most: int, point: dict[str, Any]) -> dict[str, float]:
     """Goodput of the disaggregated placement at one point, by the way between executors."""
     objectives = Objectives(point["ttft_ms"], point["gap_ms"])
     near = _place_of(point["goodput"][DISAGGREGATED])
     found = {}
     for way, more in WAYS.items():
-        bench = Bench(WORKLOADS[PROMPT_HEAVY], seed, most, **more)
+        bench = Bench(WORKLOADS[PROMPT_HEAVY], seeds, most, **more)
         found[way] = round(rate_of(bench.goodput(DISAGGREGATED, point["num_prefill"], objectives, near)), 2)
         print(f"{way:>26}: {found[way]:.1f} requests/s", flush=True)
     return found
@@ -349,18 +364,26 @@ def main() -> None:
         "--most-requests", type=count, default=MOST_REQUESTS, help=f"in a run (default: {MOST_REQUESTS})"
     )
     parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="names with commas (default: all)")
+    parser.add_argument("--seeds", type=count, default=1, help="judged together, from --seed on (default: 1)")
+    parser.add_argument("--gap-scales", type=float, nargs="+", help="only these points by the objective on gaps")
     arguments = parser.parse_args()
-    results = {name: measured(name, arguments.seed, arguments.most_requests) for name in arguments.workloads}
+    seeds, most = range(arguments.seed, arguments.seed + arguments.seeds), arguments.most_requests
     record: dict[str, Any] = {
         **provenance(arguments.seed),
         "executors": EXECUTORS,
         "share": SHARE,
-        "most_requests": arguments.most_requests,
-        "results": results,
+        "most_requests": most,
+        "seeds": arguments.seeds,
     }
+    if arguments.gap_scales:
+        for name in arguments.workloads:
+            record[name], _ = points_by_gap(name, Bench(WORKLOADS[name], seeds, most), arguments.gap_scales)
+        write_result(arguments.json, record)
+        return
+    results = record["results"] = {name: measured(name, seeds, most) for name in arguments.workloads}
     if PROMPT_HEAVY in results:
         base = next(point for point in results[PROMPT_HEAVY]["by_gap"] if point["scale"] == BASE_SCALE)
-        record["ways"] = ways(arguments.seed, arguments.most_requests, base)
+        record["ways"] = ways(seeds, most, base)
     write_result(arguments.json, record)
     if arguments.png is not None:
         draw(arguments.png, results)

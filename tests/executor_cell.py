@@ -114,11 +114,12 @@ class ExecutorCell:
         )
 
     def answer(self, step: int) -> ExecutorOutput:
-        """Run the cycle until it has answered a step."""
+        """Run the cycle until it has answered a step, and one turn more: exports begin behind the answer."""
         deadline = time.monotonic() + ANSWER_S
         while True:
             for body in self.bodies:
                 if isinstance(body, ExecutorOutput) and (body.epoch, body.step) == (self.epoch, step):
+                    self.turn()
                     return body
                 assert not isinstance(body, ResyncRequest), body.reason
             assert time.monotonic() < deadline, f"no answer to step {step}"

@@ -322,6 +322,9 @@ def test_goodput(tmp_path):
     assert [point["gap_ms"] for point in points] == sorted(point["gap_ms"] for point in points)
     assert all(str(point["hybrid_over_better"]) in printed for point in points)
     assert picture.stat().st_size > 0
+    run("goodput.py", *load, "--gap-scales", "1.5", "--seeds", "2", "--json", str(result), cwd=tmp_path)
+    (point,) = json.loads(result.read_text())["llama-3-8b"]
+    assert point["gap_ms"] == points[2]["gap_ms"]
 
 
 def test_reliability_overhead(tmp_path):

@@ -171,6 +171,7 @@ def filled_pool(directory: Path, name="pool"):
     held.write_header(name=name, identity="model")
     held.blocks[:] = np.arange(6, dtype=np.uint8)[:, None]
     held.records["step"] = np.arange(6)
+    held.records["epoch"] = 1
     return held
 
 
@@ -189,6 +190,20 @@ def test_shm_copies_blocks_and_records(shm, tmp_path):
     pulled = pull(shm, held, 3)
     held.blocks[3] = 77
     assert pulled.blocks[0, 0] == 3, "the copy is private"
+
+
+def test_shm_reads_no_bytes_while_no_block_has_a_record(shm, tmp_path, monkeypatch):
+    held = filled_pool(tmp_path)
+    held.records["epoch"] = 0
+    sizes, preadv = [], os.preadv
+
+    def counted(descriptor, buffers, offset):
+        sizes.append(sum(len(buffer) for buffer in buffers))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    assert pull(shm, held, 1, 2, 3).records["step"].tolist() == [1, 2, 3]
+    assert sizes == [3 * RECORD.itemsize], "the puller asks again soon"
 
 
 @pytest.mark.parametrize(

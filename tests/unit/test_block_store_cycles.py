@@ -295,6 +295,35 @@ class HeldBack(SimulatedBackend):
         return super().move_blocks(**moves)
 
 
+def test_exports_begin_behind_the_answer(open_cell):
+    """The thread of a backend would otherwise copy at once, and the answer waits for a turn of its process."""
+
+    class Noting(SimulatedBackend):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+            self.may_end = threading.Event()
+
+        def execute(self, batch):
+            self.may_end.wait(10)
+            return super().execute(batch)
+
+        def move_blocks(self, **moves):
+            self.calls.append(len(cell.bodies))
+            return super().move_blocks(**moves)
+
+    backend = Noting()
+    cell = open_cell(ThreadedBackend(backend))
+    step = cell.admit(0, PROMPT, (4, 1, 7), exports=pairs([(4, 6), (1, 2), (7, 9)]))
+    for _ in range(3):
+        cell.turn()
+    num_bodies = len(cell.bodies)
+    backend.may_end.set()
+    cell.answer(step)
+    cell.until(lambda: bool(backend.calls))
+    assert backend.calls == [num_bodies + 1]
+
+
 def test_an_answer_does_not_wait_for_exports_and_the_next_step_does(open_cell):
     backend = HeldBack()
     cell = open_cell(ThreadedBackend(backend))

@@ -42,9 +42,10 @@ def granted(
     objective_s: float | None = OBJECTIVE_S,
     num_left: int = PLENTY,
     is_urgent: bool = False,
+    spares: bool = False,
 ) -> int:
     load = PromptLoad(decodes(num_rows), objective_s, 0, num_left, is_urgent)
-    return max(budget.step_tokens(PLENTY, lambda: load) - num_rows, 0)
+    return max(budget.step_tokens(PLENTY, lambda: load, spares=spares) - num_rows, 0)
 
 
 def admits_more(budget: TokenBudget, num_rows: int, objective_s: float | None) -> bool:
@@ -73,6 +74,20 @@ def test_a_fixed_budget_is_what_decodes_leave():
     assert granted(budget, 48, objective_s=1e-9) == 2000
     assert granted(budget, 3000) == 0
     assert admits_more(budget, 500, 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOKEN_BUDGETS))
+def test_what_a_loss_brings_adds_a_tenth_to_a_step_that_has_no_objective(name):
+    budget = TOKEN_BUDGETS[name](8192, StepTimeModel())
+    assert granted(budget, 64, objective_s=None, spares=True) == FIRST_STEP_TOKENS - 64, "nothing is known yet"
+    for step in range(200):
+        shape = decodes(32 + step % 64)
+        shape = shape.with_prompt(64 * (step % 7), 0) if step % 3 else shape
+        budget.observe(shape, 0.03 + 5e-6 * shape.num_tokens, None)
+    num_tokens = granted(budget, 64, objective_s=None, spares=True)
+    assert num_tokens == 576, "640 tokens in all: 600 tokens more would take a tenth longer, and tiles are whole"
+    assert granted(budget, 64, objective_s=None) > 4 * num_tokens
+    assert granted(budget, 64, objective_s=None, num_left=40, spares=True) >= 40
 
 
 @pytest.mark.parametrize("name", sorted(TOKEN_BUDGETS))

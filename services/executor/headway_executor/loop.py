@@ -128,7 +128,12 @@ class StepCycle:
     @property
     def next_deadline(self) -> float:
         """The time when ``tick`` is due."""
-        return float("-inf") if self._transfers.are_due or self._has_held else self._link.next_deadline
+        return float("-inf") if self._export_is_due or self._has_held else self._link.next_deadline
+
+    @property
+    def _export_is_due(self) -> bool:
+        """Whether a step has been answered and its exports have not begun: a client waits for the answer only."""
+        return self._transfers.are_due and not self._pending
 
     @property
     def _has_held(self) -> bool:
@@ -143,7 +148,8 @@ class StepCycle:
 
     def tick(self, now: float) -> list[bytes]:
         """Do what is due; return the frames to send."""
-        self._transfers.export()
+        if self._export_is_due:
+            self._transfers.export()
         frames = self.collect(now)
         if self.device_lost is not None:
             return frames

@@ -53,6 +53,9 @@ from headway_proto.step import BackendInfo
 if TYPE_CHECKING:
     from headway_process.metrics_endpoint import MetricsEndpoint
 
+_SWITCH_INTERVAL_S = 0.0005
+"""How long one thread may keep another from the interpreter: loop, steps and pulls hand over several times a step."""
+
 
 class Companions(Protocol):
     """The other processes of a group, as the main loop sees them."""
@@ -133,6 +136,7 @@ def run(config: ExecutorConfig) -> int:
     exits with 4.
     """
     exit_at_once_on_signals()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if config.exit_with_parent and not end_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))

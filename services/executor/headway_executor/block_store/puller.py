@@ -24,7 +24,7 @@ from headway_proto.columns import Int32Array
 PATIENCE_S = 0.5
 """How long a step waits for its blocks in all."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _PAUSE_SHARE = 0.1
 """Of the time waited so far, which is therefore the most that a block waits in vain."""
 

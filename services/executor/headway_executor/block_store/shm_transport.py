@@ -70,15 +70,22 @@ def _check(layout: PoolLayout, host_blocks: Int32Array, block_bytes: int) -> Non
 
 
 def _read(descriptor: int, layout: PoolLayout, host_blocks: Int32Array) -> PulledBlocks:
-    """Records first: a right record then says that its bytes were there."""
-    records = np.empty((len(host_blocks), RECORD.itemsize), dtype=np.uint8)
+    """Records first: a right record then says that its bytes were there. Without any, no bytes are worth reading yet."""
+    bytes_of_records = np.empty((len(host_blocks), RECORD.itemsize), dtype=np.uint8)
     blocks = np.empty((len(host_blocks), layout.block_bytes), dtype=np.uint8)
+    _read_runs(descriptor, bytes_of_records, host_blocks, layout.records_at)
+    records = bytes_of_records.view(RECORD).reshape(-1)
+    if records["epoch"].any():
+        _read_runs(descriptor, blocks, host_blocks, layout.blocks_at)
+    return PulledBlocks(records, blocks)
+
+
+def _read_runs(descriptor: int, found: Bytes, host_blocks: Int32Array, begin: int) -> None:
+    """Fill ``found``, ``[n, size]``, with what lies from ``begin`` on, neighbours in one go."""
     ends = np.flatnonzero(np.diff(host_blocks) != 1) + 1
-    for found, begin in ((records, layout.records_at), (blocks, layout.blocks_at)):
-        for part, numbers in zip(np.split(found, ends), np.split(host_blocks, ends), strict=True):
-            if len(part):
-                _read_into(descriptor, part.reshape(-1), begin + int(numbers[0]) * part.shape[1])
-    return PulledBlocks(records.view(RECORD).reshape(-1), blocks)
+    for part, numbers in zip(np.split(found, ends), np.split(host_blocks, ends), strict=True):
+        if len(part):
+            _read_into(descriptor, part.reshape(-1), begin + int(numbers[0]) * part.shape[1])
 
 
 def _read_into(descriptor: int, buffer: Bytes, offset: int) -> None:

@@ -63,7 +63,7 @@ class BlockTransfers:
             self._exports.append((number, moves.exports))
 
     def export(self) -> None:
-        """Begin what is due; before the next step, and once frames are sent."""
+        """Begin what is due; before the next step, and once the answer is sent."""
         while self._exports:
             number, pairs = self._exports.popleft()
             none = pairs[:, :0]

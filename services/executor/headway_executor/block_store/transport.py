@@ -33,7 +33,10 @@ class HostMemory(NamedTuple):
 
 
 class PulledBlocks(NamedTuple):
-    """What a pool held at one moment: private copies, ``[n]`` and ``[n, block_bytes]``. Nothing is checked yet."""
+    """What a pool held at one moment: private copies, ``[n]`` and ``[n, block_bytes]``. Nothing is checked yet.
+
+    Where no block has a record, the bytes may be anything: they are still being written, or nobody has.
+    """
 
     records: NDArray[np.void]
     blocks: Bytes

@@ -237,7 +237,13 @@ class FlightRecorder(NullRecorder):
         has_blocks = request.stored is not None
         self._add(
             Adopted(
-                request.new.origin, request.arrival, request.rank, int(request.lane), request.is_leaving, has_blocks
+                request.new.origin,
+                request.arrival,
+                request.rank,
+                int(request.lane),
+                request.is_leaving,
+                has_blocks,
+                spares=True,
             )
         )
 

@@ -186,7 +186,8 @@ class ReleasedAll(msgspec.Struct, frozen=True, array_like=True, tag=17):
 class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=18):
     """The core took over a request that placement had; the queue there may have changed its rank and lane.
 
-    ``has_blocks``: if blocks of it are stored, they can be reached.
+    ``has_blocks``: if blocks of it are stored, they can be reached. ``spares``: see ``Moving.adopt``; earlier versions never
+    spared.
     """
 
     origin: Origin
@@ -195,6 +196,7 @@ class Adopted(msgspec.Struct, frozen=True, array_like=True, tag=18):
     lane: int
     is_leaving: bool = False
     has_blocks: bool = True
+    spares: bool = False
 
 
 class LetLeave(msgspec.Struct, frozen=True, array_like=True, tag=19):

@@ -171,7 +171,7 @@ class Replay:
                 request.is_leaving = record.is_leaving
                 if not record.has_blocks:
                     request.forget_stored()
-                self._core.moving.adopt(request)
+                self._core.moving.adopt(request, spares=record.spares)
             case LetLeave():
                 self._core.moving.let_leave(record.origin, must_leave=record.must_leave)
             case LeaseReturned():

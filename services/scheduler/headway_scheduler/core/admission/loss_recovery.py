@@ -1,13 +1,15 @@
-"""Recovery after lost steps: one request runs alone, or few start at a time.
+"""Recovery after lost steps: one request runs alone, few start at a time, and who comes from elsewhere spares the others.
 
-Owns: the request that runs alone. Must not know: why steps were lost.
+Owns: the request that runs alone, and who came from a lost executor. Must not know: why steps were lost.
 """
 
 from collections.abc import Iterable
 
 from headway_scheduler.core.admission.start_window import StartWindow
+from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.row_table import RowTable
-from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.request import Request, RequestStatus
 
 
 class LossRecovery:
@@ -19,6 +21,8 @@ class LossRecovery:
         self.num_tokens_alone = 0
         """Once ``alone`` has so many tokens in flight or returned, no step is sent until they have returned."""
         self.window = StartWindow()
+        self._newcomers: dict[Origin, Request] = {}
+        """Requests that ran elsewhere and are computed again here, until the last of them has been."""
 
     @property
     def is_active(self) -> bool:
@@ -41,6 +45,20 @@ class LossRecovery:
         """Let few of these run at once until each has ``num_steps`` more tokens."""
         self.window.narrow((request, rows.num_tokens_of(request) + num_steps) for request in requests)
 
+    def come(self, request: Request) -> None:
+        """A request comes from another core. Without its blocks, what it had computed there is computed again."""
+        if request.status is RequestStatus.PREEMPTED and not request.num_swapped_tokens:
+            self._newcomers[request.new.origin] = request
+
+    def disturbs(self, epoch: Epoch) -> bool:
+        """Whether requests that came are to be computed again beside rows that were here; O(running) after a loss."""
+        newcomers = self._newcomers.values()
+        if not any(request.row < 0 or request.row in epoch.prefilling for request in newcomers):
+            self._newcomers.clear()
+            return False
+        came = {request.row for request in newcomers}
+        return any(row not in came for row in epoch.decoding.indices().tolist())
+
     def begin_step(self, rows: RowTable) -> None:
         """Release requests with progress; O(window)."""
         for request in self.window.unproven():
@@ -52,3 +70,4 @@ class LossRecovery:
         if request is self.alone:
             self.alone = None
         self.window.forget(request)
+        self._newcomers.pop(request.new.origin, None)

@@ -119,14 +119,19 @@ class Moving:
                 request.stored = fetched.stored
                 request.num_swapped_tokens = fetched.stored.num_tokens
 
-    def adopt(self, request: Request) -> None:
-        """Queue a request that another core released. The caller has seen that this executor can hold it."""
+    def adopt(self, request: Request, *, spares: bool = True) -> None:
+        """Queue a request that another core released. The caller has seen that this executor can hold it.
+
+        ``spares``: if it is to be computed again, then in steps that spare the rows that are here.
+        """
         state = self._state
         request.limit = limit_of(request.new, state.capacity.max_request_tokens)
         request.start = -1
         start, first = request.device_us_marks
         request.device_us_marks = start + state.counters.device_us, first + state.counters.device_us
         state.waiting.queue.adopt(request)
+        if spares:
+            state.losses.come(request)
         enter(state, request)
 
     def _let_wait(self, request: Request) -> None:

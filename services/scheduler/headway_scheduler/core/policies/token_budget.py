@@ -7,6 +7,9 @@ Owns: the policies, the safety margin, and their registry. Must not know: reques
 - ``slo``: as many as keep the predicted step within the inter-token objective. ``StepTimeModel`` learns the profile
   online.
 
+Both spare the rows that run here when requests come whose executor was lost: these are computed again beside rows that
+lost nothing. Without an objective to keep, such a step may take a tenth longer than its decodes alone.
+
 ``slo`` adds to the prediction:
 
 - *A margin*: the 99th percentile of actual over predicted time, by stochastic approximation (Robbins and Monro, 1951)
@@ -34,6 +37,8 @@ FIRST_STEP_TOKENS = 256
 """The largest step while nothing is known."""
 _GROWTH = 2
 """A step is at most so many times as large as one that has worked."""
+_SPARING_SHARE = 0.1
+"""What prompts that a loss has brought may add to a step, as a share of the time of its decodes."""
 
 
 class PromptLoad(NamedTuple):
@@ -70,8 +75,11 @@ class TokenBudget(Protocol):
     @property
     def margin(self) -> float: ...  # the factor of predictions before they are compared with an objective
 
-    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
-        """Return the most tokens of a step with prompts. ``ask`` returns None if nothing decodes."""
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None], *, spares: bool = False) -> int:
+        """Return the most tokens of a step with prompts. ``ask`` returns None if nothing decodes.
+
+        ``spares``: prompts that a loss has brought run beside rows that were here.
+        """
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
         """Whether one more row may decode without making all late."""
@@ -90,9 +98,10 @@ class FixedBudget:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step_time = step_time
 
-    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
-        del ask
-        return min(most, self._max_num_batched_tokens)
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None], *, spares: bool = False) -> int:
+        most = min(most, self._max_num_batched_tokens)
+        load = ask() if spares else None
+        return most if load is None else min(most, _sparing_tokens(self._step_time, load, most))
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
         del ask
@@ -153,16 +162,20 @@ class SloBudget:
     def margin(self) -> float:
         return self._tail.value
 
-    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None]) -> int:
+    def step_tokens(self, most: int, ask: Callable[[], PromptLoad | None], *, spares: bool = False) -> int:
         load = ask()
-        return most if load is None else min(most, load.decoding.num_rows + self.prompt_tokens(load))
+        if load is None:
+            return most
+        if load.objective_s is None and spares:
+            return min(most, _sparing_tokens(self._step_time, load, most))
+        return min(most, load.decoding.num_rows + self.prompt_tokens(load))
 
     def prompt_tokens(self, load: PromptLoad) -> int:
         """Return the largest allotment that keeps the objective, or the least one.
 
         All tokens count as one prompt's, the worst case for attention.
         """
-        decoding, objective_s, num_computed_tokens, num_left, is_urgent = load
+        decoding, objective_s, _, num_left, is_urgent = load
         most = max(self._max_num_batched_tokens - decoding.num_tokens, 0)
         if objective_s is None:
             return most
@@ -170,21 +183,9 @@ class SloBudget:
         trusted = max(FIRST_STEP_TOKENS, _GROWTH * self._largest_learned) - decoding.num_tokens
         most = max(min(most, trusted), least)
         limit_s = objective_s if is_urgent else objective_s / self._tail.value
-        if num_left <= most and (num_left <= least or self._fits(decoding, num_left, num_computed_tokens, limit_s)):
+        if num_left <= most and (num_left <= least or _fits(self._step_time, load, num_left, limit_s)):
             return num_left
-        # From here on a prompt is cut: the whole step is a number of tiles.
-        tile = SMALL_TILE_TOKENS
-        fitting, beyond = decoding.num_tokens // tile, (decoding.num_tokens + most) // tile + 1
-        while beyond - fitting > 1:
-            tiles = (fitting + beyond) // 2
-            if self._fits(decoding, tiles * tile - decoding.num_tokens, num_computed_tokens, limit_s):
-                fitting = tiles
-            else:
-                beyond = tiles
-        num_tokens = fitting * tile
-        if num_tokens > LEAST_OF_LARGE_TILES:
-            num_tokens -= num_tokens % LARGE_TILE_TOKENS
-        return max(num_tokens - decoding.num_tokens, least)
+        return max(_tokens_of_whole_tiles(self._step_time, load, most, limit_s), least)
 
     def admits_more(self, ask: Callable[[], JoiningRow]) -> bool:
         """The least allotment of prompt tokens must fit as well."""
@@ -216,9 +217,39 @@ class SloBudget:
         if self._step_time.predict_s(shape) is not None and (objective_s is None or duration_s <= objective_s):
             self._largest_learned = max(self._largest_learned, shape.num_tokens)
 
-    def _fits(self, decoding: StepShape, num_tokens: int, num_computed_tokens: int, limit_s: float) -> bool:
-        predicted_s = self._step_time.predict_s(decoding.with_prompt(num_tokens, num_computed_tokens))
-        return predicted_s is None or predicted_s <= limit_s
+
+def _sparing_tokens(step_time: StepTimeModel, load: PromptLoad, most: int) -> int:
+    """The tokens of a step that takes little longer than its decodes alone, of ``most`` or less."""
+    num_decodes = load.decoding.num_tokens
+    alone_s = step_time.predict_s(load.decoding)
+    if alone_s is None or step_time.prefill_s(1, 0) is None:
+        return FIRST_STEP_TOKENS
+    limit_s = alone_s * (1.0 + _SPARING_SHARE)
+    if load.num_left <= most - num_decodes and _fits(step_time, load, load.num_left, limit_s):
+        return most
+    fitting = _tokens_of_whole_tiles(step_time, load, max(most - num_decodes, 0), limit_s)
+    return num_decodes + max(fitting, SMALL_TILE_TOKENS)
+
+
+def _tokens_of_whole_tiles(step_time: StepTimeModel, load: PromptLoad, most: int, limit_s: float) -> int:
+    """The most tokens of a prompt that is cut: with the decodes, they are a number of tiles. Below 0 if none fits."""
+    num_decodes, tile = load.decoding.num_tokens, SMALL_TILE_TOKENS
+    fitting, beyond = num_decodes // tile, (num_decodes + most) // tile + 1
+    while beyond - fitting > 1:
+        tiles = (fitting + beyond) // 2
+        if _fits(step_time, load, tiles * tile - num_decodes, limit_s):
+            fitting = tiles
+        else:
+            beyond = tiles
+    num_tokens = fitting * tile
+    if num_tokens > LEAST_OF_LARGE_TILES:
+        num_tokens -= num_tokens % LARGE_TILE_TOKENS
+    return num_tokens - num_decodes
+
+
+def _fits(step_time: StepTimeModel, load: PromptLoad, num_tokens: int, limit_s: float) -> bool:
+    predicted_s = step_time.predict_s(load.decoding.with_prompt(num_tokens, load.num_computed_tokens))
+    return predicted_s is None or predicted_s <= limit_s
 
 
 TOKEN_BUDGETS: dict[str, Callable[[int, StepTimeModel], TokenBudget]] = {"fixed": FixedBudget, "slo": SloBudget}

@@ -38,7 +38,10 @@ class PrefillPass:
         if self._prefilling:
             self._promote_starved(plan.now)
         if rules.cut is not PromptCut.NOWHERE:
-            plan.budget = self._state.budget.step_tokens(plan.budget, lambda: self._prompt_load(plan.now))
+            spares = self._state.losses.disturbs(self._epoch)
+            plan.budget = self._state.budget.step_tokens(
+                plan.budget, lambda: self._prompt_load(plan.now), spares=spares
+            )
             self.budget_in_force = plan.budget
         if self._prefilling:
             self._serve_under_way(plan, cut)
