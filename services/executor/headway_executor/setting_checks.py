@@ -42,7 +42,7 @@ TORCH = Takes(
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
-    quantizations=("none", "int8", "fp8"),
+    quantizations=("none", "int8", "int4", "fp8"),
     options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
     speculates=False,
     groups=False,

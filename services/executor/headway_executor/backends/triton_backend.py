@@ -24,11 +24,12 @@ from headway_executor.constraints.rows import ConstrainedRows, StepMasks, compil
 from headway_executor.device_errors import translating
 from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import open_pool
-from headway_executor.gpu.decoder import FEATURES, Decoder, load_decoder
+from headway_executor.gpu.decoder import Decoder, check_kernels_have
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
+from headway_executor.gpu.device_weights import QuantizationKind
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
-from headway_executor.gpu.linear import QuantizationKind
+from headway_executor.gpu.loading import load_decoder
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.readback import Readback
 from headway_executor.gpu.runtime import Mark, Runtime, runtime_for
@@ -38,7 +39,7 @@ from headway_executor.gpu.step_upload import StepUpload
 from headway_executor.kv_pool import num_pool_blocks
 from headway_executor.model_settings import ModelSettings, device_of, settings_of
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.features import lacking
+from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.loading import TensorSource, as_stored, check_tensors, expected_tensors
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.random_weights import RandomCheckpoint
@@ -48,7 +49,7 @@ from headway_executor.weights import Checkpoint
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.step import BackendInfo, RowPromptLogprobs
 
-_QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "fp8": "fp8"}
+_QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
 _ALIGNMENT = 16
 _POOL_SHARE = 0.94
 """The pool's share of the memory that the largest step leaves; the rest is for the graphs."""
@@ -73,9 +74,11 @@ class TritonBackend:
         check_settings(config, TRITON)
         graphs = option_of(config, TRITON, "graphs") != "off"
         runtime = runtime_for(device)
+        if is_encoder(Path(config.model)):
+            raise BackendConfigError("backend 'triton' is not allowed with an encoder; allowed: backend torch")
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
-        _check_features(model_config)
+        check_kernels_have(model_config)
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
@@ -173,6 +176,7 @@ class _OpenModel:
             dtype=dtype,
             device=runtime.device,
             quantization=_QUANTIZATIONS[config.quantization],
+            max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
         )
         max_num_tokens = config.max_num_batched_tokens
@@ -384,14 +388,6 @@ def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) ->
     counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
     counts[: num_tokens % num_rows] += 1
     return counts
-
-
-def _check_features(model_config: ModelConfig) -> None:
-    missing = lacking(model_config, FEATURES)
-    if missing:
-        raise BackendConfigError(
-            f"backend 'triton' is not allowed with {model_config.architecture}, which has {missing}; allowed: backend torch"
-        )
 
 
 def _open_weights(

@@ -1,0 +1,99 @@
+"""From the tensors of a checkpoint to weights on a device, as numbers or as codes.
+
+Owns: which weights become codes. Must not know: layers, launches, formats.
+
+Codes of a checkpoint stay codes, where a kernel has their form. The rest is numbers of the model's dtype, or codes of a
+``QuantizationKind``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.linear import CodedLinear, DenseLinear, DeviceLinear, SplitWorkspace
+from headway_executor.linear import placed
+from headway_executor.models.coded_tensors import CodedTensors, Projection
+from headway_executor.models.loading import ModelTensors, TensorSource
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.coded_weight import rounded_to_4_bits
+from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
+
+QuantizationKind: TypeAlias = Literal["int8", "int4", "fp8"]
+
+
+class DeviceWeights:
+    """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the ``device``."""
+
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        tensors_of: Callable[[TensorSource], ModelTensors],
+        quantization: QuantizationKind | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.tensors = tensors_of(checkpoint)
+        self._codes = CodedTensors(checkpoint, tensors_of) if isinstance(checkpoint, Checkpoint) else None
+        self._quantization = quantization
+        self._dtype = dtype
+        self._device = device
+        self._workspace = SplitWorkspace(device)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """A copy in the model's dtype."""
+        return placed(tensor, self._dtype, self._device)
+
+    def linear(self, read: Projection, *, is_exact: bool = False) -> DeviceLinear:
+        """One projection; if ``is_exact``, codes are those of the checkpoint alone."""
+        weight, bias = self._stored(read)
+        return self.product(weight, bias, is_exact=is_exact)
+
+    def product(self, weight: Tensor | DeviceWeight, bias: Tensor | None, *, is_exact: bool = False) -> DeviceLinear:
+        """As ``linear``, of a weight ``[outputs, inputs]`` that has been read."""
+        if isinstance(weight, Tensor) and not is_exact:
+            weight = self._quantised(weight) or weight
+        own_bias = None if bias is None else self.here(bias)
+        if isinstance(weight, Tensor):
+            return DenseLinear(self.here(weight), own_bias)
+        return CodedLinear(weight, own_bias, dtype=self._dtype, workspace=self._workspace)
+
+    def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
+        """The same projection of each expert, and biases ``[experts, outputs]``. All have codes of one form, or none."""
+        found = [self._coded_expert(read) for read in reads]
+        codes = [weight for weight, _ in found if weight is not None]
+        together = stacked(codes) if len(codes) == len(found) else None
+        if together is None:
+            parts = [read(self.tensors) for read in reads]
+            together = dense(self._side_by_side([weight for weight, _ in parts]))
+            biases = [bias for _, bias in parts]
+        else:
+            biases = [bias for _, bias in found]
+        there = [bias for bias in biases if bias is not None]
+        return together, self._side_by_side(there) if there else None
+
+    def _side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copied one by one: together they are many times a dense layer."""
+        out = torch.empty(len(tensors), *tensors[0].shape, dtype=self._dtype, device=self._device)
+        for place, tensor in zip(out, tensors, strict=True):
+            place.copy_(tensor)
+        return out
+
+    def _coded_expert(self, read: Projection) -> tuple[DeviceWeight | None, Tensor | None]:
+        weight, bias = self._stored(read)
+        return (self._quantised(weight) if isinstance(weight, Tensor) else weight), bias
+
+    def _stored(self, read: Projection) -> tuple[Tensor | DeviceWeight, Tensor | None]:
+        found = None if self._codes is None else self._codes.read(read)
+        if found is None:
+            return read(self.tensors)
+        weight, bias = found
+        return coded(weight) or weight.float(), bias
+
+    def _quantised(self, weight: Tensor) -> DeviceWeight | None:
+        if self._quantization is None:
+            return None
+        return (
+            coded(rounded_to_4_bits(weight)) if self._quantization == "int4" else quantized(weight, self._quantization)
+        )
