@@ -127,9 +127,9 @@ def coded(weight: CodedWeight) -> DeviceWeight | None:
     """
     order = None
     if weight.group_of is not None:
-        order = weight.group_of.long().argsort(stable=True)
-        inputs = torch.arange(len(order), device=order.device)
-        if not torch.equal(weight.group_of.long()[order], inputs // weight.group):
+        groups = weight.group_of.to(weight.device).long()
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], torch.arange(len(order), device=order.device) // weight.group):
             return None
         weight = replace(weight, codes=_bits(weight.codes)[:, order].view(weight.codes.dtype), group_of=None)
     form, values, scales, minima = _stored(weight)

@@ -61,28 +61,35 @@ class DeviceWeights:
 
     def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
         """The same projection of each expert, and biases ``[experts, outputs]``. All have codes of one form, or none."""
-        found = [self._coded_expert(read) for read in reads]
-        codes = [weight for weight, _ in found if weight is not None]
-        together = stacked(codes) if len(codes) == len(found) else None
-        if together is None:
-            parts = [read(self.tensors) for read in reads]
-            together = dense(self._side_by_side([weight for weight, _ in parts]))
-            biases = [bias for _, bias in parts]
-        else:
-            biases = [bias for _, bias in found]
-        there = [bias for bias in biases if bias is not None]
-        return together, self._side_by_side(there) if there else None
+        found = self._coded_experts(reads)
+        together = None if found is None else stacked([weight for weight, _ in found])
+        if found is not None and together is not None:
+            return together, self._side_by_side([bias for _, bias in found])
+        parts = [read(self.tensors) for read in reads]
+        weights = self._side_by_side([weight for weight, _ in parts])
+        assert weights is not None
+        return dense(weights), self._side_by_side([bias for _, bias in parts])
 
-    def _side_by_side(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copied one by one: together they are many times a dense layer."""
+    def _coded_experts(self, reads: Sequence[Projection]) -> list[tuple[DeviceWeight, Tensor | None]] | None:
+        """None as soon as one has no codes."""
+        found = []
+        for read in reads:
+            weight, bias = self._stored(read)
+            codes = self._quantised(weight) if isinstance(weight, Tensor) else weight
+            if codes is None:
+                return None
+            found.append((codes, bias))
+        return found
+
+    def _side_by_side(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """Copied one by one: together they are many times a dense layer. Either all are None or none is."""
+        if tensors[0] is None:
+            return None
         out = torch.empty(len(tensors), *tensors[0].shape, dtype=self._dtype, device=self._device)
         for place, tensor in zip(out, tensors, strict=True):
+            assert tensor is not None
             place.copy_(tensor)
         return out
-
-    def _coded_expert(self, read: Projection) -> tuple[DeviceWeight | None, Tensor | None]:
-        weight, bias = self._stored(read)
-        return (self._quantised(weight) if isinstance(weight, Tensor) else weight), bias
 
     def _stored(self, read: Projection) -> tuple[Tensor | DeviceWeight, Tensor | None]:
         found = None if self._codes is None else self._codes.read(read)
