@@ -18,6 +18,7 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.linear import CodedLinear
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
+from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
 
@@ -181,6 +182,34 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         )
     if sizes != "latent" and kind != "gptq-own-orders":
         assert isinstance(backend._model._decoder._weights.layers[0].qkv, CodedLinear)
+
+
+def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
+    """Beside a row without; one adapter comes while it runs, and goes."""
+    model = make_checkpoint(tmp_path / "model", "llama-bias")
+    first = write_adapter(tmp_path / "first", model, seed=1)
+    second = write_adapter(tmp_path / "second", model, seed=2, targets=("o_proj", "down_proj"), rank=3)
+    outputs = []
+    for kind in (TritonBackend, TorchBackend):
+        backend, info = open_backend(tmp_path / "model", kind, adapters={"first": str(first)})
+        assert info.supports_adapters
+        names = ["", info.adapters[0].identity, backend.load_adapter("second", str(second)).identity]
+        requests = [Request(prompt(5 + i, seed=i), 3, GREEDY, adapter=name) for i, name in enumerate(names)]
+        driver = BackendDriver(backend, info)
+        driver.run(requests, budget=24)
+        backend.unload_adapter("second")
+        gone = Request(prompt(3), 1, adapter=names[2])
+        driver.run([gone], budget=24)
+        assert gone.errors[0].message == f"adapter '{names[2]}' is not loaded on this executor"
+        outputs.append([request.output for request in requests])
+        backend.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_a_model_with_experts_refuses_adapters_by_name(tmp_path):
+    make_checkpoint(tmp_path, "mixtral")
+    with pytest.raises(BackendConfigError, match="adapter 'a' is not allowed with this model, which has experts; "):
+        open_backend(tmp_path, adapters={"a": "somewhere"})
 
 
 def test_it_draws_what_the_torch_backend_draws(llama):

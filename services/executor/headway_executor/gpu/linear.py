@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headway_executor.models.adapted import StepAdapters
 from headway_kernels.gpu.quantized_linear import quantized_linear, workspace_elements
 from headway_kernels.gpu.weights import DeviceWeight
 
@@ -61,3 +62,18 @@ class CodedLinear:
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
         quantized_linear(inputs, self._weight, self._bias, out, self._workspace.memory)
+
+
+class AdaptedLinear:
+    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; only this allocates."""
+
+    def __init__(self, product: DeviceLinear, step: StepAdapters, layer: int, site: str) -> None:
+        self._product = product
+        self._step = step
+        self._layer = layer
+        self._site = site
+
+    def __call__(self, inputs: Tensor, out: Tensor) -> None:
+        """See ``DeviceLinear``."""
+        self._product(inputs, out)
+        self._step.add(self._layer, self._site, inputs, out)

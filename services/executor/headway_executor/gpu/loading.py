@@ -21,8 +21,10 @@ from headway_executor.gpu.feed_forward import (
     FeedForwardSpace,
 )
 from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
-from headway_executor.gpu.linear import DeviceLinear
+from headway_executor.gpu.linear import AdaptedLinear, DeviceLinear
 from headway_executor.linear import placed
+from headway_executor.models.adapted import StepAdapters
+from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
@@ -39,9 +41,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     quantization: QuantizationKind | None,
+    adapters: StepAdapters | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Load to ``device``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers."""
+    """Load to ``device``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
+
+    ``adapters`` are of the steps that will run; None: there can be none.
+    """
     order = halves(config.head_dim, config.attention)
     weights = DeviceWeights(
         checkpoint,
@@ -50,7 +56,7 @@ def load_decoder(
         dtype,
         device,
     )
-    loader = _Loader(config, weights, max_model_len, max_num_tokens, dtype, device)
+    loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
     is_shared = config.tie_word_embeddings and config.scalings.embedding == 1
 
@@ -73,6 +79,7 @@ class _Loader:
         self,
         config: ModelConfig,
         weights: DeviceWeights,
+        adapters: StepAdapters | None,
         max_model_len: int,
         max_num_tokens: int,
         dtype: torch.dtype,
@@ -81,6 +88,7 @@ class _Loader:
         self._config = config
         self._weights = weights
         self._tensors = weights.tensors
+        self._adapters = adapters
         self._device = device
         latent = config.attention.latent
         self._latent_space = None if latent is None else latent_space(latent, max_num_tokens, dtype, device)
@@ -101,12 +109,12 @@ class _Loader:
         cosines, sines = self._table(layer.rope)
         return LayerWeights(
             attention_norm=self._norm(index, names.attention_norm),
-            qkv=self._weights.linear(lambda read: read.qkv(index)) if latent is None else self._latent(latent),
+            qkv=self._projection(index, QKV, lambda read: read.qkv(index)) if latent is None else self._latent(latent),
             query_norm=None if query_norm is None else self._norm_weight(query_norm),
             key_norm=None if key_norm is None else self._norm_weight(key_norm),
             cosines=cosines,
             sines=sines,
-            output=self._weights.linear(lambda read: read.output(index))
+            output=self._projection(index, OUTPUT, lambda read: read.output(index))
             if latent is None
             else self._weights.product(latent.output(), None),
             attention_post_norm=self._norm(index, names.attention_post_norm),
@@ -161,17 +169,16 @@ class _Loader:
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DeviceFeedForward:
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
-        return self._dense(
-            feed, feed.intermediate_size, lambda read: read.gate_up(index), lambda read: read.down(index)
+        return DenseFeedForward(
+            self._projection(index, GATE_UP, lambda read: read.gate_up(index)),
+            activation_of(feed),
+            self._projection(index, DOWN, lambda read: read.down(index)),
+            self._dense_space(feed.intermediate_size, feed.is_gated),
         )
 
-    def _dense(self, feed: FeedForwardConfig, width: int, gate_up: Projection, down: Projection) -> DenseFeedForward:
-        return DenseFeedForward(
-            self._weights.linear(gate_up),
-            activation_of(feed),
-            self._weights.linear(down),
-            self._dense_space(width, feed.is_gated),
-        )
+    def _projection(self, index: int, site: str, read: Projection) -> DeviceLinear:
+        product = self._weights.linear(read)
+        return product if self._adapters is None else AdaptedLinear(product, self._adapters, index, site)
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> ExpertFeedForward:
         tensors = self._tensors.experts(index)
@@ -184,7 +191,12 @@ class _Loader:
         down, down_bias = self._weights.of_experts([partial(_down, index, number) for number in numbers])
         shared = None
         if config.shared_size:
-            shared = self._dense(feed, config.shared_size, partial(_gate_up, index, None), partial(_down, index, None))
+            shared = DenseFeedForward(
+                self._weights.linear(partial(_gate_up, index, None)),
+                activation_of(feed),
+                self._weights.linear(partial(_down, index, None)),
+                self._dense_space(config.shared_size, feed.is_gated),
+            )
         weights = ExpertWeights(
             router=self._weights.product(router, bias, is_exact=True),
             correction=None if correction is None else self._wide(correction),
