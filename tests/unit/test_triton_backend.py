@@ -50,7 +50,6 @@ USUAL = (
     "starcoder2",
     "gpt_neox",
     "cohere2",
-    "qwen2_moe",
     "gpt_oss",
     "deepseek_v3",
 )

@@ -6,7 +6,7 @@ Codes of a checkpoint stay codes, where a kernel has their form. The rest is num
 ``QuantizationKind``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -64,11 +64,18 @@ class DeviceWeights:
         found = self._coded_experts(reads)
         together = None if found is None else stacked([weight for weight, _ in found])
         if found is not None and together is not None:
-            return together, self._side_by_side([bias for _, bias in found])
-        parts = [read(self.tensors) for read in reads]
-        weights = self._side_by_side([weight for weight, _ in parts])
-        assert weights is not None
-        return dense(weights), self._side_by_side([bias for _, bias in parts])
+            return together, self._side_by_side((bias for _, bias in found), len(found))
+        biases: list[Tensor | None] = []
+
+        def weights() -> Iterator[Tensor]:
+            for read in reads:
+                weight, bias = read(self.tensors)
+                biases.append(bias)
+                yield weight
+
+        numbers = self._side_by_side(weights(), len(reads))
+        assert numbers is not None
+        return dense(numbers), self._side_by_side(biases, len(reads))
 
     def _coded_experts(self, reads: Sequence[Projection]) -> list[tuple[DeviceWeight, Tensor | None]] | None:
         """None as soon as one has no codes."""
@@ -81,14 +88,15 @@ class DeviceWeights:
             found.append((codes, bias))
         return found
 
-    def _side_by_side(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+    def _side_by_side(self, tensors: Iterable[Tensor | None], count: int) -> Tensor | None:
         """Copied one by one: together they are many times a dense layer. Either all are None or none is."""
-        if tensors[0] is None:
-            return None
-        out = torch.empty(len(tensors), *tensors[0].shape, dtype=self._dtype, device=self._device)
-        for place, tensor in zip(out, tensors, strict=True):
-            assert tensor is not None
-            place.copy_(tensor)
+        out: Tensor | None = None
+        for place, tensor in enumerate(tensors):
+            if tensor is None:
+                return None
+            if out is None:
+                out = torch.empty(count, *tensor.shape, dtype=self._dtype, device=self._device)
+            out[place] = tensor
         return out
 
     def _stored(self, read: Projection) -> tuple[Tensor | DeviceWeight, Tensor | None]:
