@@ -101,9 +101,9 @@ def test_pairs_are_sorted_by_expert_and_padding_belongs_to_none(kernel_device, m
 
 def weights_of(kind, num_experts, outputs, inputs, device):
     """Weights of experts, and the numbers that they stand for."""
-    numbers = [drawn(outputs, inputs, seed=i) * inputs**-0.5 for i in range(num_experts)]
+    numbers = [drawn(outputs, inputs, seed=i).to(device) * inputs**-0.5 for i in range(num_experts)]
     if kind == "dense":
-        return dense(torch.stack(numbers).to(device)), torch.stack(numbers)
+        return dense(torch.stack(numbers)), torch.stack(numbers).cpu()
     if kind == "int4":
         codes = [rounded_to_4_bits(some) for some in numbers]
     else:
@@ -120,7 +120,7 @@ def weights_of(kind, num_experts, outputs, inputs, device):
             for some in map(rounded_to_4_bits, numbers)
         ]
     found = stacked([coded(some) for some in codes])
-    return found, torch.stack([some.float() for some in codes])
+    return found, torch.stack([some.float() for some in codes]).cpu()
 
 
 def product(device, kind, dtype, *, num_tokens=40, routing=ROUTINGS["mixtral"], outputs=70, inputs=96, bias=False):
