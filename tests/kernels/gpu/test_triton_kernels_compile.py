@@ -30,4 +30,4 @@ def test_kernels_compile(module, capability, tmp_path):
         assert entry["cubin_bytes"] > 0
         assert entry["shared_bytes"] <= SHARED_BYTES[entry["capability"]], entry
         if capability == 90:
-            assert entry["stack_bytes"] == KNOWN_STACK.get(entry["name"], 0), entry
+            assert entry["stack_bytes"] <= KNOWN_STACK.get(entry["name"], 0), entry

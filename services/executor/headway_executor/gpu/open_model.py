@@ -225,7 +225,7 @@ class OpenModel:
         return masks
 
     def close(self) -> None:
-        """Forget nothing twice: call it once."""
+        """Give back threads, files and pinned memory; call it once."""
         self._constraints.close()
         self.mover.close()
         if self._swap_ends is not None:
