@@ -181,7 +181,9 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         )
     if sizes != "latent" and kind != "gptq-own-orders":
         qkv = backend._model._decoder._weights.layers[0].qkv
-        assert isinstance(getattr(qkv, "_product", qkv), CodedLinear)  # Where there may be adapters, they are around it.
+        assert isinstance(
+            getattr(qkv, "_product", qkv), CodedLinear
+        )  # Where there may be adapters, they are around it.
 
 
 def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
