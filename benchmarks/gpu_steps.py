@@ -4,7 +4,7 @@ Owns: the shapes, the scripted steps, the floors, the table and the result file.
 beyond its protocol, except attention and swapping, whose kernels are timed alone.
 
 A floor is the larger of bytes over bandwidth and operations over the rate of large products, measured in the same run.
-Weights and each row's keys and values are read once; operations are two per weight and token, and four per head
+Weights and each row's keys and values are read once, of experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
 component and visible position. Weights and prompts are random, because zeros run faster. Two steps are in flight, timed
 by the device's clock.
 
@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -111,7 +111,35 @@ TINY = Shape(
     swapped_tokens=32,
     repetitions=3,
 )
-SHAPES = {"llama3-8b": LLAMA3_8B, "tiny": TINY}
+QWEN3_30B = replace(
+    LLAMA3_8B,
+    config={
+        **LLAMA3_8B.config,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+)
+TINY_MIXTURE = replace(
+    TINY,
+    config={
+        **TINY.config,
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+)
+SHAPES = {"llama3-8b": LLAMA3_8B, "qwen3-30b-a3b": QWEN3_30B, "tiny": TINY, "tiny-mixture": TINY_MIXTURE}
+BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+"""Of a weight; codes of 4 bits have a scale for 32."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +227,12 @@ class Floors:
         # The embedding is looked up, not multiplied with; where it is the head too, it is read as that.
         self._num_head = config.vocab_size * config.hidden_size
         num_embeddings = 1 if config.tie_word_embeddings else 2
-        num_weights = sum(int(np.prod(shape)) for shape in expected_tensors(config).values())
-        self._num_in_layers = num_weights - num_embeddings * self._num_head
-        in_layers = self._num_in_layers * (1 if quantization != "none" else self._element)
-        self._weight_bytes = in_layers + self._num_head * self._element
+        sizes = {name: int(np.prod(shape)) for name, shape in expected_tensors(config).items()}
+        self._num_in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        self._num_in_layers = sum(sizes.values()) - num_embeddings * self._num_head - self._num_in_experts
+        routings = [layer.feed_forward.experts.routing for layer in config.layers if layer.feed_forward.experts]
+        self._chosen = routings[0].num_chosen / routings[0].num_experts if routings else 1.0
+        self._bytes_of_weight = BYTES_OF_CODES.get(quantization, self._element)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -214,10 +244,13 @@ class Floors:
         """Return the floor of a step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
         config, limits = self._config, self._limits
         num_rows, num_tokens = len(contexts) + bool(chunk), len(contexts) + chunk
-        num_bytes = self._weight_bytes + self.kv_bytes_per_token * (sum(contexts) + num_tokens)
+        weights = self._num_in_layers + self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
+        num_bytes = weights * self._bytes_of_weight + self._num_head * self._element
+        num_bytes += self.kv_bytes_per_token * (sum(contexts) + num_tokens)
         per_pair = 4 * config.num_heads * config.head_dim * config.num_layers
         pairs = sum(contexts) + chunk * (chunk + 1) // 2
-        operations = 2 * self._num_in_layers * num_tokens + 2 * self._num_head * num_rows + per_pair * pairs
+        multiplied = self._num_in_layers + self._num_in_experts * self._chosen
+        operations = 2 * multiplied * num_tokens + 2 * self._num_head * num_rows + per_pair * pairs
         return max(num_bytes / limits.bandwidth, operations / limits.product_rate)
 
 
@@ -544,7 +577,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none", choices=["none", "int8", "fp8"])
+    parser.add_argument("--quantization", default="none", choices=["none", *BYTES_OF_CODES])
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     arguments = parser.parse_args(argv)
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():

@@ -64,17 +64,18 @@ def tasks() -> list[Task]:
         Task("conformance float32", (*CONFORMANCE, "--dtype", "float32")),
         Task("conformance bfloat16", (*CONFORMANCE, "--dtype", "bfloat16", "--size", "large")),
         Task("sanitizer", (*CONFORMANCE, "--dtype", "float32", *chosen), program=sanitizer),
-        Task("steps", ("benchmarks/gpu_steps.py", "--json", str(RESULTS / "gpu_steps.json")), decides=False),
-        Task(
-            "steps int8",
-            (
-                *("benchmarks/gpu_steps.py", "--sections", "decode", "--quantization", "int8"),
-                *("--json", str(RESULTS / "gpu_steps_int8.json")),
-            ),
-            decides=False,
-        ),
+        steps("steps"),
+        steps("steps int8", "--sections", "decode", "--quantization", "int8"),
+        steps("steps int4", "--sections", "decode", "--quantization", "int4"),
+        steps("steps of experts", "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
         Task("stack", ("benchmarks/gpu_stack.py", "--json", str(RESULTS / "gpu_stack.json")), decides=False),
     ]
+
+
+def steps(name: str, *arguments: str) -> Task:
+    """Measures steps beside their floors."""
+    result = RESULTS / f"gpu_{name.replace(' ', '_')}.json"
+    return Task(name, ("benchmarks/gpu_steps.py", *arguments, "--json", str(result)), decides=False)
 
 
 def run(task: Task) -> Outcome:

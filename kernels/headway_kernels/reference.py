@@ -35,6 +35,13 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     out.copy_(functional.silu(gate.float()).to(gate.dtype) * up)
 
 
+def clamped_swish_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """``gpu.activation.clamped_swish_and_multiply``."""
+    gate, up = gate_up.float().chunk(2, dim=1)
+    gate = gate.clamp(max=7.0)
+    out.copy_(gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1))
+
+
 def rotate_and_store(
     qkv: Tensor,
     positions: Tensor,
@@ -161,10 +168,31 @@ def swap_in(layers: Tensor, host: Tensor, pairs: Tensor) -> None:
 # ---- quantised products -----------------------------------------------------------------------------------------------
 
 
-def quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``gpu.quantized_linear.quantized_linear``, with sums in float64."""
-    results = x.double() @ codes.double().T * scales.double()
+def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``gpu.quantized_linear.quantized_linear``, with sums in float64; ``weight`` is what the codes stand for."""
+    results = x.double() @ weight.double().T
     out.copy_(results if bias is None else results + bias.double())
+
+
+# ---- experts ----------------------------------------------------------------------------------------------------------
+
+
+def multiply_pairs(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor) -> Tensor:
+    """``gpu.experts.multiply_pairs`` in float64, by numbers of pairs: ``[T, num_chosen, outputs]``.
+
+    ``x`` ``[T, inputs]``, or ``[T, num_chosen, inputs]``; ``weight`` ``[experts, outputs, inputs]``.
+    """
+    rows = x[:, None].expand(-1, chosen.shape[1], -1) if x.dim() == 2 else x
+    results = (weight.double()[chosen.long()] @ rows.double().unsqueeze(-1)).squeeze(-1)
+    return results if bias is None else results + bias.double()[chosen.long()]
+
+
+def add_pairs(given: Tensor, weights: Tensor, *, shared: Tensor | None, gates: Tensor | None) -> Tensor:
+    """``gpu.experts.add_pairs`` in float64; ``given`` ``[T, num_chosen, C]``."""
+    results = (given.double() * weights.double()[:, :, None]).sum(1)
+    if shared is None:
+        return results
+    return results + shared.double() * (1.0 if gates is None else gates.double().sigmoid()[:, None])
 
 
 # ---- attention --------------------------------------------------------------------------------------------------------
@@ -182,6 +210,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``gpu.attention.paged_attention`` in float64: ``[query_start[-1], heads * head_dim]``."""
     _, _, block_size, head_dim = pool_layer.shape
@@ -206,7 +235,11 @@ def paged_attention(
         seen = key_position <= query_position
         if window is not None:
             seen &= key_position > query_position - window
-        weights = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        logits = logits.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            without_value = sinks.double()[:, None, None].expand(-1, high - low, 1)
+            logits = torch.cat([logits, without_value], dim=-1)
+        weights = logits.softmax(dim=-1)[:, :, :length]
         # Positions that no query of the row sees may hold anything.
         values = values.masked_fill(~seen.any(dim=0)[None, :, None], 0.0)
         out[low:high] = (weights @ values).transpose(0, 1)

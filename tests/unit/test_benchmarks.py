@@ -450,10 +450,11 @@ def test_slo_on_cpu(tmp_path):
 
 @pytest.mark.deep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu-check` runs it on a device")
-def test_gpu_steps_without_a_gpu(tmp_path):
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+def test_gpu_steps_without_a_gpu(tmp_path, shape):
     steps = tmp_path / "steps.json"
     sections = ("--sections", "decode,mixed,attention")
-    run("gpu_steps.py", "--shape", "tiny", "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
+    run("gpu_steps.py", "--shape", shape, "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
     record = json.loads(steps.read_text())
     assert record.keys() >= PROVENANCE
     assert [line["name"].split(",")[0] for line in record["lines"]] == ["decode", "decode", "mixed", *["attention"] * 2]

@@ -10,13 +10,17 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
+from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.linear import CodedLinear
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
+from lora_files import write_adapter
 from model_core import ModelCore
+from quantised_checkpoints import KINDS, change_config, quantise
 
 pytestmark = [
     pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
@@ -33,22 +37,27 @@ def open_backend(directory, kind=TritonBackend, **settings):
     return backend, backend.open(BackendConfig(**(config | settings)))
 
 
+USUAL = (
+    "llama3",
+    "qwen2",
+    "qwen3-bias",
+    "mistral",
+    "gemma2",
+    "olmo2",
+    "granite",
+    "smollm3",
+    "phi3",
+    "starcoder2",
+    "gpt_neox",
+    "cohere2",
+    "gpt_oss",
+    "deepseek_v3",
+)
+"""Of all families, what each part of a description takes."""
+
+
 @pytest.fixture(
-    scope="module",
-    params=[
-        "llama3",
-        "qwen2",
-        "qwen3-bias",
-        "mistral",
-        "gemma2",
-        "olmo2",
-        "granite",
-        "smollm3",
-        "phi3",
-        "starcoder2",
-        "gpt_neox",
-        "cohere2",
-    ],
+    scope="module", params=[pytest.param(name, marks=() if name in USUAL else pytest.mark.deep) for name in FAMILIES]
 )
 def family(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
@@ -94,17 +103,115 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        ("mixtral", "MixtralForCausalLM, which has experts; "),
-        ("gpt_oss", "GptOssForCausalLM, which has attention sinks, experts; "),
-        ("deepseek_v3", "DeepseekV3ForCausalLM, which has experts, latent attention; "),
+        ({"head_dim": 520}, "LlamaForCausalLM, which has heads of 520 channels; allowed: backend torch"),
+        ({"architectures": ["BertModel"]}, "backend 'triton' is not allowed with an encoder; allowed: backend torch"),
     ],
 )
-def test_a_model_with_what_the_kernels_lack_is_refused_by_name(tmp_path, name, message):
-    make_checkpoint(tmp_path, name)
+def test_a_model_with_what_the_kernels_lack_is_refused_by_name(tmp_path, changes, message):
+    make_checkpoint(tmp_path, "llama3")
+    change_config(tmp_path, **changes)
     with pytest.raises(BackendConfigError, match=message):
         open_backend(tmp_path)
+
+
+QUANTISED = ("gptq-act-order", "w4a16-zeros", "w8a8-zeros", "fp8-blocks")
+QUANTISED_SIZES = {
+    "dense": {},
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+    "latent": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        *(pytest.param("dense", kind, marks=() if kind in QUANTISED else pytest.mark.deep) for kind in KINDS),
+        ("experts", "awq"),
+        pytest.param("experts", "fp8-blocks", marks=pytest.mark.deep),
+        pytest.param("experts", "gptq-own-orders", marks=pytest.mark.deep),
+        pytest.param("latent", "fp8-blocks", marks=pytest.mark.deep),
+    ],
+)
+def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path, sizes, kind):
+    write_checkpoint(
+        tmp_path / "model",
+        hidden_size=64,
+        intermediate_size=96,
+        head_dim=16,
+        vocab_size=VOCAB_SIZE,
+        **QUANTISED_SIZES[sizes],
+    )
+    reference = quantise(tmp_path / "model", kind)
+
+    def run(directory, backend, **options):
+        requests = [Request(prompt(length, seed=length), 2, GREEDY) for length in (1, 9)]
+        opened = open_backend(directory, backend, options=options)
+        BackendDriver(*opened).run(requests, budget=16)
+        return opened[0], requests
+
+    backend, found = run(tmp_path / "model", TritonBackend)
+    _, exact = run(reference, TorchBackend, kernels="eager")
+    assert [request.output for request in found] == [request.output for request in exact]
+    for request, other in zip(found, exact, strict=True):
+        assert [entry.logprob for entry in request.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=1e-3
+        )
+    if sizes != "latent" and kind != "gptq-own-orders":
+        qkv = backend._model._decoder._weights.layers[0].qkv
+        assert isinstance(
+            getattr(qkv, "_product", qkv), CodedLinear
+        )  # Where there may be adapters, they are around it.
+
+
+def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
+    """Beside a row without; one adapter comes while it runs, and goes."""
+    model = make_checkpoint(tmp_path / "model", "llama-bias")
+    first = write_adapter(tmp_path / "first", model, seed=1)
+    second = write_adapter(tmp_path / "second", model, seed=2, targets=("o_proj", "down_proj"), rank=3)
+    outputs = []
+    for kind in (TritonBackend, TorchBackend):
+        backend, info = open_backend(tmp_path / "model", kind, adapters={"first": str(first)})
+        assert info.supports_adapters
+        names = ["", info.adapters[0].identity, backend.load_adapter("second", str(second)).identity]
+        requests = [Request(prompt(5 + i, seed=i), 3, GREEDY, adapter=name) for i, name in enumerate(names)]
+        driver = BackendDriver(backend, info)
+        driver.run(requests, budget=24)
+        backend.unload_adapter("second")
+        gone = Request(prompt(3), 1, adapter=names[2])
+        driver.run([gone], budget=24)
+        assert gone.errors[0].message == f"adapter '{names[2]}' is not loaded on this executor"
+        outputs.append([request.output for request in requests])
+        backend.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_a_model_with_experts_refuses_adapters_by_name(tmp_path):
+    make_checkpoint(tmp_path, "mixtral")
+    with pytest.raises(BackendConfigError, match="adapter 'a' is not allowed with this model, which has experts; "):
+        open_backend(tmp_path, adapters={"a": "somewhere"})
 
 
 def test_it_draws_what_the_torch_backend_draws(llama):
@@ -123,7 +230,7 @@ def test_it_draws_what_the_torch_backend_draws(llama):
     assert outputs(TritonBackend) == outputs(TorchBackend)
 
 
-@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.3), ("fp8", 1.0)])
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.3), ("int4", 2.0), ("fp8", 1.0)])
 def test_quantised_weights_are_close(llama, quantization, tolerance):
     request = Request(prompt(12), 1, GREEDY)
     BackendDriver(*open_backend(llama[0], quantization=quantization)).run([request], budget=16)
@@ -195,7 +302,7 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; .*{CONTEXT}"),
         ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
         ({"device": "cuda"}, "device 'cuda' is not allowed; this host has 0 CUDA devices"),
-        ({"quantization": "int4"}, "quantization 'int4' is not allowed; allowed: none, int8, fp8"),
+        ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
         ({"options": {"graph": "off"}}, "backend_options 'graph' is not allowed; allowed: graphs, step_log, weights"),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (

@@ -1,6 +1,7 @@
-"""The gated activation between a decoder's two MLP products (SwiGLU, Shazeer 2020, arXiv 2002.05202).
+"""The gated activations between a decoder's two MLP products: SwiGLU (Shazeer 2020, arXiv 2002.05202), and that of gpt-oss
+(OpenAI 2025, arXiv 2508.10925).
 
-Owns: ``silu(gate) * up``. Must not know: layers.
+Owns: ``silu(gate) * up``, and the same with bounds. Must not know: layers.
 """
 
 import triton
@@ -10,6 +11,8 @@ from torch import Tensor
 BLOCK = 1024
 """Elements per program: eight per thread, read in 16-byte pieces if the dtype has 2 bytes."""
 NUM_WARPS = 4
+_LIMIT = tl.constexpr(7.0)
+_SLOPE = tl.constexpr(1.702)
 
 
 def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
@@ -18,29 +21,54 @@ def silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     ``gate_up`` ``[T, 2 I]``, gate before up, and ``out`` ``[T, I]``, any row stride; one floating dtype. ``silu(gate)``
     is float32, rounded before the product.
     """
+    _launch(gate_up, out, clamped=False)
+
+
+def clamped_swish_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """``out = gate * sigmoid(1.702 * gate) * (up + 1)``, gates bounded by 7 from above, ups on both sides.
+
+    As ``silu_and_multiply``; only the result is rounded.
+    """
+    _launch(gate_up, out, clamped=True)
+
+
+def _launch(gate_up: Tensor, out: Tensor, *, clamped: bool) -> None:
     num_tokens, width = out.shape
     if num_tokens == 0:
         return
-    _silu_and_multiply[(num_tokens, triton.cdiv(width, BLOCK))](
+    _activate_and_multiply[(num_tokens, triton.cdiv(width, BLOCK))](
         gate_up,
         out,
         gate_up.stride(0),
         out.stride(0),
         WIDTH=width,
+        CLAMPED=clamped,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
 
 
 @triton.jit
-def _silu_and_multiply(gate_up, out, gate_up_stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _activate_and_multiply(
+    gate_up, out, gate_up_stride, out_stride, WIDTH: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channels < WIDTH
     dtype = out.dtype.element_ty
     gate = tl.load(gate_up + row * gate_up_stride + channels, mask=within, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_stride + WIDTH + channels, mask=within, other=0.0).to(tl.float32)
-    # gate / (1 + exp(-gate)), without an exponential that overflows.
-    decayed = tl.exp(-tl.abs(gate))
-    activated = tl.where(gate >= 0, gate, gate * decayed) / (1.0 + decayed)
-    tl.store(out + row * out_stride + channels, (activated.to(dtype).to(tl.float32) * up).to(dtype), mask=within)
+    if CLAMPED:
+        gate = tl.minimum(gate, _LIMIT)
+        up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
+        activated = gate * _sigmoid(gate * _SLOPE)
+    else:
+        activated = (gate * _sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + row * out_stride + channels, (activated * up).to(dtype), mask=within)
+
+
+@triton.jit
+def _sigmoid(values):
+    """Without an exponential that overflows."""
+    decayed = tl.exp(-tl.abs(values))
+    return tl.where(values >= 0, 1.0, decayed) / (1.0 + decayed)

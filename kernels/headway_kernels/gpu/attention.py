@@ -99,6 +99,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     has_decodes: bool = True,
     has_chunks: bool = True,
     tuning: AttentionTuning | None = None,
@@ -110,8 +111,9 @@ def paged_attention(
     unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8.
 
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
-    product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. Everything is float32, but weights are rounded to
-    the dtype before they meet the values.
+    product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. ``sinks`` (float32, ``[heads]``) are logits without
+    values (Xiao et al. 2023, arXiv 2309.17453), neither scaled nor capped. Everything is float32, but weights are rounded
+    to the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
     tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)
@@ -124,14 +126,15 @@ def paged_attention(
         "PADDED_ROWS": _padded_rows(rows.rows.shape[0]),
         "HAS_WINDOW": window is not None,
         "HAS_SOFT_CAP": soft_cap is not None,
+        "HAS_SINKS": sinks is not None,
     }
     # The kernels' exponentials are to base 2; under a cap, tanh comes between the two factors.
     factor, cap = (scale * LOG2_E.value, 0.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E.value)
     numbers = (query.stride(0), out.stride(0), rows.block_tables.stride(0), window or 0, factor, cap)
     if has_chunks:
-        _attend_chunks(query, pool_layer, out, rows, numbers, constants, tuning.chunk)
+        _attend_chunks(query, pool_layer, sinks, out, rows, numbers, constants, tuning.chunk)
     if has_decodes:
-        _attend_decodes(query, pool_layer, out, rows, workspace, numbers, constants, tuning.decode)
+        _attend_decodes(query, pool_layer, sinks, out, rows, workspace, numbers, constants, tuning.decode)
 
 
 def _check(
@@ -153,6 +156,7 @@ def _check(
 def _attend_chunks(
     query: Tensor,
     pool_layer: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     rows: AttentionRows,
     numbers: tuple[float, ...],
@@ -163,6 +167,7 @@ def _attend_chunks(
     chunk_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,
+        rows.rows if sinks is None else sinks,
         out,
         rows.rows,
         rows.query_start,
@@ -183,6 +188,7 @@ def _attend_chunks(
 def _attend_decodes(
     query: Tensor,
     pool_layer: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     rows: AttentionRows,
     workspace: AttentionWorkspace,
@@ -198,6 +204,7 @@ def _attend_decodes(
     decode_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,
+        rows.rows if sinks is None else sinks,
         out,
         workspace.partial,
         workspace.log_sum_exp,

@@ -6,10 +6,22 @@ Owns: how a grid goes through a batch. Must not know: launches.
 import triton
 import triton.language as tl
 
-from headway_kernels.gpu.attention_tiles import MAX_SPLITS, attend_tile, cut_decode, find_row, load_blocks
+from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, attend_tile, cut_decode, find_row, load_blocks
 
 _LEAST = tl.constexpr(-1.0e30)
 """The start of a running maximum: finite, so that a tile that a query does not see leaves no NaN (-inf - -inf)."""
+
+
+@triton.jit
+def _begin(sinks, head, HAS_SINKS: tl.constexpr, QUERY_TILE: tl.constexpr):
+    """The running maximum and total before any key: a sink has a weight and no value."""
+    if HAS_SINKS:
+        maximum = tl.load(sinks + head) * LOG2_E
+        total = tl.full([QUERY_TILE], 1.0, dtype=tl.float32)
+    else:
+        maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
+        total = tl.zeros([QUERY_TILE], dtype=tl.float32)
+    return maximum, total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -39,6 +51,7 @@ def plan_kernel(
 def chunk_kernel(
     query,
     pool,
+    sinks,
     out,
     rows,
     query_start,
@@ -60,6 +73,7 @@ def chunk_kernel(
     PADDED_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TOKENS: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -104,8 +118,7 @@ def chunk_kernel(
         num_masked = full_low - low + tl.cdiv(end, KEY_TILE) - full_high
 
         weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
-        maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
-        total = tl.zeros([QUERY_TILE], dtype=tl.float32)
+        maximum, total = _begin(sinks, kv_head * GROUP + vector % GROUP, HAS_SINKS, QUERY_TILE)
         keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
         block = load_blocks(table, full_low, begin, end, BLOCK_SIZE, KEY_TILE)
         for tile in range(full_low, full_high):
@@ -173,6 +186,7 @@ def chunk_kernel(
 def decode_kernel(
     query,
     pool,
+    sinks,
     out,
     partial,
     log_sum_exp,
@@ -196,6 +210,7 @@ def decode_kernel(
     PADDED_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
 ):
@@ -219,12 +234,16 @@ def decode_kernel(
             token = tl.load(query_start + row).to(tl.int64)
             table = block_tables + tl.load(rows + row).to(tl.int64) * table_stride
             head = kv_head * GROUP + member
+            last_head = kv_head * GROUP + GROUP - 1
             columns = head[:, None] * HEAD_DIM + component[None, :]
             queries = tl.load(query + token * query_stride + columns, mask=real, other=0.0)
             query_position = member * 0 + length - 1
             weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
-            maximum = tl.full([QUERY_TILE], _LEAST, dtype=tl.float32)
-            total = tl.zeros([QUERY_TILE], dtype=tl.float32)
+            # A sink belongs to the first split, which always has positions.
+            maximum, total = _begin(sinks, tl.minimum(head, last_head), HAS_SINKS, QUERY_TILE)
+            if HAS_SINKS:
+                maximum = tl.where(split == 0, maximum, _LEAST)
+                total = tl.where(split == 0, total, 0.0)
             keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
             # Always masked: memory bounds the kernel anyway.
             low = begin // KEY_TILE

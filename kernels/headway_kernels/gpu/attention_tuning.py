@@ -31,6 +31,9 @@ class AttentionTuning:
     chunk: KernelTuning
 
 
+MOST_CHANNELS = 512
+"""Of a head."""
+
 # (compute capability's first number, padded head size, bytes of an element) -> tuning. Memory bounds decodes: their
 # tiles keep some 64 KiB in flight per multiprocessor. The tensor cores bound chunks: their accumulators fill the
 # registers (128 query vectors by 128 components for 8 warps). float32 has no tensor cores of full precision; its tiles
@@ -61,7 +64,7 @@ def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) ->
 
 def tuning_for(major: int, head_dim: int, element_bytes: int) -> AttentionTuning:
     """The nearest entry: of the newest generation up to ``major``, of the next padded head size."""
-    padded = min(512, max(64, power_of_two(head_dim)))
+    padded = min(MOST_CHANNELS, max(64, power_of_two(head_dim)))
     known = [entry for entry in _TUNING if entry[0] <= major and entry[1:] == (padded, element_bytes)]
     if not known:
         raise ValueError(f"no attention kernel for elements of {element_bytes} bytes on compute capability {major}.x")

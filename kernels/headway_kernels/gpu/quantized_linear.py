@@ -1,22 +1,26 @@
-"""Linear layers with weights as 8-bit codes, multiplied in the dtype of their inputs.
+"""Linear layers with weights as codes, multiplied in the dtype of their inputs.
 
-Owns: codes, scales, the product. Must not know: a layer's use.
-
-Symmetric quantisation per output channel: int8 as in Jacob et al. 2018 (arXiv 1712.05877), fp8 is E4M3 of Micikevicius
-et al. 2022 (arXiv 2209.05433). In registers a code becomes a number of the inputs' dtype, exactly. Scales multiply the
-float32 sum.
+Owns: the product, its cut. Must not know: a layer's use, how weights become codes.
 
 With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The
 number of tokens only selects the tiling.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headway_kernels.gpu.weights import (
+    DeviceWeight,
+    WeightForm,
+    finished,
+    multiply_tile,
+    tile_constants,
+    tile_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,76 +60,48 @@ OUTPUT_TILES_PER_BAND = 8
 SUMS_PER_PROGRAM = 512
 SUM_WARPS = 4
 
-LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
-CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-WIDE_ELEMENTS = 2**22
-"""Elements of a weight that are float32 at a time while it is quantised: 16 MiB."""
-FP8_SCALE = tl.constexpr(256.0)
-"""An E4M3 code read as float16 has an exponent that is 15 - 7 = 8 too small."""
 
-
-def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight: ``weight[n, k]`` is about ``codes[n, k] * scales[n]``.
-
-    ``weight`` floating, ``[N, K]``. Codes ``[N, K]``, int8 or float8_e4m3fn; positive float32 scales ``[N]``. A row's
-    largest magnitude is the largest code.
-    """
-    num_outputs, num_inputs = weight.shape
-    codes = torch.empty(num_outputs, num_inputs, dtype=CODE_DTYPE[kind], device=weight.device)
-    scales = torch.empty(num_outputs, dtype=torch.float32, device=weight.device)
-    step = max(WIDE_ELEMENTS // max(num_inputs, 1), 1)
-    for first in range(0, num_outputs, step):
-        wide = weight[first : first + step].float()
-        # For a row of zeros, or of numbers too small to divide by, any finite scale is right.
-        scale = (wide.abs().amax(dim=1) / LARGEST_CODE[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
-        ratio = (wide / scale[:, None]).clamp_(-LARGEST_CODE[kind], LARGEST_CODE[kind])
-        codes[first : first + step] = ratio.round_() if kind == "int8" else ratio
-        scales[first : first + step] = scale
-    return codes, scales
-
-
-def workspace_elements(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+def workspace_elements(weight: DeviceWeight, dtype: torch.dtype) -> int:
     """Float32 elements of a workspace for any number of tokens."""
     sizes = [0]
-    for tiling in _tilings(dtype):
-        splits, _ = _split(num_outputs, num_inputs, tiling)
+    for tiling in _tilings(weight, dtype):
+        splits, _ = _split(weight.num_outputs, weight.num_inputs, tiling)
         if splits > 1:
-            sizes.append(splits * tiling.tokens * num_outputs)
+            sizes.append(splits * tiling.tokens * weight.num_outputs)
     return max(sizes)
 
 
-def quantized_linear(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, workspace: Tensor
-) -> None:
-    """``out = x @ (codes * scales[:, None]).T + bias``.
+def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, workspace: Tensor) -> None:
+    """``out = x @ weight.T + bias``.
 
-    ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``codes`` and ``scales`` from
-    ``quantize``, contiguous; ``bias`` ``[N]`` in that dtype or None; ``workspace`` float32, contiguous. The result is
-    rounded once.
+    ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``bias`` ``[N]`` in that dtype or None;
+    ``workspace`` float32, contiguous. The result is rounded once.
     """
-    num_tokens, num_inputs = x.shape
-    num_outputs = codes.shape[0]
+    num_tokens = x.shape[0]
     if num_tokens == 0:
         return
-    tiling = choose_tiling(num_tokens, x.dtype)
-    splits, _ = _split(num_outputs, num_inputs, tiling)
+    tiling = choose_tiling(num_tokens, weight, x.dtype)
+    constants = product_constants(weight, tiling, has_bias=bias is not None)
+    splits, num_outputs = constants["SPLITS"], weight.num_outputs
     if splits > 1 and workspace.numel() < splits * tiling.tokens * num_outputs:
         raise ValueError(
             f"workspace has {workspace.numel()} elements; {splits * tiling.tokens * num_outputs} are needed"
         )
-    is_fp8 = codes.dtype == torch.float8_e4m3fn
+    values, scales, minima, order = tile_tensors(weight)
     tiles = triton.cdiv(num_outputs, tiling.outputs) * triton.cdiv(num_tokens, tiling.tokens)
     _product[(tiles, splits)](
         x,
-        codes.view(torch.uint8) if is_fp8 else codes,
+        values,
         scales,
+        minima,
+        order,
         scales if bias is None else bias,
         out,
         workspace if splits > 1 else scales,
         x.stride(0),
         out.stride(0),
         num_tokens,
-        **product_constants(num_outputs, num_inputs, tiling, is_fp8=is_fp8, has_bias=bias is not None),
+        **constants,
         # Triton's interpreter knows no bfloat16 products; those of float32 are the same.
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
@@ -141,29 +117,26 @@ def quantized_linear(
             OUTPUTS=num_outputs,
             SPLITS=splits,
             SPLIT_TOKENS=tiling.tokens,
-            IS_FP8=is_fp8,
+            SCALED=constants["SCALED"],
             HAS_BIAS=bias is not None,
             BLOCK=SUMS_PER_PROGRAM,
             num_warps=SUM_WARPS,
         )
 
 
-def choose_tiling(num_tokens: int, dtype: torch.dtype) -> Tiling:
-    """The first tiling for so many tokens."""
-    return next(tiling for tiling in _tilings(dtype) if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
+def choose_tiling(num_tokens: int, weight: DeviceWeight, dtype: torch.dtype) -> Tiling:
+    """The first tiling for so many tokens, in steps that fit the weight's groups."""
+    tilings = _tilings(weight, dtype)
+    return next(tiling for tiling in tilings if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
 
 
-def product_constants(
-    num_outputs: int, num_inputs: int, tiling: Tiling, *, is_fp8: bool, has_bias: bool
-) -> dict[str, int | bool]:
+def product_constants(weight: DeviceWeight, tiling: Tiling, *, has_bias: bool) -> dict[str, int | bool]:
     """The constants of the product's kernel."""
-    splits, split_inputs = _split(num_outputs, num_inputs, tiling)
-    return {
-        "OUTPUTS": num_outputs,
-        "INPUTS": num_inputs,
+    splits, split_inputs = _split(weight.num_outputs, weight.num_inputs, tiling)
+    return tile_constants(weight) | {
         "SPLIT_INPUTS": split_inputs,
         "SPLITS": splits,
-        "IS_FP8": is_fp8,
+        "SCALED": weight.form is not WeightForm.DENSE and not weight.is_grouped,
         "HAS_BIAS": has_bias,
         "BLOCK_TOKENS": tiling.tokens,
         "BLOCK_OUTPUTS": tiling.outputs,
@@ -172,8 +145,9 @@ def product_constants(
     }
 
 
-def _tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
-    return FLOAT32_TILINGS if dtype == torch.float32 else TILINGS
+def _tilings(weight: DeviceWeight, dtype: torch.dtype) -> list[Tiling]:
+    tilings = FLOAT32_TILINGS if dtype == torch.float32 else TILINGS
+    return [replace(tiling, inputs=weight.step(tiling.inputs)) for tiling in tilings]
 
 
 def _split(num_outputs: int, num_inputs: int, tiling: Tiling) -> tuple[int, int]:
@@ -188,8 +162,10 @@ def _split(num_outputs: int, num_inputs: int, tiling: Tiling) -> tuple[int, int]
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product(
     x,
-    codes,
+    values,
     scales,
+    minima,
+    order,
     bias,
     out,
     workspace,
@@ -198,9 +174,15 @@ def _product(
     num_tokens,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    ROW: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     SPLIT_INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -208,7 +190,6 @@ def _product(
     BLOCK_INPUTS: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """The weight is the left operand, which tensor cores take from registers; the long side of a tile is then outputs."""
     token_tile, output_tile = _tile_of(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
     )
@@ -217,29 +198,36 @@ def _product(
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
     x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
-    code_rows = codes + tl.minimum(outputs, OUTPUTS - 1).to(tl.int64) * INPUTS
-
-    sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), dtype=tl.float32)
     first = split * SPLIT_INPUTS
-    for start in range(first, tl.minimum(first + SPLIT_INPUTS, INPUTS), BLOCK_INPUTS):
-        inputs = start + tl.arange(0, BLOCK_INPUTS)
-        if INPUTS % BLOCK_INPUTS == 0:
-            tile = tl.load(code_rows[:, None] + inputs[None, :])
-            x_tile = tl.load(x_rows[None, :] + inputs[:, None])
-        else:
-            tile = tl.load(code_rows[:, None] + inputs[None, :], mask=(inputs < INPUTS)[None, :], other=0)
-            x_tile = tl.load(x_rows[None, :] + inputs[:, None], mask=(inputs < INPUTS)[:, None], other=0.0)
-        if WIDE:
-            x_tile = x_tile.to(tl.float32)
-        sums = tl.dot(_numbers(tile, x_tile.dtype, IS_FP8), x_tile, sums, input_precision="ieee")
-
+    sums = multiply_tile(
+        x_rows,
+        values,
+        scales,
+        minima,
+        order,
+        tl.minimum(outputs, OUTPUTS - 1),
+        first,
+        tl.minimum(first + SPLIT_INPUTS, INPUTS),
+        OUTPUTS,
+        INPUTS,
+        ROW,
+        FORM,
+        GROUP,
+        GROUPED,
+        HAS_MINIMA,
+        HAS_ORDER,
+        WIDE,
+        BLOCK_TOKENS,
+        BLOCK_OUTPUTS,
+        BLOCK_INPUTS,
+    )
     sums = tl.trans(sums)
     within = (tokens < num_tokens)[:, None] & (outputs < OUTPUTS)[None, :]
     if SPLITS > 1:
         partial = workspace + (split * BLOCK_TOKENS + tokens)[:, None].to(tl.int64) * OUTPUTS + outputs[None, :]
         tl.store(partial, sums, mask=within)
     else:
-        results = _scaled(sums, scales, bias, outputs[None, :], OUTPUTS, IS_FP8, HAS_BIAS)
+        results = finished(sums, scales, bias, outputs[None, :], OUTPUTS, SCALED, HAS_BIAS)
         place = out + tokens[:, None].to(tl.int64) * out_stride + outputs[None, :]
         tl.store(place, results.to(out.dtype.element_ty), mask=within)
 
@@ -254,7 +242,7 @@ def _add_splits(
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -266,7 +254,7 @@ def _add_splits(
     for split in tl.static_range(SPLITS):
         partial = workspace + (split * SPLIT_TOKENS + token) * OUTPUTS + outputs
         sums += tl.load(partial, mask=within, other=0.0)
-    results = _scaled(sums, scales, bias, outputs, OUTPUTS, IS_FP8, HAS_BIAS)
+    results = finished(sums, scales, bias, outputs, OUTPUTS, SCALED, HAS_BIAS)
     tl.store(out + token * out_stride + outputs, results.to(out.dtype.element_ty), mask=within)
 
 
@@ -278,29 +266,3 @@ def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.cons
     within_band = program % (BAND * token_tiles)
     width = tl.minimum(output_tiles - band * BAND, BAND)
     return within_band // width, band * BAND + within_band % width
-
-
-@triton.jit
-def _numbers(codes, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    """Codes as numbers of ``dtype``, exactly; those of fp8 too small by ``FP8_SCALE``.
-
-    Processors before sm_89 cannot decode E4M3: its bits are moved to float16's exponent and mantissa, which also fits
-    subnormal codes. ``quantize`` makes no NaN of finite weights.
-    """
-    if IS_FP8:
-        bits = codes.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(dtype)
-    return codes.to(dtype)
-
-
-@triton.jit
-def _scaled(sums, scales, bias, outputs, OUTPUTS: tl.constexpr, IS_FP8: tl.constexpr, HAS_BIAS: tl.constexpr):
-    within = outputs < OUTPUTS
-    scale = tl.load(scales + outputs, mask=within, other=0.0)
-    if IS_FP8:
-        scale *= FP8_SCALE
-    results = sums * scale
-    if HAS_BIAS:
-        results += tl.load(bias + outputs, mask=within, other=0.0).to(tl.float32)
-    return results

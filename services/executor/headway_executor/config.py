@@ -42,7 +42,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         Literal["none", "int8", "int4", "fp8"],
         Meta(
-            description="quantise the weights to 8 or 4 bits while loading; int4: only with the CPU kernels, fp8: only with the "
+            description="quantise the weights to 8 or 4 bits while loading; int4: not with torch operators, fp8: only with the "
             "triton backend"
         ),
     ] = "none"

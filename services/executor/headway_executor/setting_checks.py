@@ -14,16 +14,13 @@ MOST_SPECULATIVE_TOKENS = 64
 
 
 class Takes(NamedTuple):
-    """``options``: names and values, the default first; an empty tuple allows any text. ``groups``: several ranks.
-    ``adapts``: adapters.
-    """
+    """``options``: names and values, the default first; an empty tuple allows any text. ``groups``: several ranks."""
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
     speculates: bool
     groups: bool
-    adapts: bool
 
 
 TORCH = Takes(
@@ -38,15 +35,13 @@ TORCH = Takes(
     ),
     speculates=True,
     groups=True,
-    adapts=True,
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
-    quantizations=("none", "int8", "fp8"),
+    quantizations=("none", "int8", "int4", "fp8"),
     options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
     speculates=False,
     groups=False,
-    adapts=False,
 )
 BUILT_IN: Mapping[str, Takes] = MappingProxyType({"torch": TORCH, "triton": TRITON})
 """The backends of real models, by name."""
@@ -66,7 +61,7 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
             f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
         )
     _check_group(config, takes)
-    if config.adapters and (not takes.adapts or not config.place.is_alone):
+    if config.adapters and not config.place.is_alone:
         raise BackendConfigError(f"adapter {min(config.adapters)!r:.66} is not allowed: {NO_ADAPTERS}; allowed: none")
 
 

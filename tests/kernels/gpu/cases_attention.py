@@ -13,7 +13,7 @@ REDUCE_WARPS = 2
 def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, **constants):
     """``constants`` may hold more than the kernel takes."""
     types = {"window": "i32", "factor": "fp32", "cap": "fp32", "num_rows": "i32"}
-    types |= dict.fromkeys(POINTERS, element) | dict.fromkeys(("partial", "log_sum_exp"), "*fp32")
+    types |= dict.fromkeys(POINTERS, element) | dict.fromkeys(("sinks", "partial", "log_sum_exp"), "*fp32")
     types |= dict.fromkeys(LENGTHS, "*i32") | dict.fromkeys(STRIDES, "i32")
     signature = {key: kind for key, kind in types.items() if key in kernel.arg_names}
     return CompileCase(
@@ -27,7 +27,7 @@ def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, **constants):
     )
 
 
-def model(major, head_dim, element, *, group=4, block_size=16, window=False, soft_cap=False):
+def model(major, head_dim, element, *, group=4, block_size=16, window=False, soft_cap=False, sinks=False):
     """The kernels of one model, cut as for devices of compute capability ``major``."""
     tuning = attention_tuning.tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element])
     tokens = max(1, tuning.chunk.query_tile // group)
@@ -41,6 +41,7 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
         "PADDED_ROWS": 256,
         "HAS_WINDOW": window,
         "HAS_SOFT_CAP": soft_cap,
+        "HAS_SINKS": sinks,
         "TOKENS": tokens,
         "TOKENS_PER_TILE": tokens,
     }
@@ -78,5 +79,6 @@ CASES = [
     case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096),
     *model(9, 128, "*bf16"),
     *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True)[:2],
+    *model(9, 64, "*bf16", group=8, window=True, sinks=True)[:2],
     *model(8, 12, "*fp32", group=1, block_size=8)[:2],
 ]

@@ -36,12 +36,12 @@ def layer_norm_case(dtype, has_bias):
     )
 
 
-def activation_case(dtype):
+def activation_case(dtype, *, clamped=False):
     return CompileCase(
-        name=f"silu_and_multiply {dtype}",
-        kernel=activation._silu_and_multiply,
+        name=f"activate_and_multiply {dtype} clamped={clamped}",
+        kernel=activation._activate_and_multiply,
         signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "gate_up_stride": "i32", "out_stride": "i32"},
-        constants={"WIDTH": INTERMEDIATE, "BLOCK": activation.BLOCK},
+        constants={"WIDTH": INTERMEDIATE, "CLAMPED": clamped, "BLOCK": activation.BLOCK},
         num_warps=activation.NUM_WARPS,
         aligned=("gate_up", "out", "gate_up_stride", "out_stride"),
     )
@@ -108,6 +108,7 @@ CASES = [
     layer_norm_case("bf16", has_bias=True),
     layer_norm_case("fp32", has_bias=False),
     activation_case("bf16"),
+    activation_case("bf16", clamped=True),
     activation_case("fp32"),
     rotary_case("bf16", HEAD_DIM, normalise=False),
     rotary_case("bf16", HEAD_DIM, normalise=True),

@@ -1,21 +1,44 @@
-"""Variants of products with 8-bit codes that a model of Llama 3 8B's shape launches, and float32 ones."""
+"""Variants of products with codes that a model of Llama 3 8B's shape launches, and float32 ones."""
 
 import torch
 from triton_compilation import CompileCase
 
 from headway_kernels.gpu import quantized_linear as module
+from headway_kernels.gpu.weights import DeviceWeight, WeightForm
 
 ATTENTION_OUTPUT, GATE_UP, DOWN = (4096, 4096), (28672, 4096), (4096, 14336)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+POINTERS = {"DENSE": None, "INT8": "*i8", "FP8": "*u8", "INT4": "*u8"}
 
 
-def product(dtype, kind, shape, num_tokens, *, has_bias=False):
-    tiling = module.choose_tiling(num_tokens, DTYPES[dtype])
-    constants = module.product_constants(*shape, tiling, is_fp8=kind == "fp8", has_bias=has_bias)
-    pointers = {"codes": "*u8" if kind == "fp8" else "*i8", "scales": "*fp32", "workspace": "*fp32"}
-    pointers |= {"x": f"*{dtype}", "out": f"*{dtype}", "bias": f"*{dtype}" if has_bias else "*fp32"}
+def weight_of(form, shape, group=None, *, minima=False, ordered=False):
+    """A weight without numbers: inputs share scales by ``group``, or all."""
+    outputs, inputs = shape
+    empty = {"device": "meta", "dtype": torch.float32}
+    scales = torch.empty(-(-inputs // group) if group else 1, outputs, **empty)
+    return DeviceWeight(
+        WeightForm[form],
+        torch.empty(outputs, inputs // 2 if form == "INT4" else inputs, **empty),
+        inputs,
+        group or inputs,
+        None if form == "DENSE" else scales,
+        torch.empty_like(scales) if minima else None,
+        torch.empty(inputs, **empty) if ordered else None,
+    )
+
+
+def pointers_of(dtype, form, *, has_bias):
+    kinds = {"values": POINTERS[form] or f"*{dtype}", "scales": "*fp32", "minima": "*fp32", "order": "*i32"}
+    return kinds | {"x": f"*{dtype}", "out": f"*{dtype}", "bias": f"*{dtype}" if has_bias else "*fp32"}
+
+
+def product(dtype, form, shape, num_tokens, group=None, *, has_bias=False, **kind):
+    weight = weight_of(form, shape, group, **kind)
+    tiling = module.choose_tiling(num_tokens, weight, DTYPES[dtype])
+    constants = module.product_constants(weight, tiling, has_bias=has_bias)
+    pointers = pointers_of(dtype, form, has_bias=has_bias) | {"workspace": "*fp32"}
     return CompileCase(
-        name=f"product {dtype} {kind} {shape} T={num_tokens} bias={has_bias} splits={constants['SPLITS']}",
+        name=f"product {dtype} {form} {shape} T={num_tokens} group={group} bias={has_bias} splits={constants['SPLITS']}",
         kernel=module._product,
         signature=pointers | {"x_stride": "i32", "out_stride": "i32", "num_tokens": "i32"},
         constants=constants | {"WIDE": dtype == "fp32"},
@@ -25,14 +48,15 @@ def product(dtype, kind, shape, num_tokens, *, has_bias=False):
     )
 
 
-def sums(dtype, kind, shape, num_tokens):
-    tiling = module.choose_tiling(num_tokens, DTYPES[dtype])
-    constants = module.product_constants(*shape, tiling, is_fp8=kind == "fp8", has_bias=False)
+def sums(dtype, form, shape, num_tokens):
+    weight = weight_of(form, shape)
+    tiling = module.choose_tiling(num_tokens, weight, DTYPES[dtype])
+    constants = module.product_constants(weight, tiling, has_bias=False)
     assert constants["SPLITS"] > 1
     pointers = {"workspace": "*fp32", "scales": "*fp32", "bias": "*fp32", "out": f"*{dtype}"}
-    kept = {name: constants[name] for name in ("OUTPUTS", "SPLITS", "IS_FP8", "HAS_BIAS")}
+    kept = {name: constants[name] for name in ("OUTPUTS", "SPLITS", "SCALED", "HAS_BIAS")}
     return CompileCase(
-        name=f"add_splits {dtype} {kind} {shape} T={num_tokens}",
+        name=f"add_splits {dtype} {form} {shape} T={num_tokens}",
         kernel=module._add_splits,
         signature=pointers | {"out_stride": "i32"},
         constants=kept | {"SPLIT_TOKENS": tiling.tokens, "BLOCK": module.SUMS_PER_PROGRAM},
@@ -42,17 +66,20 @@ def sums(dtype, kind, shape, num_tokens):
 
 
 CASES = [
-    product("bf16", "int8", ATTENTION_OUTPUT, 16),
-    product("bf16", "fp8", ATTENTION_OUTPUT, 16),
-    product("bf16", "int8", GATE_UP, 16),
-    product("bf16", "fp8", DOWN, 64),
-    product("bf16", "int8", DOWN, 64),
-    product("bf16", "int8", GATE_UP, 256),
-    product("bf16", "int8", GATE_UP, 2048, has_bias=True),
-    product("bf16", "fp8", GATE_UP, 2048),
-    product("fp16", "fp8", GATE_UP, 2048),
-    product("fp32", "int8", ATTENTION_OUTPUT, 16),
-    product("fp32", "fp8", ATTENTION_OUTPUT, 2048),
-    sums("bf16", "int8", ATTENTION_OUTPUT, 16),
-    sums("fp32", "fp8", ATTENTION_OUTPUT, 16),
+    product("bf16", "INT8", ATTENTION_OUTPUT, 16),
+    product("bf16", "FP8", ATTENTION_OUTPUT, 16),
+    product("bf16", "FP8", DOWN, 64),
+    product("bf16", "INT8", GATE_UP, 256),
+    product("bf16", "INT8", GATE_UP, 2048, has_bias=True),
+    product("fp16", "FP8", GATE_UP, 2048),
+    product("fp32", "INT8", ATTENTION_OUTPUT, 16),
+    product("bf16", "INT4", GATE_UP, 16, 128),
+    product("bf16", "INT4", DOWN, 16, 32, minima=True),
+    product("bf16", "INT4", ATTENTION_OUTPUT, 64, 128, minima=True, ordered=True),
+    product("bf16", "INT4", GATE_UP, 2048, 128),
+    product("bf16", "INT8", DOWN, 16, 16),
+    product("bf16", "FP8", GATE_UP, 2048, 128),
+    product("fp32", "INT4", ATTENTION_OUTPUT, 16, 32),
+    sums("bf16", "INT8", ATTENTION_OUTPUT, 16),
+    sums("fp32", "FP8", ATTENTION_OUTPUT, 16),
 ]

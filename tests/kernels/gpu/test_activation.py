@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from headway_executor.models.decoder import FeedForward
 from headway_kernels import reference
-from headway_kernels.gpu.activation import BLOCK, silu_and_multiply
+from headway_kernels.gpu.activation import BLOCK, clamped_swish_and_multiply, silu_and_multiply
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 # Two units in the last place: an intermediate result may fall on the other side of a rounding.
@@ -46,3 +47,16 @@ def test_is_what_the_executor_computes(kernel_device, dtype):
     out = torch.empty_like(expected)
     silu_and_multiply(torch.cat([gate, up], dim=1), out)
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_the_bounded_activation_is_what_the_executor_computes(kernel_device, dtype):
+    gate = torch.linspace(-120, 120, 64).to(kernel_device, dtype).expand(2, 64)
+    up = torch.linspace(-20, 20, 64).flip(0).to(kernel_device, dtype).expand(2, 64)
+    expected = torch.empty_like(gate)
+    reference.clamped_swish_and_multiply(torch.cat([gate, up], dim=1), expected)
+    out = torch.empty_like(expected)
+    clamped_swish_and_multiply(torch.cat([gate, up], dim=1), out)
+    torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
+    theirs = FeedForward(lambda rows: rows, "clamped_swish", is_gated=True, down=lambda rows: rows)
+    torch.testing.assert_close(theirs(torch.cat([gate, up], dim=1).float()), expected.float(), **TOLERANCE[dtype])

@@ -31,6 +31,7 @@ class Shape:
     block_size: int = 8
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
     dtype: torch.dtype = torch.float32
     query_tile: int = 16
     key_tile: int = 64
@@ -70,6 +71,7 @@ class Batch:
         starts = torch.tensor([0, *accumulate(tokens)])
         lengths = torch.tensor([length for _, length in shape.rows])
         self.rows = self.with_rows(rows, starts, lengths, tables)
+        self.sinks = (torch.randn(num_heads, generator=draw) * 3).to(device) if shape.has_sinks else None
         self.workspace = AttentionWorkspace.allocate(len(rows), num_heads, shape.head_dim, device)
 
     def with_rows(self, rows, starts, lengths, tables):
@@ -103,6 +105,7 @@ class Batch:
             "scale": scale,
             "window": shape.window,
             "soft_cap": shape.soft_cap,
+            "sinks": self.sinks,
         }
 
     def attend(self, query=None, rows=None, **options):
@@ -160,6 +163,7 @@ def shapes(draw, head_dims, longest, max_kv_heads):
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128])),
         window=draw(st.none() | st.integers(1, longest)),
         soft_cap=draw(st.none() | st.sampled_from([2.0, 50.0])),
+        has_sinks=draw(st.booleans()),
         query_tile=draw(st.sampled_from([16, 64])),
         key_tile=draw(st.sampled_from([32, 64])),
         seed=draw(st.integers(0, 1000)),
@@ -193,7 +197,7 @@ def test_large_groups(group, kernel_device):
 @pytest.mark.parametrize("window", [None, 1, 100, 300, 4000])
 def test_decodes_of_many_splits(window, kernel_device):
     rows = ((1, 600), (1, 4097), (1, 256), (1, 257), (0, 0))
-    check(Shape(rows, num_kv_heads=1, block_size=32, window=window, key_tile=128), kernel_device)
+    check(Shape(rows, num_kv_heads=1, block_size=32, window=window, key_tile=128, has_sinks=window != 1), kernel_device)
 
 
 def test_extreme_logits(kernel_device):

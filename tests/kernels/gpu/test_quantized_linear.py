@@ -1,13 +1,18 @@
 """Quantised weights, and products with them beside the oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_kernels import reference
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits
 from headway_kernels.gpu import quantized_linear as module
-from headway_kernels.gpu.quantized_linear import quantize, quantized_linear, workspace_elements
+from headway_kernels.gpu import weights as weights_module
+from headway_kernels.gpu.quantized_linear import quantized_linear, workspace_elements
+from headway_kernels.gpu.weights import WeightForm, coded, quantize, quantized
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 KINDS = ("int8", "fp8")
@@ -25,28 +30,56 @@ def normal(seed, *shape, dtype=torch.float32, device="cpu"):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def multiply(x, codes, scales, bias=None):
+def multiply(x, weight, bias=None):
     """The product, in the middle of NaNs."""
-    num_outputs, num_inputs = codes.shape
+    num_outputs = weight.num_outputs
     out = torch.full((x.shape[0] + 1, num_outputs + 5), torch.nan, dtype=x.dtype, device=x.device)
-    size = workspace_elements(num_outputs, num_inputs, x.dtype)
-    workspace = torch.full((size,), torch.nan, device=x.device)
-    quantized_linear(x, codes, scales, bias, out[:-1, :num_outputs], workspace)
+    workspace = torch.full((workspace_elements(weight, x.dtype),), torch.nan, device=x.device)
+    quantized_linear(x, weight, bias, out[:-1, :num_outputs], workspace)
     assert out[-1].isnan().all()
     assert out[:, num_outputs:].isnan().all()
     return out[:-1, :num_outputs]
 
 
+def wide(seed, kind, num_outputs, num_inputs, device):
+    """A quantised weight, and the numbers that it stands for."""
+    codes, scales = quantize(normal(seed, num_outputs, num_inputs, device=device), kind)
+    return quantized(codes.float() * scales[:, None], kind), codes.double() * scales.double()[:, None]
+
+
+def on(device, weight):
+    tensors = ("values", "scales", "minima", "order")
+    moved = {name: getattr(weight, name) for name in tensors if getattr(weight, name) is not None}
+    return replace(weight, **{name: tensor.to(device) for name, tensor in moved.items()})
+
+
+def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False, has_order=False):
+    """A weight as a checkpoint may have it."""
+    draw = torch.Generator().manual_seed(seed)
+    shape, groups = (num_outputs, num_inputs), -(-num_inputs // group)
+    if form is CodeForm.FP8:
+        codes = (torch.randn(shape, generator=draw) * 30).to(torch.float8_e4m3fn)
+    else:
+        low, high = (0, 16) if form is CodeForm.CODES4 else (-128, 128)
+        codes = torch.randint(low, high, shape, generator=draw).to(CODE_DTYPES[form])
+    scales = torch.rand(num_outputs, groups, generator=draw) / 50
+    minima = -torch.rand(num_outputs, groups, generator=draw) / 10 if has_minima else None
+    group_of = None
+    if has_order:
+        group_of = (torch.arange(num_inputs) // group)[torch.randperm(num_inputs, generator=draw)].to(torch.int32)
+    return CodedWeight(form, codes, scales, group, minima, group_of)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_close_to_the_weight(kind, monkeypatch):
-    monkeypatch.setattr(module, "WIDE_ELEMENTS", 150)  # several blocks of rows, the last one short
+    monkeypatch.setattr(weights_module, "WIDE_ELEMENTS", 150)  # several blocks of rows, the last one short
     weight = normal(0, 7, 50, dtype=torch.bfloat16)
     weight[3] = 0
     weight[4] *= 1e-30
     codes, scales = quantize(weight, kind)
-    assert codes.dtype == module.CODE_DTYPE[kind]
+    assert codes.dtype == weights_module.CODE_DTYPE[kind]
     assert (scales > 0).all()
-    assert (codes.float().abs().amax(dim=1)[[0, 1, 2, 4, 5, 6]] == module.LARGEST_CODE[kind]).all()
+    assert (codes.float().abs().amax(dim=1)[[0, 1, 2, 4, 5, 6]] == weights_module.LARGEST_CODE[kind]).all()
     assert not codes[3].float().any()
     restored = codes.float() * scales[:, None]
     # Half a step of int8; of fp8, half a unit of three bits of mantissa, or of the smallest codes.
@@ -63,7 +96,7 @@ def test_numbers_too_small_to_divide_by_give_numbers():
         assert scales.isfinite().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.integers(0, 20) | st.sampled_from((64, 65, 130, 260)),
     num_outputs=st.integers(1, 140),
@@ -75,44 +108,79 @@ def test_numbers_too_small_to_divide_by_give_numbers():
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_oracle(kernel_device, num_tokens, num_outputs, num_inputs, spare, dtype, kind, has_bias, seed):
-    codes, scales = quantize(normal(seed, num_outputs, num_inputs, device=kernel_device), kind)
+    weight, dense = wide(seed, kind, num_outputs, num_inputs, kernel_device)
     x = torch.full((num_tokens, num_inputs + spare), torch.nan, dtype=dtype, device=kernel_device)
     x[:, :num_inputs] = normal(seed + 1, num_tokens, num_inputs) * num_inputs**-0.5
     x = x[:, :num_inputs]
     bias = normal(seed + 2, num_outputs, dtype=dtype, device=kernel_device) if has_bias else None
     expected = torch.empty(num_tokens, num_outputs, dtype=dtype, device=kernel_device)
-    reference.quantized_linear(x, codes, scales, bias, expected)
-    torch.testing.assert_close(multiply(x, codes, scales, bias), expected, **TOLERANCE[dtype])
+    reference.quantized_linear(x, dense, bias, expected)
+    torch.testing.assert_close(multiply(x, weight, bias), expected, **TOLERANCE[dtype])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    form=st.sampled_from(CodeForm),
+    num_tokens=st.sampled_from((1, 3, 20, 70)),
+    num_outputs=st.integers(1, 70),
+    num_inputs=st.integers(1, 200) | st.sampled_from((256, SPLIT_INPUTS)),
+    group=st.sampled_from((16, 32, 48, 64, 128, 4096)),
+    has_minima=st.booleans(),
+    has_order=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 2**31),
+)
+def test_codes_of_checkpoints_are_what_they_stand_for(
+    kernel_device, form, num_tokens, num_outputs, num_inputs, group, has_minima, has_order, dtype, seed
+):
+    stored = drawn_codes(seed, form, num_outputs, num_inputs, group, has_minima=has_minima, has_order=has_order)
+    weight = coded(stored)
+    x = normal(seed + 1, num_tokens, num_inputs, dtype=dtype) * num_inputs**-0.5
+    expected = torch.empty(num_tokens, num_outputs, dtype=dtype)
+    reference.quantized_linear(x, stored.float(), None, expected)
+    found = multiply(x.to(kernel_device), on(kernel_device, weight))
+    torch.testing.assert_close(found.cpu(), expected, **TOLERANCE[dtype])
+
+
+def test_codes_of_4_bits_take_half_a_byte():
+    stored = rounded_to_4_bits(normal(0, 6, 100))
+    assert coded(stored).form is WeightForm.INT4
+    assert coded(stored).values.shape == (6, 64)
+    assert coded(drawn_codes(0, CodeForm.CODES4, 6, 96, 48)).form is WeightForm.INT8
+    uneven = drawn_codes(0, CodeForm.CODES4, 6, 64, 32, has_order=True)
+    uneven.group_of[:] = 0
+    assert coded(uneven) is None
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
 def test_every_code_is_its_number(kernel_device, dtype):
     patterns = torch.arange(256, dtype=torch.uint8)
-    for kind, code_dtype in module.CODE_DTYPE.items():
-        codes = patterns.view(code_dtype)
-        codes = codes[codes.float().isfinite()][:, None].expand(-1, 16).contiguous().to(kernel_device)
+    for form, code_dtype in CODE_DTYPES.items():
+        codes = patterns[:16] if form is CodeForm.CODES4 else patterns.view(code_dtype)
+        codes = codes[codes.float().isfinite()][:, None].expand(-1, 16).contiguous()
         x = torch.zeros(1, 16, dtype=dtype, device=kernel_device)
         x[0, 3] = 1
-        found = multiply(x, codes, torch.ones(len(codes), device=kernel_device))
-        assert torch.equal(found[0].float(), codes[:, 3].float()), kind
+        stored = CodedWeight(form, codes, torch.ones(len(codes), 1), 16)
+        found = multiply(x, on(kernel_device, coded(stored)))
+        assert torch.equal(found[0].float().cpu(), stored.float()[:, 3]), form
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_does_not_depend_on_its_company(kernel_device, kind):
-    codes, scales = quantize(normal(0, 70, SPLIT_INPUTS, device=kernel_device), kind)
+    weight, _ = wide(0, kind, 70, SPLIT_INPUTS, kernel_device)
     x = normal(1, 16, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
-    together = multiply(x, codes, scales)
+    together = multiply(x, weight)
     for num_tokens in (1, 2, 5):
-        assert torch.equal(multiply(x[:num_tokens], codes, scales), together[:num_tokens])
+        assert torch.equal(multiply(x[:num_tokens], weight), together[:num_tokens])
 
 
 def test_a_short_workspace_is_refused(kernel_device):
-    codes, scales = quantize(normal(0, 8, SPLIT_INPUTS, device=kernel_device), "int8")
+    weight, _ = wide(0, "int8", 8, SPLIT_INPUTS, kernel_device)
     x = normal(1, 1, SPLIT_INPUTS, device=kernel_device)
-    size = workspace_elements(8, SPLIT_INPUTS, x.dtype)
+    size = workspace_elements(weight, x.dtype)
     assert size > 0
     with pytest.raises(ValueError, match="workspace has"):
-        quantized_linear(x, codes, scales, None, torch.empty(1, 8, device=kernel_device), x.new_empty(1))
+        quantized_linear(x, weight, None, torch.empty(1, 8, device=kernel_device), x.new_empty(1))
 
 
 @given(

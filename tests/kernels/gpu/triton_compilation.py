@@ -6,7 +6,10 @@ its own: ``python triton_compilation.py CAPABILITY MODULE ...``, where each modu
 
 import importlib
 import json
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +34,10 @@ class CompileCase:
 
 
 def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
-    """Compile for ``sm_<capability>``; registers are not known before a device has loaded it, shared memory is (bytes)."""
+    """Compile for ``sm_<capability>``.
+
+    Returns bytes of shared memory of a block, and of the stack of a thread: what registers could not hold.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -49,7 +55,20 @@ def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
         "capability": capability,
         "shared_bytes": compiled.metadata.shared,
         "cubin_bytes": len(compiled.asm["cubin"]),
+        "stack_bytes": stack_bytes(compiled.asm["cubin"]),
     }
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """As the tool reports it that comes with Triton."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(found) for found in re.findall(r"STACK:(\d+)", report))
 
 
 def main(capability: int, modules: list[str]) -> int:

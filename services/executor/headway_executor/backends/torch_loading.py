@@ -18,7 +18,7 @@ from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import KvPool, num_pool_blocks
 from headway_executor.model_settings import ModelSettings
 from headway_executor.models.adapted import StepAdapters
-from headway_executor.models.adapters import ModelAdapters, adapters_lack
+from headway_executor.models.adapters import ModelAdapters, takes_adapters
 from headway_executor.models.compiled import (
     CompiledModel,
     adapters_for,
@@ -106,11 +106,11 @@ def load(
     part = _part(config, model_config, library)
     stage = stage_of(part, group, dtype=dtype, most_tokens=config.max_num_batched_tokens)
     places = _Places(config, settings, part, device, group, block_bytes_beside)
-    takes_adapters = _takes_adapters(config, model_config)
+    has_adapters = takes_adapters(model_config, config.adapters) and config.place.is_alone
     if library is None:
         torch.set_num_threads(num_threads)
         order = interleaved(model_config.head_dim, model_config.attention)
-        beside = StepAdapters(ModelAdapters(model_config, order, device=device)) if takes_adapters else None
+        beside = StepAdapters(ModelAdapters(model_config, order, device=device)) if has_adapters else None
         decoder, embedding = load_eager(
             model_config,
             checkpoint,
@@ -134,17 +134,8 @@ def load(
         num_threads=num_threads,
         stage=stage,
     )
-    adapters = adapters_for(library, model_config) if takes_adapters else None
+    adapters = adapters_for(library, model_config) if has_adapters else None
     return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
-
-
-def _takes_adapters(config: BackendConfig, model_config: ModelConfig) -> bool:
-    lack = adapters_lack(model_config)
-    if lack and config.adapters:
-        raise BackendConfigError(
-            f"adapter {min(config.adapters)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
-        )
-    return config.place.is_alone and not lack
 
 
 def draft_proposer(

@@ -9,49 +9,32 @@ Decode steps and small steps with chunks are CUDA graphs. ``open`` runs the larg
 the pool gets the rest of the memory. Tests run it on a CPU (``TRITON_INTERPRET=1``), without graphs, streams and CuPy.
 """
 
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
-from headway_executor.constraints.rows import ConstrainedRows, StepMasks, compiler_for
+from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
-from headway_executor.device_moves import Mark as MovesMark
-from headway_executor.gpu.block_mover import open_pool
-from headway_executor.gpu.decoder import FEATURES, Decoder, load_decoder
-from headway_executor.gpu.device_rows import DeviceRows
-from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
-from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
-from headway_executor.gpu.linear import QuantizationKind
-from headway_executor.gpu.prompt_reader import PromptReader
-from headway_executor.gpu.readback import Readback
-from headway_executor.gpu.runtime import Mark, Runtime, runtime_for
-from headway_executor.gpu.step_columns import StepShape, shape_of
-from headway_executor.gpu.step_log import StepLog
-from headway_executor.gpu.step_upload import StepUpload
-from headway_executor.kv_pool import num_pool_blocks
-from headway_executor.model_settings import ModelSettings, device_of, settings_of
+from headway_executor.gpu.decoder import check_kernels_have
+from headway_executor.gpu.open_model import OpenModel
+from headway_executor.gpu.runtime import runtime_for
+from headway_executor.model_settings import device_of, settings_of
+from headway_executor.models.adapted import StepAdapters
+from headway_executor.models.adapters import ModelAdapters, takes_adapters
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.features import lacking
-from headway_executor.models.loading import TensorSource, as_stored, check_tensors, expected_tensors
-from headway_executor.prompt_logprobs import PromptReports
+from headway_executor.models.families.bert import is_encoder
+from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
+from headway_executor.models.rope import halves
 from headway_executor.random_weights import RandomCheckpoint
-from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_executor.weights import Checkpoint
-from headway_proto.columns import EMPTY_COLUMN, Int32Array
-from headway_proto.step import BackendInfo, RowPromptLogprobs
-
-_QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "fp8": "fp8"}
-_ALIGNMENT = 16
-_POOL_SHARE = 0.94
-"""The pool's share of the memory that the largest step leaves; the rest is for the graphs."""
+from headway_proto.adapters import LoadedAdapter
+from headway_proto.columns import Int32Array
+from headway_proto.step import BackendInfo
 
 
 class TritonBackend:
@@ -65,7 +48,7 @@ class TritonBackend:
     """It keeps its own block tables, from ``new_blocks``."""
 
     def __init__(self) -> None:
-        self._model: _OpenModel | None = None
+        self._model: OpenModel | None = None
 
     def open(self, config: BackendConfig) -> BackendInfo:
         """See ``ExecutorBackend.open``."""
@@ -73,9 +56,11 @@ class TritonBackend:
         check_settings(config, TRITON)
         graphs = option_of(config, TRITON, "graphs") != "off"
         runtime = runtime_for(device)
+        if is_encoder(Path(config.model)):
+            raise BackendConfigError("backend 'triton' is not allowed with an encoder; allowed: backend torch")
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
-        _check_features(model_config)
+        check_kernels_have(model_config)
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
@@ -85,7 +70,8 @@ class TritonBackend:
                 )
             )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
-            self._model = _OpenModel(config, settings, weights, runtime, constraints)
+            adapters = _adapters(config, model_config, device)
+            self._model = OpenModel(config, settings, weights, runtime, constraints, adapters)
             fingerprint = weights.fingerprint()
             self._model.prepare(record_graphs=graphs and runtime.is_cuda)
             swap_us_per_block = self._model.mover.measure_swap_us()
@@ -107,6 +93,8 @@ class TritonBackend:
             max_num_batched_tokens=config.max_num_batched_tokens,
             supports_prompt_logprobs=True,
             supports_constraints=constraints.is_supported,
+            supports_adapters=adapters is not None,
+            adapters=() if adapters is None else adapters.adapters.loaded,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -127,6 +115,15 @@ class TritonBackend:
         with translating(), torch.inference_mode(), model.runtime.on_stream():
             model.mover.load(contents, blocks)
 
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``."""
+        with translating(), self._opened.runtime.on_stream():
+            return self._opened.loaded_adapters().load(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """See ``AdapterBackend.unload_adapter``."""
+        self._opened.loaded_adapters().unload(name)
+
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
         if self._model is not None:
@@ -134,264 +131,10 @@ class TritonBackend:
             self._model = None
 
     @property
-    def _opened(self) -> "_OpenModel":
+    def _opened(self) -> "OpenModel":
         if self._model is None:
             raise RuntimeError("the backend is not open")
         return self._model
-
-
-class _OpenModel:
-    def __init__(
-        self,
-        config: BackendConfig,
-        settings: ModelSettings,
-        checkpoint: TensorSource,
-        runtime: Runtime,
-        constraints: ConstrainedRows,
-    ) -> None:
-        model_config, dtype, max_model_len = settings
-        self.runtime = runtime
-        self._constraints = constraints
-        self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
-        self._config = config
-        self._model_config = model_config
-        self._dtype = dtype
-        self._max_model_len = max_model_len
-        max_num_rows = config.max_num_seqs
-        self._upload = StepUpload(runtime, max_num_rows)
-        self._rows = DeviceRows(
-            runtime, max_num_rows=max_num_rows, max_model_len=max_model_len, block_size=config.block_size
-        )
-        self._sampler = DeviceSampler(runtime, vocab_size=model_config.vocab_size, max_num_rows=max_num_rows)
-        self._refusals = Refusals(model_config.vocab_size)
-        self._prompts = PromptReports()
-        self._prompt_reader = PromptReader(runtime, vocab_size=model_config.vocab_size, max_num_rows=max_num_rows)
-        weights = load_decoder(
-            model_config,
-            checkpoint,
-            max_model_len=max_model_len,
-            dtype=dtype,
-            device=runtime.device,
-            quantization=_QUANTIZATIONS[config.quantization],
-            progress=lambda done, total: config.progress("loading layers", done, total),
-        )
-        max_num_tokens = config.max_num_batched_tokens
-        self._decoder = Decoder(
-            model_config, weights, self._rows, self._upload.views, max_num_tokens=max_num_tokens, dtype=dtype
-        )
-        self._readback = Readback() if runtime.is_cuda else None
-        self._swap_ends: Readback | None = None
-        self._last_ended: Mark | None = None
-        self._step_log = StepLog(Path(config.options["step_log"])) if "step_log" in config.options else None
-        self._sizes = self._step_sizes(recorded=False)
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.shape[1]
-
-    def prepare(self, *, record_graphs: bool) -> None:
-        """The largest step leaves the memory for the pool."""
-        config = self._config
-        self._open_pool(1, swap_space_mib=0)
-        self._graphs = StepGraphs(self.runtime, self._forward)
-        if self.runtime.is_cuda:
-            config.progress("trying the largest step", 0, 1)
-            self.try_largest_step()
-        num_blocks = num_pool_blocks(
-            config,
-            max_model_len=self._max_model_len,
-            block_bytes=self._pool.nbytes,
-            device=self.runtime.device,
-            device_share=_POOL_SHARE,
-        )
-        self._open_pool(num_blocks, swap_space_mib=config.swap_space_mib)
-        if record_graphs:
-            self._upload.clear()  # The recording may run the step.
-            self._sizes = self._step_sizes(recorded=True)
-            self._graphs.record(
-                self._sizes.recorded(), lambda done, total: config.progress("recording graphs", done, total)
-            )
-
-    def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
-        self.mover.before_step(batch)
-        started = self.runtime.mark()
-        try:
-            build = self._run(batch)
-        finally:
-            number = self.mover.after_step()
-        ended, before = self.runtime.mark(), self._last_ended
-        self._last_ended = ended
-
-        def timed() -> StepResult:
-            device_time_us = ended.microseconds_since(started)
-            if self._step_log is not None:
-                idle_us = None if before is None else started.microseconds_since(before)
-                self._step_log.add(batch, device_time_us=device_time_us, idle_us=idle_us)
-            return msgspec.structs.replace(
-                build(), device_time_us=device_time_us, move_time_us=self.mover.move_time_us(number)
-            )
-
-        return timed() if self._readback is None else self._readback.when_reached(ended, timed)
-
-    def when_moved(self, swapped_out: MovesMark | None) -> Future[None] | None:
-        """The future of a swap-out; a thread of its own waits, because what follows must not delay results."""
-        if swapped_out is None:
-            return None
-        if self._swap_ends is None:
-            self._swap_ends = Readback()
-        return self._swap_ends.when_reached(self.runtime.mark(), swapped_out.synchronize)
-
-    def _run(self, batch: StepBatch) -> Callable[[], StepResult]:
-        """The returned function builds the result once the device is done."""
-        if len(batch.finished_rows):
-            self._forget(batch.finished_rows)
-        new_rows = self._admit(batch.new_rows) if batch.new_rows else ()
-        self._rows.apply(new_rows, batch.new_blocks)
-        self._prompts.begin_step(batch)
-        shape = shape_of(batch)
-        if shape.num_tokens > self._config.max_num_batched_tokens:
-            raise ValueError(
-                f"a step of {shape.num_tokens} tokens; this backend was opened for {self._config.max_num_batched_tokens}"
-            )
-        if not shape.num_rows:
-            return _nothing_drawn
-        self._launch(batch, shape)
-        chunks = self._prompts.chunks(batch)
-        prompts = _no_prompts
-        if chunks:
-            counts = batch.num_scheduled_tokens
-            prompts = self._prompt_reader.launch(self._decoder, self._rows.token_store, chunks, counts)
-        if not shape.num_sampled:
-            return lambda: StepResult(sampled_token_ids=EMPTY_COLUMN, prompt_logprobs=prompts())
-        sampled_rows = batch.rows[batch.samples != 0]
-        logits = self._decoder.logits(shape.num_sampled)
-        masks = self._masks(sampled_rows)
-        drawn = self._sampler.sample(logits, sampled_rows, self._upload.views, self._rows.token_store, masks)
-        if len(masks):
-            self._unread.append((self.runtime.mark(), masks, drawn))
-        refused = self._refusals.among(sampled_rows)
-
-        def build() -> StepResult:
-            token_ids, logprobs, errors = drawn.collect()
-            token_ids, errors = with_refusals(sampled_rows, token_ids, errors, refused)
-            return StepResult(sampled_token_ids=token_ids, logprobs=logprobs, errors=errors, prompt_logprobs=prompts())
-
-        return build
-
-    def _forget(self, rows: Int32Array) -> None:
-        self._refusals.forget(rows)
-        self._sampler.forget(rows)
-        self._constraints.forget(rows)
-
-    def _admit(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
-        admitted = tuple(
-            [msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids)) for new in new_rows]
-        )
-        self._refusals.add(self._sampler.add_rows(admitted))
-        for new in admitted:
-            self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
-        return admitted
-
-    def _masks(self, sampled_rows: Int32Array) -> StepMasks:
-        """Wait for earlier draws of constrained rows, while the device runs this step."""
-        while self._unread:
-            reached, masks, drawn = self._unread.popleft()
-            reached.wait()
-            masks.advance(drawn.token_ids())
-        masks = self._constraints.masks(sampled_rows)
-        self._refusals.add(masks.failures)
-        return masks
-
-    def close(self) -> None:
-        self._constraints.close()
-        self.mover.close()
-        if self._swap_ends is not None:
-            self._swap_ends.close()
-        if self._readback is not None:
-            self._readback.close()
-        if self._step_log is not None:
-            self._step_log.close()
-
-    def _launch(self, batch: StepBatch, shape: StepShape) -> None:
-        size = self._sizes.of(shape)
-        self._upload.send(batch, shape, size.num_rows)
-        self._graphs.launch(size)
-
-    def _step_sizes(self, *, recorded: bool) -> StepSizes:
-        return StepSizes(
-            max_num_rows=self._config.max_num_seqs,
-            max_num_tokens=self._config.max_num_batched_tokens,
-            recorded=recorded,
-            alignment=_ALIGNMENT if self.runtime.is_cuda else 1,
-        )
-
-    def _forward(self, size: LaunchSize) -> None:
-        self._decoder.run(
-            self._pool,
-            size.num_tokens,
-            size.num_rows,
-            has_decodes=size.has_decodes,
-            has_chunks=size.has_chunks,
-        )
-
-    def _open_pool(self, num_blocks: int, *, swap_space_mib: int) -> None:
-        config = self._model_config
-        shape = (config.num_layers, num_blocks, 2 * config.num_kv_heads, self._config.block_size, config.head_dim)
-        self._pool, self.mover = open_pool(
-            self.runtime,
-            shape,
-            self._dtype,
-            swap_space_mib=swap_space_mib,
-            host_memory=self._config.host_memory,
-        )
-
-    def try_largest_step(self) -> None:
-        """Run the largest step in block 0: this compiles, and torch keeps its memory."""
-        config = self._config
-        counts = _largest_step(config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len)
-        rows = np.arange(len(counts), dtype=np.int32)
-        batch = StepBatch(
-            step=0,
-            finished_rows=EMPTY_COLUMN,
-            new_rows=(),
-            new_blocks=np.empty((2, 0), dtype=np.int32),
-            rows=rows,
-            num_scheduled_tokens=counts,
-            num_computed_tokens=np.zeros_like(counts),
-            samples=np.ones_like(counts),
-            block_table=np.empty((0, 0), dtype=np.int32),
-        )
-        shape = shape_of(batch)
-        self._launch(batch, shape)
-        self._prompt_reader.try_largest(self._decoder, self._rows.token_store, shape.num_tokens)
-        self._sampler.try_largest(
-            self._decoder.logits(shape.num_sampled), rows, self._upload.views, self._rows.token_store
-        )
-        self.runtime.mark().wait()
-
-
-def _nothing_drawn() -> StepResult:
-    return StepResult(sampled_token_ids=EMPTY_COLUMN)
-
-
-def _no_prompts() -> tuple[RowPromptLogprobs, ...]:
-    return ()
-
-
-def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:
-    num_rows = min(max_num_rows, max_num_tokens)
-    num_tokens = min(max_num_tokens, num_rows * max_model_len)
-    counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
-    counts[: num_tokens % num_rows] += 1
-    return counts
-
-
-def _check_features(model_config: ModelConfig) -> None:
-    missing = lacking(model_config, FEATURES)
-    if missing:
-        raise BackendConfigError(
-            f"backend 'triton' is not allowed with {model_config.architecture}, which has {missing}; allowed: backend torch"
-        )
 
 
 def _open_weights(
@@ -402,3 +145,13 @@ def _open_weights(
     checkpoint = Checkpoint(Path(config.model))
     check_tensors(model_config, checkpoint, config.quantization)
     return checkpoint
+
+
+def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> StepAdapters | None:
+    if not takes_adapters(model_config, config.adapters):
+        return None
+    order = halves(model_config.head_dim, model_config.attention)
+    adapters = ModelAdapters(model_config, order, device=device)
+    for name, directory in config.adapters.items():
+        adapters.load(name, directory)
+    return StepAdapters(adapters)

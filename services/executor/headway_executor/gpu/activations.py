@@ -3,24 +3,30 @@
 Owns: which operator computes which. Must not know: layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from headway_executor.models.config import Activation, FeedForwardConfig
-from headway_kernels.gpu.activation import silu_and_multiply
+from headway_kernels.gpu.activation import clamped_swish_and_multiply, silu_and_multiply
 
 Activate: TypeAlias = Callable[[Tensor, Tensor], None]
 """From ``[tokens, 2 * inner]`` (gates, then ups), or ``[tokens, inner]`` without a gate, to ``[tokens, inner]``."""
 
+_GATED: Mapping[Activation, Activate] = MappingProxyType(
+    {"silu": silu_and_multiply, "clamped_swish": clamped_swish_and_multiply}
+)
+"""Those with a kernel of their own."""
+
 
 def activation_of(feed: FeedForwardConfig) -> Activate:
     """The activation of a layer; it allocates nothing."""
-    if feed.is_gated and feed.activation == "silu":
-        return silu_and_multiply
+    if feed.is_gated and feed.activation in _GATED:
+        return _GATED[feed.activation]
     if not feed.is_gated:
         return partial(_activate, feed.activation)
 

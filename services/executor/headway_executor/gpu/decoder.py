@@ -5,38 +5,47 @@ Owns: weights, activations, launches. Must not know: graphs, sampling.
 Nothing here allocates, waits, or depends on a value of the device, so a CUDA graph can capture it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway_executor.gpu.activations import Activate, activation_of
+from headway_executor.backend import BackendConfigError
 from headway_executor.gpu.device_rows import DeviceRows
-from headway_executor.gpu.linear import DenseLinear, DeviceLinear, QuantizationKind, QuantizedLinear, SplitWorkspace
+from headway_executor.gpu.feed_forward import DeviceFeedForward
+from headway_executor.gpu.linear import DeviceLinear
 from headway_executor.gpu.step_columns import ColumnViews
-from headway_executor.linear import placed
-from headway_executor.models.config import ModelConfig, RopeConfig
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import capped_
-from headway_executor.models.features import DENSE
-from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
-from headway_executor.models.rope import halves, rotations
+from headway_executor.models.features import DENSE, Feature, lacking
+from headway_executor.models.loading import NormTensors
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import tokens_per_tile
+from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, tokens_per_tile
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
-FEATURES = DENSE
+_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT}
 """What these kernels have beyond a plain decoder."""
+
+
+def check_kernels_have(config: ModelConfig) -> None:
+    """Check the parts of a model. Raises ``BackendConfigError``: there are some that these kernels lack."""
+    missing = lacking(config, _FEATURES)
+    if config.head_dim > MOST_CHANNELS:
+        missing = f"heads of {config.head_dim} channels"
+    if missing:
+        raise BackendConfigError(
+            f"backend 'triton' is not allowed with {config.architecture}, which has {missing}; allowed: backend torch"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """``qkv`` and ``gate_up`` give their parts side by side. Norms that a model does not have are None.
+    """``qkv`` gives its parts side by side. Norms that a model does not have are None.
 
     ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads. A query sees ``window`` positions; None:
-    all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``.
+    all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``. ``sinks`` float32, ``[heads]``, or None.
     """
 
     attention_norm: NormTensors | None
@@ -48,11 +57,9 @@ class LayerWeights:
     output: DeviceLinear
     attention_post_norm: NormTensors | None
     window: int | None
+    sinks: Tensor | None
     mlp_norm: NormTensors | None
-    gate_up: DeviceLinear
-    up_width: int
-    activate: Activate
-    down: DeviceLinear
+    feed_forward: DeviceFeedForward
     mlp_post_norm: NormTensors | None
 
 
@@ -83,8 +90,6 @@ class _Activations:
         self.qkv = space(num_tokens, query_width + 2 * config.num_kv_heads * config.head_dim)
         # Padding is never written: zeros keep NaN out of the products.
         self.attended = torch.zeros((num_tokens, query_width), dtype=dtype, device=device)
-        self.gate_up = space(num_tokens, 2 * config.intermediate_size)
-        self.inner = space(num_tokens, config.intermediate_size)
         self.last = space(num_rows, config.hidden_size)
         self.logits = space(num_rows, config.vocab_size)
 
@@ -122,7 +127,7 @@ class Decoder:
         rows = self._expand(num_tokens, num_rows)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
         qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
-        inner = space.inner[:num_tokens]
+        slots = space.slots[:num_tokens]
         torch.index_select(weights.embedding, 0, space.token_ids[:num_tokens], out=hidden)
         update: Tensor | None = None
         for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
@@ -141,19 +146,18 @@ class Decoder:
                 scale=config.attention.scale,
                 window=layer.window,
                 soft_cap=config.attention.softcap,
+                sinks=layer.sinks,
                 has_decodes=has_decodes,
                 has_chunks=has_chunks,
             )
             layer.output(attended, delta)
             self._finish(delta, layer.attention_post_norm)
-            gate_up = space.gate_up[:num_tokens, : layer.up_width]
             if config.is_parallel:
-                layer.gate_up(normed, gate_up)
                 hidden.add_(delta)
+                inputs = normed
             else:
-                layer.gate_up(self._normed(hidden, delta, layer.mlp_norm, normed), gate_up)
-            layer.activate(gate_up, inner)
-            layer.down(inner, delta)
+                inputs = self._normed(hidden, delta, layer.mlp_norm, normed)
+            layer.feed_forward(inputs, slots, delta)
             self._finish(delta, layer.mlp_post_norm)
             update = delta
         self._normed(hidden, update, weights.final_norm, normed)
@@ -242,98 +246,3 @@ class Decoder:
             k_norm=layer.key_norm if by_head else None,
             eps=config.norm.eps,
         )
-
-
-def load_decoder(
-    config: ModelConfig,
-    checkpoint: TensorSource,
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: QuantizationKind | None,
-    progress: Callable[[int, int], None],
-) -> DecoderWeights:
-    """Load to ``device``; embedding and head are not quantised."""
-    tensors = ModelTensors(config, checkpoint, halves(config.head_dim, config.attention), device)
-    workspace = SplitWorkspace(device)
-
-    def here(tensor: Tensor) -> Tensor:
-        return placed(tensor, dtype, device)
-
-    def linear(weight: Tensor, bias: Tensor | None) -> DeviceLinear:
-        own_bias = None if bias is None else here(bias)
-        if quantization is None:
-            return DenseLinear(here(weight), own_bias)
-        return QuantizedLinear(weight, own_bias, quantization, dtype=dtype, workspace=workspace)
-
-    def norm(weight: Tensor) -> Tensor:
-        return here(weight) if config.norm.rounds_first else placed(weight, torch.float32, device)
-
-    tables = {layer.rope: _table(config, layer.rope, max_model_len, device) for layer in config.layers}
-
-    def layer(index: int) -> LayerWeights:
-        progress(index, config.num_layers)
-        return _layer(tensors, config, index, tables[config.layers[index].rope], norm, linear)
-
-    embedding = here(tensors.embedding(dtype))
-    is_shared = config.tie_word_embeddings and config.scalings.embedding == 1
-    return DecoderWeights(
-        embedding=embedding,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=_placed_norm(tensors.final_norm(), norm),
-        head=DenseLinear(embedding if is_shared else here(tensors.head()), None),
-    )
-
-
-def _layer(
-    tensors: ModelTensors,
-    config: ModelConfig,
-    index: int,
-    table: Tensor,
-    place_norm: Callable[[Tensor], Tensor],
-    linear: Callable[[Tensor, Tensor | None], DeviceLinear],
-) -> LayerWeights:
-    def norm(name: str | None) -> NormTensors | None:
-        stored = tensors.norm(index, name)
-        return None if stored is None else _placed_norm(stored, place_norm)
-
-    feed, names = config.layers[index].feed_forward, config.names
-    query_norm, key_norm = _head_norms(config, tensors.qk_norm(index))
-    return LayerWeights(
-        attention_norm=norm(names.attention_norm),
-        qkv=linear(*tensors.qkv(index)),
-        query_norm=None if query_norm is None else place_norm(query_norm),
-        key_norm=None if key_norm is None else place_norm(key_norm),
-        cosines=table[0],
-        sines=table[1],
-        output=linear(*tensors.output(index)),
-        attention_post_norm=norm(names.attention_post_norm),
-        window=config.layers[index].window,
-        mlp_norm=norm(names.mlp_norm),
-        gate_up=linear(*tensors.gate_up(index)),
-        up_width=feed.intermediate_size * (2 if feed.is_gated else 1),
-        activate=activation_of(feed),
-        down=linear(*tensors.down(index)),
-        mlp_post_norm=norm(names.mlp_post_norm),
-    )
-
-
-def _placed_norm(norm: NormTensors, place: Callable[[Tensor], Tensor]) -> NormTensors:
-    return NormTensors(place(norm.weight), None if norm.bias is None else place(norm.bias))
-
-
-def _head_norms(config: ModelConfig, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of queries and of keys: for a head, or for all."""
-    if weights is None or config.attention.qk_norm == "head":
-        return (None, None) if weights is None else (weights[0], weights[-1])
-    return weights[: config.num_heads].flatten(), weights[config.num_heads :].flatten()
-
-
-def _table(config: ModelConfig, rope: RopeConfig | None, max_model_len: int, device: torch.device) -> Tensor:
-    """Cosines and sines of a layer, ``[2, context, head_dim/2]``; without rope, those of no rotation."""
-    if rope is None:
-        table = torch.ones(max_model_len, config.head_dim // 2, dtype=torch.complex64)
-    else:
-        table = rotations(rope, config.head_dim, max_model_len, config.attention.rotary_dim)
-    return torch.stack([table.real, table.imag]).to(device)

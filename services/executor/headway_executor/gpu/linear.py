@@ -1,16 +1,16 @@
 """Linear layers on a GPU, into preallocated memory.
 
-Owns: dense weights, or 8-bit codes with a scale per output. Must not know: a layer's use.
+Owns: dense weights, weights as codes. Must not know: a layer's use, files.
 """
 
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headway_kernels.gpu.quantized_linear import quantize, quantized_linear, workspace_elements
-
-QuantizationKind: TypeAlias = Literal["int8", "fp8"]
+from headway_executor.models.adapted import StepAdapters
+from headway_kernels.gpu.quantized_linear import quantized_linear, workspace_elements
+from headway_kernels.gpu.weights import DeviceWeight
 
 
 class DeviceLinear(Protocol):
@@ -48,24 +48,32 @@ class SplitWorkspace:
             self.memory = torch.empty(num_elements, dtype=torch.float32, device=self.memory.device)
 
 
-class QuantizedLinear:
-    """Weights as codes of ``kind``; ``dtype`` is the model's."""
+class CodedLinear:
+    """Weights as codes; ``bias`` ``[out]`` or None, in ``dtype``, the model's."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        kind: QuantizationKind,
-        *,
-        dtype: torch.dtype,
-        workspace: SplitWorkspace,
+        self, weight: DeviceWeight, bias: Tensor | None, *, dtype: torch.dtype, workspace: SplitWorkspace
     ) -> None:
-        self._codes, self._scales = quantize(weight, kind)
+        self._weight = weight
         self._bias = bias
         self._workspace = workspace
-        num_outputs, num_inputs = weight.shape
-        workspace.grow(workspace_elements(num_outputs, num_inputs, dtype))
+        workspace.grow(workspace_elements(weight, dtype))
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
-        quantized_linear(inputs, self._codes, self._scales, self._bias, out, self._workspace.memory)
+        quantized_linear(inputs, self._weight, self._bias, out, self._workspace.memory)
+
+
+class AdaptedLinear:
+    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; only this allocates."""
+
+    def __init__(self, product: DeviceLinear, step: StepAdapters, layer: int, site: str) -> None:
+        self._product = product
+        self._step = step
+        self._layer = layer
+        self._site = site
+
+    def __call__(self, inputs: Tensor, out: Tensor) -> None:
+        """See ``DeviceLinear``."""
+        self._product(inputs, out)
+        self._step.add(self._layer, self._site, inputs, out)

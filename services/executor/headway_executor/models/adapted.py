@@ -38,7 +38,20 @@ class StepAdapters:
         for place, adapter in enumerate(of_tokens):
             if adapter is not None:
                 tokens.setdefault(id(adapter), (adapter, []))[1].append(place)
-        self.groups = [_Group(adapter, torch.tensor(places, device=device)) for adapter, places in tokens.values()]
+        is_cuda = device.type == "cuda"
+        self.groups = [
+            # Pinned: the host does not wait for what the device does.
+            _Group(adapter, torch.tensor(places, pin_memory=is_cuda).to(device, non_blocking=is_cuda))
+            for adapter, places in tokens.values()
+        ]
+
+    def add(self, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Add to ``outputs`` what each row's adapter makes of ``inputs``, computed in float32."""
+        for adapter, tokens in self.groups:
+            added = adapter.layers[layer].get(site)
+            if added is not None:
+                own = inputs.index_select(0, tokens).float()
+                outputs.index_add_(0, tokens, (own @ added.down.t() @ added.up.t()).to(outputs.dtype))
 
 
 class AdaptedProduct:
@@ -51,11 +64,7 @@ class AdaptedProduct:
         self._site = site
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """See ``Product``. The additions are computed in float32."""
+        """See ``Product``."""
         outputs = self._product(inputs)
-        for adapter, tokens in self._step.groups:
-            added = adapter.layers[self._layer].get(self._site)
-            if added is not None:
-                own = inputs.index_select(0, tokens).float()
-                outputs.index_add_(0, tokens, (own @ added.down.t() @ added.up.t()).to(outputs.dtype))
+        self._step.add(self._layer, self._site, inputs, outputs)
         return outputs

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway_executor.backend import BackendConfigError
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.features import Feature, lacking
@@ -111,9 +112,18 @@ class ModelAdapters:
         return found if any(adapter is not None for adapter in found) else None
 
 
-def adapters_lack(config: ModelConfig) -> str:
-    """What of this model no adapter can add to, in words; empty if nothing."""
-    return lacking(config, frozenset(Feature) - {Feature.EXPERTS, Feature.LATENT})
+def takes_adapters(config: ModelConfig, asked: Mapping[str, str]) -> bool:
+    """Whether the model has nothing that no adapter can add to.
+
+    Raises:
+        BackendConfigError: it has, and adapters are ``asked`` for.
+    """
+    lack = lacking(config, frozenset(Feature) - {Feature.EXPERTS, Feature.LATENT})
+    if lack and asked:
+        raise BackendConfigError(
+            f"adapter {min(asked)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
+        )
+    return not lack
 
 
 def fused(

@@ -63,32 +63,41 @@ class ExpertTensors:
 
     def expert(self, number: int) -> Expert:
         """One of those that are chosen."""
-        return self._stacked(number) if self._config.is_stacked else self._single(self._names.expert.format(number))
+        return self._expert(number)
 
     def shared(self) -> Expert | None:
         """The one that all tokens go through."""
-        return self._single(self._names.shared) if self._config.shared_size else None
+        return self._expert(None) if self._config.shared_size else None
 
     def shared_gate(self) -> Tensor | None:
         """``[1, hidden]``, or None."""
         return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight", None)
 
-    def _single(self, prefix: str) -> Expert:
-        gate, up = (self._read(f"{prefix}{name}.weight", None) for name in self._names.gate_up)
-        return Expert(gate_up=torch.cat([gate, up]), down=self._read(f"{prefix}{self._names.down}.weight", None))
+    def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
+        """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
+        if self._config.is_stacked and number is not None:
+            weight, bias = self._stacked(self._names.gate_up[0], number)
+            return _gates_first(weight), _gates_first(bias)
+        parts = [self._read(f"{self._prefix(number)}{name}.weight", None) for name in self._names.gate_up]
+        return torch.cat(parts), None
 
-    def _stacked(self, number: int) -> Expert:
-        """Inputs before outputs, a gate and its up side by side."""
-        name, down = self._names.gate_up[0], self._names.down
-        gate_up, gate_up_bias, back, back_bias = (
-            self._read(some, range(number, number + 1))[0] for some in (name, f"{name}_bias", down, f"{down}_bias")
-        )
-        return Expert(
-            gate_up=_gates_first(gate_up.t()),
-            down=back.t(),
-            gate_up_bias=_gates_first(gate_up_bias),
-            down_bias=back_bias,
-        )
+    def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
+        """``[hidden, inner]``, and bias; as ``gate_up``."""
+        if self._config.is_stacked and number is not None:
+            return self._stacked(self._names.down, number)
+        return self._read(f"{self._prefix(number)}{self._names.down}.weight", None), None
+
+    def _expert(self, number: int | None) -> Expert:
+        (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)
+        return Expert(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def _prefix(self, number: int | None) -> str:
+        return self._names.shared if number is None else self._names.expert.format(number)
+
+    def _stacked(self, name: str, number: int) -> tuple[Tensor, Tensor]:
+        """Outputs before inputs, and bias; in the file, a gate and its up lie side by side."""
+        rows = range(number, number + 1)
+        return self._read(name, rows)[0].t(), self._read(f"{name}_bias", rows)[0]
 
 
 def _gates_first(pairs: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""From the tensors of a checkpoint to weights on a device, as numbers or as codes.
+
+Owns: which weights become codes. Must not know: layers, launches, formats.
+
+Codes of a checkpoint stay codes, where a kernel has their form. The rest is numbers of the model's dtype, or codes of a
+``QuantizationKind``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.linear import CodedLinear, DenseLinear, DeviceLinear, SplitWorkspace
+from headway_executor.linear import placed
+from headway_executor.models.coded_tensors import CodedTensors, Projection
+from headway_executor.models.loading import ModelTensors, TensorSource
+from headway_executor.weights import Checkpoint
+from headway_kernels.cpu.coded_weight import rounded_to_4_bits
+from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
+
+QuantizationKind: TypeAlias = Literal["int8", "int4", "fp8"]
+
+
+class DeviceWeights:
+    """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the ``device``."""
+
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        tensors_of: Callable[[TensorSource], ModelTensors],
+        quantization: QuantizationKind | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.tensors = tensors_of(checkpoint)
+        self._codes = CodedTensors(checkpoint, tensors_of) if isinstance(checkpoint, Checkpoint) else None
+        self._quantization = quantization
+        self._dtype = dtype
+        self._device = device
+        self._workspace = SplitWorkspace(device)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """A copy in the model's dtype."""
+        return placed(tensor, self._dtype, self._device)
+
+    def linear(self, read: Projection, *, is_exact: bool = False) -> DeviceLinear:
+        """One projection; if ``is_exact``, codes are those of the checkpoint alone."""
+        weight, bias = self._stored(read)
+        return self.product(weight, bias, is_exact=is_exact)
+
+    def product(self, weight: Tensor | DeviceWeight, bias: Tensor | None, *, is_exact: bool = False) -> DeviceLinear:
+        """As ``linear``, of a weight ``[outputs, inputs]`` that has been read."""
+        if isinstance(weight, Tensor) and not is_exact:
+            weight = self._quantised(weight) or weight
+        own_bias = None if bias is None else self.here(bias)
+        if isinstance(weight, Tensor):
+            return DenseLinear(self.here(weight), own_bias)
+        return CodedLinear(weight, own_bias, dtype=self._dtype, workspace=self._workspace)
+
+    def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
+        """The same projection of each expert, and biases ``[experts, outputs]``. All have codes of one form, or none."""
+        found = self._coded_experts(reads)
+        together = None if found is None else stacked([weight for weight, _ in found])
+        if found is not None and together is not None:
+            return together, self._side_by_side((bias for _, bias in found), len(found))
+        biases: list[Tensor | None] = []
+
+        def weights() -> Iterator[Tensor]:
+            for read in reads:
+                weight, bias = read(self.tensors)
+                biases.append(bias)
+                yield weight
+
+        numbers = self._side_by_side(weights(), len(reads))
+        assert numbers is not None
+        return dense(numbers), self._side_by_side(biases, len(reads))
+
+    def _coded_experts(self, reads: Sequence[Projection]) -> list[tuple[DeviceWeight, Tensor | None]] | None:
+        """None as soon as one has no codes."""
+        found = []
+        for read in reads:
+            weight, bias = self._stored(read)
+            codes = self._quantised(weight) if isinstance(weight, Tensor) else weight
+            if codes is None:
+                return None
+            found.append((codes, bias))
+        return found
+
+    def _side_by_side(self, tensors: Iterable[Tensor | None], count: int) -> Tensor | None:
+        """Copied one by one: together they are many times a dense layer. Either all are None or none is."""
+        out: Tensor | None = None
+        for place, tensor in enumerate(tensors):
+            if tensor is None:
+                return None
+            if out is None:
+                out = torch.empty(count, *tensor.shape, dtype=self._dtype, device=self._device)
+            out[place] = tensor
+        return out
+
+    def _stored(self, read: Projection) -> tuple[Tensor | DeviceWeight, Tensor | None]:
+        found = None if self._codes is None else self._codes.read(read)
+        if found is None:
+            return read(self.tensors)
+        weight, bias = found
+        return coded(weight) or weight.float(), bias
+
+    def _quantised(self, weight: Tensor) -> DeviceWeight | None:
+        if self._quantization is None:
+            return None
+        return (
+            coded(rounded_to_4_bits(weight)) if self._quantization == "int4" else quantized(weight, self._quantization)
+        )

@@ -1,0 +1,122 @@
+"""What stands between attention and the next layer: two products and an activation, for all tokens or by experts.
+
+Owns: their launches and their memory. Must not know: norms, files.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.activations import Activate, activation_of
+from headway_executor.gpu.linear import DeviceLinear
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
+from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
+from headway_kernels.gpu.weights import DeviceWeight
+
+
+class DeviceFeedForward(Protocol):
+    """``[tokens, hidden] -> [tokens, hidden]``."""
+
+    def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:
+        """Launch; allocates nothing. ``slots`` int32, ``[tokens]``: -1 for padding."""
+        ...
+
+
+class FeedForwardSpace:
+    """Memory for what is between the products, shared by layers one after the other."""
+
+    def __init__(
+        self, num_tokens: int, width: int, *, is_gated: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.up = torch.empty(num_tokens, width * (2 if is_gated else 1), dtype=dtype, device=device)
+        self.inner = torch.empty(num_tokens, width, dtype=dtype, device=device)
+
+
+class DenseFeedForward:
+    """All tokens go through ``gate_up``, which gives gates and ups, or only ups, and ``down``."""
+
+    def __init__(self, gate_up: DeviceLinear, activate: Activate, down: DeviceLinear, space: FeedForwardSpace) -> None:
+        self._gate_up = gate_up
+        self._activate = activate
+        self._down = down
+        self._space = space
+
+    def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:  # noqa: ARG002 - padding costs little
+        """See ``DeviceFeedForward``."""
+        up, inner = self._space.up[: len(inputs)], self._space.inner[: len(inputs)]
+        self._gate_up(inputs, up)
+        self._activate(up, inner)
+        self._down(inner, out)
+
+
+class ExpertSpace:
+    """Memory for what the layers of one description compute, one after the other."""
+
+    def __init__(
+        self, num_tokens: int, hidden: int, feed: FeedForwardConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert feed.experts is not None
+        routing, inner = feed.experts.routing, feed.intermediate_size
+        num_pairs = num_tokens * routing.num_chosen
+        self.pairs = ExpertPairs.allocate(num_tokens, routing, device)
+        self.scores = torch.empty(num_tokens, scores_of(feed.experts), dtype=dtype, device=device)
+        # The first product's results are done with when the second writes its own.
+        wide = torch.empty(num_pairs * max(2 * inner, hidden), dtype=dtype, device=device)
+        self.gate_up = wide[: num_pairs * 2 * inner].view(num_pairs, 2 * inner)
+        self.given = wide[: num_pairs * hidden].view(num_pairs, hidden)
+        self.inner = torch.empty(num_pairs, inner, dtype=dtype, device=device)
+        self.shared = torch.empty(num_tokens, hidden, dtype=dtype, device=device) if feed.experts.shared_size else None
+
+
+def scores_of(config: ExpertsConfig) -> int:
+    """Columns of a router's results: of each expert, and behind them the gate of the shared one."""
+    return config.routing.num_experts + (config.names.shared_gate is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """``router`` gives ``scores_of``; ``gate_up`` and ``down`` hold all experts, biases ``[experts, outputs]`` or None.
+
+    ``correction`` float32, ``[experts]``, or None. All tokens go through ``shared``, if any.
+    """
+
+    router: DeviceLinear
+    correction: Tensor | None
+    gate_up: DeviceWeight
+    gate_up_bias: Tensor | None
+    down: DeviceWeight
+    down_bias: Tensor | None
+    shared: DenseFeedForward | None
+
+
+class ExpertFeedForward:
+    """Each token goes through the experts that its router chooses; padding goes through none."""
+
+    def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace) -> None:
+        assert feed.experts is not None
+        self._weights = weights
+        self._routing = feed.experts.routing
+        self._has_gate = feed.experts.names.shared_gate is not None
+        self._activate = activation_of(feed)
+        self._space = space
+
+    def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:
+        """See ``DeviceFeedForward``."""
+        space, weights, num_tokens = self._space, self._weights, len(inputs)
+        scores, pairs = space.scores[:num_tokens], space.pairs.of(num_tokens)
+        num_pairs = len(pairs.order)
+        weights.router(inputs, scores)
+        choose(scores, slots, weights.correction, pairs, self._routing)
+        sort_pairs(pairs)
+        gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
+        multiply_pairs(inputs, weights.gate_up, weights.gate_up_bias, gate_up, pairs, gathers=True)
+        self._activate(gate_up, inner)
+        multiply_pairs(inner, weights.down, weights.down_bias, given, pairs, gathers=False)
+        shared = None
+        if weights.shared is not None:
+            assert space.shared is not None
+            shared = space.shared[:num_tokens]
+            weights.shared(inputs, slots, shared)
+        add_pairs(given, pairs, out, shared=shared, gates=scores[:, -1] if self._has_gate else None)

@@ -1,0 +1,71 @@
+"""Queries, keys and values of latent attention (DeepSeek-AI 2024, arXiv 2405.04434), into preallocated memory.
+
+Owns: expanding compressed rows, their memory. Must not know: rotation, attention, files.
+
+As in ``models/latent.py``, keys and values are expanded before they are stored.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.linear import DeviceLinear
+from headway_executor.models.config import LatentConfig
+from headway_executor.models.latent_tensors import LATENT_EPS
+from headway_kernels.gpu.norm import add_rms_norm
+
+
+class LatentExpansion(NamedTuple):
+    """A norm of compressed rows (``[rank]``) and the product behind it."""
+
+    norm: Tensor
+    product: DeviceLinear
+
+    def __call__(self, compressed: Tensor, out: Tensor) -> None:
+        """Normalise in place and expand."""
+        add_rms_norm(compressed, None, self.norm, compressed, eps=LATENT_EPS)
+        self.product(compressed, out)
+
+
+class LatentQkv:
+    """A ``DeviceLinear`` to queries, keys and values, ``3 * heads * key_dim`` columns; keys are not rotated yet.
+
+    ``compress`` gives what queries are made of, unless ``query`` takes the hidden state; then what keys and values are
+    made of, then the channels that all keys share. ``space`` ``[max tokens, its outputs]``.
+    """
+
+    def __init__(
+        self,
+        config: LatentConfig,
+        num_heads: int,
+        query: DeviceLinear | LatentExpansion,
+        compress: DeviceLinear,
+        expand: LatentExpansion,
+        space: Tensor,
+    ) -> None:
+        self._config = config
+        self._num_heads = num_heads
+        self._query = query
+        self._compress = compress
+        self._expand = expand
+        self._space = space
+
+    def __call__(self, inputs: Tensor, out: Tensor) -> None:
+        """See ``DeviceLinear``."""
+        config, heads, num_tokens = self._config, self._num_heads, len(inputs)
+        compressed = self._space[:num_tokens]
+        self._compress(inputs, compressed)
+        of_query, latent, shared = torch.split(compressed, [config.query_rank or 0, config.rank, config.rotary_dim], 1)
+        width = heads * config.key_dim
+        self._query(inputs if config.query_rank is None else of_query, out[:, :width])
+        self._expand(latent, out[:, width:])
+        # Rotated channels come first in each half of a head.
+        keys = out[:, width : 2 * width].view(num_tokens, heads, 2, config.key_dim // 2)
+        keys[..., : config.rotary_dim // 2] = shared.view(num_tokens, 1, 2, config.rotary_dim // 2)
+
+
+def latent_space(config: LatentConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for compressed rows, shared by layers one after the other."""
+    width = (config.query_rank or 0) + config.rank + config.rotary_dim
+    return torch.empty(num_tokens, width, dtype=dtype, device=device)

@@ -1,0 +1,233 @@
+"""From a description and its tensors to a model on a device.
+
+Owns: which tensors a layer's parts are made of. Must not know: launches, how weights become codes.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from headway_executor.gpu.activations import activation_of
+from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
+from headway_executor.gpu.device_weights import DeviceWeights, QuantizationKind
+from headway_executor.gpu.feed_forward import (
+    DenseFeedForward,
+    DeviceFeedForward,
+    ExpertFeedForward,
+    ExpertSpace,
+    ExpertWeights,
+    FeedForwardSpace,
+)
+from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
+from headway_executor.gpu.linear import AdaptedLinear, DeviceLinear
+from headway_executor.linear import placed
+from headway_executor.models.adapted import StepAdapters
+from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
+from headway_executor.models.coded_tensors import Projection
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
+from headway_executor.models.latent_tensors import Expansion, LatentTensors
+from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
+from headway_executor.models.rope import halves, rotations
+
+
+def load_decoder(
+    config: ModelConfig,
+    checkpoint: TensorSource,
+    *,
+    max_model_len: int,
+    max_num_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationKind | None,
+    adapters: StepAdapters | None,
+    progress: Callable[[int, int], None],
+) -> DecoderWeights:
+    """Load to ``device``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
+
+    ``adapters`` are of the steps that will run; None: there can be none.
+    """
+    order = halves(config.head_dim, config.attention)
+    weights = DeviceWeights(
+        checkpoint,
+        lambda source: ModelTensors(config, source, order, device),
+        quantization,
+        dtype,
+        device,
+    )
+    loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
+    embedding = weights.here(weights.tensors.embedding(dtype))
+    is_shared = config.tie_word_embeddings and config.scalings.embedding == 1
+
+    def layer(index: int) -> LayerWeights:
+        progress(index, config.num_layers)
+        return loader.layer(index)
+
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=loader.norm(weights.tensors.final_norm()),
+        head=weights.product(embedding, None, is_exact=True)
+        if is_shared
+        else weights.linear(lambda read: (read.head(), None), is_exact=True),
+    )
+
+
+class _Loader:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DeviceWeights,
+        adapters: StepAdapters | None,
+        max_model_len: int,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._tensors = weights.tensors
+        self._adapters = adapters
+        self._device = device
+        latent = config.attention.latent
+        self._latent_space = None if latent is None else latent_space(latent, max_num_tokens, dtype, device)
+        # Layers that are alike share memory.
+        self._table = cache(lambda rope: _table(config, rope, max_model_len, device))
+        self._expert_space = cache(lambda feed: ExpertSpace(max_num_tokens, config.hidden_size, feed, dtype, device))
+        self._dense_space = cache(
+            lambda width, is_gated: FeedForwardSpace(
+                max_num_tokens, width, is_gated=is_gated, dtype=dtype, device=device
+            )
+        )
+
+    def layer(self, index: int) -> LayerWeights:
+        config, names, tensors = self._config, self._config.names, self._tensors
+        layer = config.layers[index]
+        latent, sinks = tensors.latent(index), tensors.sinks(index)
+        query_norm, key_norm = _head_norms(config, tensors.qk_norm(index))
+        cosines, sines = self._table(layer.rope)
+        return LayerWeights(
+            attention_norm=self._norm(index, names.attention_norm),
+            qkv=self._projection(index, QKV, lambda read: read.qkv(index)) if latent is None else self._latent(latent),
+            query_norm=None if query_norm is None else self._norm_weight(query_norm),
+            key_norm=None if key_norm is None else self._norm_weight(key_norm),
+            cosines=cosines,
+            sines=sines,
+            output=self._projection(index, OUTPUT, lambda read: read.output(index))
+            if latent is None
+            else self._weights.product(latent.output(), None),
+            attention_post_norm=self._norm(index, names.attention_post_norm),
+            window=layer.window,
+            sinks=None if sinks is None else self._wide(sinks),
+            mlp_norm=self._norm(index, names.mlp_norm),
+            feed_forward=self._feed_forward(index, layer.feed_forward),
+            mlp_post_norm=self._norm(index, names.mlp_post_norm),
+        )
+
+    def norm(self, stored: NormTensors) -> NormTensors:
+        """A norm of whole rows."""
+        return NormTensors(
+            self._norm_weight(stored.weight), None if stored.bias is None else self._norm_weight(stored.bias)
+        )
+
+    def _norm(self, index: int, name: str | None) -> NormTensors | None:
+        stored = self._tensors.norm(index, name)
+        return None if stored is None else self.norm(stored)
+
+    def _norm_weight(self, weight: Tensor) -> Tensor:
+        return self._weights.here(weight) if self._config.norm.rounds_first else self._wide(weight)
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        return placed(tensor, torch.float32, self._device)
+
+    def _latent(self, latent: LatentTensors) -> LatentQkv:
+        """Of numbers: codes cannot be padded."""
+        config, query, query_in = self._config.attention.latent, latent.query(), latent.query_in()
+        assert config is not None
+        assert self._latent_space is not None
+        expansion, compress = latent.query_expansion(), latent.key_value_in()
+        queries: DeviceLinear | LatentExpansion
+        if expansion is None or query_in is None:
+            assert query is not None
+            queries = self._weights.product(query, None)
+        else:
+            queries = self._expansion(expansion)
+            compress = torch.cat([query_in, compress])
+        return LatentQkv(
+            config,
+            self._config.num_heads,
+            queries,
+            self._weights.product(compress, None),
+            self._expansion(latent.key_value_expansion()),
+            self._latent_space,
+        )
+
+    def _expansion(self, expansion: Expansion) -> LatentExpansion:
+        return LatentExpansion(self._weights.here(expansion.norm), self._weights.product(expansion.weight, None))
+
+    def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DeviceFeedForward:
+        if feed.experts is not None:
+            return self._experts(index, feed, feed.experts)
+        return DenseFeedForward(
+            self._projection(index, GATE_UP, lambda read: read.gate_up(index)),
+            activation_of(feed),
+            self._projection(index, DOWN, lambda read: read.down(index)),
+            self._dense_space(feed.intermediate_size, feed.is_gated),
+        )
+
+    def _projection(self, index: int, site: str, read: Projection) -> DeviceLinear:
+        product = self._weights.linear(read)
+        return product if self._adapters is None else AdaptedLinear(product, self._adapters, index, site)
+
+    def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> ExpertFeedForward:
+        tensors = self._tensors.experts(index)
+        (router, bias), gate, correction = tensors.router(), tensors.shared_gate(), tensors.correction()
+        if gate is not None:
+            router = torch.cat([router, gate])
+            bias = None if bias is None else torch.nn.functional.pad(bias, (0, 1))
+        numbers = range(config.routing.num_experts)
+        gate_up, gate_up_bias = self._weights.of_experts([partial(_gate_up, index, number) for number in numbers])
+        down, down_bias = self._weights.of_experts([partial(_down, index, number) for number in numbers])
+        shared = None
+        if config.shared_size:
+            shared = DenseFeedForward(
+                self._weights.linear(partial(_gate_up, index, None)),
+                activation_of(feed),
+                self._weights.linear(partial(_down, index, None)),
+                self._dense_space(config.shared_size, feed.is_gated),
+            )
+        weights = ExpertWeights(
+            router=self._weights.product(router, bias, is_exact=True),
+            correction=None if correction is None else self._wide(correction),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+            shared=shared,
+        )
+        return ExpertFeedForward(weights, feed, self._expert_space(feed))
+
+
+def _gate_up(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, Tensor | None]:
+    return read.experts(index).gate_up(number)
+
+
+def _down(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, Tensor | None]:
+    return read.experts(index).down(number)
+
+
+def _head_norms(config: ModelConfig, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of queries and of keys: for a head, or for all."""
+    if weights is None or config.attention.qk_norm == "head":
+        return (None, None) if weights is None else (weights[0], weights[-1])
+    return weights[: config.num_heads].flatten(), weights[config.num_heads :].flatten()
+
+
+def _table(config: ModelConfig, rope: RopeConfig | None, max_model_len: int, device: torch.device) -> Tensor:
+    """Cosines and sines of a layer, ``[2, context, head_dim/2]``; without rope, those of no rotation."""
+    if rope is None:
+        table = torch.ones(max_model_len, config.head_dim // 2, dtype=torch.complex64)
+    else:
+        table = rotations(rope, config.head_dim, max_model_len, config.attention.rotary_dim)
+    return torch.stack([table.real, table.imag]).to(device)
