@@ -10,7 +10,6 @@ INLINE void dot_products(const int count, int64_t inputs, const float *row, cons
     vec sums[AT_ONCE] = {{0}};
     for (int64_t k = 0; k < inputs; k += LANES) {
         const vec x = normed_inputs(row, weight, k, inputs);
-        for (int i = 0; i < count; i++) __builtin_prefetch(down + (i + AT_ONCE) * inputs + k);
         for (int i = 0; i < count; i++) sums[i] += x * normed_inputs(down + i * inputs, NULL, k, inputs);
     }
     for (int i = 0; i < count; i++) out[i] = factor * sum_of(sums[i]);
