@@ -1,101 +1,54 @@
-/* Weights kept as codes of 4 or 8 bits, with a scale and a minimum for each group of inputs.
+/* Packing codes, and widening a part of a panel to float32.
  *
- * Owns: packing them, and widening a part of a panel to float32, which the products then take.
- * Must not know: how a product multiplies, or which format a checkpoint had.
- *
- * A weight is code * scale + minimum, rounded once. A product widens a few inputs of a panel into the nearest cache and
- * multiplies these: so its results have the bits of a product with the same weights in float32, while memory is read as
- * codes. */
-#include "products.h"
+ * A product of many rows widens a few inputs of a panel into the nearest cache and multiplies these: so its results
+ * have the bits of a product with the same weights in float32, while memory is read as codes. */
+#include "codes.h"
 
 #include <stdlib.h>
 
 #define LINES_AHEAD 24 /* of the codes that are widened next */
-
-static int64_t padded_inputs(int64_t inputs) { return steps_of(inputs, FORM_FLOAT32) * inputs_per_step(FORM_FLOAT32); }
-
-static int64_t bytes_per_input(int64_t form) { return form == FORM_CODES4 ? PANEL / 2 : PANEL; }
-
-static int64_t bytes_of_codes(const linear *of) { return padded_inputs(of->inputs) * bytes_per_input(of->form); }
 
 int64_t coded_panel_bytes(const linear *of) {
     int64_t bytes = bytes_of_codes(of) + of->num_groups * PANEL * 4 * (of->has_minima ? 2 : 1);
     return (bytes + LINE - 1) / LINE * LINE;
 }
 
-typedef uint8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int8_t few_signed_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef int16_t few_shorts __attribute__((vector_size(LANES * 2)));
-typedef _Float16 few_halves __attribute__((vector_size(LANES * 2)));
-
-/* An 8-bit float (4 bits of exponent, 3 of mantissa; Micikevicius et al. 2022, arXiv 2209.05433) has the bits of a
- * float16 that is smaller by FP8_FACTOR, which the scales make good. */
-INLINE vec of_fp8(few_signed_bytes codes) {
-    few_shorts wide = __builtin_convertvector(codes, few_shorts);
-    few_shorts bits = ((wide & 0x7f) << 7) | (wide & (short)0x8000);
-    return __builtin_convertvector((few_halves)bits, vec);
-}
-
-/* The codes of one input: of the low and the high half of a panel. */
-INLINE void load_codes(const int form, const char *at, vec *low, vec *high) {
-    if (form == FORM_CODES4) {
-        ivec both = __builtin_convertvector(*(const few_bytes *)at, ivec);
-        *low = __builtin_convertvector(both & 15, vec);
-        *high = __builtin_convertvector(both >> 4, vec);
-    } else if (form == FORM_CODES8) {
-        *low = __builtin_convertvector(__builtin_convertvector(*(const few_signed_bytes *)at, ivec), vec);
-        *high = __builtin_convertvector(__builtin_convertvector(*(const few_signed_bytes *)(at + LANES), ivec), vec);
-    } else {
-        *low = of_fp8(*(const few_signed_bytes *)at);
-        *high = of_fp8(*(const few_signed_bytes *)(at + LANES));
+INLINE void widen_run(const int form, const coded_run *run, float *to) {
+    const int64_t step = form == FORM_CODES4 ? WORD : 1;
+    const int64_t step_bytes = form == FORM_CODES4 ? PANEL * 4 : PANEL;
+    for (int64_t k = run->begin; k < run->end;) {
+        const char *ahead = run->codes + k / step * step_bytes + LINES_AHEAD * LINE;
+        for (int64_t line = 0; line * LINE < step_bytes; line++) __builtin_prefetch(ahead + line * LINE);
+        UNROLLED
+        for (int half = 0; half < 2; half++) {
+            if (!is_word(form, run, k)) {
+                store(to + half * LANES, weights_at(form, run, k, half));
+                continue;
+            }
+            vec weights[WORD];
+            weights_of_word(run, k, half, weights);
+            UNROLLED
+            for (int i = 0; i < WORD; i++) store(to + i * PANEL + half * LANES, weights[i]);
+        }
+        const int64_t done = is_word(form, run, k) ? WORD : 1;
+        k += done, to += done * PANEL;
     }
 }
 
-/* Inputs that share a group. */
-INLINE void widen_run(const int form, const char *codes, int64_t count, const float *scales, const float *minima,
-                      float *to) {
-    const vec low_scale = load(scales), high_scale = load(scales + LANES);
-    /* Without minima, codes of 4 bits are symmetric around 8. */
-    const vec low_minimum = minima != NULL ? load(minima) : form == FORM_CODES4 ? low_scale * -8.0f : (vec){0};
-    const vec high_minimum = minima != NULL        ? load(minima + LANES)
-                             : form == FORM_CODES4 ? high_scale * -8.0f
-                                                   : (vec){0};
-    for (int64_t i = 0; i < count; i++) {
-        vec low, high;
-        const char *at = codes + i * (form == FORM_CODES4 ? PANEL / 2 : PANEL);
-        if (i * (form == FORM_CODES4 ? PANEL / 2 : PANEL) % LINE == 0) __builtin_prefetch(at + LINES_AHEAD * LINE);
-        load_codes(form, at, &low, &high);
-        store(to + i * PANEL, low * low_scale + low_minimum);
-        store(to + i * PANEL + LANES, high * high_scale + high_minimum);
+INLINE void widen_form(const int form, const linear *of, int64_t panel, int64_t first, int64_t count, float *to) {
+    const int64_t end = first + count;
+    for (int64_t k = first; k < end;) {
+        const coded_run run = run_at(form, of, panel, k, end);
+        widen_run(form, &run, to + (k - first) * PANEL);
+        k = run.end;
     }
-}
-
-static int64_t group_at(const linear *of, int64_t input) {
-    if (input >= of->inputs) return of->num_groups - 1;
-    return of->group_of != NULL ? of->group_of[input] : input / of->group;
-}
-
-static int64_t end_of_run(const linear *of, int64_t input, int64_t end) {
-    if (input >= of->inputs) return end;
-    int64_t last = of->group_of != NULL ? input + 1 : (input / of->group + 1) * of->group;
-    return last < end ? last : end;
 }
 
 void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to) {
-    const char *start = (const char *)of->panels + panel * coded_panel_bytes(of);
-    const float *scales = (const float *)(start + bytes_of_codes(of));
-    const float *minima = of->has_minima ? scales + of->num_groups * PANEL : NULL;
-    for (int64_t at = first, end; at < first + count; at = end) {
-        const int64_t group = group_at(of, at);
-        const float *scale = scales + group * PANEL, *minimum = minima == NULL ? NULL : minima + group * PANEL;
-        const char *codes = start + at * bytes_per_input(of->form);
-        float *widened = to + (at - first) * PANEL;
-        end = end_of_run(of, at, first + count);
-        switch (of->form) {
-        case FORM_CODES4: widen_run(FORM_CODES4, codes, end - at, scale, minimum, widened); break;
-        case FORM_CODES8: widen_run(FORM_CODES8, codes, end - at, scale, minimum, widened); break;
-        default: widen_run(FORM_FP8, codes, end - at, scale, minimum, widened);
-        }
+    switch (of->form) {
+    case FORM_CODES4: widen_form(FORM_CODES4, of, panel, first, count, to); break;
+    case FORM_CODES8: widen_form(FORM_CODES8, of, panel, first, count, to); break;
+    default: widen_form(FORM_FP8, of, panel, first, count, to);
     }
 }
 
@@ -105,7 +58,7 @@ static void pack_codes(uint8_t *to, int64_t form, int64_t column, const uint8_t 
         if (form != FORM_CODES4)
             to[k * PANEL + column] = row[k];
         else
-            to[k * LANES + column % LANES] |= (uint8_t)(row[k] << (column < LANES ? 0 : 4));
+            to[(k / WORD * PANEL + column) * 4 + k % WORD / 2] |= (uint8_t)(row[k] << (k % 2 * 4));
     }
 }
 

@@ -110,7 +110,7 @@ static void pack_task(void *work, int64_t task) {
 /* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
 static void multiply_task(void *work, int64_t task) {
     const product *of = work;
-    int64_t at_once = tiles_at_once(of->with), first = task / of->with->num_panels * at_once;
+    int64_t at_once = tiles_per_block(of->with, of->inputs.num_tiles), first = task / of->with->num_panels * at_once;
     int64_t end = first + at_once < of->inputs.num_tiles ? first + at_once : of->inputs.num_tiles;
     int64_t panel = task % of->with->num_panels;
     /* Members take turns, more or less: this is the probable next panel of this member. */
@@ -129,8 +129,7 @@ static void run_product(member *self, product *of, const linear *next) {
     if (of->adapted != NULL) of->inputs.added = &of->added;
     if (of->from != NULL)
         team_phase(self, pack_task, of, of->inputs.num_tiles + (of->adapted == NULL ? 0 : of->inputs.num_rows));
-    int64_t at_once = tiles_at_once(of->with), num_blocks = (of->inputs.num_tiles + at_once - 1) / at_once;
-    int64_t num_tasks = num_blocks * of->with->num_panels;
+    int64_t num_tasks = blocks_of(of->with, of->inputs.num_tiles) * of->with->num_panels;
     team_take(self, multiply_task, of, num_tasks);
     if (next != NULL) fetch_first_panel(self, next, of->inputs.num_rows);
     team_wait(self, num_tasks);
@@ -629,6 +628,7 @@ linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int
     return linear_of_codes(from, bias, outputs, inputs, form, gated);
 }
 void headway_linear_free(linear *the_linear) { linear_free(the_linear); }
+void headway_linears_join(linear *const *which, int64_t count) { linears_join(which, count); }
 team *headway_team_new(int64_t num_threads) { return team_new(num_threads); }
 void headway_team_free(team *the_team) { team_free(the_team); }
 

@@ -144,6 +144,7 @@ EXPORT linear *headway_linear_new(const float *weight, const float *bias, int64_
 EXPORT linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                        int64_t form, int64_t gated);
 EXPORT void headway_linear_free(linear *the_linear);
+EXPORT void headway_linears_join(linear *const *which, int64_t count);
 EXPORT team *headway_team_new(int64_t num_threads);
 EXPORT void headway_team_free(team *the_team);
 

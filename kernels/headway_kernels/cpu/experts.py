@@ -67,6 +67,7 @@ class PackedExperts:
         self.activation = activation
         self._library = library
         self._kept = (router, tuple(experts), correction)
+        _join(library, [product for pair in experts for product in pair])
         self._arrays = [(ctypes.c_void_p * len(experts))(*(pair[i].handle for pair in experts)) for i in range(2)]
         self.struct = _ExpertLayerStruct(
             choose=_routing_struct(routing, correction),
@@ -87,6 +88,12 @@ class PackedExperts:
         )
         made(done, "experts")
         return rows[:, : hidden.shape[1]]
+
+
+def _join(library: CpuLibrary, products: Sequence[PackedLinear]) -> None:
+    """Put the weights of a layer's experts into huge pages: one expert alone may be smaller than such a page."""
+    handles = (ctypes.c_void_p * len(products))(*(product.handle for product in products))
+    library.functions.headway_linears_join(ctypes.byref(handles), len(products))
 
 
 class Packing(Protocol):

@@ -3,12 +3,11 @@
 #define FEW_TILES 4 /* a group with no more tiles than this waits for memory */
 
 void add_group(grouped_product *to, product_group group) {
-    int64_t at_once = tiles_at_once(group.with), num_blocks = (group.inputs.num_tiles + at_once - 1) / at_once;
     group.first_tile = to->num_tiles;
     group.first_task = to->num_tasks;
     to->groups[to->num_groups++] = group;
     if (group.from != NULL) to->num_tiles += group.inputs.num_tiles;
-    to->num_tasks += num_blocks * group.with->num_panels;
+    to->num_tasks += blocks_of(group.with, group.inputs.num_tiles) * group.with->num_panels;
 }
 
 /* The group of a task, found by halving: the last one that begins at or before it. */
@@ -39,7 +38,7 @@ static int64_t panel_of(const product_group *group, int64_t task) {
 static void multiply_task(void *work, int64_t task) {
     const grouped_product *of = work;
     const product_group *group = group_of(of, task, 0);
-    int64_t at_once = tiles_at_once(group->with), num_tiles = group->inputs.num_tiles;
+    int64_t num_tiles = group->inputs.num_tiles, at_once = tiles_per_block(group->with, num_tiles);
     int64_t first = (task - group->first_task) / group->with->num_panels * at_once;
     int64_t end = first + at_once < num_tiles ? first + at_once : num_tiles;
     /* Members take turns, more or less: this is the probable next task of this member. */

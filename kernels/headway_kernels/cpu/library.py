@@ -68,6 +68,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
         "linear_new": (pointer, (pointer, pointer, integer, integer, integer, integer)),
         "linear_of_codes": (pointer, (pointer, pointer, integer, integer, integer, integer)),
         "linear_free": (None, (pointer,)),
+        "linears_join": (None, (pointer, integer)),
         "team_new": (pointer, (integer,)),
         "team_free": (None, (pointer,)),
         "decoder_new": (pointer, (pointer, pointer, pointer)),

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "products.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -104,9 +105,42 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
     return made;
 }
 
+/* The beginning of memory that several products share; panels follow. */
+struct shared_memory {
+    _Alignas(LINE) atomic_int_least64_t holders;
+};
+
+static void free_panels(linear *of) {
+    if (of->memory == NULL)
+        free(of->panels);
+    else if (atomic_fetch_sub(&of->memory->holders, 1) == 1)
+        free(of->memory);
+}
+
+void linears_join(linear *const *which, int64_t count) {
+    int64_t bytes = sizeof(shared_memory), holders = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t own = which[i]->num_panels * panel_bytes(which[i]);
+        if (own < HUGE_PAGE && which[i]->memory == NULL) bytes += own, holders++;
+    }
+    shared_memory *memory = holders > 1 ? stream_alloc(bytes) : NULL;
+    if (memory == NULL) return;
+    atomic_init(&memory->holders, holders);
+    char *to = (char *)(memory + 1);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t own = which[i]->num_panels * panel_bytes(which[i]);
+        if (own >= HUGE_PAGE || which[i]->memory != NULL) continue;
+        memcpy(to, which[i]->panels, (size_t)own);
+        free(which[i]->panels);
+        which[i]->panels = to;
+        which[i]->memory = memory;
+        to += own;
+    }
+}
+
 void linear_free(linear *the_linear) {
     if (the_linear == NULL) return;
-    free(the_linear->panels);
+    free_panels(the_linear);
     free(the_linear->bias);
     free(the_linear->scales);
     free(the_linear->group_of);

@@ -31,15 +31,18 @@
  * unsigned, signed, and floats of 8 bits. */
 enum weight_form { FORM_FLOAT32 = 0, FORM_BFLOAT16 = 1, FORM_INT8 = 2, FORM_CODES4 = 3, FORM_CODES8 = 4, FORM_FP8 = 5 };
 
+typedef struct shared_memory shared_memory;
+
 typedef struct {
     int64_t form;
     int64_t outputs;
     int64_t inputs;
     int64_t num_panels;
     void *panels;
-    float *bias;   /* [num_panels * PANEL], zeros if there is none */
-    float *scales; /* FORM_INT8: of each output, [num_panels * PANEL] */
-    int64_t group; /* codes: inputs that share a scale, and how many such groups there are */
+    shared_memory *memory; /* that the panels lie in; NULL: they have their own */
+    float *bias;           /* [num_panels * PANEL], zeros if there is none */
+    float *scales;         /* FORM_INT8: of each output, [num_panels * PANEL] */
+    int64_t group;         /* codes: inputs that share a scale, and how many such groups there are */
     int64_t num_groups;
     int64_t has_minima;
     int32_t *group_of; /* [inputs], or NULL: groups are consecutive */
@@ -83,6 +86,10 @@ linear *linear_of_codes(const coded_weight *from, const float *bias, int64_t out
                         int64_t gated);
 void linear_free(linear *the_linear);
 
+/* Move the panels of products that are smaller than a huge page into memory that they share, which has huge pages. When
+ * memory is short, they stay where they are. */
+void linears_join(linear *const *which, int64_t count);
+
 /* Tile `tile` of `num_rows` rows: its first row and its number of rows. Tiles differ by at most one row. */
 static inline int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_rows) {
     return tile * num_rows / num_tiles;
@@ -110,8 +117,18 @@ typedef struct {
 /* Pack tile `tile` of the rows of `from`, which are `stride` apart, normalised. */
 void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
 
-/* How many tiles to multiply with a panel at once, so that their inputs fit the L2 cache. */
+/* How many tiles to multiply with a panel at once at most, so that their inputs fit the L2 cache. */
 int64_t tiles_at_once(const linear *with);
+
+/* Blocks of tiles that are multiplied with a panel at once, and the tiles of each but perhaps the last: blocks are as
+ * equal as can be, because a small one waits for memory. On a matrix unit tiles go in pairs. */
+static inline int64_t blocks_of(const linear *with, int64_t num_tiles) {
+    return (num_tiles + tiles_at_once(with) - 1) / tiles_at_once(with);
+}
+static inline int64_t tiles_per_block(const linear *with, int64_t num_tiles) {
+    const int64_t num_blocks = blocks_of(with, num_tiles), tiles = (num_tiles + num_blocks - 1) / num_blocks;
+    return HAS_TILES ? (tiles + 1) / 2 * 2 : tiles;
+}
 
 /* Multiply tiles [first_tile, end_tile), at most tiles_at_once, with panel `panel`; `out` rows are `stride` apart,
  * whole panels wide (for GATED_PACKED, `stride` is the number of columns). Meanwhile the panel at `next` is fetched

@@ -24,12 +24,7 @@ typedef int8_t code;
 typedef int16_t code;
 #endif
 
-/* PAIR: bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them). */
-#if HAS_TILES
-#define PAIR 2
-#else
-#define PAIR 1
-#endif
+#define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
 /* Inputs per step of a sum; a matrix unit takes a cache line of each output or row. Panels and packed rows are
  * padded with zeros to whole steps. */
@@ -37,7 +32,7 @@ static inline int64_t inputs_per_step(int64_t form) {
 #if HAS_TILES
     return form == FORM_INT8 ? 64 : 32;
 #else
-    return form == FORM_INT8 ? QUAD : 1;
+    return form == FORM_INT8 ? QUAD : form == FORM_BFLOAT16 ? PAIR : 1;
 #endif
 }
 static inline int64_t steps_of(int64_t inputs, int64_t form) {

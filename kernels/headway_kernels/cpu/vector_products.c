@@ -1,6 +1,6 @@
 /* Products on the vector unit: for all processors but those with a matrix unit (tile_products.c). */
 #include "adapters.h"
-#include "products.h"
+#include "codes.h"
 
 #if !HAS_TILES
 
@@ -9,17 +9,19 @@
 #include <immintrin.h>
 #endif
 
-#define STRETCH 16 /* steps of a sum (inputs, or quads of them) that a tile stores side by side for each row */
+#define STRETCH 16 /* inputs, or quads of them, that a tile stores side by side for each row */
 #define LINES_AHEAD 128
 #define MOST_TILES 10
-/* All tiles take so many steps of a sum before the next steps: this much of a panel stays in the cache. */
-#define DEPTH 768
+/* All tiles take so many steps of a sum before the next steps: this much of a panel, 8 KiB, stays in the L1 cache. */
+#define DEPTH (2048 / PANEL)
+#define FEW_TILES 4
+#define MANY_DEPTH 768  /* with more tiles than FEW, the L2 cache will do */
 #define CODED_DEPTH 128 /* the same of a panel of codes, which is widened to float32 for them */
 
-/* A step takes one float of each row, or a QUAD of codes. */
+/* Floats, or quads of codes. */
 static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
-    const int64_t step_bytes = form == FORM_INT8 ? QUAD * sizeof(code) : sizeof(float);
-    return (steps_of(inputs, form) + STRETCH - 1) / STRETCH * STRETCH * step_bytes;
+    const int64_t count = form == FORM_INT8 ? steps_of(inputs, form) : inputs;
+    return (count + STRETCH - 1) / STRETCH * STRETCH * (form == FORM_INT8 ? QUAD * sizeof(code) : sizeof(float));
 }
 
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
@@ -56,42 +58,70 @@ typedef struct {
     int64_t end;
 } range;
 
-/* Memory that is fetched little by little: so many lines per step of a sum, from `at` on, and from `then` on when
- * only `last_steps` are left. */
+/* Memory that is fetched little by little: `lines` lines, 1 or 2, per step of a sum; a step later, `stride` bytes on.
+ * From `end` on, it goes on at `then`. */
 typedef struct {
     const char *at;
-    int64_t lines;
+    const char *end;
     const char *then;
-    int64_t last_steps;
+    int64_t lines;
+    int64_t stride;
 } fetching;
 
-INLINE void fetch(fetching *ahead, int64_t steps_left) {
-    if (steps_left == ahead->last_steps) ahead->at = ahead->then;
-    for (int64_t line = 0; line < ahead->lines; line++, ahead->at += LINE) __builtin_prefetch(ahead->at);
+/* Before each stretch. */
+INLINE void turn(fetching *ahead) {
+    if (ahead->at < ahead->end) return;
+    ahead->at = ahead->then;
+    ahead->end = ahead->then + ((int64_t)1 << 40);
 }
 
-typedef uint16_t half_width __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-
-/* LANES weights of a panel in `form`, from number `at` on. */
-INLINE vec load_weights(const int form, const void *panel, int64_t at) {
-    if (form == FORM_FLOAT32) return load((const float *)panel + at);
-    const half_width bits = *(const half_width *)((const uint16_t *)panel + at);
-    return bits_as_vec(__builtin_convertvector(bits, ivec) << 16);
+INLINE void fetch(fetching *ahead) {
+    __builtin_prefetch(ahead->at);
+    if (PANEL * 4 > LINE && ahead->lines > 1) __builtin_prefetch(ahead->at + LINE);
+    ahead->at += ahead->stride;
 }
 
-/* `weights` of a panel, from the first of `inputs` on. */
-INLINE void sum_floats(const int rows, const int form, const float *tile, const void *weights, range inputs,
-                       vec (*sums)[2], fetching ahead) {
-    for (int64_t k = inputs.begin; k < inputs.end; k++) {
-        fetch(&ahead, inputs.end - k);
-        vec low = load_weights(form, weights, (k - inputs.begin) * PANEL);
-        vec high = load_weights(form, weights, (k - inputs.begin) * PANEL + LANES);
-        const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
-        UNROLLED
-        for (int i = 0; i < rows; i++) {
-            vec input = splat(column[i * STRETCH]);
-            sums[i][0] += input * low;
-            sums[i][1] += input * high;
+INLINE int64_t steps_of_stretch(range steps, int64_t from) {
+    return steps.end - from < STRETCH ? steps.end - from : STRETCH;
+}
+
+INLINE void add_products(const int rows, const float *column, vec low, vec high, vec (*sums)[2]) {
+    UNROLLED
+    for (int i = 0; i < rows; i++) {
+        const vec input = splat(column[i * STRETCH]);
+        sums[i][0] += input * low;
+        sums[i][1] += input * high;
+    }
+}
+
+INLINE void sum_float32(const int rows, const float *tile, const float *weights, range inputs, vec (*sums)[2],
+                        fetching ahead) {
+    for (int64_t k = inputs.begin; k < inputs.end; k += STRETCH) {
+        const float *column = tile + k * rows;
+        const int64_t count = steps_of_stretch(inputs, k);
+        turn(&ahead);
+        for (int64_t i = 0; i < count; i++, weights += PANEL) {
+            fetch(&ahead);
+            add_products(rows, column + i, load(weights), load(weights + LANES), sums);
+        }
+    }
+}
+
+/* Two inputs of LANES outputs: `pairs` has the first in the lower halves. */
+INLINE vec of_lower_halves(ivec pairs) { return bits_as_vec(pairs << 16); }
+INLINE vec of_upper_halves(ivec pairs) { return bits_as_vec(pairs & splat_int((int32_t)0xffff0000)); }
+
+INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weights, range inputs, vec (*sums)[2],
+                         fetching ahead) {
+    for (int64_t k = inputs.begin; k < inputs.end; k += STRETCH) {
+        const float *column = tile + k * rows;
+        const int64_t count = steps_of_stretch(inputs, k);
+        turn(&ahead);
+        for (int64_t i = 0; i < count; i += 2, weights += 2 * PANEL) {
+            const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + PANEL);
+            fetch(&ahead);
+            add_products(rows, column + i, of_lower_halves(low), of_lower_halves(high), sums);
+            if (i + 1 < count) add_products(rows, column + i + 1, of_upper_halves(low), of_upper_halves(high), sums);
         }
     }
 }
@@ -130,16 +160,19 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const code *inputs) {
 
 INLINE void sum_int8(const int rows, const code *tile, const char *weights, range quads, ivec (*sums)[2],
                      fetching ahead) {
-    for (int64_t quad = quads.begin; quad < quads.end; quad++) {
-        fetch(&ahead, quads.end - quad);
-        const char *at = weights + (quad - quads.begin) * PANEL * QUAD;
-        const code *column = tile + (quad / STRETCH * STRETCH * rows + quad % STRETCH) * QUAD;
-        UNROLLED
-        for (int half = 0; half < 2; half++) {
-            const ivec of_half = *(const unaligned_ivec *)(at + half * LANES * QUAD);
+    for (int64_t k = quads.begin; k < quads.end; k += STRETCH) {
+        const code *column = tile + k * rows * QUAD;
+        const int64_t count = steps_of_stretch(quads, k);
+        turn(&ahead);
+        for (int64_t i = 0; i < count; i++, weights += PANEL * QUAD) {
+            fetch(&ahead);
             UNROLLED
-            for (int i = 0; i < rows; i++) {
-                sums[i][half] = add_quad_products(sums[i][half], of_half, column + i * STRETCH * QUAD);
+            for (int half = 0; half < 2; half++) {
+                const ivec of_half = *(const unaligned_ivec *)(weights + half * LANES * QUAD);
+                UNROLLED
+                for (int row = 0; row < rows; row++) {
+                    sums[row][half] = add_quad_products(sums[row][half], of_half, column + (row * STRETCH + i) * QUAD);
+                }
             }
         }
     }
@@ -186,22 +219,55 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
     }
 }
 
+/* Products with the codes of a panel, which are widened in the register. */
+INLINE void sum_codes(const int rows, const int form, const linear *with, int64_t panel, const float *tile,
+                      range inputs, vec (*sums)[2], fetching ahead) {
+    for (int64_t k = inputs.begin; k < inputs.end;) {
+        const coded_run run = run_at(form, with, panel, k, inputs.end);
+        while (k < run.end) {
+            const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
+            if (is_word(form, &run, k)) {
+                vec low[WORD], high[WORD];
+                turn(&ahead);
+                fetch(&ahead);
+                weights_of_word(&run, k, 0, low);
+                weights_of_word(&run, k, 1, high);
+                UNROLLED
+                for (int i = 0; i < WORD; i++) add_products(rows, column + i, low[i], high[i], sums);
+                k += WORD;
+            } else {
+                if (form != FORM_CODES4 && k % (LINE / PANEL) == 0) turn(&ahead), fetch(&ahead);
+                add_products(rows, column, weights_at(form, &run, k, 0), weights_at(form, &run, k, 1), sums);
+                k++;
+            }
+        }
+    }
+}
+
+/* `form` FLOAT32 stands for `weights` that are widened codes, too. */
 INLINE void multiply_floats(const int rows, const int form, const linear *with, const packed_inputs *from,
                             int64_t first, int64_t panel, const char *weights, range steps, fetching ahead,
                             tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
-    const char *tile = (const char *)from->tiles + first * packed_row_bytes(with->inputs, form);
+    const float *tile = (const float *)((const char *)from->tiles + first * packed_row_bytes(with->inputs, form));
     const vec low_bias = load(with->bias + panel * PANEL);
     const vec high_bias = load(with->bias + panel * PANEL + LANES);
+    const int64_t per_step = inputs_per_step(form), end = steps.end * per_step;
+    const range inputs = {steps.begin * per_step, end < with->inputs ? end : with->inputs};
     vec sums[TILE_ROWS][2];
     UNROLLED
     for (int i = 0; i < rows; i++) {
         sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
         sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
     }
-    sum_floats(rows, form, (const float *)tile, weights, steps, sums, ahead);
+    if (form >= FORM_CODES4)
+        sum_codes(rows, form, with, panel, tile, inputs, sums, ahead);
+    else if (form == FORM_BFLOAT16)
+        sum_bfloat16(rows, tile, (const uint16_t *)weights, inputs, sums, ahead);
+    else
+        sum_float32(rows, tile, (const float *)weights, inputs, sums, ahead);
     UNROLLED
     for (int i = 0; i < rows; i++) {
-        if (steps.end < with->inputs) {
+        if (inputs.end < with->inputs) {
             kept->floats[i][0] = sums[i][0];
             kept->floats[i][1] = sums[i][1];
         } else {
@@ -211,36 +277,41 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
     }
 }
 
+#define CASE_OF_FLOATS(form)                                                                                           \
+    case form:                                                                                                         \
+        multiply_floats(rows, form, with, from, first, panel, weights, steps, ahead, kept, epilogue, out, stride);     \
+        break;
+
 /* Steps `steps` of the sums of one tile, of exactly `rows` rows, with one panel, whose weights of these steps are at
- * `weights`; after the last step the results go to `out`, the tile's first row at the panel's first column. */
-INLINE void multiply_tile(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
-                          const char *weights, range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue,
-                          float *out, int64_t stride) {
-    switch (with->form) {
+ * `weights`, in `form`; after the last step the results go to `out`, the tile's first row at the panel's first column.
+ */
+INLINE void multiply_tile(const int rows, int64_t form, const linear *with, const packed_inputs *from, int64_t first,
+                          int64_t panel, const char *weights, range steps, fetching ahead, tile_sums *kept,
+                          enum epilogue epilogue, float *out, int64_t stride) {
+    switch (form) {
     case FORM_INT8:
         multiply_int8(rows, with, from, first, panel, weights, steps, ahead, kept, epilogue, out, stride);
         break;
-    case FORM_BFLOAT16:
-        multiply_floats(rows, FORM_BFLOAT16, with, from, first, panel, weights, steps, ahead, kept, epilogue, out,
-                        stride);
-        break;
-    default:
-        multiply_floats(rows, FORM_FLOAT32, with, from, first, panel, weights, steps, ahead, kept, epilogue, out,
-                        stride);
+        CASE_OF_FLOATS(FORM_FLOAT32)
+        CASE_OF_FLOATS(FORM_BFLOAT16)
+        CASE_OF_FLOATS(FORM_CODES4)
+        CASE_OF_FLOATS(FORM_CODES8)
+        CASE_OF_FLOATS(FORM_FP8)
+    default: assert(0);
     }
 }
 
-/* The memory that tile `place` of `count` fetches while it is multiplied with the weights at `current`. The first
- * tile, which brings these weights from memory, fetches a little ahead, and near the end from the next panel: the
- * memory behind the end belongs to another member. The second and third, with the weights in the cache, fetch the
- * rest of the next panel. */
-static fetching what_to_fetch(const char *current, const char *next, int64_t bytes, int64_t lines, int64_t place,
-                              int64_t count) {
-    if (lines == 0) return (fetching){.at = current};
-    if (place == 0) return (fetching){current + LINES_AHEAD * LINE, lines, next, LINES_AHEAD / lines};
-    if (place == 1 && count == 2) return (fetching){.at = next, .lines = lines};
-    if (place <= 2) return (fetching){.at = next + (place - 1) * bytes / 2 / LINE * LINE, .lines = (lines + 1) / 2};
-    return (fetching){.at = current};
+/* The memory that tile `place` of `count` fetches during so many `steps` with the weights at `current`, of a panel that
+ * ends at `end`. A tile alone fetches a little ahead, and near the end from the next panel: the memory behind the end
+ * belongs to another member. Several tiles, which bring their weights into the nearest cache, fetch a part each of what
+ * follows. */
+static fetching what_to_fetch(const char *current, const char *end, const char *next, range steps, int64_t step_bytes,
+                              int64_t place, int64_t count) {
+    const char *from = current + LINES_AHEAD * LINE;
+    if (count == 1) return (fetching){from, end, next, (step_bytes + LINE - 1) / LINE, step_bytes};
+    const int64_t stride = step_bytes / count;
+    from = next + place * (steps.end - steps.begin) * stride;
+    return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
 }
 
 int64_t tiles_at_once(const linear *with) {
@@ -250,7 +321,8 @@ int64_t tiles_at_once(const linear *with) {
 
 #define CASE(rows)                                                                                                     \
     case rows:                                                                                                         \
-        multiply_tile(rows, with, from, first, panel, taken, steps, ahead, &kept[place], epilogue, to, row_step);      \
+        multiply_tile(rows, form, with, from, first, panel, taken, steps, ahead, &kept[place], epilogue, to,           \
+                      row_step);                                                                                       \
         break;
 
 void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
@@ -258,9 +330,13 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, cons
     assert(end_tile - first_tile <= MOST_TILES);
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
-    const int64_t num_steps = steps_of(with->inputs, with->form), depth = is_coded(with) ? CODED_DEPTH : DEPTH;
-    const int64_t bytes = panel_bytes(with), step_bytes = bytes / num_steps;
-    const int64_t lines = is_coded(with) ? 0 : step_bytes / LINE; /* codes are fetched where they are widened */
+    const int64_t num_steps = steps_of(with->inputs, with->form), count = end_tile - first_tile;
+    const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
+    const int64_t form = widens ? FORM_FLOAT32 : with->form;
+    const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
+    const int64_t bytes = panel_bytes(with), step_bytes = is_coded(with) ? 0 : bytes / num_steps;
+    /* Codes are fetched a word, or as many bytes, at a time. */
+    const int64_t fetched = step_bytes > 0 ? step_bytes : with->form == FORM_CODES4 ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
     float widened[CODED_DEPTH * PANEL];
     tile_sums kept[MOST_TILES];
@@ -273,8 +349,8 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, cons
         const range steps = {begin, begin + depth < num_steps ? begin + depth : num_steps};
         const char *current = weights + begin * step_bytes;
         const char *following = steps.end < num_steps ? weights + steps.end * step_bytes : next;
-        const char *taken = is_coded(with) ? (const char *)widened : current;
-        if (is_coded(with)) widen(with, panel, begin, steps.end - begin, widened);
+        const char *taken = widens ? (const char *)widened : current;
+        if (widens) widen(with, panel, begin, steps.end - begin, widened);
         for (int64_t tile = first_tile; tile < end_tile; tile++) {
             int64_t first = tile_start(tile, from->num_tiles, from->num_rows), place = tile - first_tile;
             int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
@@ -283,8 +359,8 @@ void multiply(const linear *with, const packed_inputs *from, int64_t panel, cons
                 char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
                 to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
             }
-            fetching ahead = what_to_fetch(current, following, (steps.end - begin) * step_bytes, lines, place,
-                                           end_tile - first_tile);
+            fetching ahead = {.at = weights, .then = weights};
+            if (!widens) ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count);
             switch (rows) { EACH_TILE_SIZE(CASE) }
         }
     }
