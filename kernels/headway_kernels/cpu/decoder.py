@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from headway_kernels.cpu.feed_forward import DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, made, rounded
 from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
+
+_T = TypeVar("_T")
 
 
 class NormKind(IntEnum):
@@ -87,13 +89,18 @@ class Rotations(NamedTuple):
     sines: Tensor
 
 
-class WideRows(NamedTuple):
-    """Rows of a step that several ranks fill, each its own columns: float32, ``[tokens or logits, stride]``."""
+class WideRows(NamedTuple, Generic[_T]):
+    """Rows of a step that several ranks fill, each its own columns; or something about each kind of them.
 
-    hidden: Tensor
-    attended: Tensor
-    activations: Tensor
-    logits: Tensor
+    ``pairs`` are a token with one of its experts; of the shared expert are those of each token.
+    """
+
+    hidden: _T
+    attended: _T
+    activations: _T
+    logits: _T
+    pairs: _T
+    shared_expert: _T
 
 
 class StageMates(Protocol):
@@ -103,8 +110,8 @@ class StageMates(Protocol):
     context: int
     is_shared: bool
 
-    def wide_rows(self, sizes: Sequence[tuple[int, int]]) -> WideRows:
-        """Return memory of these rows and columns; the step before is over when the next one meets."""
+    def wide_rows(self, sizes: WideRows[tuple[int, int]]) -> WideRows[Tensor]:
+        """Return float32 memory of these rows and columns; the step before is over when the next one meets."""
         ...
 
     def check(self) -> None:
@@ -152,6 +159,9 @@ class Decoder:
         self._shape = shape
         self._own = shape.own or _all_columns(shape)
         self._has_head = head is not None
+        self._experts = next(
+            (made.feed_forward for made in layers if isinstance(made.feed_forward, PackedExperts)), None
+        )
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers))
         self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
@@ -237,13 +247,23 @@ class Decoder:
             return wide.hidden[:, self._own.hidden_start :][:, : self._own.hidden_columns]
         return logits[:, : self._shape.vocab_size]
 
-    def _sizes(self, num_tokens: int, num_sampled: int) -> list[tuple[int, int]]:
-        head_dim = self._library.padded_head_dim(self._shape.head_dim)
-        widths = (self._shape.hidden_size, self._own.all_heads * head_dim, self._shape.intermediate_size)
-        sizes = [(num_tokens, rounded(width, self._library.panel)) for width in widths]
-        return [*sizes, (num_sampled if self._has_head else 0, self._logits_stride)]
+    def _sizes(self, num_tokens: int, num_sampled: int) -> WideRows[tuple[int, int]]:
+        """Rows and columns; the experts of all layers are alike."""
+        head_dim, panel, experts = (
+            self._library.padded_head_dim(self._shape.head_dim),
+            self._library.panel,
+            self._experts,
+        )
+        return WideRows(
+            hidden=(num_tokens, rounded(self._shape.hidden_size, panel)),
+            attended=(num_tokens, rounded(self._own.all_heads * head_dim, panel)),
+            activations=(num_tokens, rounded(self._shape.intermediate_size, panel)),
+            logits=(num_sampled if self._has_head else 0, self._logits_stride),
+            pairs=(0, 0) if experts is None else (num_tokens * experts.num_chosen, experts.inner_size),
+            shared_expert=(0, 0) if experts is None else (num_tokens, experts.inner_size),
+        )
 
-    def _shared_struct(self, wide: WideRows, hidden_in: Tensor | None) -> SharedRowsStruct:
+    def _shared_struct(self, wide: WideRows[Tensor], hidden_in: Tensor | None) -> SharedRowsStruct:
         assert self._mates is not None
         assert hidden_in is None or hidden_in.is_contiguous()
         return SharedRowsStruct(
@@ -253,6 +273,8 @@ class Decoder:
             hidden=wide.hidden.data_ptr(),
             attended=wide.attended.data_ptr(),
             activations=wide.activations.data_ptr(),
+            pairs=wide.pairs.data_ptr(),
+            shared_expert=wide.shared_expert.data_ptr(),
             hidden_in=None if hidden_in is None else hidden_in.data_ptr(),
         )
 

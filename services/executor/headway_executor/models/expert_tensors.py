@@ -1,14 +1,16 @@
-"""The tensors of experts in the model's form.
+"""The tensors of experts in the model's form, or one rank's part of each.
 
 Owns: their names, experts that lie in one tensor. Must not know: files, the rest of a layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
+from headway_executor.models.part import ModelPart
 from headway_kernels.experts import Expert
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -43,52 +45,76 @@ def _feed_forward(config: ExpertsConfig, prefix: str, hidden: int, inner: int) -
     yield f"{prefix}{config.names.down}.weight", (hidden, inner)
 
 
-class ExpertTensors:
-    """Those of one layer; ``read`` takes a name behind the layer's prefix, and rows or None."""
+class Reading(Protocol):
+    """Reads a tensor of a layer, by the name behind its prefix, or some of its rows and of its last dimension."""
 
-    def __init__(self, config: ExpertsConfig, read: Callable[[str, range | None], Tensor]) -> None:
+    def __call__(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor: ...  # noqa: D102
+
+
+class ExpertTensors:
+    """Those of one layer. A rank of several has its columns of each expert, and the whole router."""
+
+    def __init__(self, config: ExpertsConfig, feed: FeedForwardConfig, part: ModelPart, read: Reading) -> None:
         self._config = config
+        self._size = feed.intermediate_size
         self._names = config.names
+        self._part = part
         self._read = read
 
     def router(self) -> tuple[Tensor, Tensor | None]:
         """``[experts, hidden]``, and bias."""
         name = self._names.router
-        weight = self._read(f"{name}.weight", None)
-        return weight, self._read(f"{name}.bias", None) if self._config.has_router_bias else None
+        weight = self._read(f"{name}.weight")
+        return weight, self._read(f"{name}.bias") if self._config.has_router_bias else None
 
     def correction(self) -> Tensor | None:
         """``[experts]``, or None."""
-        return None if self._names.correction is None else self._read(self._names.correction, None)
+        return None if self._names.correction is None else self._read(self._names.correction)
 
     def expert(self, number: int) -> Expert:
         """One of those that are chosen."""
-        return self._stacked(number) if self._config.is_stacked else self._single(self._names.expert.format(number))
+        if self._config.is_stacked:
+            return self._stacked(number)
+        return self._single(self._names.expert.format(number), self._size)
 
     def shared(self) -> Expert | None:
         """The one that all tokens go through."""
-        return self._single(self._names.shared) if self._config.shared_size else None
+        size = self._config.shared_size
+        return self._single(self._names.shared, size) if size else None
 
     def shared_gate(self) -> Tensor | None:
         """``[1, hidden]``, or None."""
-        return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight", None)
+        return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight")
 
-    def _single(self, prefix: str) -> Expert:
-        gate, up = (self._read(f"{prefix}{name}.weight", None) for name in self._names.gate_up)
-        return Expert(gate_up=torch.cat([gate, up]), down=self._read(f"{prefix}{self._names.down}.weight", None))
+    def _single(self, prefix: str, size: int) -> Expert:
+        inner, back = self._own(size)
+        gate, up = (self._read(f"{prefix}{name}.weight", inner) for name in self._names.gate_up)
+        return Expert(gate_up=torch.cat([gate, up]), down=self._read(f"{prefix}{self._names.down}.weight", *back))
 
     def _stacked(self, number: int) -> Expert:
         """Inputs before outputs, a gate and its up side by side."""
-        name, down = self._names.gate_up[0], self._names.down
-        gate_up, gate_up_bias, back, back_bias = (
-            self._read(some, range(number, number + 1))[0] for some in (name, f"{name}_bias", down, f"{down}_bias")
-        )
+        name, down, of_one = self._names.gate_up[0], self._names.down, range(number, number + 1)
+        inner, (outputs, inputs) = self._own(self._size)
+        pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
+        back = self._read(down, of_one, outputs)[0]
         return Expert(
-            gate_up=_gates_first(gate_up.t()),
-            down=back.t(),
-            gate_up_bias=_gates_first(gate_up_bias),
-            down_bias=back_bias,
+            gate_up=_gates_first(self._read(name, of_one, pairs)[0].t()),
+            down=(back if inputs is None else back[inputs.start : inputs.stop]).t(),
+            gate_up_bias=_gates_first(self._read(f"{name}_bias", of_one, pairs)[0]),
+            down_bias=self._read(f"{down}_bias", of_one, outputs)[0] if self._adds_bias else None,
         )
+
+    @property
+    def _adds_bias(self) -> bool:
+        """In the fast form, the ranks' outputs are added."""
+        return not self._part.is_fast or self._part.place.tensor_rank == 0
+
+    def _own(self, size: int) -> tuple[range | None, tuple[range | None, range | None]]:
+        """The own columns of an expert of ``size``; rows and columns of its projection back. None: all."""
+        if self._part.is_whole_stage:
+            return None, (None, None)
+        inner = self._part.own_of_expert(size)
+        return inner, ((None, inner) if self._part.is_fast else (self._part.own_hidden, None))
 
 
 def _gates_first(pairs: Tensor) -> Tensor:
