@@ -123,15 +123,17 @@ def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path):
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
-def test_experts_are_for_stages_of_whole_layers(family, tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_and_latent_attention_in_a_group(family, tmp_path):
+    """On the kernels, by messages too, with the bits of one rank; on torch operators with its tokens."""
     make_checkpoint(tmp_path, family)
     alone = story(TorchBackend(), tmp_path)
-    assert story(InlineGroup(pipeline_parallel=2), tmp_path) == alone
-    with pytest.raises(
-        BackendConfigError, match="tensor_parallel 2 is not allowed; the model has experts, which are not"
-    ):
-        part_of(read_model_config(tmp_path), place_of(0, 2))
+    assert story(InlineGroup(tensor_parallel=2, pipeline_parallel=2), tmp_path) == alone
+    assert story(InlineGroup(tensor_parallel=2), tmp_path, options={"rank_transport": "gloo"}) == alone
+    for form in ("exact", "fast"):
+        options = {"kernels": "eager", "tensor_parallel_form": form}
+        found = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
 
 
 def test_a_norm_over_all_heads_is_for_stages_of_whole_layers(tmp_path):
@@ -280,7 +282,7 @@ def test_the_triton_backend_refuses_a_group():
 def test_the_simulated_backend_takes_a_group():
     alone = SimulatedBackend().open(BackendConfig(model="m"))
     of_several = SimulatedBackend().open(BackendConfig(model="m", place=place_of(1, 2)))
-    assert of_several == msgspec.structs.replace(alone, supports_adapters=False)
+    assert of_several == alone
 
 
 @pytest.mark.parametrize("rank", [0, 1])

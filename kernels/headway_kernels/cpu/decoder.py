@@ -118,6 +118,10 @@ class StageMates(Protocol):
         """Raise what went wrong in a meeting."""
         ...
 
+    def giving_hidden_states(self) -> "StageMates":
+        """Return the same ranks, where logits are hidden states; steps of both take turns."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
@@ -175,13 +179,21 @@ class Decoder:
     def giving_hidden_states(self) -> "Decoder":
         """Return the same layers with the identity as head: ``forward`` gives hidden states behind the final norm.
 
-        Both share the weights, and each has a workspace of its own. Not for several ranks.
+        Both share the weights, and each has a workspace of its own.
         """
         shape, layers, _ = self._kept
-        identity = torch.eye(shape.hidden_size)
+        own, start = self._own, self._own.hidden_start
+        identity = torch.eye(shape.hidden_size)[start : start + own.hidden_columns]
         head = PackedLinear(self._library, identity, None, WeightForm.BFLOAT16)  # exact: it holds 0 and 1
-        alike = replace(shape, vocab_size=shape.hidden_size, logits_factor=1.0, logits_softcap=0.0)
-        return Decoder(self._library, self._team, alike, layers, head)
+        alike = replace(
+            shape,
+            vocab_size=shape.hidden_size,
+            logits_factor=1.0,
+            logits_softcap=0.0,
+            own=replace(own, logits_start=start),
+        )
+        mates = None if self._mates is None else self._mates.giving_hidden_states()
+        return Decoder(self._library, self._team, alike, layers, head, mates)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
@@ -205,7 +217,7 @@ class Decoder:
         block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
         num_blocks, block_floats]``. All contiguous.
 
-        ``adapters``: of each row; None if no row has one. Only of a decoder without mates.
+        ``adapters``: of each row; None if no row has one.
 
         Without a head, return the own columns of the hidden state, float32, ``[tokens, hidden_columns]``; without an
         embedding, take those of the stage before from ``hidden_in``. With mates, the result lasts until the next step.
@@ -219,7 +231,6 @@ class Decoder:
         wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
         logits = torch.empty(len(sampled), self._logits_stride) if wide is None else wide.logits
         shared = None if wide is None else self._shared_struct(wide, hidden_in)
-        assert adapters is None or self._mates is None
         of_tokens = None if adapters is None else addresses_of(adapters, num_tokens)
         step = StepStruct(
             num_rows=len(num_tokens),

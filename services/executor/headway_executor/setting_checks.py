@@ -66,7 +66,7 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
             f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
         )
     _check_group(config, takes)
-    if config.adapters and (not takes.adapts or not config.place.is_alone):
+    if config.adapters and not takes.adapts:
         raise BackendConfigError(f"adapter {min(config.adapters)!r:.66} is not allowed: {NO_ADAPTERS}; allowed: none")
 
 

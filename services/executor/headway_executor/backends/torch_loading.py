@@ -110,7 +110,7 @@ def load(
     if library is None:
         torch.set_num_threads(num_threads)
         order = interleaved(model_config.head_dim, model_config.attention)
-        beside = StepAdapters(ModelAdapters(model_config, order, device=device)) if takes_adapters else None
+        beside = StepAdapters(ModelAdapters(model_config, order, part, device=device)) if takes_adapters else None
         decoder, embedding = load_eager(
             model_config,
             checkpoint,
@@ -134,7 +134,7 @@ def load(
         num_threads=num_threads,
         stage=stage,
     )
-    adapters = adapters_for(library, model_config) if takes_adapters else None
+    adapters = adapters_for(library, model_config, part) if takes_adapters else None
     return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
 
 
@@ -144,7 +144,7 @@ def _takes_adapters(config: BackendConfig, model_config: ModelConfig) -> bool:
         raise BackendConfigError(
             f"adapter {min(config.adapters)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
         )
-    return config.place.is_alone and not lack
+    return not lack
 
 
 def draft_proposer(

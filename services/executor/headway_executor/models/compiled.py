@@ -94,23 +94,20 @@ class CompiledModel:
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.run``."""
-        num_tokens = int(rows.num_new.sum())
-        hidden_in = None if self._stage is None else self._stage.receive(num_tokens, torch.float32)
-        result = self._run(self._decoder, rows, token_ids, hidden_in)
-        if self._stage is None or self._stage.behind is None:
-            return result
-        self._stage.pass_on(result)
-        return result[:0]
+        return self._run(self._decoder, rows, token_ids)
 
     def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.hidden``."""
+        if self._stage is not None and self._stage.behind is not None:
+            return self._run(self._decoder, rows, token_ids)
         if self._hidden_states is None:
             self._hidden_states = self._decoder.giving_hidden_states()
-        return self._run(self._hidden_states, rows, token_ids, None)
+        return self._run(self._hidden_states, rows, token_ids)
 
-    def _run(self, decoder: Decoder, rows: StepRows, token_ids: Tensor, hidden_in: Tensor | None) -> Tensor:
+    def _run(self, decoder: Decoder, rows: StepRows, token_ids: Tensor) -> Tensor:
         places, positions = rows.token_places()
-        return decoder.forward(
+        hidden_in = None if self._stage is None else self._stage.receive(len(places), torch.float32)
+        result = decoder.forward(
             token_ids=token_ids.numpy()[rows.numbers[places], positions],
             num_tokens=rows.num_new,
             first_positions=rows.num_computed,
@@ -120,6 +117,10 @@ class CompiledModel:
             hidden_in=hidden_in,
             adapters=None if self.adapters is None else self.adapters.of_rows(rows.numbers),
         )
+        if self._stage is None or self._stage.behind is None:
+            return result
+        self._stage.pass_on(result)
+        return result[:0]
 
 
 def load_compiled(
@@ -191,10 +192,10 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
     return stage.group.rows(library, WideRows(part.hidden, attended, inner, part.vocab, pairs, of_shared))
 
 
-def adapters_for(library: CpuLibrary, config: ModelConfig) -> ModelAdapters:
-    """The adapters of a model that the kernels run."""
+def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart) -> ModelAdapters:
+    """The adapters of a part that the kernels run."""
     padding = library.padded_head_dim(config.head_dim) - config.head_dim
-    feeds = [layer.feed_forward for layer in config.layers]
+    feeds = [config.layers[index].feed_forward for index in part.layers]
     gated = [activates_in_product(_ACTIVATIONS[feed.activation], is_gated=feed.is_gated) for feed in feeds]
 
     def update(index: int, site: str, added: LowRank | None) -> LowRankUpdate | None:
@@ -213,7 +214,7 @@ def adapters_for(library: CpuLibrary, config: ModelConfig) -> ModelAdapters:
             [[update(index, site, layer.get(site)) for site in SITES] for index, layer in enumerate(weights.layers)],
         )
 
-    return ModelAdapters(config, halves(config.head_dim, config.attention), prepare=packed)
+    return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed)
 
 
 class _Loader:

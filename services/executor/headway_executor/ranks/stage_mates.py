@@ -122,6 +122,10 @@ class SharedRows:
         if self._place.differs:
             raise DivergedError("the ranks of this executor began different steps")
 
+    def giving_hidden_states(self) -> "SharedRows":
+        """See ``StageMates.giving_hidden_states``."""
+        return self
+
 
 class MessageRows:
     """``headway_kernels.cpu.decoder.StageMates`` that sends messages."""
@@ -146,6 +150,10 @@ class MessageRows:
         """See ``StageMates.check``."""
         if self._error is not None:
             raise self._error
+
+    def giving_hidden_states(self) -> "MessageRows":
+        """See ``StageMates.giving_hidden_states``."""
+        return MessageRows(self._columns, self._rank, self._cuts._replace(logits=self._cuts.hidden))
 
     def _meet(self, context: int | None, about: int, num_rows: int) -> None:  # noqa: ARG002 - this object is it
         which = _MEETINGS[about]
