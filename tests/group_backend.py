@@ -19,6 +19,7 @@ from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.link_keys import LinkKeys
 from headway_executor.ranks.place import RankPlace
 from headway_executor.threaded_backend import ThreadedBackend
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.step import BackendInfo
 
 _ANSWER_SECONDS = 60.0
@@ -61,6 +62,7 @@ class GroupBackend:
         for other in infos[1:]:
             assert (other.num_blocks, other.num_host_blocks) == (first.num_blocks, first.num_host_blocks)
             assert other.max_model_len == first.max_model_len
+            assert (other.adapters, other.embedding_size) == (first.adapters, first.embedding_size)
         return first
 
     def execute(self, batch: StepBatch) -> Future[StepResult]:
@@ -78,6 +80,18 @@ class GroupBackend:
     def load_blocks(self, contents: Any, blocks: Any) -> None:
         """See ``ExecutorBackend.load_blocks``."""
         raise NotImplementedError("each rank has host blocks of its own")
+
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``; all ranks must answer the same."""
+        futures = [rank.load_adapter(name, directory) for rank in self._ranks]
+        first, *others = [future.result(_ANSWER_SECONDS) for future in futures]
+        assert all(other == first for other in others)
+        return first
+
+    def unload_adapter(self, name: str) -> None:
+        """See ``AdapterBackend.unload_adapter``."""
+        for rank in self._ranks:
+            rank.unload_adapter(name)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``. Raises what went wrong in another rank."""

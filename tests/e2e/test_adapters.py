@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
+from group_backend import GroupBackend
 from headway.client import AsyncClient, AsyncGenerationStream, InvalidRequestError, NotFoundError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
@@ -59,9 +60,10 @@ def files(tmp_path_factory) -> tuple[Path, dict[str, list[list[int]]]]:
     return root, expected
 
 
-@pytest.fixture(params=[1, 16])
+@pytest.fixture(params=[(1, 1), (16, 1), (16, 2)], ids=["one at once", "many at once", "ranks"])
 def headway(request, files, tmp_path) -> AsyncIterator[RunningHeadway]:
     root, _ = files
+    max_adapters, degree = request.param
     config = BackendConfig(
         model=str(root / "model"),
         dtype="float32",
@@ -70,8 +72,8 @@ def headway(request, files, tmp_path) -> AsyncIterator[RunningHeadway]:
         block_size=8,
         adapters={name: str(root / name) for name in NAMES[:2]},
     )
-    limits = SchedulerLimits(max_adapters=request.param)
-    backend = ThreadedBackend(TorchBackend())
+    limits = SchedulerLimits(max_adapters=max_adapters)
+    backend = ThreadedBackend(TorchBackend()) if degree == 1 else GroupBackend(tensor_parallel=degree)
     with running(tmp_path, root / "model", backend, config, limits) as up:
         yield up
 

@@ -17,7 +17,8 @@ from checkpoints import make_checkpoint
 from e2e.running_server import eventually
 from e2e.test_numerical_truth import MAX_MODEL_LEN, workload
 from e2e.test_ranks import num_joined, ranks_of, serving
-from headway.client import AsyncClient
+from headway.client import AsyncClient, InvalidRequestError
+from lora_files import write_adapter
 
 SIZES = ("--block-size", "8", "--num-threads", "1", "--max-num-batched-tokens", "16", "--swap-space-mib", "4")
 SMALL_POOL = (
@@ -37,6 +38,19 @@ DEGREES = {
 }
 OPENING_S = 240.0
 QUICK = (("tensor", "swap", "qwen3"), ("pipeline", "recompute", "llama3"))
+FAMILIES = (
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v2-lite",
+    "deepseek_v3",
+)
 
 
 async def greedy(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
@@ -49,7 +63,7 @@ async def greedy(client: AsyncClient, prompt: Sequence[int], max_tokens: int) ->
     ("degrees", "preemption", "family"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.deep)
-        for case in itertools.product(DEGREES, ("swap", "recompute"), ("llama3", "mistral", "qwen2", "qwen3"))
+        for case in itertools.product(DEGREES, ("swap", "recompute"), FAMILIES)
     ],
 )
 async def test_greedy_tokens_are_those_of_transformers(
@@ -64,6 +78,42 @@ async def test_greedy_tokens_are_those_of_transformers(
             answers = await asyncio.gather(*(greedy(client, *request) for request in load.requests))
     assert [tokens for tokens, _ in answers] == list(load.tokens)
     assert sum(preemptions for _, preemptions in answers) > 0
+
+
+async def of_adapters(client: AsyncClient, directory: Path) -> list[Any]:
+    """Tokens, vectors and scores with an adapter from the start, with one that is loaded, and without any."""
+    prompt = list(range(3, 40))
+    await client.load_adapter("loaded", str(directory / "loaded"))
+    with pytest.raises(InvalidRequestError, match="no such directory"):
+        await client.load_adapter("missing", str(directory / "missing"))
+    found: list[Any] = []
+    for name in ("", "first", "loaded"):
+        stream = client.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True, adapter=name)
+        found.append(tuple((await stream.result()).completions[0].token_ids))
+        for pooling in ("last", "mean"):
+            (embedding,) = (await client.embed([prompt], pooling=pooling, adapter=name)).embeddings
+            found.append(tuple(embedding.values))
+        found.append((await client.score(prompt[:-5], [prompt[-5:]], adapter=name)).scores[0].logprob)
+    await client.unload_adapter("loaded")
+    assert [adapter.name for adapter in await client.adapters()] == ["first"]
+    return found
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("degrees", ["tensor", "both"])
+async def test_adapters_vectors_and_scores_are_those_of_one_rank(degrees: str, transport: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama3")
+    for seed, name in enumerate(("first", "loaded")):
+        write_adapter(tmp_path / name, model, seed=seed)
+    flags = (*TORCH, *SIZES, "--model", str(tmp_path / "model"), "--adapter", f"first={tmp_path / 'first'}")
+    answers = []
+    for more in ((), (*DEGREES[degrees], "--backend-option", f"rank_transport={transport}")):
+        with serving(tmp_path, *flags, *more) as server:
+            async with AsyncClient(await asyncio.to_thread(server.wait_for_ready, OPENING_S)) as client:
+                answers.append(await of_adapters(client, tmp_path))
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == len(answers[0])
 
 
 REQUESTS: tuple[dict[str, Any], ...] = (

@@ -122,6 +122,67 @@ def test_ranks_give_the_bits_of_one_rank(library, tmp_path, shape, form, degree)
         assert all(torch.equal(found, expected) for found in ranks.logits(spans))
 
 
+MIXTURE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "hidden_size": 80,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+    "mlp_only_layers": [1],
+    "num_hidden_layers": 3,
+}
+STACKED = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 36,
+    "hidden_act": "silu",
+    "sliding_window": 20,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "hidden_size": 72,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
+}
+SPARSE = {
+    "mixture": MIXTURE,
+    "experts in one tensor": STACKED,
+    "latent": LATENT,
+    "latent, whole queries": LATENT | {"q_lora_rank": None},
+}
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("form", ["float32", "int8", pytest.param("int4", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("model", SPARSE)
+def test_ranks_of_mixtures_and_latent_attention_give_the_bits_of_one_rank(library, tmp_path, model, form, degree):
+    directory = write_checkpoint(tmp_path / "model", **SPARSE[model])
+    settings = {"quantization": form if form.startswith("int") else "none"}
+    sequences = Sequences(num_rows=3, length=100, vocab_size=90, block_size=8)
+    alone, ranks = (
+        one_rank(directory, library, sequences, **settings),
+        Ranks(directory, library, sequences, degree, **settings),
+    )
+    for spans in STEPS:
+        expected = sequences.last_logits(alone, spans)
+        assert expected.isfinite().all()
+        assert all(torch.equal(found, expected) for found in ranks.logits(spans))
+
+
 def test_ranks_of_several_threads_give_the_bits_of_one_rank(library, tmp_path):
     directory = write_checkpoint(tmp_path / "model", hidden_size=96)
     sequences = Sequences(num_rows=3, length=100, vocab_size=90, block_size=16)

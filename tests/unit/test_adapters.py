@@ -11,11 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend_driver import BackendDriver, Request
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
+from group_backend import InlineGroup
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models import compiled
-from headway_executor.ranks.place import RankPlace
-from headway_executor.setting_checks import TORCH, check_settings
 from headway_kernels.cpu.library import CpuLibrary, installed_variants, runs_here
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo
@@ -43,10 +42,14 @@ def prompts():
     return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
+def open_on(backend, directory, **settings) -> BackendInfo:
+    config = {"model": str(directory), "dtype": "float32", "max_num_seqs": 24, "num_kv_blocks": 200, "block_size": 8}
+    return backend.open(BackendConfig(**(config | settings)))
+
+
 def open_backend(directory, **settings) -> tuple[TorchBackend, BackendInfo]:
     backend = TorchBackend()
-    config = {"model": str(directory), "dtype": "float32", "max_num_seqs": 24, "num_kv_blocks": 200, "block_size": 8}
-    return backend, backend.open(BackendConfig(**(config | settings)))
+    return backend, open_on(backend, directory, **settings)
 
 
 def greedy(model, prompt: list[int]) -> list[int]:
@@ -121,6 +124,31 @@ def test_every_variant_of_the_kernels_has_them(adapted, variant, quantization, m
     if quantization == "none":
         assert [request.output for request in alone] == expected["all"]
     backend.close()
+
+
+@pytest.mark.parametrize("form", ["compiled", "eager", "fast"])
+def test_ranks_have_their_parts_of_adapters(adapted, form):
+    """On the kernels, with the bits of one rank."""
+    directory, adapters, expected = adapted
+    options = {"kernels": "eager", "tensor_parallel_form": "fast"} if form == "fast" else {"kernels": form}
+    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": options}
+    answers = []
+    for backend in (InlineGroup(tensor_parallel=2, pipeline_parallel=2), TorchBackend()):
+        _, info = opened = backend, open_on(backend, directory, **settings)
+        names = ("", *adapters)
+        requests = [
+            Request(prompt, NUM_OUTPUT, GREEDY, adapter=name and identities(info)[name])
+            for prompt in prompts()
+            for name in names
+        ]
+        BackendDriver(*opened).run(requests, budget=30)
+        backend.close()
+        assert [request.output for request in requests[1 :: len(names)]] == expected["all"]
+        answers.append([(request.output, [line.logprob for line in request.logprobs]) for request in requests])
+    group, alone = answers
+    assert [tokens for tokens, _ in group] == [tokens for tokens, _ in alone]
+    if form == "compiled":
+        assert group == alone
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -313,9 +341,3 @@ def test_wrong_files_are_refused(tmp_path, adapted):
     assert "tensor base_model.model.lm_head.lora_A.weight is not supported" in refusal(directory, tmp_path)
     save_file(tensors | {first: tensors[first].to(torch.float64)}, weights)
     assert "has dtype F64; allowed: F32, BF16, F16" in refusal(directory, tmp_path)
-
-
-def test_an_executor_that_takes_none_refuses_them_by_name():
-    several = BackendConfig(model="m", adapters={"mine": "somewhere"}, place=RankPlace(tensor_parallel=2))
-    with pytest.raises(BackendConfigError, match=r"adapter 'mine' is not allowed: .* several ranks"):
-        check_settings(several, TORCH)

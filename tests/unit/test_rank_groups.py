@@ -16,7 +16,7 @@ from e2e.running_server import free_port
 from group_backend import GroupBackend, InlineGroup
 from headway_conformance import SCENARIOS, SMALL, check, scenario_named
 from headway_conformance import checkpoints as conformance_checkpoints
-from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.backend import BackendConfig, BackendConfigError, NewRow, StepBatch
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.families import read_model_config
@@ -27,6 +27,7 @@ from headway_executor.ranks.place import RankPlace
 from headway_executor.setting_checks import TRITON, check_settings
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import load_library
+from headway_proto.pooling import POOL_LAST, POOL_MEAN
 from headway_proto.sampling import SamplingParams
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -123,15 +124,61 @@ def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path):
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
-def test_experts_are_for_stages_of_whole_layers(family, tmp_path):
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_and_latent_attention_in_a_group(family, tmp_path):
+    """On the kernels, by messages too, with the bits of one rank; on torch operators with its tokens."""
     make_checkpoint(tmp_path, family)
     alone = story(TorchBackend(), tmp_path)
-    assert story(InlineGroup(pipeline_parallel=2), tmp_path) == alone
-    with pytest.raises(
-        BackendConfigError, match="tensor_parallel 2 is not allowed; the model has experts, which are not"
-    ):
-        part_of(read_model_config(tmp_path), place_of(0, 2))
+    assert story(InlineGroup(tensor_parallel=2, pipeline_parallel=2), tmp_path) == alone
+    assert story(InlineGroup(tensor_parallel=2), tmp_path, options={"rank_transport": "gloo"}) == alone
+    for form in ("exact", "fast"):
+        options = {"kernels": "eager", "tensor_parallel_form": form}
+        found = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+
+
+def vectors_and_token(backend, directory, transport="auto"):
+    """Vectors of a prompt in two chunks, beside a row that draws; and the token that this one draws."""
+    options = {"kernels": "compiled", "rank_transport": transport}
+    config = BackendConfig(model=str(directory), options=options, num_kv_blocks=16, block_size=16, max_num_seqs=4)
+    info = backend.open(config)
+    prompt, none = np.arange(3, 15, dtype=np.int32), np.empty(0, dtype=np.int32)
+    table = np.arange(4, dtype=np.int32)[:, None].repeat(16, 1)
+    sampling = SamplingParams(temperature=0.0)
+    found = []
+    for step, (start, count) in enumerate(((0, 5), (5, 7))):
+        pooled = (
+            NewRow(row=r, token_ids=prompt, num_prompt_tokens=12, num_computed_tokens=0, sampling=sampling, pooling=p)
+            for r, p in ((0, POOL_LAST), (2, POOL_MEAN))
+        )
+        drawn = NewRow(row=1, token_ids=prompt, num_prompt_tokens=12, num_computed_tokens=0, sampling=sampling)
+        batch = StepBatch(
+            step=step,
+            finished_rows=none,
+            new_rows=() if step else tuple(sorted([*pooled, drawn], key=lambda new: new.row)),
+            new_blocks=np.empty((2, 0), np.int32),
+            rows=np.arange(3, dtype=np.int32),
+            num_scheduled_tokens=np.full(3, count, np.int32),
+            num_computed_tokens=np.full(3, start, np.int32),
+            samples=np.full(3, step, np.int32),
+            block_table=table,
+        )
+        result = backend.execute(batch)
+        found.append((result.sampled_token_ids.tolist(), result.vectors, result.errors))
+    backend.close()
+    return info.embedding_size, found
+
+
+@needs_kernels
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=["TP 2", "PP 2", "TP 2 x PP 2"])
+def test_a_group_gives_the_vectors_of_one_rank(degrees, tmp_path):
+    make_checkpoint(tmp_path, "granite")
+    size, alone = vectors_and_token(TorchBackend(), tmp_path)
+    assert size == 48
+    assert len(alone[1][1]) == 2
+    for transport in ("auto", "gloo"):
+        group = InlineGroup(tensor_parallel=degrees[0], pipeline_parallel=degrees[1])
+        assert vectors_and_token(group, tmp_path, transport) == (size, alone)
 
 
 def test_a_norm_over_all_heads_is_for_stages_of_whole_layers(tmp_path):
@@ -280,7 +327,7 @@ def test_the_triton_backend_refuses_a_group():
 def test_the_simulated_backend_takes_a_group():
     alone = SimulatedBackend().open(BackendConfig(model="m"))
     of_several = SimulatedBackend().open(BackendConfig(model="m", place=place_of(1, 2)))
-    assert of_several == msgspec.structs.replace(alone, supports_adapters=False)
+    assert of_several == alone
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import structlog
 
-from headway_executor.backend import DeviceLostError, RankLostError, StepOutOfMemoryError
+from headway_executor.backend import DeviceLostError, ModelFilesError, RankLostError, StepOutOfMemoryError
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
 from headway_executor.block_store.puller import FetchedBlocks
@@ -25,6 +25,7 @@ from headway_executor.ranks.pools import joined, part_of, variant_of
 from headway_executor.ranks.silence import MOST_SILENT_LOOKS
 from headway_executor.ranks.watched_backend import WatchedBackend
 from headway_executor.step_link import StepLink
+from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter
 from headway_proto.columns import decode_column, encode_column, encode_columns
 from headway_proto.framing import HEADER_BYTES
 from headway_proto.step import (
@@ -76,6 +77,7 @@ class Calls(SimulatedBackend):
         super().__init__()
         self.inner = inner or SimulatedBackend()
         self.calls: list[tuple] = []
+        self.loaded: dict[str, LoadedAdapter] = {}
 
     def open(self, config):
         return self.inner.open(config)
@@ -90,6 +92,13 @@ class Calls(SimulatedBackend):
 
     def load_blocks(self, contents, blocks):
         self.calls.append(("load", contents[:, 0].tolist(), blocks.tolist()))
+
+    def load_adapter(self, name, directory):
+        self.loaded[name] = self.inner.load_adapter(name, directory)
+        return self.loaded[name]
+
+    def unload_adapter(self, name):
+        self.loaded.pop(name, None)
 
 
 class Group:
@@ -192,6 +201,45 @@ def test_all_ranks_make_the_same_calls_and_answers_wait_for_digests_only():
     calls = [backend.calls for backend in group.backends.values()]
     assert len(calls[0]) == DIGEST_INTERVAL_STEPS + 2
     assert calls[0] == calls[1] == calls[2]
+
+
+class NoFiles(SimulatedBackend):
+    """Of a host that has no files of adapters."""
+
+    def load_adapter(self, name, directory):
+        raise ModelFilesError(f"{directory}: no such directory")
+
+
+def asked(group: Group, scheduler: Scheduler, **change) -> list[AdapterChanged]:
+    group.receive(scheduler.writer.encode(AdapterChange(**change)))
+    group.turn()
+    return [body for body in group.read(scheduler) if isinstance(body, AdapterChanged)]
+
+
+def test_all_ranks_change_adapters_and_answer_once():
+    group, scheduler = begun(3)
+    group.receive(scheduler.step())
+    group.deaf = {b"2"}
+    assert asked(group, scheduler, number=1, name="a", directory="d") == [], "one has not answered"
+    group.deaf = set()
+    group.turn()
+    (answer,) = [body for body in group.read(scheduler) if isinstance(body, AdapterChanged)]
+    assert (answer.number, answer.error) == (1, "")
+    assert answer.adapter == group.backends[2].loaded["a"]
+    assert asked(group, scheduler, number=2, name="a") == [AdapterChanged(2)]
+    assert [backend.loaded for backend in group.backends.values()] == [{}, {}, {}]
+
+
+def test_no_rank_keeps_an_adapter_that_one_cannot_load():
+    group, scheduler = begun(3, backends={1: NoFiles()})
+    answers = asked(group, scheduler, number=1, name="a", directory="d")
+    assert answers == [AdapterChanged(1, error="rank 1: d: no such directory")]
+    group.turn()
+    assert [backend.loaded for backend in group.backends.values()] == [{}, {}, {}]
+    group.receive(*(scheduler.step() for _ in range(70)))
+    group.turn()
+    assert not group.lost
+    assert outputs(group.read(scheduler))[-1].step == 70
 
 
 def test_tokens_are_those_of_one_rank():

@@ -7,7 +7,7 @@
  * products, three products instead of one. */
 #define PHASES_PER_LAYER (15 + EXPERT_PHASES)
 #define OTHER_PHASES 6 /* embedding, gathering, a norm, the head's product, scaling logits */
-#define MEETINGS_PER_LAYER 4
+#define MEETINGS_PER_LAYER 5
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
 
 /* Some consecutive tokens of one row. */
@@ -399,6 +399,14 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     run_adding(self, now, down, layer->mlp_post_norm, next);
 }
 
+/* A `meet` of experts. */
+static void meet_experts(member *self, void *context, int64_t num_tokens) {
+    pass *now = context;
+    const expert_layer *layer = now->layer->experts;
+    meet(self, now, MEET_PAIRS, num_tokens * layer->choose.num_chosen);
+    if (layer->has_shared && !now->step->shared->is_shared) meet(self, now, MEET_SHARED_EXPERT, num_tokens);
+}
+
 /* Attention and feed-forward of the attending tokens of `now`. */
 static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const linear *next) {
     const decoder *of = now->of;
@@ -414,8 +422,12 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
         return;
     }
     const rms_norm norm = {layer->mlp_norm.weight, of->shape.norm_eps};
+    const shared_rows *shared = now->step->shared;
+    expert_part part = {0};
+    if (shared != NULL)
+        part = (expert_part){shared->pairs, shared->shared_expert, of->shape.hidden_start, meet_experts, now};
     run_experts(self, now->expert_space, layer->experts, layer - of->layers, of->rows.hidden, of->hidden_stride,
-                num_tokens, norm);
+                num_tokens, norm, &part);
     meet(self, now, MEET_HIDDEN, num_tokens);
 }
 
@@ -680,6 +692,7 @@ int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *st
     const workspace *space = &the_decoder->space;
     if (!reserve_space(the_decoder, step->num_tokens, shared == NULL)) return 0;
     if (!reserve_adapters(the_decoder, step)) return 0;
+    the_decoder->experts.shares = shared != NULL;
     if (the_decoder->experts.experts > 0 &&
         !reserve_expert_space(&the_decoder->expert_space, &the_decoder->experts, step->num_tokens))
         return 0;

@@ -104,6 +104,8 @@ typedef struct {
     float *hidden;
     float *attended;
     float *activations;
+    float *pairs;         /* see `expert_part` */
+    float *shared_expert; /* the same */
     const float *hidden_in;
 } shared_rows;
 

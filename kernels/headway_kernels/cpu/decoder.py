@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from headway_kernels.cpu.feed_forward import DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, made, rounded
 from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
+
+_T = TypeVar("_T")
 
 
 class NormKind(IntEnum):
@@ -87,13 +89,18 @@ class Rotations(NamedTuple):
     sines: Tensor
 
 
-class WideRows(NamedTuple):
-    """Rows of a step that several ranks fill, each its own columns: float32, ``[tokens or logits, stride]``."""
+class WideRows(NamedTuple, Generic[_T]):
+    """Rows of a step that several ranks fill, each its own columns; or something about each kind of them.
 
-    hidden: Tensor
-    attended: Tensor
-    activations: Tensor
-    logits: Tensor
+    ``pairs`` are a token with one of its experts; of the shared expert are those of each token.
+    """
+
+    hidden: _T
+    attended: _T
+    activations: _T
+    logits: _T
+    pairs: _T
+    shared_expert: _T
 
 
 class StageMates(Protocol):
@@ -103,12 +110,16 @@ class StageMates(Protocol):
     context: int
     is_shared: bool
 
-    def wide_rows(self, sizes: Sequence[tuple[int, int]]) -> WideRows:
-        """Return memory of these rows and columns; the step before is over when the next one meets."""
+    def wide_rows(self, sizes: WideRows[tuple[int, int]]) -> WideRows[Tensor]:
+        """Return float32 memory of these rows and columns; the step before is over when the next one meets."""
         ...
 
     def check(self) -> None:
         """Raise what went wrong in a meeting."""
+        ...
+
+    def giving_hidden_states(self) -> "StageMates":
+        """Return the same ranks, where logits are hidden states; steps of both take turns."""
         ...
 
 
@@ -152,6 +163,9 @@ class Decoder:
         self._shape = shape
         self._own = shape.own or _all_columns(shape)
         self._has_head = head is not None
+        self._experts = next(
+            (made.feed_forward for made in layers if isinstance(made.feed_forward, PackedExperts)), None
+        )
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers))
         self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
@@ -165,13 +179,21 @@ class Decoder:
     def giving_hidden_states(self) -> "Decoder":
         """Return the same layers with the identity as head: ``forward`` gives hidden states behind the final norm.
 
-        Both share the weights, and each has a workspace of its own. Not for several ranks.
+        Both share the weights, and each has a workspace of its own.
         """
         shape, layers, _ = self._kept
-        identity = torch.eye(shape.hidden_size)
+        own, start = self._own, self._own.hidden_start
+        identity = torch.eye(shape.hidden_size)[start : start + own.hidden_columns]
         head = PackedLinear(self._library, identity, None, WeightForm.BFLOAT16)  # exact: it holds 0 and 1
-        alike = replace(shape, vocab_size=shape.hidden_size, logits_factor=1.0, logits_softcap=0.0)
-        return Decoder(self._library, self._team, alike, layers, head)
+        alike = replace(
+            shape,
+            vocab_size=shape.hidden_size,
+            logits_factor=1.0,
+            logits_softcap=0.0,
+            own=replace(own, logits_start=start),
+        )
+        mates = None if self._mates is None else self._mates.giving_hidden_states()
+        return Decoder(self._library, self._team, alike, layers, head, mates)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
@@ -195,7 +217,7 @@ class Decoder:
         block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
         num_blocks, block_floats]``. All contiguous.
 
-        ``adapters``: of each row; None if no row has one. Only of a decoder without mates.
+        ``adapters``: of each row; None if no row has one.
 
         Without a head, return the own columns of the hidden state, float32, ``[tokens, hidden_columns]``; without an
         embedding, take those of the stage before from ``hidden_in``. With mates, the result lasts until the next step.
@@ -209,7 +231,6 @@ class Decoder:
         wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
         logits = torch.empty(len(sampled), self._logits_stride) if wide is None else wide.logits
         shared = None if wide is None else self._shared_struct(wide, hidden_in)
-        assert adapters is None or self._mates is None
         of_tokens = None if adapters is None else addresses_of(adapters, num_tokens)
         step = StepStruct(
             num_rows=len(num_tokens),
@@ -237,13 +258,23 @@ class Decoder:
             return wide.hidden[:, self._own.hidden_start :][:, : self._own.hidden_columns]
         return logits[:, : self._shape.vocab_size]
 
-    def _sizes(self, num_tokens: int, num_sampled: int) -> list[tuple[int, int]]:
-        head_dim = self._library.padded_head_dim(self._shape.head_dim)
-        widths = (self._shape.hidden_size, self._own.all_heads * head_dim, self._shape.intermediate_size)
-        sizes = [(num_tokens, rounded(width, self._library.panel)) for width in widths]
-        return [*sizes, (num_sampled if self._has_head else 0, self._logits_stride)]
+    def _sizes(self, num_tokens: int, num_sampled: int) -> WideRows[tuple[int, int]]:
+        """Rows and columns; the experts of all layers are alike."""
+        head_dim, panel, experts = (
+            self._library.padded_head_dim(self._shape.head_dim),
+            self._library.panel,
+            self._experts,
+        )
+        return WideRows(
+            hidden=(num_tokens, rounded(self._shape.hidden_size, panel)),
+            attended=(num_tokens, rounded(self._own.all_heads * head_dim, panel)),
+            activations=(num_tokens, rounded(self._shape.intermediate_size, panel)),
+            logits=(num_sampled if self._has_head else 0, self._logits_stride),
+            pairs=(0, 0) if experts is None else (num_tokens * experts.num_chosen, experts.inner_size),
+            shared_expert=(0, 0) if experts is None else (num_tokens, experts.inner_size),
+        )
 
-    def _shared_struct(self, wide: WideRows, hidden_in: Tensor | None) -> SharedRowsStruct:
+    def _shared_struct(self, wide: WideRows[Tensor], hidden_in: Tensor | None) -> SharedRowsStruct:
         assert self._mates is not None
         assert hidden_in is None or hidden_in.is_contiguous()
         return SharedRowsStruct(
@@ -253,6 +284,8 @@ class Decoder:
             hidden=wide.hidden.data_ptr(),
             attended=wide.attended.data_ptr(),
             activations=wide.activations.data_ptr(),
+            pairs=wide.pairs.data_ptr(),
+            shared_expert=wide.shared_expert.data_ptr(),
             hidden_in=None if hidden_in is None else hidden_in.data_ptr(),
         )
 

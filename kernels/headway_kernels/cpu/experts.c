@@ -14,6 +14,7 @@ typedef struct {
     int64_t num_tokens;
     int64_t num_members;
     rms_norm norm;
+    const expert_part *part;
 } expert_pass;
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -142,14 +143,22 @@ static grouped_product no_groups(const expert_pass *now, product_group *groups, 
     return (grouped_product){groups, 0, 0, 0, from_stride, norm, epilogue, now->num_members};
 }
 
+/* The activations of a pair, all columns: pairs of the shared expert come last, one of each token. */
+static float *activations_of(const expert_pass *now, int64_t pair) {
+    const int64_t width = widest_inner(now->layer), num_chosen = now->num_tokens * now->layer->choose.num_chosen;
+    if (now->part->pairs == NULL) return now->space->activations + pair * width;
+    return pair < num_chosen ? now->part->pairs + pair * width : now->part->of_shared + (pair - num_chosen) * width;
+}
+
 /* Both products of every expert that has tokens. The inputs of the second are packed at once, unless they must be
- * quantised or activated, which needs whole rows. */
+ * quantised or activated, which needs whole rows, or other ranks have parts of them. */
 static void sort_task(void *work, int64_t task) {
     (void)task;
     const expert_pass *now = work;
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
-    const int activates = layer->activation == SILU, packs = activates && layer->down[0]->form != FORM_INT8;
+    const int activates = layer->activation == SILU;
+    const int packs = activates && layer->down[0]->form != FORM_INT8 && now->part->pairs == NULL;
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
     int64_t counts[MOST_EXPERTS + 1] = {0};
     place_pairs(now, counts);
@@ -161,7 +170,9 @@ static void sort_task(void *work, int64_t task) {
     for (int64_t i = 0, first = 0; i < num_experts; first += counts[i++]) {
         if (counts[i] == 0) continue;
         const linear *gate_up = layer->gate_up[i], *down = layer->down[i];
-        float *rows = space->activations + first * widest, *out = packs ? (float *)packed : rows;
+        float *rows = activations_of(now, first);
+        float *own = rows + (i < layer->choose.num_experts ? layer->inner_start : layer->shared_start);
+        float *out = packs ? (float *)packed : own;
         if (!activates) out = space->gate_up + first * 2 * widest;
         packed_inputs inputs = inputs_of(space, gate_up, first, counts[i], tiles, space->tokens + first);
         packed_inputs inner = inputs_of(space, down, first, counts[i], packs ? packed : tiles, NULL);
@@ -175,7 +186,7 @@ static void sort_task(void *work, int64_t task) {
         add_group(last_products, (product_group){.with = down,
                                                  .inputs = inner,
                                                  .from = packs ? NULL : rows,
-                                                 .out = space->outputs + first * now->stride,
+                                                 .out = space->outputs + first * now->stride + now->part->hidden_start,
                                                  .out_stride = now->stride});
         tiles += packed_bytes(counts[i], larger_of(gate_up->inputs, down->inputs), FORM_FLOAT32);
         packed += packed_bytes(counts[i], down->inputs, FORM_FLOAT32);
@@ -187,9 +198,8 @@ static void sort_task(void *work, int64_t task) {
 static void activate_task(void *work, int64_t pair) {
     const expert_pass *now = work;
     const expert_space *space = now->space;
-    const int64_t width = widest_inner(now->layer);
-    activate_row((enum activation)now->layer->activation, 1, space->gate_up + pair * 2 * width, width,
-                 space->activations + pair * width);
+    activate_row((enum activation)now->layer->activation, 1, space->gate_up + pair * 2 * widest_inner(now->layer),
+                 now->layer->gate_up[0]->outputs / 2, activations_of(now, pair) + now->layer->inner_start);
 }
 
 static void add_task(void *work, int64_t token) {
@@ -199,7 +209,8 @@ static void add_task(void *work, int64_t token) {
     const int32_t *places = space->places + token * each;
     const float *weights = space->weights + token * each;
     float *to = now->hidden + token * now->stride;
-    for (int64_t column = 0; column < now->stride; column += LANES) {
+    const int64_t start = now->part->hidden_start, end = start + now->layer->down[0]->num_panels * PANEL;
+    for (int64_t column = start; column < end; column += LANES) {
         vec sum = {0};
         for (int64_t i = 0; i < each; i++) sum += weights[i] * load(space->outputs + places[i] * now->stride + column);
         store(to + column, load(to + column) + sum);
@@ -207,9 +218,9 @@ static void add_task(void *work, int64_t token) {
 }
 
 void run_experts(member *self, expert_space *space, const expert_layer *layer, int64_t number, float *hidden,
-                 int64_t stride, int64_t num_tokens, rms_norm norm) {
+                 int64_t stride, int64_t num_tokens, rms_norm norm, const expert_part *part) {
     expert_products *products = &space->products[number];
-    expert_pass now = {layer, space, products, hidden, stride, num_tokens, team_size(self->of), norm};
+    expert_pass now = {layer, space, products, hidden, stride, num_tokens, team_size(self->of), norm, part};
     product_group all;
     grouped_product router = no_groups(&now, &all, norm, stride, STORE);
     add_group(&router, (product_group){.with = layer->router,
@@ -222,6 +233,7 @@ void run_experts(member *self, expert_space *space, const expert_layer *layer, i
     team_phase(self, sort_task, &now, 1);
     run_grouped(self, &products->gate_up, &products->down);
     if (layer->activation != SILU) team_phase(self, activate_task, &now, num_tokens * per_token(layer));
+    if (part->meet != NULL) part->meet(self, part->context, num_tokens);
     run_grouped(self, &products->down, NULL);
     team_phase(self, add_task, &now, num_tokens);
 }
@@ -234,7 +246,8 @@ expert_sizes larger_sizes(expert_sizes sizes, const expert_layer *layer) {
                           larger_of(sizes.per_token, per_token(layer)),
                           larger_of(sizes.inner, widest_inner(layer)),
                           sizes.layers,
-                          sizes.activates || layer->activation != SILU};
+                          sizes.activates || layer->activation != SILU,
+                          sizes.shares};
 }
 
 void free_expert_space(expert_space *space) {
@@ -269,8 +282,9 @@ int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t
     space->weights = stream_alloc(num_pairs * 4);
     space->places = stream_alloc(num_pairs * 4);
     space->tokens = stream_alloc(num_pairs * 4);
-    space->activations =
-        stream_alloc(larger_of(num_pairs * sizes->inner * 4, packed_bytes(num_rows, sizes->inner, FORM_FLOAT32)));
+    const int64_t inner_bytes =
+        larger_of(num_pairs * sizes->inner * 4, packed_bytes(num_rows, sizes->inner, FORM_FLOAT32));
+    space->activations = stream_alloc(sizes->shares ? 0 : inner_bytes);
     space->gate_up = stream_alloc(sizes->activates ? num_pairs * 2 * sizes->inner * 4 : 0);
     space->outputs = stream_alloc(num_pairs * hidden * 4);
     space->groups = stream_alloc(sizes->layers * 2 * sizes->experts * (int64_t)sizeof *space->groups);
@@ -290,7 +304,7 @@ int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t
 
 static void run_alone(void *work, member *self) {
     const expert_pass *now = work;
-    run_experts(self, now->space, now->layer, 0, now->hidden, now->stride, now->num_tokens, now->norm);
+    run_experts(self, now->space, now->layer, 0, now->hidden, now->stride, now->num_tokens, now->norm, now->part);
 }
 
 int headway_experts_run(const expert_layer *layer, team *with, float *hidden, int64_t stride, int64_t num_tokens,
@@ -298,7 +312,9 @@ int headway_experts_run(const expert_layer *layer, team *with, float *hidden, in
     expert_space space = {0};
     const expert_sizes sizes = larger_sizes((expert_sizes){.layers = 1}, layer);
     if (!reserve_expert_space(&space, &sizes, num_tokens)) return 0;
-    expert_pass alone = {layer, &space, NULL, hidden, stride, num_tokens, team_size(with), {norm_weight, norm_eps}};
+    const expert_part whole = {0};
+    expert_pass alone = {layer, &space, NULL, hidden, stride, num_tokens, team_size(with), {norm_weight, norm_eps},
+                         &whole};
     int done = team_run(with, run_alone, &alone, EXPERT_PHASES);
     free_expert_space(&space);
     return done;

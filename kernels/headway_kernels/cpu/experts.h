@@ -37,16 +37,30 @@ typedef struct {
 /* The weights of one layer. With `has_shared`, there is one more expert, which every token goes through; with
  * `has_gate`, its weight is the sigmoid of one more output of the router, else 1. `gate_up` and `down`: one of each
  * expert, the shared one last; the inputs of `down` are a multiple of PANEL. With an activation other than SILU,
- * `gate_up` is not packed with `gated`, and all experts are equally wide. */
+ * `gate_up` is not packed with `gated`, and all experts are equally wide. A rank of several has some outputs of each
+ * product but the router's; its activations begin at `inner_start`, the shared expert's at `shared_start`. */
 typedef struct {
     routing choose;
     int64_t has_shared;
     int64_t has_gate;
     int64_t activation;
+    int64_t inner_start;
+    int64_t shared_start;
     const linear *router;
     const linear *const *gate_up;
     const linear *const *down;
 } expert_layer;
+
+/* What a rank of several shares with the others: activations of pairs, and those of the shared expert by token, both in
+ * rows of the widest expert. It adds to the hidden state from `hidden_start` on. `meet` waits until the activations of
+ * `num_tokens` tokens are complete. Of a rank that is alone, all is 0. */
+typedef struct {
+    float *pairs;
+    float *of_shared;
+    int64_t hidden_start;
+    void (*meet)(member *self, void *context, int64_t num_tokens);
+    void *context;
+} expert_part;
 
 /* The products of one layer in a step. A member may be layers behind the others, without a task: it still reads how
  * many tasks its layer had, so each layer has its own, written once in a step. */
@@ -68,7 +82,7 @@ typedef struct {
     int32_t *places;    /* the same: which pair */
     int32_t *tokens;    /* [pairs] */
     float *gate_up;     /* of pairs, in rows: not with SILU */
-    float *activations; /* of pairs, in rows or packed */
+    float *activations; /* of pairs, in rows or packed: not of a rank of several */
     float *outputs;     /* of pairs, in rows */
     product_group *groups;
     expert_products *products; /* [layers] */
@@ -82,6 +96,7 @@ typedef struct {
     int64_t inner;
     int64_t layers;
     int64_t activates; /* by rows */
+    int64_t shares;    /* activations, with other ranks */
 } expert_sizes;
 
 /* The larger of `sizes` and what a layer needs; `layers` stays. */
@@ -94,9 +109,9 @@ void free_expert_space(expert_space *space);
 #define EXPERT_PHASES 10
 
 /* hidden += what the experts make of its normalised rows, whole panels `stride` apart. All members call this for layer
- * `number`, in at most EXPERT_PHASES phases. */
+ * `number`, in at most EXPERT_PHASES phases beside those of `meet`. */
 void run_experts(member *self, expert_space *space, const expert_layer *layer, int64_t number, float *hidden,
-                 int64_t stride, int64_t num_tokens, rms_norm norm);
+                 int64_t stride, int64_t num_tokens, rms_norm norm, const expert_part *part);
 
 /* One layer alone, for tests and measurements. 0 when memory is short. */
 __attribute__((visibility("default"))) int headway_experts_run(const expert_layer *layer, team *with, float *hidden,

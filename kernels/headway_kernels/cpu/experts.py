@@ -39,6 +39,8 @@ class _ExpertLayerStruct(ctypes.Structure):
         ("has_shared", ctypes.c_int64),
         ("has_gate", ctypes.c_int64),
         ("activation", ctypes.c_int64),
+        ("inner_start", ctypes.c_int64),
+        ("shared_start", ctypes.c_int64),
         ("router", ctypes.c_void_p),
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
@@ -50,7 +52,8 @@ class PackedExperts:
 
     ``router`` has an output for each expert of ``routing``; with ``has_gate`` one more, whose sigmoid weighs the shared
     expert. ``experts``: what ``packed_expert`` gives for each; one more than in ``routing`` is shared by all tokens (only with SILU).
-    ``correction`` float32: see ``choose_experts``.
+    ``correction`` float32: see ``choose_experts``. A rank of several has the columns of the activations from
+    ``inner_start`` on, of the shared expert from ``shared_start`` on.
     """
 
     def __init__(
@@ -63,8 +66,13 @@ class PackedExperts:
         *,
         has_gate: bool = False,
         activation: Activation = Activation.SILU,
+        inner_start: int = 0,
+        shared_start: int = 0,
     ) -> None:
         self.activation = activation
+        self.num_chosen = routing.num_chosen
+        self.inner_size = max(experts[0][1].inputs, experts[-1][1].inputs)
+        """Columns of the activations of the widest expert."""
         self._library = library
         self._kept = (router, tuple(experts), correction)
         _join(library, [product for pair in experts for product in pair])
@@ -74,6 +82,8 @@ class PackedExperts:
             has_shared=len(experts) - routing.num_experts,
             has_gate=int(has_gate),
             activation=int(activation),
+            inner_start=inner_start,
+            shared_start=shared_start,
             router=router.handle,
             gate_up=ctypes.addressof(self._arrays[0]),
             down=ctypes.addressof(self._arrays[1]),
@@ -103,18 +113,23 @@ class Packing(Protocol):
 
 
 def packed_expert(
-    panel: int, expert: Expert, pack: Packing, activation: Activation = Activation.SILU
+    panel: int,
+    expert: Expert,
+    pack: Packing,
+    activation: Activation = Activation.SILU,
+    own_columns: int | None = None,
 ) -> tuple[PackedLinear, PackedLinear]:
-    """Pack both matrices, with as many inner columns as whole panels have."""
-    inner = expert.down.shape[1]
-    more = rounded(inner, panel) - inner
-    gate_up = functional.pad(expert.gate_up.view(2, inner, -1), (0, 0, 0, more)).flatten(0, 1)
+    """Pack both matrices, with as many inner columns as whole panels have; of them, a rank of several computes its own."""
+    inner, own = expert.down.shape[1], len(expert.gate_up) // 2
+    width = rounded(inner, panel)
+    more = (width if own_columns is None else own_columns) - own
+    gate_up = functional.pad(expert.gate_up.view(2, own, expert.gate_up.shape[1]), (0, 0, 0, more)).flatten(0, 1)
     bias = expert.gate_up_bias
     if bias is not None:
-        bias = functional.pad(bias.view(2, inner), (0, more)).flatten()
+        bias = functional.pad(bias.view(2, own), (0, more)).flatten()
     return (
         pack(gate_up, bias, gated=activates_in_product(activation, is_gated=True)),
-        pack(functional.pad(expert.down, (0, more)), expert.down_bias),
+        pack(functional.pad(expert.down, (0, width - inner)), expert.down_bias),
     )
 
 

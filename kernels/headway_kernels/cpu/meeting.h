@@ -12,7 +12,16 @@
 #include <stdint.h>
 
 /* What ranks meet for: the start of a step, or columns that are complete from then on. */
-enum meeting { MEET_START, MEET_HIDDEN, MEET_ATTENDED, MEET_MOVED, MEET_ACTIVATIONS, MEET_LOGITS };
+enum meeting {
+    MEET_START,
+    MEET_HIDDEN,
+    MEET_ATTENDED,
+    MEET_MOVED,
+    MEET_ACTIVATIONS,
+    MEET_LOGITS,
+    MEET_PAIRS,
+    MEET_SHARED_EXPERT
+};
 
 typedef void (*meet_others)(void *context, int64_t about, int64_t num_rows);
 

@@ -79,6 +79,8 @@ class SharedRowsStruct(ctypes.Structure):
         ("hidden", ctypes.c_void_p),
         ("attended", ctypes.c_void_p),
         ("activations", ctypes.c_void_p),
+        ("pairs", ctypes.c_void_p),
+        ("shared_expert", ctypes.c_void_p),
         ("hidden_in", ctypes.c_void_p),
     )
 

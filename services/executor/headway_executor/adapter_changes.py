@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from headway_executor.backend import NO_ADAPTERS, AdapterBackend, ExecutorBackend
+from headway_executor.backend import ExecutorBackend, taking_adapters
 from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter
 
 _MAX_ERROR_CHARACTERS = 300
@@ -38,15 +38,13 @@ class AdapterChanges:
 
     def _asked(self, change: AdapterChange) -> Future[LoadedAdapter | None]:
         done: Future[LoadedAdapter | None] = Future()
-        if not isinstance(self._backend, AdapterBackend):
-            done.set_exception(ValueError(NO_ADAPTERS))
-            return done
         result: Future[LoadedAdapter | None] | LoadedAdapter | None
         try:
+            backend = taking_adapters(self._backend)
             if change.directory:
-                result = self._backend.load_adapter(change.name, change.directory)
+                result = backend.load_adapter(change.name, change.directory)
             else:
-                result = self._backend.unload_adapter(change.name)
+                result = backend.unload_adapter(change.name)
         except Exception as error:  # noqa: BLE001 (a file that cannot be loaded must not end the process)
             done.set_exception(error)
             return done

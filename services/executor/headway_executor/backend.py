@@ -25,7 +25,7 @@ from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowPromptLogp
 AUTOMATIC_SWAP_SPACE = -1
 """The ``swap_space_mib`` that lets a backend decide."""
 
-NO_ADAPTERS = "this executor takes no adapters: its backend or model does not, or it has several ranks"
+NO_ADAPTERS = "this executor takes no adapters: its backend or model does not"
 
 HostMemorySource: TypeAlias = Callable[[int, int, str], NDArray[np.uint8] | None]
 """See ``BackendConfig``."""
@@ -226,6 +226,13 @@ class AdapterBackend(Protocol):
     def unload_adapter(self, name: str) -> Future[LoadedAdapter | None] | None:
         """Forget an adapter, if there is one. Rows that have it keep it until they end."""
         ...
+
+
+def taking_adapters(backend: ExecutorBackend) -> AdapterBackend:
+    """The same backend. Raises ``ValueError``: it takes no adapters."""
+    if not isinstance(backend, AdapterBackend):
+        raise ValueError(NO_ADAPTERS)  # noqa: TRY004 (a setting's fault, not a type's)
+    return backend
 
 
 class StepOutOfMemoryError(RuntimeError):

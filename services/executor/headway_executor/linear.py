@@ -3,6 +3,8 @@
 Owns: their weights. Must not know: their use.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,7 +27,9 @@ class Linear:
 class GatheredLinear:
     """Of ``own``, which has some of the outputs. It gathers them, and the inputs before, if they are ``cut``."""
 
-    def __init__(self, own: Linear, mates: ColumnMates, *, inputs: Cut | None = None, outputs: Cut) -> None:
+    def __init__(
+        self, own: Callable[[Tensor], Tensor], mates: ColumnMates, *, inputs: Cut | None = None, outputs: Cut
+    ) -> None:
         self._own = own
         self._mates = mates
         self._inputs = inputs
@@ -41,7 +45,7 @@ class GatheredLinear:
 class SummedLinear:
     """Of ``own``, which has the weights of some of the inputs."""
 
-    def __init__(self, own: Linear, mates: ColumnMates) -> None:
+    def __init__(self, own: Callable[[Tensor], Tensor], mates: ColumnMates) -> None:
         self._own = own
         self._mates = mates
 

@@ -63,7 +63,7 @@ class Opening:
             place=place,
             rank_keys=rank_keys,
         )
-        if config.adapter and not (isinstance(backend, AdapterBackend) and place.is_alone):
+        if config.adapter and not isinstance(backend, AdapterBackend):
             raise BackendConfigError(
                 f"adapter {min(config.adapter)!r:.66} is not allowed: {NO_ADAPTERS}; allowed: none"
             )

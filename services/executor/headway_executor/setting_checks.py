@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError
+from headway_executor.backend import BackendConfig, BackendConfigError
 
 SPECULATIONS = ("off", "ngram", "draft")
 MOST_SPECULATIVE_TOKENS = 64
@@ -61,8 +61,6 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
             f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
         )
     _check_group(config, takes)
-    if config.adapters and not config.place.is_alone:
-        raise BackendConfigError(f"adapter {min(config.adapters)!r:.66} is not allowed: {NO_ADAPTERS}; allowed: none")
 
 
 def check_interpreted(environment: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import NO_ADAPTERS, AdapterBackend, BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult, taking_adapters
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
@@ -93,11 +93,11 @@ class ThreadedBackend:
 
     def load_adapter(self, name: str, directory: str) -> Future[LoadedAdapter | None]:
         """See ``AdapterBackend.load_adapter``."""
-        return self._submit(lambda: _settled(_taking_adapters(self._backend).load_adapter(name, directory)))
+        return self._submit(lambda: _settled(taking_adapters(self._backend).load_adapter(name, directory)))
 
     def unload_adapter(self, name: str) -> Future[LoadedAdapter | None]:
         """See ``AdapterBackend.unload_adapter``."""
-        return self._submit(lambda: _settled(_taking_adapters(self._backend).unload_adapter(name)))
+        return self._submit(lambda: _settled(taking_adapters(self._backend).unload_adapter(name)))
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``. Waits a few seconds for a running step."""
@@ -137,12 +137,6 @@ def _pass_on(result: _T | Future[_T], future: Future[_T]) -> None:
         result.add_done_callback(lambda done: _settle(future, done.result))
     else:
         future.set_result(result)
-
-
-def _taking_adapters(backend: ExecutorBackend) -> AdapterBackend:
-    if not isinstance(backend, AdapterBackend):
-        raise ValueError(NO_ADAPTERS)  # noqa: TRY004 (a setting's fault, not a type's)
-    return backend
 
 
 def _settled(result: LoadedAdapter | Future[LoadedAdapter | None] | None) -> LoadedAdapter | None:

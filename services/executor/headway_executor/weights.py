@@ -130,7 +130,7 @@ class Checkpoint:
             )
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-        """Return a tensor, or some of its rows and columns, the only ones read.
+        """Return a tensor, or some of its rows and columns (of the first and the last dimension), the only ones read.
 
         Read-only: its storage may be the mapped file. A weight of codes is widened to float32.
         """
@@ -140,8 +140,10 @@ class Checkpoint:
         if rows is None and columns is None:
             return self._stored.read(name)
         file = self._files[self.headers[name].file]
-        wanted = tuple(slice(None) if part is None else slice(part.start, part.stop) for part in (rows, columns))
-        some: Tensor = file.get_slice(name)[wanted[: len(self.headers[name].shape)]]
+        wanted = [slice(None)] * len(self.headers[name].shape)
+        for place, part in ((-1, columns), (0, rows)):
+            wanted[place] = wanted[place] if part is None else slice(part.start, part.stop)
+        some: Tensor = file.get_slice(name)[tuple(wanted)]
         return some
 
     def read_codes(self, name: str, rows: range | None = None) -> CodedWeight:

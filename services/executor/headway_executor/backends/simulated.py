@@ -93,7 +93,7 @@ class SimulatedBackend:
             supports_prompt_logprobs=True,
             max_speculative_tokens=settings.max_speculative_tokens if self._num_stages == 1 else 0,
             num_lanes=self._num_stages,
-            supports_adapters=config.place.is_alone,
+            supports_adapters=True,
             adapters=tuple([self.load_adapter(name, directory) for name, directory in config.adapters.items()]),
             embedding_size=EMBEDDING_SIZE if self._num_stages == 1 else 0,
             default_pooling=POOL_LAST,

@@ -113,8 +113,7 @@ class TorchBackend:
             num_lanes=config.place.pipeline_parallel if config.speculation == "off" else 1,
             supports_adapters=adapters is not None,
             adapters=() if adapters is None else adapters.loaded,
-            # Ranks share hidden states in parts, which nobody puts together.
-            embedding_size=model_config.hidden_size if config.place.is_alone else 0,
+            embedding_size=model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
         )
 

@@ -106,11 +106,11 @@ def load(
     part = _part(config, model_config, library)
     stage = stage_of(part, group, dtype=dtype, most_tokens=config.max_num_batched_tokens)
     places = _Places(config, settings, part, device, group, block_bytes_beside)
-    has_adapters = takes_adapters(model_config, config.adapters) and config.place.is_alone
+    has_adapters = takes_adapters(model_config, config.adapters)
     if library is None:
         torch.set_num_threads(num_threads)
         order = interleaved(model_config.head_dim, model_config.attention)
-        beside = StepAdapters(ModelAdapters(model_config, order, device=device)) if has_adapters else None
+        beside = StepAdapters(ModelAdapters(model_config, order, part, device=device)) if has_adapters else None
         decoder, embedding = load_eager(
             model_config,
             checkpoint,
@@ -134,7 +134,7 @@ def load(
         num_threads=num_threads,
         stage=stage,
     )
-    adapters = adapters_for(library, model_config) if has_adapters else None
+    adapters = adapters_for(library, model_config, part) if has_adapters else None
     return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
 
 

@@ -28,6 +28,7 @@ from headway_executor.models.adapters import ModelAdapters, takes_adapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
+from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.setting_checks import TRITON, check_settings, option_of
@@ -151,7 +152,7 @@ def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.de
     if not takes_adapters(model_config, config.adapters):
         return None
     order = halves(model_config.head_dim, model_config.attention)
-    adapters = ModelAdapters(model_config, order, device=device)
+    adapters = ModelAdapters(model_config, order, whole(model_config), device=device)
     for name, directory in config.adapters.items():
         adapters.load(name, directory)
     return StepAdapters(adapters)

@@ -55,15 +55,17 @@ class LowRankPart(NamedTuple):
 
 
 class AdapterFiles(NamedTuple):
-    """``parts`` by module; ``num_outputs`` of every module that an adapter may name. ``fingerprint``: 16 hex digits."""
+    """``parts`` by module, of the layers that were asked for; ``num_outputs`` of every module that an adapter may name.
+    ``fingerprint``: 16 hex digits, of all.
+    """
 
     parts: Mapping[str, LowRankPart]
     num_outputs: Mapping[str, int]
     fingerprint: str
 
 
-def read_adapter_files(directory: Path, config: ModelConfig) -> AdapterFiles:
-    """Read an adapter of the model.
+def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> AdapterFiles:
+    """Check an adapter of the model, and read what some layers need.
 
     Raises:
         ModelFilesError: the files are missing, damaged, not supported, or for another model.
@@ -77,7 +79,9 @@ def read_adapter_files(directory: Path, config: ModelConfig) -> AdapterFiles:
         found = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
         raise ModelFilesError(f"{directory}: no {WEIGHTS_FILE}{found}")
     shapes = _modules_of(config)
-    found_parts: dict[str, dict[str, Tensor]] = {}
+    prefixes = tuple(config.names.layer.format(index) for index in layers)
+    kinds_of: dict[str, set[str]] = {}
+    read: dict[str, dict[str, Tensor]] = {}
     file = open_safetensors(path)
     for name in sorted(file.keys()):
         match = _TENSOR.fullmatch(name)
@@ -89,13 +93,16 @@ def read_adapter_files(directory: Path, config: ModelConfig) -> AdapterFiles:
         module, kind = match[1], match[2]
         outputs, inputs = shapes[module]
         wanted = (rank, inputs) if kind == "A" else (outputs, rank)
-        found_parts.setdefault(module, {})[kind] = _checked(path, file, name, wanted)
-    for module, both in found_parts.items():
-        if len(both) != 2:
-            raise ModelFilesError(f"{path}: {module} has lora_{next(iter(both))} alone; allowed: lora_A and lora_B")
-    if not found_parts:
+        _check(path, file, name, wanted)
+        kinds_of.setdefault(module, set()).add(kind)
+        if module.startswith(prefixes):
+            read.setdefault(module, {})[kind] = file.get_tensor(name).float().clone()
+    for module, kinds in kinds_of.items():
+        if len(kinds) != 2:
+            raise ModelFilesError(f"{path}: {module} has lora_{kinds.pop()} alone; allowed: lora_A and lora_B")
+    if not kinds_of:
         raise ModelFilesError(f"{path}: holds no tensors")
-    parts = {module: LowRankPart(both["A"], both["B"] * scale) for module, both in found_parts.items()}
+    parts = {module: LowRankPart(both["A"], both["B"] * scale) for module, both in read.items()}
     num_outputs = {module: outputs for module, (outputs, _) in shapes.items()}
     digest = hashlib.sha256((directory / CONFIG_FILE).read_bytes())
     digest.update(path.read_bytes())
@@ -130,7 +137,7 @@ def _modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def _checked(path: Path, file: object, name: str, wanted: tuple[int, ...]) -> Tensor:
+def _check(path: Path, file: object, name: str, wanted: tuple[int, ...]) -> None:
     view = file.get_slice(name)  # type: ignore[attr-defined]
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
     if shape != wanted:
@@ -139,5 +146,3 @@ def _checked(path: Path, file: object, name: str, wanted: tuple[int, ...]) -> Te
         )
     if dtype not in FLOATS:
         raise ModelFilesError(f"{path}: tensor {name[:96]} has dtype {dtype}; allowed: {', '.join(FLOATS)}")
-    tensor: Tensor = file.get_tensor(name).float()  # type: ignore[attr-defined]
-    return tensor.clone()

@@ -22,6 +22,7 @@ from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, rea
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.loading import ModelTensors
+from headway_executor.models.part import ModelPart
 from headway_proto.adapters import LoadedAdapter
 
 QKV, OUTPUT, GATE_UP, DOWN = SITES = ("qkv", "output", "gate_up", "down")
@@ -39,7 +40,7 @@ class LowRank(NamedTuple):
 
 
 class AdapterWeights(NamedTuple):
-    """By layer, then by site; sites without an addition are absent."""
+    """By layer of the part, then by site; sites without an addition are absent."""
 
     layers: tuple[Mapping[str, LowRank], ...]
 
@@ -49,18 +50,22 @@ Prepared = Any
 
 
 class ModelAdapters:
-    """The adapters of one model. ``channel_order``: of its query and key heads, see ``ModelTensors``."""
+    """The adapters of one model, or a rank's part of them. ``channel_order``: of its query and key heads, see
+    ``ModelTensors``.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         channel_order: Tensor,
+        part: ModelPart,
         *,
         device: torch.device | None = None,
         prepare: Callable[[AdapterWeights], Prepared] = lambda weights: weights,
     ) -> None:
         self._config = config
         self._channel_order = channel_order
+        self._part = part
         self._device = device
         self._prepare = prepare
         self._loaded: dict[str, tuple[LoadedAdapter, Prepared]] = {}
@@ -77,10 +82,10 @@ class ModelAdapters:
         Raises:
             ModelFilesError: the files are missing, damaged, not supported, or for another model.
         """
-        files = read_adapter_files(Path(directory), self._config)
+        files = read_adapter_files(Path(directory), self._config, self._part.layers)
         adapter = LoadedAdapter(name, directory, files.fingerprint)
         if adapter.identity not in self._loaded:
-            weights = fused(self._config, self._channel_order, files, self._device)
+            weights = fused(self._config, self._channel_order, self._part, files, self._device)
             self._loaded[adapter.identity] = adapter, self._prepare(weights)
         return adapter
 
@@ -127,9 +132,9 @@ def takes_adapters(config: ModelConfig, asked: Mapping[str, str]) -> bool:
 
 
 def fused(
-    config: ModelConfig, channel_order: Tensor, files: AdapterFiles, device: torch.device | None
+    config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles, device: torch.device | None
 ) -> AdapterWeights:
-    """Bring an adapter into the form of the fused projections, on a device (None: the CPU)."""
+    """Bring a part's adapter into the form of the fused projections, on a device (None: the CPU)."""
     without_bias = msgspec.structs.replace(
         config,
         attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False),
@@ -141,8 +146,9 @@ def fused(
     names = config.names
     sites = {QKV: names.qkv, OUTPUT: (names.output,), GATE_UP: names.gate_up, DOWN: (names.down,)}
     layers: list[dict[str, LowRank]] = []
-    for index in range(config.num_layers):
+    for index in part.layers:
         layer: dict[str, LowRank] = {}
+        inputs = _own_inputs(config, part, index)
         for site, modules in sites.items():
             prefix = names.layer.format(index)
             parts = {
@@ -150,12 +156,22 @@ def fused(
             }
             if parts:
                 ups = _Ups(parts, files.num_outputs)
-                tensors = ModelTensors(without_bias, ups, channel_order)
+                tensors = ModelTensors(without_bias, ups, channel_order, part=part)
                 up, _ = getattr(tensors, site)(index)
-                down = torch.cat([part.down for part in parts.values()])
+                own = inputs.get(site, slice(None))
+                down = torch.cat([some.down[:, own] for some in parts.values()])
                 layer[site] = LowRank(down.contiguous().to(device), up.contiguous().to(device))
         layers.append(layer)
     return AdapterWeights(tuple(layers))
+
+
+def _own_inputs(config: ModelConfig, part: ModelPart, index: int) -> Mapping[str, slice]:
+    """Of projections that have only some inputs here: in the fast form, ``B`` is whole and its sums are added."""
+    if not part.is_fast or part.is_whole_stage:
+        return {}
+    inner = part.own_inner(config.layers[index].feed_forward.intermediate_size)
+    attended = part.attended(config.head_dim)[part.place.tensor_rank]
+    return {OUTPUT: slice(attended.start, attended.stop), DOWN: slice(inner.start, inner.stop)}
 
 
 class _Ups:
@@ -170,8 +186,8 @@ class _Ups:
         return name.removesuffix(".weight") in self._num_outputs
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-        """See ``TensorSource``."""
-        assert columns is None
+        """See ``TensorSource``; ``columns`` are inputs of the weight, which this has not."""
+        del columns
         module = name.removesuffix(".weight")
         wide = torch.zeros(self._num_outputs[module], self._rank)
         start = 0

@@ -22,10 +22,10 @@ from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
-from headway_executor.models.part import ModelPart, part_of, whole
+from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.rope import halves, rotations
 from headway_executor.models.stage import Stage
-from headway_executor.ranks.place import RankPlace
+from headway_executor.ranks.place import ALONE, RankPlace
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits
@@ -38,6 +38,7 @@ from headway_kernels.cpu.decoder import (
     OwnColumns,
     Rotations,
     StageMates,
+    WideRows,
 )
 from headway_kernels.cpu.experts import PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
@@ -93,23 +94,20 @@ class CompiledModel:
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.run``."""
-        num_tokens = int(rows.num_new.sum())
-        hidden_in = None if self._stage is None else self._stage.receive(num_tokens, torch.float32)
-        result = self._run(self._decoder, rows, token_ids, hidden_in)
-        if self._stage is None or self._stage.behind is None:
-            return result
-        self._stage.pass_on(result)
-        return result[:0]
+        return self._run(self._decoder, rows, token_ids)
 
     def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.hidden``."""
+        if self._stage is not None and self._stage.behind is not None:
+            return self._run(self._decoder, rows, token_ids)
         if self._hidden_states is None:
             self._hidden_states = self._decoder.giving_hidden_states()
-        return self._run(self._hidden_states, rows, token_ids, None)
+        return self._run(self._hidden_states, rows, token_ids)
 
-    def _run(self, decoder: Decoder, rows: StepRows, token_ids: Tensor, hidden_in: Tensor | None) -> Tensor:
+    def _run(self, decoder: Decoder, rows: StepRows, token_ids: Tensor) -> Tensor:
         places, positions = rows.token_places()
-        return decoder.forward(
+        hidden_in = None if self._stage is None else self._stage.receive(len(places), torch.float32)
+        result = decoder.forward(
             token_ids=token_ids.numpy()[rows.numbers[places], positions],
             num_tokens=rows.num_new,
             first_positions=rows.num_computed,
@@ -119,6 +117,10 @@ class CompiledModel:
             hidden_in=hidden_in,
             adapters=None if self.adapters is None else self.adapters.of_rows(rows.numbers),
         )
+        if self._stage is None or self._stage.behind is None:
+            return result
+        self._stage.pass_on(result)
+        return result[:0]
 
 
 def load_compiled(
@@ -136,17 +138,18 @@ def load_compiled(
 
     Weights that are stored as codes stay so, with "none".
     """
-    part = whole(config) if stage is None else stage.part
+    part = part_for(library, config, ALONE) if stage is None else stage.part
 
     def tensors_of(source: TensorSource) -> ModelTensors:
         return ModelTensors(config, source, halves(config.head_dim, config.attention), part=part)
 
     tensors = tensors_of(checkpoint)
-    loader = _Loader(config, tensors, CodedTensors(checkpoint, tensors_of), library, quantization, max_model_len)
+    coded = CodedTensors(checkpoint, tensors_of)
+    loader = _Loader(config, part, tensors, coded, library, quantization, max_model_len)
     attention, scalings = config.attention, config.scalings
     shape = DecoderShape(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=config.dense_size,
         vocab_size=config.vocab_size,
         num_heads=len(part.heads),
         num_kv_heads=len(part.kv_heads),
@@ -168,7 +171,7 @@ def load_compiled(
             first_head=part.heads.start,
             hidden_start=part.own_hidden.start,
             hidden_columns=len(part.own_hidden),
-            activation_start=part.own_inner.start,
+            activation_start=part.own_inner(config.dense_size).start,
             logits_start=part.own_vocab.start,
         ),
     )
@@ -182,13 +185,17 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
         return None
     part = stage.part
     attended = part.attended(library.padded_head_dim(config.head_dim))
-    return stage.group.rows(library, (part.hidden, attended, part.inner, part.vocab))
+    feed = config.experts
+    pairs = part.of_expert(0 if feed is None else feed.intermediate_size)
+    of_shared = part.of_expert(0 if feed is None or feed.experts is None else feed.experts.shared_size)
+    inner = part.inner(config.dense_size)
+    return stage.group.rows(library, WideRows(part.hidden, attended, inner, part.vocab, pairs, of_shared))
 
 
-def adapters_for(library: CpuLibrary, config: ModelConfig) -> ModelAdapters:
-    """The adapters of a model that the kernels run."""
+def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart) -> ModelAdapters:
+    """The adapters of a part that the kernels run."""
     padding = library.padded_head_dim(config.head_dim) - config.head_dim
-    feeds = [layer.feed_forward for layer in config.layers]
+    feeds = [config.layers[index].feed_forward for index in part.layers]
     gated = [activates_in_product(_ACTIVATIONS[feed.activation], is_gated=feed.is_gated) for feed in feeds]
 
     def update(index: int, site: str, added: LowRank | None) -> LowRankUpdate | None:
@@ -207,13 +214,14 @@ def adapters_for(library: CpuLibrary, config: ModelConfig) -> ModelAdapters:
             [[update(index, site, layer.get(site)) for site in SITES] for index, layer in enumerate(weights.layers)],
         )
 
-    return ModelAdapters(config, halves(config.head_dim, config.attention), prepare=packed)
+    return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed)
 
 
 class _Loader:
     def __init__(
         self,
         config: ModelConfig,
+        part: ModelPart,
         tensors: ModelTensors,
         coded: CodedTensors,
         library: CpuLibrary,
@@ -221,6 +229,7 @@ class _Loader:
         max_model_len: int,
     ) -> None:
         self._config = config
+        self._part = part
         self._tensors = tensors
         self._coded = coded
         self._library = library
@@ -267,16 +276,21 @@ class _Loader:
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DenseFeedForward | PackedExperts:
         activation = _ACTIVATIONS[feed.activation]
         if feed.experts is not None:
-            return self._experts(self._tensors.experts(index), feed.experts, activation)
+            return self._experts(self._tensors.experts(index), feed, feed.experts)
         in_product = activates_in_product(activation, is_gated=feed.is_gated)
         gate_up = self.projection(lambda read: read.gate_up(index), gated=in_product)
         return DenseFeedForward(gate_up, self.projection(lambda read: read.down(index)), activation, feed.is_gated)
 
-    def _experts(self, tensors: ExpertTensors, config: ExpertsConfig, activation: Activation) -> PackedExperts:
+    def _experts(self, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
         """Experts are packed one by one: their weights are many times those of a dense layer."""
+        activation = _ACTIVATIONS[feed.activation]
+        own, own_of_shared = (
+            self._part.of_expert(size)[self._part.place.tensor_rank]
+            for size in (feed.intermediate_size, config.shared_size)
+        )
 
-        def packed(expert: Expert) -> tuple[PackedLinear, PackedLinear]:
-            return packed_expert(self._library.panel, expert, self._linear, activation)
+        def packed(expert: Expert, columns: range = own) -> tuple[PackedLinear, PackedLinear]:
+            return packed_expert(self._library.panel, expert, self._linear, activation, len(columns))
 
         router, bias = tensors.router()
         gate, correction, shared = tensors.shared_gate(), tensors.correction(), tensors.shared()
@@ -287,10 +301,12 @@ class _Loader:
             self._library,
             config.routing,
             PackedLinear(self._library, router, bias, _exact_form(router)),  # In 8 bits it would choose others.
-            experts if shared is None else [*experts, packed(shared)],
+            experts if shared is None else [*experts, packed(shared, own_of_shared)],
             None if correction is None else _float32(correction),
             has_gate=gate is not None,
             activation=activation,
+            inner_start=own.start,
+            shared_start=own_of_shared.start,
         )
 
     def _norm(self, index: int, name: str | None) -> NormWeights | None:

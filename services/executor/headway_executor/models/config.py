@@ -215,6 +215,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(layer.feed_forward.intermediate_size for layer in self.layers)
 
     @property
+    def dense_size(self) -> int:
+        """Columns of the widest feed-forward without experts; 0: there is none."""
+        feeds = [layer.feed_forward for layer in self.layers]
+        return max([0, *(feed.intermediate_size for feed in feeds if feed.experts is None)])
+
+    @property
+    def experts(self) -> FeedForwardConfig | None:
+        """The feed-forward of the first layer with experts; None: there is none."""
+        feeds = [layer.feed_forward for layer in self.layers]
+        return next((feed for feed in feeds if feed.experts is not None), None)
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different ropes of its layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))

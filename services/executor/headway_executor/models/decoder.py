@@ -124,12 +124,16 @@ class FeedForward:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``."""
+        return self.down(self.activated(inputs))
+
+    def activated(self, inputs: Tensor) -> Tensor:
+        """What goes into ``down``."""
         if not self.is_gated:
-            return self.down(ACTIVATIONS[self.activation](self.up(inputs)))
+            return ACTIVATIONS[self.activation](self.up(inputs))
         gate, up = self.up(inputs).chunk(2, dim=1)
         if self.activation == "clamped_swish":
             up = up.clamp(-_SWISH_LIMIT, _SWISH_LIMIT) + 1
-        return self.down(ACTIVATIONS[self.activation](gate).mul_(up))
+        return ACTIVATIONS[self.activation](gate).mul_(up)
 
 
 @dataclass(frozen=True, slots=True)

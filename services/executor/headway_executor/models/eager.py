@@ -3,6 +3,9 @@
 Owns: building the decoder, from ids to hidden state. Must not know: files, how it computes.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -71,17 +74,21 @@ class EagerModel:
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.run``."""
-        hidden, wanted = self._run_layers(rows, token_ids)
-        part = self._stage.part
-        if not part.place.is_last_stage:
-            own = part.own_hidden
-            self._stage.pass_on(hidden[:, own.start : own.stop])
-            return hidden.new_empty(0, part.vocab[-1].stop)
-        return self._decoder.logits(hidden, wanted)
+        return self._run(rows, token_ids, self._decoder.logits)
 
     def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.hidden``."""
-        return self._decoder.normed(*self._run_layers(rows, token_ids))
+        return self._run(rows, token_ids, self._decoder.normed)
+
+    def _run(self, rows: StepRows, token_ids: Tensor, end: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``end``: what the last stage makes of the hidden states of all tokens and the places of those wanted."""
+        hidden, wanted = self._run_layers(rows, token_ids)
+        part = self._stage.part
+        if part.place.is_last_stage:
+            return end(hidden, wanted)
+        own = part.own_hidden
+        self._stage.pass_on(hidden[:, own.start : own.stop])
+        return hidden[:0]
 
     def _run_layers(self, rows: StepRows, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states of all tokens, and the places of those that are wanted."""
@@ -176,20 +183,22 @@ class _Loader:
             attention_norm=self._layer_norm(index, names.attention_norm),
             attention=Attention(
                 index=place,
-                qkv=self._adapted(self._linear(*tensors.qkv(index)), index, QKV)
+                qkv=self._adapted(self._linear(*tensors.qkv(index)), place, QKV)
                 if latent is None
                 else self._latent_qkv(latent),
                 num_rotated=len(self.part.heads) + len(self.part.kv_heads),
                 head_dim=config.head_dim,
                 qk_norm=self._qk_norm(index),
                 rope=config.layers[index].rope,
-                output=self._adapted(self._back(*output, self.part.attended(config.head_dim)), index, OUTPUT),
+                output=self._back(
+                    self._adapted(self._linear(*output), place, OUTPUT), self.part.attended(config.head_dim)
+                ),
                 window=config.layers[index].window,
                 sinks=None if sinks is None else self._wide(sinks),
             ),
             attention_post_norm=self._layer_norm(index, names.attention_post_norm),
             mlp_norm=self._layer_norm(index, names.mlp_norm),
-            feed_forward=self._feed_forward(index),
+            feed_forward=self._feed_forward(place, index),
             mlp_post_norm=self._layer_norm(index, names.mlp_post_norm),
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
@@ -221,7 +230,7 @@ class _Loader:
             compress=self._linear(latent.key_value_in(), None),
             expand=InTurn(self._expansion(latent.key_value_expansion())),
             rank=config.rank,
-            num_heads=self._config.num_heads,
+            num_heads=len(self.part.heads),
             places=latent.shared_places().to(self._device),
         )
 
@@ -229,34 +238,45 @@ class _Loader:
         norm = RmsNorm(placed(expansion.norm, self._dtype, self._device), LATENT_EPS)
         return norm, self._linear(expansion.weight, None)
 
-    def _feed_forward(self, index: int) -> Product:
+    def _feed_forward(self, place: int, index: int) -> Product:
         feed = self._config.layers[index].feed_forward
+        inner = self.part.inner(feed.intermediate_size)
         if feed.experts is not None:
             return self._experts(self.tensors.experts(index), feed, feed.experts)
         return FeedForward(
-            up=self._adapted(self._linear(*self.tensors.gate_up(index)), index, GATE_UP),
+            up=self._adapted(self._linear(*self.tensors.gate_up(index)), place, GATE_UP),
             activation=feed.activation,
             is_gated=feed.is_gated,
-            down=self._adapted(self._back(*self.tensors.down(index), self.part.inner), index, DOWN),
+            down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, DOWN), inner),
         )
 
     def _experts(self, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
         correction, shared, shared_gate = tensors.correction(), tensors.shared(), tensors.shared_gate()
+        part, between = self.part, Alone() if self.part.is_fast else self._mates
         return Experts(
             routing=config.routing,
             router=self._linear(*tensors.router()),
-            experts=tuple(self._expert(tensors.expert(i), feed) for i in range(config.routing.num_experts)),
+            experts=tuple(
+                self._expert(expert, feed, self._linear(expert.down, expert.down_bias))
+                for expert in map(tensors.expert, range(config.routing.num_experts))
+            ),
+            between=partial(between.gather, cut=part.inner(feed.intermediate_size)),
+            behind=self._mates.add_up if part.is_fast else partial(self._mates.gather, cut=part.hidden),
             correction=None if correction is None else self._wide(correction),
-            shared=None if shared is None else self._expert(shared, feed),
+            shared=None
+            if shared is None
+            else self._expert(
+                shared, feed, self._back(self._linear(shared.down, None), part.inner(config.shared_size))
+            ),
             shared_gate=None if shared_gate is None else self._linear(shared_gate, None),
         )
 
-    def _expert(self, expert: Expert, feed: FeedForwardConfig) -> FeedForward:
+    def _expert(self, expert: Expert, feed: FeedForwardConfig, down: Product) -> FeedForward:
         return FeedForward(
             up=self._linear(expert.gate_up, expert.gate_up_bias),
             activation=feed.activation,
             is_gated=feed.is_gated,
-            down=self._linear(expert.down, expert.down_bias),
+            down=down,
         )
 
     def _qk_norm(self, index: int) -> Product | None:
@@ -282,12 +302,11 @@ class _Loader:
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Linear(weight, bias, dtype=self._dtype, device=self._device)
 
-    def _adapted(self, product: Product, index: int, site: str) -> Product:
-        return product if self._adapters is None else AdaptedProduct(product, self._adapters, index, site)
+    def _adapted(self, product: Product, place: int, site: str) -> Product:
+        return product if self._adapters is None else AdaptedProduct(product, self._adapters, place, site)
 
-    def _back(self, weight: Tensor, bias: Tensor | None, inputs: Cut) -> Product:
+    def _back(self, own: Product, inputs: Cut) -> Product:
         """A projection back to the hidden state."""
-        own = self._linear(weight, bias)
         if self.part.is_whole_stage:
             return own
         if self.part.is_fast:

@@ -1,14 +1,16 @@
-"""The tensors of experts in the model's form.
+"""The tensors of experts in the model's form, or one rank's part of each.
 
 Owns: their names, experts that lie in one tensor. Must not know: files, the rest of a layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
+from headway_executor.models.part import ModelPart
 from headway_kernels.experts import Expert
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -43,23 +45,31 @@ def _feed_forward(config: ExpertsConfig, prefix: str, hidden: int, inner: int) -
     yield f"{prefix}{config.names.down}.weight", (hidden, inner)
 
 
-class ExpertTensors:
-    """Those of one layer; ``read`` takes a name behind the layer's prefix, and rows or None."""
+class Reading(Protocol):
+    """Reads a tensor of a layer, by the name behind its prefix, or some of its rows and of its last dimension."""
 
-    def __init__(self, config: ExpertsConfig, read: Callable[[str, range | None], Tensor]) -> None:
+    def __call__(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor: ...  # noqa: D102
+
+
+class ExpertTensors:
+    """Those of one layer. A rank of several has its columns of each expert, and the whole router."""
+
+    def __init__(self, config: ExpertsConfig, feed: FeedForwardConfig, part: ModelPart, read: Reading) -> None:
         self._config = config
+        self._size = feed.intermediate_size
         self._names = config.names
+        self._part = part
         self._read = read
 
     def router(self) -> tuple[Tensor, Tensor | None]:
         """``[experts, hidden]``, and bias."""
         name = self._names.router
-        weight = self._read(f"{name}.weight", None)
-        return weight, self._read(f"{name}.bias", None) if self._config.has_router_bias else None
+        weight = self._read(f"{name}.weight")
+        return weight, self._read(f"{name}.bias") if self._config.has_router_bias else None
 
     def correction(self) -> Tensor | None:
         """``[experts]``, or None."""
-        return None if self._names.correction is None else self._read(self._names.correction, None)
+        return None if self._names.correction is None else self._read(self._names.correction)
 
     def expert(self, number: int) -> Expert:
         """One of those that are chosen."""
@@ -71,21 +81,29 @@ class ExpertTensors:
 
     def shared_gate(self) -> Tensor | None:
         """``[1, hidden]``, or None."""
-        return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight", None)
+        return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight")
 
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
+        inner, _ = self._own(number)
         if self._config.is_stacked and number is not None:
-            weight, bias = self._stacked(self._names.gate_up[0], number)
-            return _gates_first(weight), _gates_first(bias)
-        parts = [self._read(f"{self._prefix(number)}{name}.weight", None) for name in self._names.gate_up]
+            # Inputs before outputs, a gate and its up side by side.
+            pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
+            name, rows = self._names.gate_up[0], range(number, number + 1)
+            bias = _gates_first(self._read(f"{name}_bias", rows, pairs)[0])
+            return _gates_first(self._read(name, rows, pairs)[0].t()), bias
+        parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in self._names.gate_up]
         return torch.cat(parts), None
 
     def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
+        _, (outputs, inputs) = self._own(number)
         if self._config.is_stacked and number is not None:
-            return self._stacked(self._names.down, number)
-        return self._read(f"{self._prefix(number)}{self._names.down}.weight", None), None
+            name, rows = self._names.down, range(number, number + 1)
+            back = self._read(name, rows, outputs)[0]
+            weight = (back if inputs is None else back[inputs.start : inputs.stop]).t()
+            return weight, self._read(f"{name}_bias", rows, outputs)[0] if self._adds_bias else None
+        return self._read(f"{self._prefix(number)}{self._names.down}.weight", outputs, inputs), None
 
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)
@@ -94,10 +112,17 @@ class ExpertTensors:
     def _prefix(self, number: int | None) -> str:
         return self._names.shared if number is None else self._names.expert.format(number)
 
-    def _stacked(self, name: str, number: int) -> tuple[Tensor, Tensor]:
-        """Outputs before inputs, and bias; in the file, a gate and its up lie side by side."""
-        rows = range(number, number + 1)
-        return self._read(name, rows)[0].t(), self._read(f"{name}_bias", rows)[0]
+    @property
+    def _adds_bias(self) -> bool:
+        """In the fast form, the ranks' outputs are added."""
+        return not self._part.is_fast or self._part.place.tensor_rank == 0
+
+    def _own(self, number: int | None) -> tuple[range | None, tuple[range | None, range | None]]:
+        """The own columns of an expert; rows and columns of its projection back. None: all."""
+        if self._part.is_whole_stage:
+            return None, (None, None)
+        inner = self._part.own_of_expert(self._config.shared_size if number is None else self._size)
+        return inner, ((None, inner) if self._part.is_fast else (self._part.own_hidden, None))
 
 
 def _gates_first(pairs: Tensor) -> Tensor:

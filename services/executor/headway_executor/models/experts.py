@@ -3,30 +3,37 @@
 Owns: sending tokens to experts and adding what they give. Must not know: weights, families.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headway_executor.models.decoder import FeedForward, Product
 from headway_kernels.experts import choose_experts
 from headway_kernels.routing import Routing
+
+
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Every function maps ``[tokens, hidden]`` to as many rows: ``router`` to ``[tokens, experts]``, an expert to its like.
 
-    All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``) weighs, if
-    any. ``correction``: see ``choose_experts``.
+    Ranks that have parts of each expert exchange columns ``between`` its products and ``behind`` them, once for all
+    experts. All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``)
+    weighs, if any. ``correction``: see ``choose_experts``.
     """
 
     routing: Routing
-    router: Callable[[Tensor], Tensor]
-    experts: tuple[Callable[[Tensor], Tensor], ...]
+    router: Product
+    experts: tuple[FeedForward, ...]
     correction: Tensor | None = None
-    shared: Callable[[Tensor], Tensor] | None = None
-    shared_gate: Callable[[Tensor], Tensor] | None = None
+    shared: Product | None = None
+    shared_gate: Product | None = None
+    between: Product = _as_it_is
+    behind: Product = _as_it_is
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, ``[tokens, hidden]``, a new tensor."""
@@ -41,6 +48,13 @@ class Experts:
         """What each chosen expert gives, ``[tokens, num_chosen, hidden]``; each runs once, with all of its tokens."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        rows = torch.split(hidden.index_select(0, order // chosen.shape[1]), counts)
-        given = torch.cat([expert(some) for expert, some in zip(self.experts, rows, strict=True) if len(some)])
+        rows = hidden.index_select(0, order // chosen.shape[1])
+        activated = self.between(self._in_turn([expert.activated for expert in self.experts], rows, counts))
+        given = self.behind(self._in_turn([expert.down for expert in self.experts], activated, counts))
         return torch.empty_like(given).index_copy_(0, order, given).view(*chosen.shape, -1)
+
+    @staticmethod
+    def _in_turn(products: list[Product], rows: Tensor, counts: list[int]) -> Tensor:
+        """Each with its rows, which follow each other."""
+        parts = torch.split(rows, counts)
+        return torch.cat([product(part) for product, part in zip(products, parts, strict=True) if len(part)])

@@ -62,7 +62,6 @@ class ForwardPass(Protocol):
 
     pool: KvPool
     adapters: ModelAdapters | None
-    """None for a rank of several."""
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """Store the keys and values of all tokens; return the wanted logits: floating, ``[m, vocab]``.
@@ -73,8 +72,5 @@ class ForwardPass(Protocol):
         ...
 
     def hidden(self, rows: StepRows, token_ids: Tensor) -> Tensor:
-        """The same, but return the wanted tokens' hidden states behind the final norm: floating, ``[m, hidden]``.
-
-        Only of a model that one rank has whole.
-        """
+        """The same, but return the wanted tokens' hidden states behind the final norm: floating, ``[m, hidden]``."""
         ...

@@ -1,6 +1,6 @@
 """The tensors of multi-head latent attention in the model's form.
 
-Owns: their names, the order and padding of channels. Must not know: files, the rest of a layer.
+Owns: their names, the order and padding of channels, one rank's heads. Must not know: files, the rest of a layer.
 
 Keys and values come from one compressed row of a token (DeepSeek-AI 2024, arXiv 2405.04434). In a head, the channels that
 are rotated come first here, and values are padded to the width of keys.
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.models.config import LatentConfig
+from headway_executor.models.part import ModelPart
 
 LATENT_EPS = 1e-6
 """Of the norms of compressed rows, whatever the other norms have."""
@@ -47,14 +48,17 @@ class Expansion(NamedTuple):
 
 
 class LatentTensors:
-    """Those of one layer; ``read`` takes a name behind the layer's prefix.
+    """Those of one layer; ``read`` takes a name behind the layer's prefix, and rows and columns or None.
 
-    ``channel_order`` (int64, ``[key_dim]``) orders the channels of a head, rotated ones first.
+    ``channel_order`` (int64, ``[key_dim]``) orders the channels of a head, rotated ones first. Of a ``part``, ``heads``
+    and ``own_hidden`` count what it has (see ``ModelTensors``); compressed rows are whole.
     """
 
-    def __init__(self, config: LatentConfig, heads: int, channel_order: Tensor, read: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self, config: LatentConfig, part: ModelPart, channel_order: Tensor, read: Callable[..., Tensor]
+    ) -> None:
         self._config = config
-        self._heads = heads
+        self._part = part
         self._order = channel_order
         self._read = read
 
@@ -80,16 +84,18 @@ class LatentTensors:
     def key_value_expansion(self) -> Expansion:
         """To keys, then values: ``[2 * heads * key_dim]``; the channels that keys share are zeros."""
         config = self._config
-        by_head = self._read(f"{_KEY_VALUE}.weight").view(self._heads, config.plain_dim + config.value_dim, -1)
+        by_head = self._of_heads(_KEY_VALUE, config.plain_dim + config.value_dim)
         keys = functional.pad(by_head[:, : config.plain_dim], (0, 0, config.rotary_dim, 0))[:, self._order]
         values = functional.pad(by_head[:, config.plain_dim :], (0, 0, 0, config.key_dim - config.value_dim))
         weight = torch.cat([keys, values]).flatten(0, 1)
         return Expansion(self._read(f"{_KEY_VALUE_NORM}.weight"), weight)
 
     def output(self) -> Tensor:
-        """``[hidden, heads * key_dim]``."""
-        stored = self._read(f"{_OUTPUT}.weight")
-        by_head = stored.view(len(stored), self._heads, self._config.value_dim)
+        """``[own_hidden, all heads * key_dim]``."""
+        part, value_dim = self._part, self._config.value_dim
+        rows, columns = (None, self._channels(value_dim)) if part.is_fast else (part.own_hidden, None)
+        stored = self._read(f"{_OUTPUT}.weight", rows, columns)
+        by_head = stored.view(len(stored), stored.shape[1] // value_dim, value_dim)
         return functional.pad(by_head, (0, self._config.key_dim - self._config.value_dim)).flatten(1)
 
     def shared_places(self) -> Tensor:
@@ -97,6 +103,14 @@ class LatentTensors:
         return (self._order < self._config.rotary_dim).nonzero().flatten()
 
     def _queries(self, name: str) -> Tensor:
-        by_head = self._read(f"{name}.weight").view(self._heads, self._config.key_dim, -1)
+        by_head = self._of_heads(name, self._config.key_dim)
         rotated_first = torch.cat([by_head[:, self._config.plain_dim :], by_head[:, : self._config.plain_dim]], 1)
         return rotated_first[:, self._order].flatten(0, 1)
+
+    def _of_heads(self, name: str, head_dim: int) -> Tensor:
+        """``[heads, head_dim, inputs]``."""
+        stored = self._read(f"{name}.weight", self._channels(head_dim))
+        return stored.view(len(self._part.heads), head_dim, stored.shape[1])
+
+    def _channels(self, head_dim: int) -> range:
+        return range(self._part.heads.start * head_dim, self._part.heads.stop * head_dim)

@@ -5,6 +5,7 @@ Owns: names, tied and fused tensors. Must not know: files.
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -107,7 +108,7 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-        """Return a tensor in its own dtype, or some of its rows and columns."""
+        """Return a tensor in its own dtype, or some of its rows and columns: of the first and the last dimension."""
         ...
 
 
@@ -150,7 +151,7 @@ class ModelTensors:
 
     A result may be the mapped file: do not write to it or keep it. ``channel_order`` (int64, ``[head_dim]``) orders the
     channels of query and key heads. In shapes, ``heads``, ``kv_heads``, ``own_hidden``, ``own_inner`` and ``own_vocab``
-    count what the part has; the fast form has all outputs and its own inputs instead.
+    count what the part has, ``own_inner`` of the layer's size; the fast form has all outputs and its own inputs instead.
     """
 
     def __init__(
@@ -207,15 +208,16 @@ class ModelTensors:
 
     def down(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, intermediate]``, and bias."""
-        has_bias = self._config.layers[index].feed_forward.has_bias
-        return self._back(index, self._names.down, self._part.own_inner, has_bias=has_bias)
+        feed = self._config.layers[index].feed_forward
+        own = self._part.own_inner(feed.intermediate_size)
+        return self._back(index, self._names.down, own, has_bias=feed.has_bias)
 
     def latent(self, index: int) -> LatentTensors | None:
         """Of a model with latent attention, instead of ``qkv`` and ``output``."""
         latent = self._config.attention.latent
         if latent is None:
             return None
-        return LatentTensors(latent, self._config.num_heads, self._channel_order, lambda name: self._read(index, name))
+        return LatentTensors(latent, self._part, self._channel_order, partial(self._read, index))
 
     def sinks(self, index: int) -> Tensor | None:
         """``[heads]``, or None."""
@@ -224,11 +226,13 @@ class ModelTensors:
 
     def experts(self, index: int) -> ExpertTensors:
         """Of a layer that has experts."""
-        config = self._config.layers[index].feed_forward.experts
-        assert config is not None
-        return ExpertTensors(
-            config, lambda name, rows: self._here(self._checkpoint.read(self._name(index, name), rows))
-        )
+        feed = self._config.layers[index].feed_forward
+        assert feed.experts is not None
+
+        def read(name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+            return self._here(self._checkpoint.read(self._name(index, name), rows, columns))
+
+        return ExpertTensors(feed.experts, feed, self._part, read)
 
     def qk_norm(self, index: int) -> Tensor | None:
         """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
@@ -278,7 +282,7 @@ class ModelTensors:
     def _gate_up(self, index: int, kind: str) -> Tensor:
         feed = self._config.layers[index].feed_forward
         count = 2 if feed.is_gated else 1
-        widths, owns = (feed.intermediate_size,) * count, (self._part.own_inner,) * count
+        widths, owns = (feed.intermediate_size,) * count, (self._part.own_inner(feed.intermediate_size),) * count
         return torch.cat(self._parts(index, self._names.gate_up, kind, widths, owns))
 
     def _qkv(self, index: int, kind: str) -> Tensor:

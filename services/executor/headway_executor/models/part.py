@@ -16,7 +16,8 @@ from headway_executor.ranks.place import ALONE, RankPlace
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What one rank has. ``hidden``, ``inner`` and ``vocab`` hold each rank's columns: of the stage, in order.
+    """What one rank has. ``hidden`` and ``vocab`` hold each rank's columns: of the stage, in order. Columns are cut at
+    multiples of ``unit``, between the projections of ``head_unit``.
 
     ``heads`` and ``kv_heads`` are this rank's. Several ranks may have the same key-value head.
     """
@@ -27,8 +28,9 @@ class ModelPart:
     kv_heads: range
     all_heads: tuple[range, ...]
     hidden: tuple[range, ...]
-    inner: tuple[range, ...]
     vocab: tuple[range, ...]
+    unit: int
+    head_unit: int
     is_fast: bool
 
     @property
@@ -37,14 +39,26 @@ class ModelPart:
         return self.hidden[self.place.tensor_rank]
 
     @property
-    def own_inner(self) -> range:
-        """This rank's columns between gate and down projection."""
-        return self.inner[self.place.tensor_rank]
-
-    @property
     def own_vocab(self) -> range:
         """This rank's columns of the logits."""
         return self.vocab[self.place.tensor_rank]
+
+    def inner(self, size: int) -> tuple[range, ...]:
+        """Each rank's columns between gate and down projection of a feed-forward of ``size`` columns."""
+        return _cut(size, self.place.tensor_parallel, self.head_unit)
+
+    def own_inner(self, size: int) -> range:
+        """This rank's columns of them."""
+        return self.inner(size)[self.place.tensor_rank]
+
+    def of_expert(self, size: int) -> tuple[range, ...]:
+        """As ``inner``, of an expert, with the columns that fill its last unit."""
+        return self.inner(-(-size // self.unit) * self.unit)
+
+    def own_of_expert(self, size: int) -> range:
+        """This rank's columns of an expert, without those that fill its last unit."""
+        own = self.of_expert(size)[self.place.tensor_rank]
+        return range(min(own.start, size), min(own.stop, size))
 
     def attended(self, head_dim: int) -> tuple[range, ...]:
         """Each rank's columns of the attended values."""
@@ -59,7 +73,7 @@ class ModelPart:
 def part_of(
     config: ModelConfig, place: RankPlace, *, unit: int = 1, head_unit: int = 1, is_fast: bool = False
 ) -> ModelPart:
-    """Return the part of one rank. Columns are cut at multiples of ``unit``, between the projections of ``head_unit``.
+    """Return the part of one rank.
 
     Raises:
         BackendConfigError: the model cannot be cut into so many parts.
@@ -75,8 +89,9 @@ def part_of(
         kv_heads=range(first_kv, first_kv + max(1, config.num_kv_heads // degree)),
         all_heads=all_heads,
         hidden=_cut(config.hidden_size, degree, unit),
-        inner=_cut(config.intermediate_size, degree, head_unit),
         vocab=_cut(config.vocab_size, degree, unit),
+        unit=unit,
+        head_unit=head_unit,
         is_fast=is_fast,
     )
 
@@ -95,14 +110,6 @@ def _cut(total: int, parts: int, unit: int) -> tuple[range, ...]:
 
 def _check(config: ModelConfig, place: RankPlace) -> None:
     degree, heads, kv_heads = place.tensor_parallel, config.num_heads, config.num_kv_heads
-    if degree > 1 and any(layer.feed_forward.experts is not None for layer in config.layers):
-        raise BackendConfigError(
-            f"tensor_parallel {degree} is not allowed; the model has experts, which are not cut, so allowed: 1"
-        )
-    if degree > 1 and config.attention.latent is not None:
-        raise BackendConfigError(
-            f"tensor_parallel {degree} is not allowed; the model has latent attention, which is not cut, so allowed: 1"
-        )
     if degree > 1 and config.attention.qk_norm == "all":
         raise BackendConfigError(
             f"tensor_parallel {degree} is not allowed; the model normalises queries over all heads, so allowed: 1"

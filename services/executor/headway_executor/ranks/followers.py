@@ -4,6 +4,7 @@ Owns: who is there, what they have said, when one counts as lost, the comparison
 know: sockets, the scheduler.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 from headway_executor.ending import EXIT_BAD_CONFIGURATION
@@ -11,11 +12,13 @@ from headway_executor.metrics import GroupFigures
 from headway_executor.ranks.messages import (
     SIGN_INTERVAL_S,
     Accepted,
+    AdapterDropped,
     BlocksAgreed,
     GroupBreaks,
     GroupEnds,
     GroupLives,
     OfGroup,
+    RankChangedAdapter,
     RankDigest,
     RankFailed,
     RankFetched,
@@ -30,6 +33,7 @@ from headway_executor.ranks.messages import (
 from headway_executor.ranks.place import RankPlace
 from headway_executor.ranks.refusal import Refusal
 from headway_executor.ranks.silence import Silence
+from headway_proto.adapters import AdapterChanged
 from headway_proto.columns import Int32Array, decode_column, encode_column, encode_columns
 from headway_proto.framing import Frame, FramingError
 from headway_proto.step import BackendInfo
@@ -56,6 +60,7 @@ class Followers:
         self._opened: dict[int, BackendInfo] = {}
         self._fetched: dict[int, dict[int, Int32Array]] = {}
         self._digests: dict[tuple[int, int], dict[int, RankDigest]] = {}
+        self._changed: dict[int, deque[AdapterChanged]] = {rank: deque() for rank in range(1, place.size)}
         self._failures: dict[int, set[int]] = {}
         self._failed_since: dict[int, float] = {}
         self._left: set[int] = set()
@@ -164,6 +169,16 @@ class Followers:
         found = self._fetched.get(number, {})
         return list(found.values()) if len(found) == self._place.size - 1 else None
 
+    def drop_adapter(self, name: str) -> None:
+        """Let none keep an adapter that some could not load."""
+        self.tell(AdapterDropped(name))
+
+    def take_changed(self) -> dict[int, AdapterChanged] | None:
+        """What each of the others answers to the next change of an adapter, once all have."""
+        if not all(self._changed.values()):
+            return None
+        return {rank: answers.popleft() for rank, answers in self._changed.items()}
+
     def agrees_on(self, epoch: int, step: int, *, state: int, tokens: int) -> bool:
         """Whether all have answered for this step; an answer that differs breaks the group."""
         found = self._digests.get((epoch, step), {})
@@ -227,6 +242,8 @@ class Followers:
                 self._digests.setdefault((body.epoch, body.step), {})[rank] = body
             case RankFailed():
                 self.note_failure(body.number, now, rank)
+            case RankChangedAdapter():
+                self._changed[rank].append(body.answer)
             case RankLeaves():
                 self._left.add(rank)
                 self._break(f"rank {rank} leaves: {body.reason}")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, StepBatch, StepResult
 from headway_executor.models.forward import ForwardPass, StepRows, step_rows
+from headway_executor.pooling import PooledPart, PooledRows, whole_result, without
 from headway_executor.prompt_logprobs import PromptReports, run_ahead_unreported
 from headway_executor.ranks.channel import Channel
 from headway_executor.ranks.drawn_tokens import DrawnTokensIn
@@ -39,6 +40,7 @@ class FollowingModel:
         self._drawn = DrawnTokensIn(channel, self._token_ids, config.place)
         self._refusals = Refusals(vocab_size)
         self._prompts = PromptReports()
+        self._pooled = PooledRows()
         self._proposer = proposer
         self._vocab_size = vocab_size
 
@@ -55,15 +57,29 @@ class FollowingModel:
         started = time.perf_counter_ns()
         self._refusals.forget(batch.finished_rows)
         self._drawn.take_in(batch)
+        adapters = self.forward.adapters
+        if adapters is not None:
+            adapters.leave(batch.finished_rows)
         for new in batch.new_rows:
             token_ids = self._refusals.admit(new.row, new.token_ids)
             self._token_ids[new.row, : len(token_ids)] = torch.from_numpy(token_ids.astype(np.int32))
+            if adapters is not None and (why_not := adapters.enter(new.row, new.adapter)):
+                self._refusals.add({new.row: why_not})
         self._prompts.begin_step(batch)
+        self._pooled.begin_step(batch)
         if not len(batch.rows):
             return StepResult(sampled_token_ids=EMPTY_COLUMN)
-        result = self._run(batch)
+        part = self._pooled.part_of(batch)
+        result = self._run(batch) if part is None else self._pool(batch, part)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return msgspec.structs.replace(result, device_time_us=elapsed_us)
+
+    def _pool(self, batch: StepBatch, part: PooledPart) -> StepResult:
+        """A step with pooled rows: first the others, as on rank 0."""
+        rest = without(batch, part)
+        result = self._run(rest) if len(rest.rows) else StepResult(sampled_token_ids=EMPTY_COLUMN)
+        self.forward.hidden(part.rows, self._token_ids)
+        return whole_result(rest, result, part, (), ())
 
     def _run(self, batch: StepBatch) -> StepResult:
         rows, accepted, num_draws = step_rows(batch), None, int(np.count_nonzero(batch.samples))

@@ -12,12 +12,15 @@ from headway_executor.block_store.transfers import StepNumber
 from headway_executor.ranks.agreed_store import AgreedStore
 from headway_executor.ranks.leading_link import checksum_of
 from headway_executor.ranks.messages import (
+    OWN_CHANGE,
     SIGN_INTERVAL_S,
     Accepted,
+    AdapterDropped,
     BlocksAgreed,
     GroupBreaks,
     GroupEnds,
     OfRank,
+    RankChangedAdapter,
     RankDigest,
     RankFailed,
     RankFetched,
@@ -33,7 +36,7 @@ from headway_executor.ranks.messages import (
 from headway_executor.ranks.place import RankPlace
 from headway_executor.ranks.silence import Silence
 from headway_executor.ranks.watched_backend import WatchedBackend
-from headway_executor.step_link import EpochBegan, LinkOutcome, MustEnd, ProposalsAccepted, StepReady
+from headway_executor.step_link import AdapterAsked, EpochBegan, LinkOutcome, MustEnd, ProposalsAccepted, StepReady
 from headway_proto.adapters import AdapterChange, AdapterChanged
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, decode_column, decode_columns, encode_column
 from headway_proto.framing import FramingError
@@ -106,6 +109,8 @@ class FollowingLink:
                     self._store.settle(frame.body.number, decode_column(frame.body.missing))
                 case Accepted() if frame.body.epoch == self._epoch:
                     outcome.events.append(ProposalsAccepted(decode_columns(frame.body.columns, 3)))
+                case AdapterDropped():
+                    outcome.events.append(AdapterAsked(AdapterChange(OWN_CHANGE, frame.body.name)))
                 case GroupEnds():
                     self.has_ended = True
                 case GroupBreaks():
@@ -164,9 +169,8 @@ class FollowingLink:
         return [self._frame(RankLeaves(self._place.rank, reason))]
 
     def answer_adapter(self, change: AdapterChange, answer: AdapterChanged) -> list[bytes]:
-        """See ``Link``: rank 0 is never told to load any."""
-        del change, answer
-        return []
+        """See ``Link``: rank 0 answers for all."""
+        return [] if change.number == OWN_CHANGE else [self._frame(RankChangedAdapter(self._place.rank, answer))]
 
     def begin(self, number: StepNumber) -> None:
         """See ``Ranks``: rank 0 has begun it."""
@@ -186,6 +190,8 @@ class FollowingLink:
             self._next_step += 1
             self._num_steps += 1
             outcome.events.append(StepReady(body))
+        elif isinstance(body, AdapterChange):
+            outcome.events.append(AdapterAsked(body))
 
     def _sign(self) -> bytes:
         if self.was_heard:

@@ -24,7 +24,7 @@ from headway_executor.ranks.stage_mates import (
     SharedRows,
 )
 from headway_executor.ranks.switched import SwitchedMeeting
-from headway_kernels.cpu.decoder import StageMates
+from headway_kernels.cpu.decoder import StageMates, WideRows
 from headway_kernels.cpu.library import CpuLibrary
 from headway_kernels.cpu.meeting import POST_BYTES, MeetingPlace
 
@@ -93,8 +93,8 @@ class RankGroup:
         """The largest of each number over all ranks."""
         return [int(number) for number in self._ranks.most(torch.tensor(numbers, dtype=torch.int64))]
 
-    def rows(self, library: CpuLibrary, cuts: Sequence[Cut]) -> StageMates:
-        """The ranks of this stage, for a model on the CPU kernels; ``cuts``: of each of ``WideRows``."""
+    def rows(self, library: CpuLibrary, cuts: WideRows[Cut]) -> StageMates:
+        """The ranks of this stage, for a model on the CPU kernels."""
         if isinstance(self.columns, MessageColumns):
             return MessageRows(self.columns, self.place.tensor_rank, cuts)
         if self._meeting_place is not None:

@@ -3,11 +3,13 @@
 Owns: when a frame is relayed, which answers wait for other ranks. Must not know: sockets, clocks, backends.
 
 A step is relayed when rank 0 begins it, and never otherwise: so all ranks make the same calls in the same order. An
-answer whose digest is due waits until all ranks have given theirs, and later answers wait behind it.
+answer whose digest is due waits until all ranks have given theirs, and later answers wait behind it. A change of an
+adapter is relayed as it comes, and answered once all ranks have answered.
 """
 
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,9 @@ from headway_executor.block_store.puller import FetchedBlocks
 from headway_executor.block_store.transfers import StepNumber
 from headway_executor.ranks.agreed_store import AgreedStore
 from headway_executor.ranks.followers import Followers
+from headway_executor.ranks.messages import OWN_CHANGE
 from headway_executor.ranks.watched_backend import WatchedBackend
-from headway_executor.step_link import EpochBegan, LinkOutcome, MustEnd, StepLink, StepReady
+from headway_executor.step_link import AdapterAsked, EpochBegan, LinkEvent, LinkOutcome, MustEnd, StepLink, StepReady
 from headway_proto.adapters import AdapterChange, AdapterChanged
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, encode_column
 
@@ -37,6 +40,17 @@ class _Answer(NamedTuple):
     tokens: int
 
 
+def _agreed(own: AdapterChanged, others: Mapping[int, AdapterChanged]) -> AdapterChanged:
+    """The answer of a group."""
+    for rank, other in others.items():
+        if own.error:
+            break
+        if other != own:
+            error = other.error or "other files than rank 0"
+            return AdapterChanged(own.number, error=f"rank {rank}: {error}")
+    return own
+
+
 class LeadingLink:
     """See ``seams.Link`` and ``seams.Ranks``."""
 
@@ -50,6 +64,8 @@ class LeadingLink:
         self._frames: dict[tuple[int, int], bytes] = {}
         """Of steps that have not begun."""
         self._answers: deque[_Answer] = deque()
+        self._changes: deque[tuple[AdapterChange, AdapterChanged]] = deque()
+        """Of adapters, with rank 0's own answers."""
         self._tokens = 0
         self._own_report: tuple[int, Int32Array] | None = None
         self._number = 0
@@ -76,6 +92,8 @@ class LeadingLink:
                 self._tokens = 0
                 self._followers.begin_epoch()
                 self._followers.relay(data)
+            elif isinstance(event, AdapterAsked):
+                self._followers.relay(data)
         return outcome
 
     def tick(self, now: float) -> LinkOutcome:
@@ -84,9 +102,10 @@ class LeadingLink:
             self._followers.note_failure(failure[0], now)
         self._followers.look(now)
         self._settle()
-        frames = self._release()
+        answers, events = self._answer_changes()
+        frames = self._release() + answers
         outcome = self._link.tick(now)
-        events = outcome.events
+        events += outcome.events
         if self._followers.broken:
             events = [*events, MustEnd(self._followers.broken)]
         return LinkOutcome(frames + outcome.frames, events)
@@ -122,8 +141,10 @@ class LeadingLink:
         return self._link.leave(reason)
 
     def answer_adapter(self, change: AdapterChange, answer: AdapterChanged) -> list[bytes]:
-        """See ``Link``."""
-        return self._link.answer_adapter(change, answer)
+        """See ``Link``: the scheduler hears it once all ranks have answered."""
+        if change.number != OWN_CHANGE:
+            self._changes.append((change, answer))
+        return []
 
     def begin(self, number: StepNumber) -> None:
         """See ``Ranks``."""
@@ -146,6 +167,19 @@ class LeadingLink:
             self._own_report, self._number = None, number
             union = np.unique(np.concatenate([missing, *others])).astype(np.int32)
             self._store.settle(number, union)
+
+    def _answer_changes(self) -> tuple[list[bytes], list[LinkEvent]]:
+        """If one rank could not load an adapter, none keeps it."""
+        frames: list[bytes] = []
+        events: list[LinkEvent] = []
+        while self._changes and (others := self._followers.take_changed()) is not None:
+            change, own = self._changes.popleft()
+            answer = _agreed(own, others)
+            if answer.error and change.directory:
+                self._followers.drop_adapter(change.name)
+                events.append(AdapterAsked(AdapterChange(OWN_CHANGE, change.name)))
+            frames += self._link.answer_adapter(change, answer)
+        return frames, events
 
     def _release(self) -> list[bytes]:
         frames: list[bytes] = []

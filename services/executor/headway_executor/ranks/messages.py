@@ -10,11 +10,16 @@ from typing import TypeAlias
 
 import msgspec
 
+from headway_proto.adapters import AdapterChanged
 from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.step import BackendInfo
 
 SIGN_INTERVAL_S = 0.25
 """A rank that has nothing to say gives a sign of life so often."""
+
+
+OWN_CHANGE = 0
+"""The number of a change of an adapter that the group makes by itself; the scheduler counts from 1."""
 
 
 class RankHello(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +78,13 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True):
     error: str
 
 
+class RankChangedAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a relayed change of an adapter; a rank answers in the order of the changes."""
+
+    rank: int
+    answer: AdapterChanged
+
+
 class RankLeaves(msgspec.Struct, frozen=True, array_like=True):
     """This process ends."""
 
@@ -100,6 +112,12 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
     columns: bytes
 
 
+class AdapterDropped(msgspec.Struct, frozen=True, array_like=True):
+    """Some rank could not load the adapter, so none keeps it. Nobody waits for an answer."""
+
+    name: str
+
+
 class GroupLives(msgspec.Struct, frozen=True, array_like=True):
     """A sign of life of rank 0."""
 
@@ -116,9 +134,17 @@ class GroupBreaks(msgspec.Struct, frozen=True, array_like=True):
 
 
 OfRank: TypeAlias = (
-    RankHello | RankOpened | RankRefuses | RankLives | RankFetched | RankDigest | RankFailed | RankLeaves
+    RankHello
+    | RankOpened
+    | RankRefuses
+    | RankLives
+    | RankFetched
+    | RankDigest
+    | RankFailed
+    | RankLeaves
+    | RankChangedAdapter
 )
-OfGroup: TypeAlias = Relayed | BlocksAgreed | Accepted | GroupLives | GroupEnds | GroupBreaks
+OfGroup: TypeAlias = Relayed | BlocksAgreed | Accepted | AdapterDropped | GroupLives | GroupEnds | GroupBreaks
 
 _OF_RANK: dict[type[msgspec.Struct], int] = {
     RankHello: 64,
@@ -129,6 +155,7 @@ _OF_RANK: dict[type[msgspec.Struct], int] = {
     RankDigest: 69,
     RankFailed: 70,
     RankLeaves: 71,
+    RankChangedAdapter: 72,
 }
 _OF_GROUP: dict[type[msgspec.Struct], int] = {
     Relayed: 80,
@@ -137,6 +164,7 @@ _OF_GROUP: dict[type[msgspec.Struct], int] = {
     GroupEnds: 83,
     GroupBreaks: 84,
     Accepted: 85,
+    AdapterDropped: 86,
 }
 
 

@@ -20,7 +20,7 @@ from headway_kernels.cpu.meeting import MeetingPlace
 Cut: TypeAlias = tuple[range, ...]
 """The columns of each rank."""
 
-_MEETINGS = (None, 0, 1, None, 2, 3)
+_MEETINGS = (None, 0, 1, None, 2, 3, 4, 5)
 """Which of ``WideRows`` each ``enum meeting`` of the kernels completes."""
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
@@ -113,7 +113,7 @@ class SharedRows:
         self._memory = memory
         self.meet, self.context, self.is_shared = place.meet, place.context, True
 
-    def wide_rows(self, sizes: Sequence[tuple[int, int]]) -> WideRows:
+    def wide_rows(self, sizes: WideRows[tuple[int, int]]) -> WideRows[Tensor]:
         """See ``StageMates.wide_rows``."""
         return _wide_rows(self._memory.bytes, sizes)
 
@@ -122,22 +122,26 @@ class SharedRows:
         if self._place.differs:
             raise DivergedError("the ranks of this executor began different steps")
 
+    def giving_hidden_states(self) -> "SharedRows":
+        """See ``StageMates.giving_hidden_states``."""
+        return self
+
 
 class MessageRows:
-    """``headway_kernels.cpu.decoder.StageMates`` that sends messages. ``cuts``: of each of ``WideRows``."""
+    """``headway_kernels.cpu.decoder.StageMates`` that sends messages."""
 
-    def __init__(self, columns: MessageColumns, rank: int, cuts: Sequence[Cut]) -> None:
+    def __init__(self, columns: MessageColumns, rank: int, cuts: WideRows[Cut]) -> None:
         self._columns = columns
         self._rank = rank
         self._cuts = cuts
         self._memory = OwnMemory()
-        self._rows: WideRows | None = None
+        self._rows: WideRows[Tensor] | None = None
         self._error: Exception | None = None
         self._callback = _Callback(self._meet)
         self.meet = int(ctypes.cast(self._callback, ctypes.c_void_p).value or 0)
         self.context, self.is_shared = 0, False
 
-    def wide_rows(self, sizes: Sequence[tuple[int, int]]) -> WideRows:
+    def wide_rows(self, sizes: WideRows[tuple[int, int]]) -> WideRows[Tensor]:
         """See ``StageMates.wide_rows``."""
         self._rows = _wide_rows(self._memory.bytes, sizes)
         return self._rows
@@ -146,6 +150,10 @@ class MessageRows:
         """See ``StageMates.check``."""
         if self._error is not None:
             raise self._error
+
+    def giving_hidden_states(self) -> "MessageRows":
+        """See ``StageMates.giving_hidden_states``."""
+        return MessageRows(self._columns, self._rank, self._cuts._replace(logits=self._cuts.hidden))
 
     def _meet(self, context: int | None, about: int, num_rows: int) -> None:  # noqa: ARG002 - this object is it
         which = _MEETINGS[about]
@@ -161,7 +169,7 @@ class MessageRows:
             self._error = error
 
 
-def _wide_rows(memory: Callable[[int], Tensor], sizes: Sequence[tuple[int, int]]) -> WideRows:
+def _wide_rows(memory: Callable[[int], Tensor], sizes: WideRows[tuple[int, int]]) -> WideRows[Tensor]:
     counts = [rows * columns for rows, columns in sizes]
     parts = memory(4 * sum(counts)).view(torch.float32).split_with_sizes(counts)
     return WideRows(*(part.view(size) for part, size in zip(parts, sizes, strict=True)))

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult, taking_adapters
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
 
@@ -57,6 +58,14 @@ class WatchedBackend:
     def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
         """See ``ExecutorBackend.load_blocks``."""
         self._backend.load_blocks(contents, blocks)
+
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter | Future[LoadedAdapter | None]:
+        """See ``AdapterBackend.load_adapter``."""
+        return taking_adapters(self._backend).load_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> Future[LoadedAdapter | None] | None:
+        """See ``AdapterBackend.unload_adapter``."""
+        return taking_adapters(self._backend).unload_adapter(name)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
