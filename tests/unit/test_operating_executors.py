@@ -11,9 +11,9 @@ from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.operations import AdminReply, ExecutorStatus, PrefixToPin, SequenceState, Status
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.choosing.cell_load import Lack, Shortage
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
-from headway_scheduler.placement.cell_load import Lack, Shortage
 from headway_scheduler.placement.placement import AGGREGATED
 from headway_scheduler.wait_sentences import sentence_for_unplaced
 from simulation.world import World

@@ -12,6 +12,7 @@ from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.blame import Blame
 from headway_scheduler.brake import Brake, FailurePause
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
@@ -33,7 +34,6 @@ from headway_scheduler.executor_link import (
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.notices import Notices
-from headway_scheduler.placement.roles import Role
 from headway_scheduler.serving_statistics import ServingStatistics
 
 LEAST_STEP_TOKENS = 8

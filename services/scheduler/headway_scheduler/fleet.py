@@ -14,6 +14,8 @@ from headway_scheduler import commands
 from headway_scheduler.brake import Brake
 from headway_scheduler.cell import Cell, Serving
 from headway_scheduler.core.admission.door import ANOTHER_MODEL, check_request, limit_of
+from headway_scheduler.core.choosing.policies import POLICIES, PlacementSettings
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
@@ -26,8 +28,6 @@ from headway_scheduler.fleet_adapters import FleetAdapters
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.placement import Placement
-from headway_scheduler.placement.policies import POLICIES, PlacementSettings
-from headway_scheduler.placement.roles import Role
 from headway_scheduler.placement.transit import Transit
 
 DEFAULT_PLACEMENT = PlacementSettings()
@@ -186,7 +186,7 @@ class Fleet:
             return
         capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self.placement.add(new, self.transit.loads(), now)
+        self.placement.add(new, self.transit.loads, now)
         self._placement_recorder.arrived(now, new)
 
     def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:

@@ -7,14 +7,14 @@ frames, the records of a flight, or where cells come from.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed, Placement
-from headway_scheduler.placement.roles import Role
 
 RELIEVE_INTERVAL_S = 0.25
 """How often running requests may be sent elsewhere for their gaps."""
@@ -80,6 +80,9 @@ class Transit:
             if request.stored is not None and not self._can_reach(request.stored):
                 self.forget_stored(request)
             yield placed
+            for load in loads:
+                if load.number == placed.cell:
+                    load.read_anew()
 
     def take_back(self, requests: Sequence[Request]) -> None:
         """Let these requests wait for a cell."""
@@ -126,6 +129,7 @@ class Transit:
             request = load.stranded()
             if request is not None and self._placement.would_place_beside(request, loads, load):
                 self.take_back(self._cells[load.number].release([request.new.origin]))
+                load.read_anew()
 
     def _can_reach(self, stored: StoredBlocks) -> bool:
         pools = (cell.core.capacity.host_pool for cell in self._cells if cell.is_open and cell.core is not None)

@@ -4,12 +4,16 @@ Owns: these answers. Must not know: other cells, or which request is next.
 """
 
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from headway_scheduler.core.admission.door import limit_of, what_lacks_for
+from headway_scheduler.core.choosing.roles import Role
+from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
+from headway_scheduler.core.policies.step_time import StepTimeFigures
+from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request, RequestStatus
-from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.placement.roles import Role
 
 _LEAST_SLACK = 0.05
 """Of a step that the rows which decode fill, prompts are expected to get so much all the same."""
@@ -31,22 +35,83 @@ class Shortage(NamedTuple):
     num_there: int
 
 
-class CellLoad:
-    """One cell, for one round of placement. ``accepts``: it takes requests at all."""
+class Gaps(Protocol):
+    """What is read of the gaps between tokens; see ``GapView``."""
 
-    def __init__(self, number: int, view: SchedulerView, *, accepts: bool, role: Role = Role.BOTH) -> None:
+    @property
+    def tightest_s(self) -> float | None: ...  # noqa: D102
+    @property
+    def are_kept(self) -> bool: ...  # noqa: D102
+    def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float: ...  # noqa: D102
+    def newest_decoding(self) -> Request | None: ...  # noqa: D102
+
+
+class Core(Protocol):
+    """What is read of a core; see ``SchedulerView``."""
+
+    @property
+    def capacity(self) -> ExecutorCapacity: ...  # noqa: D102
+    @property
+    def num_running(self) -> int: ...  # noqa: D102
+    @property
+    def num_waiting(self) -> int: ...  # noqa: D102
+    @property
+    def num_waiting_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_prompt_tokens_left(self) -> int: ...  # noqa: D102
+    @property
+    def num_free_blocks(self) -> int: ...  # noqa: D102
+    @property
+    def max_running(self) -> int: ...  # noqa: D102
+    @property
+    def max_num_batched_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def step_times(self) -> StepTimeFigures | None: ...  # noqa: D102
+    @property
+    def gaps(self) -> Gaps: ...  # noqa: D102
+    def num_cached_tokens(self, query: PrefixQuery) -> int: ...  # noqa: D102
+    def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None: ...  # noqa: D102
+    def lowest_running_class(self) -> int: ...  # noqa: D102
+    def waiting(self) -> list[Request]: ...  # noqa: D102
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class CellLoad:
+    """One cell, for one round of placement. ``accepts``: it takes requests at all.
+
+    Figures are read once: whoever gives the cell a request, or takes one away, calls ``read_anew``.
+    """
+
+    def __init__(self, number: int, view: Core, *, accepts: bool, role: Role = Role.BOTH) -> None:
         self.number = number
         self.accepts = accepts
         self.role = role
         self._view = view
         self._gaps = view.gaps
+        self._capacity = view.capacity
+        self._max_request_tokens = self._capacity.max_request_tokens
+        self._max_running = view.max_running
+        self._max_num_batched_tokens = view.max_num_batched_tokens
         self._decode_s = -1.0
         """Asked once per round: what is placed in it does not decode yet."""
+        self._tightest_s: float | None = None
+        self._relative_error = -1.0
+        self.read_anew()
+
+    def read_anew(self) -> None:
+        """The requests of the cell have changed."""
+        view = self._view
+        self.num_running = view.num_running
+        """Requests with a row."""
+        self._num_waiting = view.num_waiting
+        self._num_waiting_tokens = view.num_waiting_tokens
+        self._num_free_blocks = view.num_free_blocks
+        self._num_tokens_ahead = -1
 
     def can_hold(self, request: Request) -> bool:
         """Whether the executor could ever run this request, which another of the same model was found to run."""
-        capacity, new = self._view.capacity, request.new
-        if len(request.token_ids) >= limit_of(new, capacity.max_request_tokens) or what_lacks_for(new, capacity):
+        capacity, new = self._capacity, request.new
+        if len(request.token_ids) >= limit_of(new, self._max_request_tokens) or what_lacks_for(new, capacity):
             return False
         return capacity.supports_prompt_logprobs or not request.is_owed_prompt_logprobs
 
@@ -56,21 +121,21 @@ class CellLoad:
 
     def shortage_for(self, request: Request) -> Shortage | None:
         """Why it would not start soon here; None if it would."""
-        view, num_tokens = self._view, len(request.token_ids)
-        num_here = view.num_running + view.num_waiting
+        num_tokens, num_waiting = len(request.token_ids), self._num_waiting
+        num_here = self.num_running + num_waiting
         if not num_here:
             return None
-        if num_here >= view.max_running:
-            return Shortage(Lack.ROWS, num_here + 1, view.max_running)
-        num_tokens += view.num_waiting_tokens
-        if view.num_waiting and request.stored is None and num_tokens > view.max_num_batched_tokens:
-            return Shortage(Lack.TOKENS, num_tokens, view.max_num_batched_tokens)
-        num_blocks = num_tokens // view.capacity.block_size + view.num_waiting + 1
-        return Shortage(Lack.BLOCKS, num_blocks, view.num_free_blocks) if num_blocks > view.num_free_blocks else None
+        if num_here >= self._max_running:
+            return Shortage(Lack.ROWS, num_here + 1, self._max_running)
+        num_tokens += self._num_waiting_tokens
+        if num_waiting and request.stored is None and num_tokens > self._max_num_batched_tokens:
+            return Shortage(Lack.TOKENS, num_tokens, self._max_num_batched_tokens)
+        num_blocks, num_free_blocks = num_tokens // self._capacity.block_size + num_waiting + 1, self._num_free_blocks
+        return Shortage(Lack.BLOCKS, num_blocks, num_free_blocks) if num_blocks > num_free_blocks else None
 
     def may_make_room_for(self, request: Request) -> bool:
         """Whether one of a lower class runs that would make way for it, and nothing else waits here."""
-        return not self._view.num_waiting and self._view.lowest_running_class() > request.new.priority
+        return not self._num_waiting and self._view.lowest_running_class() > request.new.priority
 
     def stranded(self) -> Request | None:
         """The first preempted request that waits here and has nothing here that it could go on with."""
@@ -86,40 +151,41 @@ class CellLoad:
         )
 
     @property
-    def num_running(self) -> int:
-        """Requests with a row."""
-        return self._view.num_running
-
-    @property
     def num_tokens_ahead(self) -> int:
         """Tokens of prompts that are to be computed before those of a request that comes now."""
-        return self._view.num_prompt_tokens_left
+        if self._num_tokens_ahead < 0:
+            self._num_tokens_ahead = self._view.num_prompt_tokens_left
+        return self._num_tokens_ahead
 
     @property
     def relative_error(self) -> float:
         """The mean error of the step-time model, as a share of the time; 0 while it has learned nothing."""
-        model = self._view.step_times
-        return 0.0 if model is None else model.relative_error
+        if self._relative_error < 0.0:
+            model = self._view.step_times
+            self._relative_error = 0.0 if model is None else model.relative_error
+        return self._relative_error
 
-    def num_cached_tokens(self, request: Request) -> int:
+    def num_cached_tokens(self, query: PrefixQuery) -> int:
         """Tokens of its prompt that need not be computed here."""
-        return self._view.num_cached_tokens(request)
+        return max(self._view.num_cached_tokens(query), query.request.num_swapped_tokens)
 
     def prefill_s(self, num_tokens: int, num_cached_tokens: int) -> float | None:
         """Seconds to compute so many tokens here, beside the rows that decode; None while step times are not known."""
         prompts_s = self._view.prefill_s(num_tokens, num_cached_tokens)
         if prompts_s is None:
             return None
-        objective_s, decode_s = self._gaps.tightest_s, self._decodes_s
+        decode_s = self._decodes_s
+        objective_s = self._tightest_s
         if objective_s and decode_s and self._gaps.are_kept:
             # A step that decodes gives prompts only what the gap objective leaves of it.
             return prompts_s * objective_s / max(objective_s - decode_s, _LEAST_SLACK * objective_s)
-        return prompts_s + -(-num_tokens // self._view.max_num_batched_tokens) * decode_s
+        return prompts_s + -(-num_tokens // self._max_num_batched_tokens) * decode_s
 
     @property
     def _decodes_s(self) -> float:
         if self._decode_s < 0.0:
             self._decode_s = self._gaps.decode_s()
+            self._tightest_s = self._gaps.tightest_s
         return self._decode_s
 
     # -------------------------------------------------------------------------------------------- objectives on gaps
@@ -142,7 +208,7 @@ class CellLoad:
             return True
         if self._gaps.are_kept:
             return self._decodes_s < share * objective_s
-        num_tokens = min(len(request.token_ids), self._view.max_num_batched_tokens)
+        num_tokens = min(len(request.token_ids), self._max_num_batched_tokens)
         return self._decodes_s + (self._view.prefill_s(num_tokens, 0) or 0.0) <= objective_s
 
     def misses_gaps(self) -> bool:
