@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.choice import has_preempted
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
@@ -55,11 +56,16 @@ class Transit:
         self._left: dict[Origin, int] = {}
         """The cells that waiting requests came from."""
         self._relieve_at = float("-inf")
+        self._cores: list[Scheduler] | None = None
 
     @property
     def num_on_the_way(self) -> int:
         """Requests that left a cell and have not reached another."""
         return len(self._left)
+
+    def cores_changed(self) -> None:
+        """A cell has its first executor, and so a core."""
+        self._cores = None
 
     def loads(self) -> list[CellLoad]:
         """What placement asks of the cells with an executor."""
@@ -122,7 +128,9 @@ class Transit:
             self._relieve_at = now + RELIEVE_INTERVAL_S
             for number, late in policy.to_relieve(self.loads()):
                 self._cells[number].let_leave(late.new.origin)
-        if is_paused or not any(cell.core is not None and cell.core.num_preempted for cell in self._cells):
+        if self._cores is None:
+            self._cores = [cell.core for cell in self._cells if cell.core is not None]
+        if is_paused or not has_preempted(self._cores):
             return
         loads = self.loads()
         for load in loads:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from headway_scheduler.core.choosing.cell_load import CellLoad
 from headway_scheduler.core.choosing.policies import PlacementPolicy
 from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
+from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
 
 LEAST_ERROR, MOST_ERROR = 0.1, 0.5
@@ -24,6 +25,11 @@ class Choice(NamedTuple):
     cell: CellLoad
     num_cached_tokens: int
     num_tokens_ahead: int
+
+
+def has_preempted(cores: list[Scheduler]) -> bool:
+    """Whether a request that lost its row waits in any of them."""
+    return any(core.num_preempted for core in cores)
 
 
 def able_cells(request: Request, cells: Sequence[CellLoad]) -> list[CellLoad]:
