@@ -12,6 +12,7 @@ from headway_scheduler.core.choosing.choice import has_preempted
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
@@ -57,6 +58,10 @@ class Transit:
         """The cells that waiting requests came from."""
         self._relieve_at = float("-inf")
         self._cores: list[Scheduler] | None = None
+        self._loads: dict[int, CellLoad] = {}
+        """By cell; until an epoch begins anywhere."""
+        self._capacities: list[ExecutorCapacity] = []
+        """Different ones; executors are usually alike."""
 
     @property
     def num_on_the_way(self) -> int:
@@ -64,31 +69,43 @@ class Transit:
         return len(self._left)
 
     def cores_changed(self) -> None:
-        """A cell has its first executor, and so a core."""
+        """A core began an epoch; it may be new, and its executor another."""
         self._cores = None
+        self._loads.clear()
+        self._capacities.clear()
 
     def loads(self) -> list[CellLoad]:
-        """What placement asks of the cells with an executor."""
-        return [
-            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining, role=cell.role)
-            for cell in self._cells
-            if cell.is_open and cell.core is not None
-        ]
+        """What placement asks of the cells with an executor, in this round."""
+        loads = []
+        for cell in self._cells:
+            if cell.is_open and cell.core is not None:
+                load = self._loads.get(cell.number)
+                if load is None:
+                    load = self._loads[cell.number] = self._load_of(cell, cell.core)
+                else:
+                    load.begin_round(accepts=not cell.is_draining, role=cell.role)
+                loads.append(load)
+        return loads
+
+    def _load_of(self, cell: TransitCell, core: Scheduler) -> CellLoad:
+        if core.capacity not in self._capacities:
+            self._capacities.append(core.capacity)
+        kind = self._capacities.index(core.capacity)
+        return CellLoad(cell.number, SchedulerView(core), accepts=not cell.is_draining, role=cell.role, kind=kind)
 
     def place(self, now: float) -> Iterator[Placed]:
         """Take requests that can start soon out of the queue. Each must be adopted before the next is asked for."""
         loads = self.loads()
         if not loads:
             return
+        by_number = {load.number: load for load in loads}
         while (placed := self._placement.place_next(loads, now)) is not None:
             request = placed.request
             self.num_moved += self._left.pop(request.new.origin, placed.cell) != placed.cell
             if request.stored is not None and not self._can_reach(request.stored):
                 self.forget_stored(request)
             yield placed
-            for load in loads:
-                if load.number == placed.cell:
-                    load.read_anew()
+            by_number[placed.cell].read_anew()
 
     def take_back(self, requests: Sequence[Request]) -> None:
         """Let these requests wait for a cell."""

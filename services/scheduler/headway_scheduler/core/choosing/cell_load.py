@@ -4,7 +4,7 @@ Owns: these answers. Must not know: other cells, or which request is next.
 """
 
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -27,12 +27,15 @@ class Lack(Enum):
     BLOCKS = "blocks"
 
 
-class Shortage(NamedTuple):
+class Shortage:
     """With the request and all that is before it, a cell needs more than it has."""
 
-    lack: Lack
-    num_needed: int
-    num_there: int
+    __slots__ = ("lack", "num_needed", "num_there")
+
+    def __init__(self, lack: Lack, num_needed: int, num_there: int) -> None:
+        self.lack = lack
+        self.num_needed = num_needed
+        self.num_there = num_there
 
 
 class Gaps(Protocol):
@@ -77,21 +80,27 @@ class Core(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class CellLoad:
-    """One cell, for one round of placement. ``accepts``: it takes requests at all.
+    """One cell. ``accepts``: it takes requests at all. ``kind``: cells of one number have equal capacities.
 
-    Figures are read once: whoever gives the cell a request, or takes one away, calls ``read_anew``.
+    Figures are read once for a round of placement: whoever gives the cell a request, or takes one away, calls
+    ``read_anew``.
     """
 
-    def __init__(self, number: int, view: Core, *, accepts: bool, role: Role = Role.BOTH) -> None:
+    def __init__(self, number: int, view: Core, *, accepts: bool, role: Role = Role.BOTH, kind: int = -1) -> None:
         self.number = number
-        self.accepts = accepts
-        self.role = role
+        self.kind = kind
         self._view = view
         self._gaps = view.gaps
-        self._capacity = view.capacity
-        self._max_request_tokens = self._capacity.max_request_tokens
+        self.capacity = view.capacity
+        self._max_request_tokens = self.capacity.max_request_tokens
         self._max_running = view.max_running
         self._max_num_batched_tokens = view.max_num_batched_tokens
+        self.begin_round(accepts=accepts, role=role)
+
+    def begin_round(self, *, accepts: bool, role: Role) -> None:
+        """Nothing is known of its figures any more."""
+        self.accepts = accepts
+        self.role = role
         self._decode_s = -1.0
         """Asked once per round: what is placed in it does not decode yet."""
         self._tightest_s: float | None = None
@@ -110,7 +119,7 @@ class CellLoad:
 
     def can_hold(self, request: Request) -> bool:
         """Whether the executor could ever run this request, which another of the same model was found to run."""
-        capacity, new = self._capacity, request.new
+        capacity, new = self.capacity, request.new
         if len(request.token_ids) >= limit_of(new, self._max_request_tokens) or what_lacks_for(new, capacity):
             return False
         return capacity.supports_prompt_logprobs or not request.is_owed_prompt_logprobs
@@ -130,7 +139,7 @@ class CellLoad:
         num_tokens += self._num_waiting_tokens
         if num_waiting and request.stored is None and num_tokens > self._max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, self._max_num_batched_tokens)
-        num_blocks, num_free_blocks = num_tokens // self._capacity.block_size + num_waiting + 1, self._num_free_blocks
+        num_blocks, num_free_blocks = num_tokens // self.capacity.block_size + num_waiting + 1, self._num_free_blocks
         return Shortage(Lack.BLOCKS, num_blocks, num_free_blocks) if num_blocks > num_free_blocks else None
 
     def may_make_room_for(self, request: Request) -> bool:

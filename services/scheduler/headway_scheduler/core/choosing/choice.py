@@ -34,7 +34,14 @@ def has_preempted(cores: list[Scheduler]) -> bool:
 
 def able_cells(request: Request, cells: Sequence[CellLoad]) -> list[CellLoad]:
     """The cells whose executor could ever run this request."""
-    return [cell for cell in cells if cell.can_hold(request)]
+    able: list[CellLoad] = []
+    kind, is_able = -1, False
+    for cell in cells:
+        if cell.kind != kind or kind < 0:
+            kind, is_able = cell.kind, cell.can_hold(request)
+        if is_able:
+            able.append(cell)
+    return able
 
 
 def accepting_cells(request: Request, able: Sequence[CellLoad], policy: PlacementPolicy) -> Sequence[CellLoad]:
