@@ -8,8 +8,8 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from headway_scheduler.core.choosing.cell_load import CellLoad
 from headway_scheduler.core.state.request import Request, RequestStatus
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed
 from simulation import fault_invariants as invariants
 

@@ -96,6 +96,8 @@ MAY_GROW = (
     _MayGrow("*._acknowledged", None, "frames are numbered"),
     _MayGrow("*next_step", None, "steps are numbered"),
     _MayGrow("engine.fleet.cells[].core.*._tick", None, "steps of a lane are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*._summed_tick", None, "steps of a lane are numbered"),
+    _MayGrow("engine.fleet.cells[].core.*._num_summed_tokens", None, "the context of the rows that were summed last"),
     _MayGrow("engine.fleet.cells[].core.*._newest_lane", None, "the lane of the newest step"),
     _MayGrow("engine.fleet.cells[].core.*.lane", None, "the first lane that is seen, perhaps that of the newest step"),
     _MayGrow("executor._link._failed_step", None, "the number of a step"),
@@ -165,6 +167,7 @@ MAY_GROW = (
     _MayGrow("size(engine.fleet.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
     _MayGrow("size(engine.fleet.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
     _MayGrow("size(engine.fleet.cells[].core.*._origins[].*)", _num_rows, "of the rows that sampled last"),
+    _MayGrow("size(engine.fleet.cells[].core.*._summed)", _num_rows, "the rows whose context was summed last"),
     _MayGrow("engine.fleet.cells[].core.rows.end", None, "the highest row that was ever live"),
     _MayGrow(
         "len(engine.fleet.cells[].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"
@@ -213,6 +216,10 @@ MAY_GROW = (
     ),
     _MayGrow("engine.fleet.*queue._last_to_leave", None, "the place of a tenant in the order's books"),
     _MayGrow("len(engine.*statistics.tenants)", lambda world: serving_statistics.MAX_TENANTS, "those heard of last"),
+    _MayGrow("len(engine.fleet.transit._loads)", _num_cells, "one of each cell"),
+    _MayGrow("len(engine.fleet.transit._capacities)", _num_cells, "at most one of each cell"),
+    _MayGrow("engine.fleet.transit._loads[]*", None, "what was read of a cell when something last waited"),
+    _MayGrow("engine.fleet.placement.policy.has_roles", None, "as the operator has set it"),
     _MayGrow("len(engine.fleet.links._by_peer)", _num_cells, "connections in use; a cell may have lost its executor"),
     # A kind each.
     _MayGrow("len(engine.statistics.ends)", lambda world: 5, "one count for each way to end"),

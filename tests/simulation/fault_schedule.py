@@ -11,10 +11,10 @@ import random
 
 import msgspec
 
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.preemption import PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
-from headway_scheduler.placement.roles import Role
 
 EXECUTOR, SCHEDULER, FIRST_GATEWAY, SECOND_EXECUTOR = 0, 1, 2, 100
 UP, DOWN, BOTH = 0, 1, 2

@@ -14,6 +14,8 @@ from headway_proto.ingress import (
     gateway_frame_reader,
 )
 from headway_scheduler.cell import Cell
+from headway_scheduler.core.choosing.policies import PlacementSettings
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.host_books import HostBooks
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent
@@ -22,8 +24,6 @@ from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.ingress_link import GatewayGone
 from headway_scheduler.live_sequences import Name
-from headway_scheduler.placement.policies import PlacementSettings
-from headway_scheduler.placement.roles import Role
 from simulation import fault_invariants as invariants
 from simulation.fault_cell import CellWatch
 from simulation.fault_executor import ExecutorProcess

@@ -28,9 +28,9 @@ import headway_scheduler.serving_statistics
 from flight_logs import MemoryLog, recorder_into
 from headway_proto.columns import encode_column
 from headway_proto.operations import PrefixToPin
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.recorder import FlightRecorder
-from headway_scheduler.placement.roles import Role
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import ExecutorProcess
 from simulation.fault_gateway import Client, GatewayProcess

@@ -39,6 +39,7 @@ from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.admission.start_window import StartWindow
 from headway_scheduler.core.admission.waiting_queue import KeyedQueue, Lane
 from headway_scheduler.core.admission.waiting_room import WaitingRoom
+from headway_scheduler.core.choosing.cell_load import CellLoad
 from headway_scheduler.core.memory.block_pool import BlockPool
 from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
 from headway_scheduler.core.memory.epoch import Epoch
@@ -57,7 +58,6 @@ from headway_scheduler.executor_links import ExecutorLinks
 from headway_scheduler.fleet import Fleet
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.live_sequences import LiveSequences
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placement
 from headway_scheduler.placement.transit import Transit
 from headway_scheduler.submissions import EarlySubmissions

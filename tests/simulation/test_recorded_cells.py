@@ -14,11 +14,11 @@ from headway_lab.flight.life import Follower
 from headway_lab.flight.perfetto import chrome_trace
 from headway_lab.flight.picture import figure_of
 from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.choosing.policies import PlacementSettings
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.flight.records import Adopted, Arrived, InCell, Released
 from headway_scheduler.flight.replay import Replay
-from headway_scheduler.placement.policies import PlacementSettings
-from headway_scheduler.placement.roles import Role
 from simulation.recorded_cells import RecordedCells
 from simulation.sharing_executors import HostPools
 from simulation.test_cells import undisturbed_until

@@ -8,10 +8,10 @@ import pytest
 
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.cell import Cell
+from headway_scheduler.core.choosing.policies import POLICIES, PlacementSettings
+from headway_scheduler.core.choosing.roles import Role, roles_of
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.flight.records import Adopted, LeaseReturned, LetLeave
-from headway_scheduler.placement.policies import POLICIES, PlacementSettings
-from headway_scheduler.placement.roles import Role, roles_of
 from simulation.recorded_cells import RecordedCells
 from simulation.sharing_executors import HostPools
 from simulation.test_cells import finish, undisturbed_until

@@ -22,11 +22,11 @@ from headway_proto.columns import decode_column, encode_column
 from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
+from headway_scheduler.core.choosing.policies import PlacementSettings
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.fleet import DEFAULT_PLACEMENT
 from headway_scheduler.flight.recorder import NullRecorder
-from headway_scheduler.placement.policies import PlacementSettings
 
 BEAT_S = 0.002
 WIRE_DELAY_S = 0.001

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from headway_proto.operations import EXECUTOR_ROLES, PolicyNames
+from headway_scheduler.core.choosing.policies import PlacementSettings
+from headway_scheduler.core.choosing.roles import Role, roles_of
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
-from headway_scheduler.placement.policies import PlacementSettings
-from headway_scheduler.placement.roles import Role, roles_of
 from simulation.sharing_executors import HostPools
 from simulation.world import World
 from unit.test_operating_executors import call, explained, finish, listed, run_until_started, status_of, submit

@@ -11,10 +11,9 @@ from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.operations import AdminReply, ExecutorStatus, PrefixToPin, SequenceState, Status
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.core.choosing.cell_load import Lack, Shortage
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
-from headway_scheduler.placement.cell_load import Lack, Shortage
-from headway_scheduler.placement.placement import AGGREGATED
 from headway_scheduler.wait_sentences import sentence_for_unplaced
 from simulation.world import World
 from unit.test_scheduler_engine import CONFIG, LIMITS
@@ -275,11 +274,12 @@ def test_what_each_executor_lacks(*, can_hold: bool, accepts: bool, shortage: Sh
         for number in range(10)
     ]
     told: Any = request
-    assert sentence_for_unplaced(told, cells[:2], AGGREGATED, is_paused=False) == f"executor 0 {why}; executor 1 {why}"
-    assert sentence_for_unplaced(told, cells, AGGREGATED, is_paused=False).endswith(
+    policy: Any = SimpleNamespace(cells_for=lambda _, accepting: accepting)  # the compiled ones take no played cells
+    assert sentence_for_unplaced(told, cells[:2], policy, is_paused=False) == f"executor 0 {why}; executor 1 {why}"
+    assert sentence_for_unplaced(told, cells, policy, is_paused=False).endswith(
         f"; executor 7 {why}; and 2 more executors"
     )
-    assert sentence_for_unplaced(told, cells, AGGREGATED, is_paused=True) == "admission is paused"
+    assert sentence_for_unplaced(told, cells, policy, is_paused=True) == "admission is paused"
 
 
 def test_pins_and_cache_are_those_of_the_executor_that_is_named() -> None:

@@ -8,12 +8,13 @@ import pytest
 from headway_proto.ingress import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.admission.door import RequestRejected
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
 from headway_scheduler.core.policies.step_time import StepTimeFigures
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed, Placement
 
 CAPACITY = ExecutorCapacity(num_blocks=100, block_size=4, max_model_len=400, vocab_size=50, max_num_rows=8)
@@ -44,8 +45,8 @@ class Core:
             assert hasattr(self, name)
             setattr(self, name, value)
 
-    def num_cached_tokens(self, request: Request) -> int:
-        return min(self.cached, len(request.token_ids) - 1)
+    def num_cached_tokens(self, query: PrefixQuery) -> int:
+        return min(self.cached, len(query.request.token_ids) - 1)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         del num_computed_tokens
@@ -85,7 +86,7 @@ def new_request(handle: int, num_tokens: int = 8, **fields: Any) -> NewRequestEv
 def placement_of(*requests: NewRequestEvent, **limits: Any) -> Placement:
     placement = Placement(SchedulerLimits(**limits))
     for number, new in enumerate(requests):
-        placement.add(new, [], float(number))
+        placement.add(new, list, float(number))
     return placement
 
 
@@ -183,7 +184,7 @@ def test_tenants_take_turns_and_outputs_are_charged_at_their_end() -> None:
     order = [chosen(placement, cells(Core())).request.new for _ in range(2)]
     assert [new.tenant for new in order] == ["a", "b"]
     placement.count_end(ended(order[1], num_output_tokens=300))
-    placement.add(new_request(5, tenant="b"), [], 9.0)
+    placement.add(new_request(5, tenant="b"), list, 9.0)
     assert chosen(placement, cells(Core())).request.new.tenant == "a"
 
 
@@ -256,14 +257,14 @@ def test_a_request_that_is_late_goes_last_or_is_shed() -> None:
 def test_the_queue_is_bounded() -> None:
     placement = placement_of(new_request(1), new_request(2), max_num_waiting=2)
     with pytest.raises(RequestRejected, match="wait"):
-        placement.add(new_request(3), [], 3.0)
+        placement.add(new_request(3), list, 3.0)
 
 
 def test_arrivals_are_numbered_after_those_of_a_core() -> None:
     placement = placement_of()
     first = Request(new_request(1), arrival=41, rank=3, limit=0, now=0.0)
     placement.number_after([first])
-    assert placement.add(new_request(2), [], 1.0).arrival == 42
+    assert placement.add(new_request(2), list, 1.0).arrival == 42
 
 
 def ended(new: NewRequestEvent, num_output_tokens: int = 4) -> FinishedEvent:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from headway_proto.ingress import PRIORITY_HIGH, PRIORITY_LOW
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.policies import AUTO, POLICIES, PlacementSettings
+from headway_scheduler.core.choosing.roles import Role, roles_of, what_nobody_does
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed, Placement
-from headway_scheduler.placement.policies import AUTO, POLICIES, PlacementSettings
-from headway_scheduler.placement.roles import Role, roles_of, what_nobody_does
 from unit.test_placement import Core, chosen, new_request
 
 PREFILL, DECODE, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -29,7 +29,7 @@ def cells(*entries: tuple[Role, Core], draining: int = -1) -> list[CellLoad]:
 def placement_of(policy: str, *handles: int, **fields: Any) -> Placement:
     placement = Placement(SchedulerLimits(), POLICIES[policy])
     for handle in handles:
-        placement.add(new_request(handle, **fields), [], 0.0)
+        placement.add(new_request(handle, **fields), list, 0.0)
     return placement
 
 
@@ -173,7 +173,7 @@ def test_a_prompt_does_not_wait_behind_one_that_waits_for_room_to_decode() -> No
     placed = chosen(placement, cells((PREFILL, Core()), (DECODE, full)))
     assert (placed.request.new.origin.handle, placed.cell) == (2, 0)
     assert (len(placement), placement.num_waiting_tokens) == (1, len(carrying.token_ids))
-    placement.add(new_request(3), [], 0.0)
+    placement.add(new_request(3), list, 0.0)
     assert chosen(placement, cells((PREFILL, Core()), (DECODE, Core()))).request is carrying, "who has run goes first"
     assert len(placement) == 1
 
@@ -186,9 +186,9 @@ def test_who_waits_with_its_blocks_is_ended_like_others_and_stands_behind_a_high
     assert placement.finish(carrying.new.origin, FinishReason.ABORT) is not None
     assert (len(placement), placement.num_waiting_tokens) == (0, 0)
     placement = Placement(SchedulerLimits(order="priority"), POLICIES["disaggregated"])
-    placement.add(new_request(1, priority=PRIORITY_LOW), [], 0.0)
+    placement.add(new_request(1, priority=PRIORITY_LOW), list, 0.0)
     handed_off(placement, cells((PREFILL, Core())))
-    placement.add(new_request(2, priority=PRIORITY_HIGH), [], 0.0)
+    placement.add(new_request(2, priority=PRIORITY_HIGH), list, 0.0)
     assert chosen(placement, cells((BOTH, Core()))).request.new.origin.handle == 2
 
 

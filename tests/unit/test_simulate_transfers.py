@@ -19,10 +19,10 @@ from headway_lab.simulate.transfers import TransferCosts, VirtualPool, VirtualTr
 from headway_lab.simulate.world import make_world, simulate, transfer_costs
 from headway_lab.workload.arrivals import OpenArrivals
 from headway_lab.workload.requests import PlannedRequest, PromptSource, rng_of
+from headway_scheduler.core.choosing.policies import POLICIES
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.placement.policies import POLICIES
-from headway_scheduler.placement.roles import Role
 
 BY_ROLE = POLICIES["disaggregated"]
 STAGED = TransferCosts(host_block_s=0.02, link_block_s=0.05, latency_s=0.03)

@@ -9,8 +9,8 @@ import msgspec
 from headway.configuration import Given, Layer, build, suggestion
 from headway.settings import ConfigurationError, Setting, from_text, settings_of, shown
 from headway_scheduler.config import SchedulerConfig
+from headway_scheduler.core.choosing.policies import AUTO
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.placement.policies import AUTO
 
 SWEPT_LIMIT = "max_num_batched_tokens"
 PLACEMENT = "placement"

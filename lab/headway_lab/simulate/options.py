@@ -10,7 +10,7 @@ from headway_lab.simulate.device import SLOWDOWN_NOTATION, parse_slowdowns
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.workload.options import LoadOptions
-from headway_scheduler.placement.roles import Role, roles_of
+from headway_scheduler.core.choosing.roles import Role, roles_of
 
 MEASURED_MODEL = "measured"
 

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from headway_lab.simulate.device import StepRecord, VirtualDevice
 from headway_scheduler.core.admission.door import check_request, limit_of
+from headway_scheduler.core.choosing.policies import PlacementPolicy
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
@@ -16,8 +18,6 @@ from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.placement.placement import AGGREGATED, Placement
-from headway_scheduler.placement.policies import PlacementPolicy
-from headway_scheduler.placement.roles import Role
 from headway_scheduler.placement.transit import Transit
 
 
@@ -177,7 +177,7 @@ class OneQueue:
         """See ``Router``."""
         capacity = self.stations[0].core.capacity
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self._placement.add(new, self._transit.loads(), now)
+        self._placement.add(new, self._transit.loads, now)
 
     def place(self, now: float) -> tuple[FinishedEvent, ...]:
         """See ``Router``."""

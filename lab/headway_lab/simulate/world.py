@@ -22,12 +22,12 @@ from headway_lab.simulate.stations import InTurn, OneQueue, Router, Station
 from headway_lab.simulate.transfers import TransferCosts, VirtualPool, VirtualTransfers
 from headway_lab.workload.load import Load, make_load
 from headway_lab.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
+from headway_scheduler.core.choosing.policies import POLICIES, PlacementPolicy, PlacementSettings
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.fleet_view import sum_of
 from headway_scheduler.placement.placement import AGGREGATED
-from headway_scheduler.placement.policies import POLICIES, PlacementPolicy, PlacementSettings
 
 _ADDRESS = "virtual:"
 _EPOCH = 1

@@ -25,6 +25,7 @@ from headway_proto.operations import (
     TenantPrefixUse,
 )
 from headway_scheduler.cell import Cell
+from headway_scheduler.core.choosing.roles import Role, what_nobody_does
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix as CorePinnedPrefix
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.scheduler import Scheduler
@@ -35,7 +36,6 @@ from headway_scheduler.fleet import Fleet
 from headway_scheduler.fleet_view import NO_EXECUTOR
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
-from headway_scheduler.placement.roles import Role, what_nobody_does
 from headway_scheduler.status_report import Reported, status_of
 from headway_scheduler.wait_sentences import (
     sentence_for,

@@ -12,6 +12,7 @@ from headway_proto.step import BackendInfo
 from headway_scheduler import commands
 from headway_scheduler.blame import Blame
 from headway_scheduler.brake import Brake, FailurePause
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
@@ -33,7 +34,6 @@ from headway_scheduler.executor_link import (
 from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.live_sequences import LiveSequences
 from headway_scheduler.notices import Notices
-from headway_scheduler.placement.roles import Role
 from headway_scheduler.serving_statistics import ServingStatistics
 
 LEAST_STEP_TOKENS = 8
@@ -82,7 +82,9 @@ class OtherCells(Protocol):
 class Cell:
     """One executor. Times in seconds, monotonic."""
 
-    def __init__(self, link: ExecutorLink, serving: Serving, others: OtherCells, recorder: NullRecorder) -> None:
+    def __init__(
+        self, link: ExecutorLink, serving: Serving, others: OtherCells, recorder: NullRecorder, news: set[int]
+    ) -> None:
         self.number = link.number
         self.link = link
         self.recorder = recorder
@@ -92,8 +94,8 @@ class Cell:
         self.is_draining = False
         """Whether its requests go elsewhere, and no others come."""
         self.num_answers = 0
+        self._news = news
         self.has_news = True
-        """Whether ``schedule_steps`` may have something to do."""
         self.lost_steps_had: tuple[Origin, ...] = ()
         """The requests of the newest steps that were lost, until the next epoch."""
         self._leaving: dict[Origin, None] = {}
@@ -106,6 +108,15 @@ class Cell:
         self._pause = FailurePause()
         self._paused_until = float("-inf")
         """After steps that failed, the executor gets none until then."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``schedule_steps`` may have something to do. ``news`` has the numbers of all cells where this is so."""
+        return self.number in self._news
+
+    @has_news.setter
+    def has_news(self, has_news: bool) -> None:
+        (self._news.add if has_news else self._news.discard)(self.number)
 
     @property
     def view(self) -> SchedulerView | None:

@@ -15,13 +15,13 @@ from headway_process.addresses import check_link_address, check_metrics_address
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 from headway_scheduler.core.admission.orders import ORDERS
+from headway_scheduler.core.choosing.policies import AUTO, POLICIES, PlacementSettings
+from headway_scheduler.core.choosing.roles import roles_of
 from headway_scheduler.core.memory.preemption import OFFLOADS, PREEMPTIONS
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES
 from headway_scheduler.core.policies.reservations import RESERVATIONS
 from headway_scheduler.core.policies.token_budget import TOKEN_BUDGETS
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.placement.policies import AUTO, POLICIES, PlacementSettings
-from headway_scheduler.placement.roles import roles_of
 
 if TYPE_CHECKING:
     OrderName: TypeAlias = str

@@ -13,6 +13,7 @@ from headway_proto.ingress import Abort, Rejected, Submit
 from headway_proto.operations import AdminCall
 from headway_scheduler.administration import Administration
 from headway_scheduler.core.admission.door import RequestRejected
+from headway_scheduler.core.choosing.policies import PlacementSettings
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -24,7 +25,6 @@ from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
 from headway_scheduler.live_sequences import LiveSequence, LiveSequences, name_of
 from headway_scheduler.notices import Notices
-from headway_scheduler.placement.policies import PlacementSettings
 from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
 from headway_scheduler.serving_statistics import ServingStatistics
 from headway_scheduler.submissions import EarlySubmissions, Problem, new_request, problem_of

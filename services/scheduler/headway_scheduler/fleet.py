@@ -6,6 +6,7 @@ With one cell, its core queues every request. With more, ``Placement`` does, and
 cell whose executor is lost hands its requests back, so that others go on with them at once.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from headway_proto.adapters import AdapterChanged
@@ -14,10 +15,13 @@ from headway_scheduler import commands
 from headway_scheduler.brake import Brake
 from headway_scheduler.cell import Cell, Serving
 from headway_scheduler.core.admission.door import ANOTHER_MODEL, check_request, limit_of
+from headway_scheduler.core.choosing.policies import POLICIES, PlacementSettings
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import FinishReason, Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.executor_link import StepEvent
@@ -26,8 +30,6 @@ from headway_scheduler.fleet_adapters import FleetAdapters
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.placement.placement import Placement
-from headway_scheduler.placement.policies import POLICIES, PlacementSettings
-from headway_scheduler.placement.roles import Role
 from headway_scheduler.placement.transit import Transit
 
 DEFAULT_PLACEMENT = PlacementSettings()
@@ -69,6 +71,10 @@ class Fleet:
         self._unproven: dict[Origin, None] = {}
         """Requests of lost steps that wait for a cell."""
         self.cells: list[Cell] = []
+        self._news: set[int] = set()
+        """The cells that may have something to send: with many cells, nothing is asked of the others."""
+        self._capacity: ExecutorCapacity | None = None
+        """Of the core with room for the longest requests."""
         self.transit = Transit(self.placement, self.cells)
         self.adapters = FleetAdapters(self.cells, host.notices, host.announce)
         self._add_cell()
@@ -92,8 +98,10 @@ class Fleet:
     @property
     def next_deadline(self) -> float:
         """The time of the next call of ``run``."""
-        pauses = [cell.next_deadline for cell in self.cells if cell.has_news]
-        return min([self.links.next_deadline, *pauses])
+        deadline = self.links.next_deadline
+        for number in self._news:
+            deadline = min(deadline, self.cells[number].next_deadline)
+        return deadline
 
     @property
     def num_answers(self) -> int:
@@ -168,10 +176,15 @@ class Fleet:
         if len(self.cells) == 1:
             self.cells[0].schedule_steps(now)
             return
-        is_trial = self.brake.has_suspects
-        for cell in self.cells:
-            if cell.has_news or is_trial:
-                cell.schedule_steps(now)
+        for cell in list(self.cells) if self.brake.has_suspects else self._cells_with_news():
+            cell.schedule_steps(now)
+
+    def _cells_with_news(self) -> Iterator[Cell]:
+        """By number, also those that have news only from one before them."""
+        number = -1
+        while later := [other for other in self._news if other > number]:
+            number = min(later)
+            yield self.cells[number]
 
     # ------------------------------------------------------------------------------------------- requests come and go
 
@@ -184,9 +197,10 @@ class Fleet:
         if len(self.cells) == 1 and not self.cells[0].is_draining and not len(self.placement):
             self.cells[0].add_request(new, now)
             return
-        capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
+        capacity = self._capacity
+        assert capacity is not None
         check_request(new, limit_of(new, capacity.max_request_tokens), capacity)
-        self.placement.add(new, self.transit.loads(), now)
+        self.placement.add(new, self.transit.loads, now)
         self._placement_recorder.arrived(now, new)
 
     def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
@@ -246,6 +260,8 @@ class Fleet:
         """An executor joined, or began anew: what waits may start there."""
         assert cell.core is not None
         assert cell.info is not None
+        self._capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
+        self.transit.cores_changed()
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)
@@ -333,6 +349,6 @@ class Fleet:
         for core in self.cores:
             self.placement.number_after(core.requests())
         number = len(self.cells)
-        cell = Cell(self.links[number], self._host, self, self._recorder.of_cell(number))
+        cell = Cell(self.links[number], self._host, self, self._recorder.of_cell(number), self._news)
         cell.role = self._settings.role_of(number)
         self.cells.append(cell)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from headway_scheduler.core.admission.refusals import Reason
+from headway_scheduler.core.choosing.cell_load import CellLoad, Lack
+from headway_scheduler.core.choosing.policies import PlacementPolicy, has_role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
-from headway_scheduler.placement.cell_load import CellLoad, Lack
 from headway_scheduler.placement.placement import Placed
-from headway_scheduler.placement.policies import PlacementPolicy, has_role
 
 MOST_NAMED = 8
 """Executors that a sentence names."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.memory.cache_log import CacheEntry
+from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
 from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
 from headway_scheduler.core.memory.prefix_cache import PINNED, REUSED
 from headway_scheduler.core.memory.prefix_statistics import TenantPrefixUse
@@ -202,11 +203,9 @@ class SchedulerView:
             return RequestFigures(len(request.token_ids), 0, 0)
         return RequestFigures(int(rows.num_tokens[row]), int(rows.num_computed_tokens[row]), int(rows.num_blocks[row]))
 
-    def num_cached_tokens(self, request: Request) -> int:
-        """Leading tokens of a request, known here or not, whose blocks the prefix cache or a host pool holds."""
-        core = self._core
-        blocks, _ = core.prefixes.find(request, request.token_ids.tobytes(), len(request.token_ids))
-        return max(len(blocks) * core.rows.block_size, request.num_swapped_tokens)
+    def num_cached_tokens(self, query: PrefixQuery) -> int:
+        """Leading tokens of a request, known here or not, whose blocks the prefix cache holds."""
+        return self._core.prefixes.num_cached_tokens(query)
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
         """Seconds that so many prompt tokens add to steps; None while step times are not known."""

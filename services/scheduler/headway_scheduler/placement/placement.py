@@ -21,18 +21,17 @@ from headway_scheduler.core.admission.objectives import Danger, FirstTokenWatch
 from headway_scheduler.core.admission.orders import ORDERS, QueueSettings
 from headway_scheduler.core.admission.waiting_queue import Lane
 from headway_scheduler.core.admission.waiting_requests import WaitingRequests
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.choice import able_cells, accepting_cells, best_of, cells_with_room
+from headway_scheduler.core.choosing.policies import POLICIES, PlacementPolicy
+from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
 from headway_scheduler.core.policies.output_lengths import OutputLengths
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, end_of
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
-from headway_scheduler.placement.cell_load import CellLoad
-from headway_scheduler.placement.policies import POLICIES, PlacementPolicy
 
 AGGREGATED = POLICIES["aggregated"]
-
-LEAST_ERROR, MOST_ERROR = 0.1, 0.5
-"""Predicted times that differ by a smaller share are level; the models' own error counts between these bounds."""
 
 
 class Placed(NamedTuple):
@@ -99,7 +98,7 @@ class Placement:
 
     # -------------------------------------------------------------------------------------------- requests come and go
 
-    def add(self, new: NewRequestEvent, cells: Sequence[CellLoad], now: float) -> Request:
+    def add(self, new: NewRequestEvent, cells: Callable[[], Sequence[CellLoad]], now: float) -> Request:
         """Queue a request that at least one of ``cells`` can hold; the caller has checked that.
 
         Raises:
@@ -182,13 +181,13 @@ class Placement:
 
     def _place_first(self, first: Callable[[], Request | None], cells: Sequence[CellLoad]) -> Placed | None:
         while (request := first()) is not None:
-            able = [cell for cell in cells if cell.can_hold(request)]
+            able = able_cells(request, cells)
             if not able:
                 self._leave_line(request)
                 self._homeless[request.new.origin] = request
                 continue
-            accepting = self._cells_for(request, able)
-            choices = [cell for cell in accepting if cell.has_room_for(request)]
+            accepting = accepting_cells(request, able, self.policy)
+            choices = cells_with_room(request, accepting)
             if not choices and self._waiting.queue.reason_to_preempt_for(request) is not None:
                 choices = [cell for cell in accepting if cell.may_make_room_for(request)]
             return self._place(request, choices, able) if choices else None
@@ -196,29 +195,13 @@ class Placement:
 
     def would_place_beside(self, request: Request, cells: Sequence[CellLoad], here: CellLoad) -> bool:
         """Whether one of ``cells`` other than ``here`` could start this request soon, if it were the next."""
-        accepting = self._cells_for(request, [cell for cell in cells if cell.can_hold(request)])
-        return any(cell is not here and cell.has_room_for(request) for cell in accepting)
-
-    def _cells_for(self, request: Request, able: Sequence[CellLoad]) -> Sequence[CellLoad]:
-        return self.policy.cells_for(request, [cell for cell in able if cell.accepts])
+        accepting = accepting_cells(request, able_cells(request, cells), self.policy)
+        return any(cell is not here for cell in cells_with_room(request, accepting))
 
     def _place(self, request: Request, choices: Sequence[CellLoad], able: Sequence[CellLoad]) -> Placed:
-        options = [
-            Placed(request, cell.number, len(choices), cell.num_cached_tokens(request), cell.num_tokens_ahead)
-            for cell in choices
-        ]
-        waits = [_first_token_s(cell, option) for cell, option in zip(choices, options, strict=True)]
-        if None in waits:
-            waits = [float(_num_tokens_to_compute(option)) for option in options]  # a cell has not learned its speed
-        # Predictions that differ by less than they err are level: then it goes where the fewest run.
-        error = max(LEAST_ERROR, *(cell.relative_error for cell in choices))
-        level = min(wait for wait in waits if wait is not None) * (1.0 + min(error, MOST_ERROR))
-        ranked = [
-            (self.policy.is_misplaced(request, cell), cell.num_running, option.cell, option, cell)
-            for cell, option, wait in zip(choices, options, waits, strict=True)
-            if wait is not None and wait <= level
-        ]
-        *_, placed, cell = min(ranked)
+        best = best_of(request, choices, self.policy, PrefixQuery(request, self._limits))
+        cell = best.cell
+        placed = Placed(request, cell.number, len(choices), best.num_cached_tokens, best.num_tokens_ahead)
         if self.policy.has_roles:
             # Over a way that is always too slow, it would compute its prompt anew for every token.
             accepting = [other for other in able if other.accepts]
@@ -245,10 +228,10 @@ class Placement:
             else:
                 self._waiting.queue.move(request, Lane.LATE)
 
-    def _watch_first_token(self, request: Request, cells: Sequence[CellLoad]) -> None:
+    def _watch_first_token(self, request: Request, cells: Callable[[], Sequence[CellLoad]]) -> None:
         objective_s = first_token_objective_s(request, self._limits)
         if objective_s:
-            known = [cell.prefill_s(request.new.num_prompt_tokens, 0) or 0.0 for cell in cells]
+            known = [cell.prefill_s(request.new.num_prompt_tokens, 0) or 0.0 for cell in cells()]
             request.latest_start = request.arrival_time + objective_s - min(known, default=0.0)
             self._first_tokens.watch(request, objective_s)
 
@@ -301,11 +284,3 @@ def end_of_moving(request: Request, reason: FinishReason, error: str = "") -> Fi
 
 def _place_of(request: Request) -> tuple[int, int]:
     return request.rank, request.arrival
-
-
-def _num_tokens_to_compute(option: Placed) -> int:
-    return option.num_tokens_ahead + len(option.request.token_ids) - option.num_cached_tokens
-
-
-def _first_token_s(cell: CellLoad, option: Placed) -> float | None:
-    return cell.prefill_s(_num_tokens_to_compute(option), option.num_cached_tokens)

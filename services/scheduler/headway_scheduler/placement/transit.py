@@ -7,14 +7,16 @@ frames, the records of a flight, or where cells come from.
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.choice import has_preempted
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
+from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.placement.cell_load import CellLoad
 from headway_scheduler.placement.placement import Placed, Placement
-from headway_scheduler.placement.roles import Role
 
 RELIEVE_INTERVAL_S = 0.25
 """How often running requests may be sent elsewhere for their gaps."""
@@ -55,31 +57,55 @@ class Transit:
         self._left: dict[Origin, int] = {}
         """The cells that waiting requests came from."""
         self._relieve_at = float("-inf")
+        self._cores: list[Scheduler] | None = None
+        self._loads: dict[int, CellLoad] = {}
+        """By cell; until an epoch begins anywhere."""
+        self._capacities: list[ExecutorCapacity] = []
+        """Different ones; executors are usually alike."""
 
     @property
     def num_on_the_way(self) -> int:
         """Requests that left a cell and have not reached another."""
         return len(self._left)
 
+    def cores_changed(self) -> None:
+        """A core began an epoch; it may be new, and its executor another."""
+        self._cores = None
+        self._loads.clear()
+        self._capacities.clear()
+
     def loads(self) -> list[CellLoad]:
-        """What placement asks of the cells with an executor."""
-        return [
-            CellLoad(cell.number, SchedulerView(cell.core), accepts=not cell.is_draining, role=cell.role)
-            for cell in self._cells
-            if cell.is_open and cell.core is not None
-        ]
+        """What placement asks of the cells with an executor, in this round."""
+        loads = []
+        for cell in self._cells:
+            if cell.is_open and cell.core is not None:
+                load = self._loads.get(cell.number)
+                if load is None:
+                    load = self._loads[cell.number] = self._load_of(cell, cell.core)
+                else:
+                    load.begin_round(accepts=not cell.is_draining, role=cell.role)
+                loads.append(load)
+        return loads
+
+    def _load_of(self, cell: TransitCell, core: Scheduler) -> CellLoad:
+        if core.capacity not in self._capacities:
+            self._capacities.append(core.capacity)
+        kind = self._capacities.index(core.capacity)
+        return CellLoad(cell.number, SchedulerView(core), accepts=not cell.is_draining, role=cell.role, kind=kind)
 
     def place(self, now: float) -> Iterator[Placed]:
         """Take requests that can start soon out of the queue. Each must be adopted before the next is asked for."""
         loads = self.loads()
         if not loads:
             return
+        by_number = {load.number: load for load in loads}
         while (placed := self._placement.place_next(loads, now)) is not None:
             request = placed.request
             self.num_moved += self._left.pop(request.new.origin, placed.cell) != placed.cell
             if request.stored is not None and not self._can_reach(request.stored):
                 self.forget_stored(request)
             yield placed
+            by_number[placed.cell].read_anew()
 
     def take_back(self, requests: Sequence[Request]) -> None:
         """Let these requests wait for a cell."""
@@ -119,13 +145,16 @@ class Transit:
             self._relieve_at = now + RELIEVE_INTERVAL_S
             for number, late in policy.to_relieve(self.loads()):
                 self._cells[number].let_leave(late.new.origin)
-        if is_paused or not any(cell.core is not None and cell.core.num_preempted for cell in self._cells):
+        if self._cores is None:
+            self._cores = [cell.core for cell in self._cells if cell.core is not None]
+        if is_paused or not has_preempted(self._cores):
             return
         loads = self.loads()
         for load in loads:
             request = load.stranded()
             if request is not None and self._placement.would_place_beside(request, loads, load):
                 self.take_back(self._cells[load.number].release([request.new.origin]))
+                load.read_anew()
 
     def _can_reach(self, stored: StoredBlocks) -> bool:
         pools = (cell.core.capacity.host_pool for cell in self._cells if cell.is_open and cell.core is not None)

@@ -15,12 +15,49 @@ _ADAPTER_WIDTH = 129
 adapter is never that of a tenant."""
 
 
+def scope_of(request: Request, limits: SchedulerLimits) -> str:
+    """Only requests of the same scope share blocks."""
+    new = request.new
+    tenant = new.tenant if limits.prefix_cache_scope == "tenant" else ""
+    return f"{new.adapter:\0<{_ADAPTER_WIDTH}}{tenant}" if new.adapter else tenant
+
+
+def most_cached_tokens(request: Request, num_tokens: int) -> int:
+    """The most cached tokens that the request may use."""
+    if request.runs_whole_prompt:
+        return 0
+    # At least one token must run, to sample from; so must each token whose logits are wanted.
+    most_tokens = num_tokens - 1
+    return min(most_tokens, request.num_prompt_logprobs) if request.is_owed_prompt_logprobs else most_tokens
+
+
+class PrefixQuery:
+    """What several caches are asked about one request that waits: what is the same for all of them is found once."""
+
+    __slots__ = ("_branch", "_branch_bytes", "most_tokens", "request", "scope", "token_bytes")
+
+    def __init__(self, request: Request, limits: SchedulerLimits) -> None:
+        self.request = request
+        self.most_tokens = most_cached_tokens(request, len(request.token_ids))
+        self.scope = scope_of(request, limits)
+        self.token_bytes = request.token_ids.tobytes()
+        self._branch_bytes = 0
+        self._branch = (self.scope, b"")
+
+    def branch(self, block_bytes: int) -> tuple[str, bytes]:
+        """By what the run of its first block is found; blocks are usually of one size."""
+        if block_bytes != self._branch_bytes:
+            self._branch_bytes = block_bytes
+            self._branch = (self.scope, self.token_bytes[:block_bytes])
+        return self._branch
+
+
 class CachedPrefixes:
     """What is cached for a request."""
 
     def __init__(self, limits: SchedulerLimits, epoch: Epoch) -> None:
         self._is_enabled = limits.enable_prefix_caching
-        self._by_tenant = limits.prefix_cache_scope == "tenant"
+        self._limits = limits
         self._cache = epoch.cache
         self._rows = epoch.rows
         self._swapping = epoch.swapping
@@ -31,15 +68,18 @@ class CachedPrefixes:
             return NO_BLOCKS, ROOT_NODE
         return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), self.scope_of(request))
 
+    def num_cached_tokens(self, query: PrefixQuery) -> int:
+        """Leading tokens of a request, known here or not, whose blocks are cached."""
+        block_size = self._rows.block_size
+        most_blocks = query.most_tokens // block_size
+        if most_blocks <= 0 or not self._is_enabled or not self._cache.begins(query.branch(block_size * 4)):
+            return 0
+        blocks, _ = self._cache.find(query.token_bytes, most_blocks, query.scope)
+        return len(blocks) * block_size
+
     def most_blocks(self, request: Request, num_tokens: int) -> int:
         """The most cached blocks that the request may use."""
-        if request.runs_whole_prompt:
-            return 0
-        # At least one token must run, to sample from; so must each token whose logits are wanted.
-        most_tokens = num_tokens - 1
-        if request.is_owed_prompt_logprobs:
-            most_tokens = min(most_tokens, request.num_prompt_logprobs)
-        return most_tokens // self._rows.block_size
+        return most_cached_tokens(request, num_tokens) // self._rows.block_size
 
     def register(self, request: Request, row: int, num_computed_tokens: int) -> None:
         """Cache the full blocks of a row's computed tokens."""
@@ -68,7 +108,5 @@ class CachedPrefixes:
         return self._swapping.offload(token_bytes, rows.block_table[row, :end].copy(), self.scope_of(request))
 
     def scope_of(self, request: Request) -> str:
-        """Only requests of the same scope share blocks."""
-        new = request.new
-        tenant = new.tenant if self._by_tenant else ""
-        return f"{new.adapter:\0<{_ADAPTER_WIDTH}}{tenant}" if new.adapter else tenant
+        """See ``scope_of``."""
+        return scope_of(request, self._limits)

@@ -32,6 +32,9 @@ class DecodingRows:
         self._due_tick = np.full(rows.max_rows, NEVER, dtype=np.int64)
         self._indices = NO_ROWS
         self._is_changed = False
+        # What was summed last, and the tick: until the rows change, each of them has one token more at each tick.
+        self._summed = NO_ROWS
+        self._num_summed_tokens, self._summed_tick = 0, 0
 
     def indices(self) -> RowIndices:
         """The rows that decode, ascending; the same array until they change."""
@@ -51,10 +54,14 @@ class DecodingRows:
         return found
 
     def shape(self) -> StepShape:
-        """A step of these rows alone; O(rows)."""
+        """A step of these rows alone; O(rows) when they have changed."""
         decoding = self.indices()
-        num_context_tokens = int(self._rows.num_computed_tokens[decoding].sum())
-        return StepShape(len(decoding), len(decoding), num_context_tokens, 0)
+        num_rows = len(decoding)
+        if decoding is not self._summed:
+            self._summed, self._summed_tick = decoding, self._tick
+            self._num_summed_tokens = int(self._rows.num_computed_tokens[decoding].sum())
+        num_context_tokens = self._num_summed_tokens + (self._tick - self._summed_tick) * num_rows
+        return StepShape(num_rows, num_rows, num_context_tokens, 0)
 
     def advance(self) -> None:
         """A step of the lane is sent: every row that decodes computes one token more."""

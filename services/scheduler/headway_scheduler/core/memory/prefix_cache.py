@@ -140,6 +140,10 @@ class PrefixCache:
         counts: list[int] = np.bincount(self.worth_of(cached), minlength=NUM_WORTHS).tolist()
         return counts
 
+    def begins(self, branch: tuple[str, bytes]) -> bool:
+        """Whether a prompt of this scope that begins with the tokens of this block is cached."""
+        return branch in self._branches
+
     def find(self, token_bytes: bytes, max_blocks: int, scope: str = "") -> tuple[BlockIndices, int]:
         """The longest cached prefix, and its last node."""
         parts, node = self._walk(ROOT_NODE, scope, token_bytes, max_blocks)

@@ -12,10 +12,10 @@ Owns: these choices. Must not know: which of the allowed executors is first, the
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request
-from headway_scheduler.placement.cell_load import CellLoad
-from headway_scheduler.placement.roles import Role
 
 SLACK_TO_RECEIVE = 0.8
 """A running request goes where its gap is expected to be at most this share of the objective, so that it stays there, and

@@ -1,0 +1,87 @@
+"""Which of several cells gets a request.
+
+Owns: the cells that could start it, and the choice of one. Must not know: the queue, or which request is next.
+
+A request goes to the cell with the shortest predicted time to its first token. Of cells that are level, it goes where
+fewest run. All this is asked of every cell for every request that is placed, so it is compiled with the core.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.choosing.policies import PlacementPolicy
+from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
+from headway_scheduler.core.scheduler import Scheduler
+from headway_scheduler.core.state.request import Request
+
+LEAST_ERROR, MOST_ERROR = 0.1, 0.5
+"""Predicted times that differ by a smaller share are level; the models' own error counts between these bounds."""
+
+
+class Choice(NamedTuple):
+    """A cell, and why: in tokens of the request that are cached there, and tokens to compute before it."""
+
+    cell: CellLoad
+    num_cached_tokens: int
+    num_tokens_ahead: int
+
+
+def has_preempted(cores: list[Scheduler]) -> bool:
+    """Whether a request that lost its row waits in any of them."""
+    return any(core.num_preempted for core in cores)
+
+
+def able_cells(request: Request, cells: Sequence[CellLoad]) -> list[CellLoad]:
+    """The cells whose executor could ever run this request."""
+    able: list[CellLoad] = []
+    kind, is_able = -1, False
+    for cell in cells:
+        if cell.kind != kind or kind < 0:
+            kind, is_able = cell.kind, cell.can_hold(request)
+        if is_able:
+            able.append(cell)
+    return able
+
+
+def accepting_cells(request: Request, able: Sequence[CellLoad], policy: PlacementPolicy) -> Sequence[CellLoad]:
+    """Of cells that are able, those that may get it."""
+    return policy.cells_for(request, [cell for cell in able if cell.accepts])
+
+
+def cells_with_room(request: Request, accepting: Sequence[CellLoad]) -> list[CellLoad]:
+    """Those that could start it soon."""
+    return [cell for cell in accepting if cell.has_room_for(request)]
+
+
+def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPolicy, query: PrefixQuery) -> Choice:
+    """The best of ``choices``, at least one."""
+    cached: list[int] = []
+    waits: list[float] = []
+    for cell in choices:
+        num_cached_tokens = cell.num_cached_tokens(query)
+        num_tokens = cell.num_tokens_ahead + len(request.token_ids) - num_cached_tokens
+        cached.append(num_cached_tokens)
+        wait = cell.prefill_s(num_tokens, num_cached_tokens)
+        if wait is None:
+            break
+        waits.append(wait)
+    if len(waits) < len(choices):
+        # A cell has not learned its speed.
+        cached = [cell.num_cached_tokens(query) for cell in choices]
+        num_known = len(request.token_ids)
+        waits = [float(cell.num_tokens_ahead + num_known - num) for cell, num in zip(choices, cached, strict=True)]
+    # Predictions that differ by less than they err are level: then it goes where the fewest run.
+    error = LEAST_ERROR
+    for cell in choices:
+        error = max(error, cell.relative_error)
+    level = min(waits) * (1.0 + min(error, MOST_ERROR))
+    best: Choice | None = None
+    best_rank = (True, 0, 0)
+    for cell, num_cached_tokens, wait in zip(choices, cached, waits, strict=True):
+        if wait <= level:
+            rank = (policy.is_misplaced(request, cell), cell.num_running, cell.number)
+            if best is None or rank < best_rank:
+                best, best_rank = Choice(cell, num_cached_tokens, cell.num_tokens_ahead), rank
+    assert best is not None
+    return best
