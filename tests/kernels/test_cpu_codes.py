@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,26 @@ def test_a_product_has_the_bits_of_one_with_the_widened_weights(library, form, g
         assert torch.equal(product(team, rows, norm, 1e-5), expected)
         one = torch.cat([product(team, rows[i : i + 1].contiguous(), norm, 1e-5) for i in range(len(rows))])
         assert torch.equal(one, expected), "a row's bits depend on the number of rows"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_weight_for_rounded_inputs_is_multiplied_as_int8(library, gated):
+    """Codes, -128 too, and scales stay what they are; inputs are rounded row by row, as the format asks."""
+    team = Team(library, 2)
+    for seed, (outputs, inputs) in enumerate(itertools.product((2, 34, 70), (16, 97, 300))):
+        weight = replace(drawn(CodeForm.CODES8, outputs, inputs, inputs, seed=seed), rounds_inputs=True)
+        assert weight.is_for_int8
+        bias, rows = torch.randn(outputs), torch.randn(5, inputs)
+        steps = rows.abs().amax(1, keepdim=True) / 127
+        found = (rows / steps).round().double() @ weight.codes.double().t()
+        expected = (found * steps * weight.scales.t() + bias).float()
+        if gated:
+            gate, up = expected.chunk(2, 1)
+            expected = torch.nn.functional.silu(gate) * up
+        product = PackedLinear(library, weight, bias, gated=gated)
+        torch.testing.assert_close(product(team, rows), expected, rtol=1e-4, atol=1e-4)
+    exact = drawn(CodeForm.CODES8, 8, 64, 32)
+    assert not replace(exact, rounds_inputs=True).is_for_int8, "groups of inputs have no int8 product"
 
 
 def test_widening_rounds_once():

@@ -1,6 +1,7 @@
 """Published layouts of quantised weights: what they stand for, how they run, what is refused."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -60,6 +61,25 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, kind):
         runs.append(compiled_model(tmp_path / "model", library, sequences))
     for model in runs:
         torch.testing.assert_close(sequences.logits_of_all_tokens(model, spans), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_the_kernels_round_inputs_of_w8a8_row_by_row_if_the_checkpoint_asks_for_that(tmp_path, is_dynamic):
+    reference = written(tmp_path / "model", "w8a8")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": is_dynamic, "symmetric": True}
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    change_config(tmp_path / "model", quantization_config=config)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        assert checkpoint.read_codes("model.layers.0.self_attn.q_proj.weight").is_for_int8 == is_dynamic
+    sequences = Sequences(num_rows=1, length=20, vocab_size=96, block_size=8)
+    exact, found = (
+        sequences.logits_of_all_tokens(compiled_model(path, load_library(), sequences), [Span(0, 0, 20)])
+        for path in (reference, tmp_path / "model")
+    )
+    error = float((found - exact).norm() / exact.norm())
+    assert (1e-3 < error < 0.05) if is_dynamic else error < 1e-5
 
 
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")

@@ -34,6 +34,9 @@ class CodedWeight:
     ``codes`` ``[outputs, inputs]``, of the form's dtype. ``scales`` and ``minima`` float32, ``[outputs, groups]``;
     ``minima`` None: 0, or ``-8 * scale`` with codes of 4 bits. ``group_of`` int32, ``[inputs]``: the group of each input;
     None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
+
+    ``rounds_inputs``: the weight is meant for inputs that are rounded to 8 bits row by row, symmetrically. Whoever can
+    multiply so may; others compute more exactly.
     """
 
     form: CodeForm
@@ -42,6 +45,13 @@ class CodedWeight:
     group: int
     minima: Tensor | None = None
     group_of: Tensor | None = None
+    rounds_inputs: bool = False
+
+    @property
+    def is_for_int8(self) -> bool:
+        """Whether an int8 product computes what the weight is meant for."""
+        is_plain = self.minima is None and self.group_of is None and self.scales.shape[1] == 1
+        return self.rounds_inputs and self.form is CodeForm.CODES8 and is_plain
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +103,7 @@ def unified(parts: Sequence[CodedWeight]) -> list[CodedWeight] | None:
 
 
 def _fits(part: CodedWeight, first: CodedWeight) -> bool:
-    if (part.form, part.group) != (first.form, first.group):
+    if (part.form, part.group, part.rounds_inputs) != (first.form, first.group, first.rounds_inputs):
         return False
     if part.group_of is None or first.group_of is None:
         return part.group_of is first.group_of

@@ -153,7 +153,7 @@ class _CodedStruct(ctypes.Structure):
 class PackedLinear:
     """Weights of one product in the library's layout; ``weight`` and ``bias`` are copied.
 
-    ``weight`` floating, ``[outputs, inputs]``, held in ``form``, or codes, held as they are; ``bias`` ``[outputs]`` or
+    ``weight`` floating, ``[outputs, inputs]``, held in ``form``, or codes, held as they are (as int8, if they are for that); ``bias`` ``[outputs]`` or
     None. With ``gated``, outputs are gates, then ups, and the product gives ``silu(gate) * up``.
     """
 
@@ -174,7 +174,8 @@ class PackedLinear:
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
             struct = _coded_struct(kept)
-            handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(kept.form), int(gated))
+            held = WeightForm.INT8 if kept.is_for_int8 else kept.form
+            handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(held), int(gated))
         else:
             wide = weight.float().contiguous()
             handle = library.functions.headway_linear_new(wide.data_ptr(), *rest, int(form), int(gated))

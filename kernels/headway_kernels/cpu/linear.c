@@ -105,6 +105,27 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
     return made;
 }
 
+linear *linear_of_int8(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t gated) {
+    linear *made = linear_empty(outputs, inputs, FORM_INT8, gated);
+    if (made == NULL) return NULL;
+    made->panels = stream_alloc(made->num_panels * panel_bytes(made));
+    if (made->panels == NULL) {
+        linear_free(made);
+        return NULL;
+    }
+    for (int64_t place = 0; place < made->num_panels * PANEL; place++) {
+        const int64_t panel = place / PANEL, column = place % PANEL;
+        const int64_t output = output_at(panel, column, outputs, gated);
+        if (output < 0) continue;
+        uint8_t *to = (uint8_t *)made->panels + panel * panel_bytes(made) + column * QUAD;
+        const int8_t *row = (const int8_t *)from->codes + output * inputs;
+        for (int64_t k = 0; k < inputs; k++) to[k / QUAD * PANEL * QUAD + k % QUAD] = (uint8_t)(row[k] + 128);
+        made->scales[place] = from->scales[output];
+        if (bias != NULL) made->bias[place] = bias[output];
+    }
+    return made;
+}
+
 /* The beginning of memory that several products share; panels follow. */
 struct shared_memory {
     _Alignas(LINE) atomic_int_least64_t holders;

@@ -82,6 +82,8 @@ enum epilogue { STORE, ADD, GATED, GATED_PACKED };
  * ups, and a panel takes LANES of each. NULL when memory is short. */
 linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                    int64_t gated);
+/* FORM_INT8 of signed codes with one scale an output; `from` has neither minima nor groups. */
+linear *linear_of_int8(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t gated);
 linear *linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                         int64_t gated);
 void linear_free(linear *the_linear);

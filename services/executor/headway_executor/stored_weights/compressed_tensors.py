@@ -6,7 +6,7 @@ Integers are symmetric around the middle code or have zeros; the packed ones and
 range added. Activations are not rounded here, so their scales are not read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class CompressedTensors:
     has_zeros: bool
     group: int | None
     block: tuple[int, int] | None
+    rounds_inputs: bool = False
     name: str = "compressed-tensors"
     unread: tuple[str, ...] = (".weight_shape", ".input_scale", ".input_zero_point", ".weight_zero_point")
 
@@ -85,7 +86,8 @@ class CompressedTensors:
         if stored.dtype(f"{base}.weight_g_idx") is not None:
             group_of = grouping(stored.read(f"{base}.weight_g_idx"), group, scales.shape[1], base)
         zeros = self._zeros(base, outputs, stored)
-        return of_integers(codes, zeros, scales, bits=self.bits, group=group, group_of=group_of)
+        weight = of_integers(codes, zeros, scales, bits=self.bits, group=group, group_of=group_of)
+        return replace(weight, rounds_inputs=self.rounds_inputs)
 
     def _codes(self, base: str, stored: StoredTensors) -> Tensor:
         """Unsigned."""
@@ -130,7 +132,14 @@ def compressed_tensors_of(fields: ConfigFields) -> CompressedTensors:
         raise group.refuse("output_activations", "none")
     if group.values.get("format") not in (None, fields.values["format"]):
         raise group.refuse("format", str(fields.values["format"]))
-    return _of_weights(weights, is_packed=fields.values["format"] == "pack-quantized")
+    scheme = _of_weights(weights, is_packed=fields.values["format"] == "pack-quantized")
+    return replace(scheme, rounds_inputs=_rounds_rows(group.section("input_activations")))
+
+
+def _rounds_rows(inputs: ConfigFields | None) -> bool:
+    """Whether inputs are rounded as the CPU kernels round them. Other roundings are not read, and not made."""
+    asked = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    return inputs is not None and all(inputs.values.get(name) == value for name, value in asked.items())
 
 
 def _of_weights(weights: ConfigFields, *, is_packed: bool) -> CompressedTensors:
