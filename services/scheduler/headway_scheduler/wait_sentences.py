@@ -28,7 +28,8 @@ _WITHOUT_FIGURES: Mapping[Reason, str] = MappingProxyType(
 
 def sentence_for(core: Scheduler, request: Request) -> str:
     """Put admission's reason into words."""
-    reason = core.admission.reason_for(request)
+    # Admission notes it with its next attempt.
+    reason = Reason.PAUSED if core.paused else core.admission.reason_for(request)
     match reason:
         case Reason.ALONE if core.alone is not None:
             return f"{core.alone.new.request_id!r:.64} runs alone, because executors were lost while it ran"
