@@ -1,0 +1,131 @@
+"""What many turns add up to, and how it is shown.
+
+Owns: medians, spreads, ratios, the table. Must not know: how anything was measured.
+
+A line is one row of turns: every contender on the same work, one after the other. A ratio is made within a line, so a
+machine whose speed drifts from line to line does not move it.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Line = Mapping[str, Any]
+RATE = "output_tokens_per_s"
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, the least and the most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def summary(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return a cell for each load, precision, number of requests and contender, in the order of their first lines.
+
+    ``headway_is``: the first contender's rate as a multiple of this one's, from the same lines.
+    """
+    rows: dict[tuple[str, str, int], list[Mapping[str, Mapping[str, float]]]] = {}
+    for line in lines:
+        if line["kind"] in {"offline", "online"}:
+            rows.setdefault((line["kind"], line["precision"], line["requests"]), []).append(line["cells"])
+    return [
+        {
+            "load": load,
+            "precision": precision,
+            "requests": requests,
+            "contender": name,
+            "rounds": len(measured),
+            "figures": {figure: spread([cells[name][figure] for cells in measured]) for figure in measured[0][name]},
+            "headway_is": None
+            if name == first
+            else spread([cells[first][RATE] / cells[name][RATE] for cells in measured]),
+        }
+        for (load, precision, requests), measured in rows.items()
+        for first in [next(iter(measured[0]))]
+        for name in measured[0]
+    ]
+
+
+def engines(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return the time to ready, first and later, and the peak memory of each contender's processes."""
+    found: dict[tuple[str, str, str], list[Line]] = {}
+    for line in lines:
+        if line["kind"] == "engine":
+            found.setdefault((line["load"], line["precision"], line["contender"]), []).append(line)
+    return [
+        {
+            "load": load,
+            "precision": precision,
+            "contender": name,
+            "version": starts[-1]["version"],
+            "first_ready_s": starts[0]["ready_s"],
+            "later_ready_s": statistics.median(later) if (later := [one["ready_s"] for one in starts[1:]]) else None,
+            "peak_memory_mib": max(one["peak_memory_mib"] for one in starts),
+        }
+        for (load, precision, name), starts in found.items()
+    ]
+
+
+def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line]) -> str:
+    """Return the matrix as markdown: a table for each load, a row for each contender of each precision."""
+    parts = []
+    for load in dict.fromkeys(cell["load"] for cell in cells):
+        here = [cell for cell in cells if cell["load"] == load]
+        sizes = sorted({cell["requests"] for cell in here})
+        extra = _EXTRA[load]
+        heads = ["precision", "engine", *(f"tokens/s of {size}" for size in sizes), *extra, "ready s", "peak GiB"]
+        heads += ["loss"] if load == "offline" else []
+        rows = [heads, ["---", "---", *("---:" for _ in heads[2:])]]
+        for precision, name in dict.fromkeys((cell["precision"], cell["contender"]) for cell in here):
+            mine = {c["requests"]: c for c in here if c["precision"] == precision and c["contender"] == name}
+            start = next(
+                one for one in starts if (one["load"], one["precision"], one["contender"]) == (load, precision, name)
+            )
+            rows.append(
+                [
+                    precision,
+                    name,
+                    *(_rate(mine.get(size)) for size in sizes),
+                    *(_extra(mine, figures) for figures in extra.values()),
+                    _ready(start),
+                    f"{start['peak_memory_mib'] / 1024:.1f}",
+                    *([_loss(losses, precision, name)] if load == "offline" else []),
+                ]
+            )
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return "\n\n".join(parts)
+
+
+_EXTRA: Mapping[str, Mapping[str, tuple[int, tuple[str, ...]]]] = {
+    "offline": {"prefill tokens/s of 8": (8, ("prefill_tokens_per_s",)), "step ms of 8": (8, ("decode_step_ms",))},
+    "online": {
+        "TTFT ms p50 / p99 of 8": (8, ("ttft_ms_p50", "ttft_ms_p99")),
+        "gap ms p50 / p99 of 8": (8, ("itl_ms_p50", "itl_ms_p99")),
+    },
+}
+"""Further columns of a load: of which number of requests, which figures."""
+
+
+def _rate(cell: Line | None) -> str:
+    """The median rate with its spread, and what Headway's is of it."""
+    if cell is None:
+        return ""
+    rate, ratio = cell["figures"][RATE], cell["headway_is"]
+    text = f"{rate['median']:.0f} ({rate['least']:.0f} to {rate['most']:.0f})"
+    return text if ratio is None else f"{text}, {ratio['median']:.2f}x"
+
+
+def _extra(mine: Mapping[int, Line], wanted: tuple[int, tuple[str, ...]]) -> str:
+    size, names = wanted
+    cell = mine.get(size)
+    return "" if cell is None else " / ".join(f"{cell['figures'][name]['median']:.0f}" for name in names)
+
+
+def _ready(start: Line) -> str:
+    first, later = start["first_ready_s"], start["later_ready_s"]
+    return f"{first:.1f}" if later is None else f"{first:.1f}, later {later:.1f}"
+
+
+def _loss(losses: Sequence[Line], precision: str, name: str) -> str:
+    found = [one for one in losses if (one["precision"], one["contender"]) == (precision, name)]
+    return f"{found[-1]['nats_per_token']:.4f}" if found else ""
