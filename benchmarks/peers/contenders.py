@@ -104,14 +104,14 @@ class Installed:
             words = [
                 *(sys.executable, "-m", "headway", "serve", "--model", str(model), "--log-level", "warning"),
                 *("--grpc-address", "127.0.0.1:0", "--quantization", one.detail),
-                *("--num-threads", str(self.num_threads), "--max-model-len", "1024", "--num-kv-blocks", "1400"),
+                *("--num-threads", str(self.num_threads), "--max-model-len", "2048", "--num-kv-blocks", "1400"),
             ]
             return words, environment, _headway_is_ready
         port = row_of_free_ports(1)
         words = [
             *(self.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--dtype", one.detail, "--host", "127.0.0.1", "--port", str(port)),
-            *("--max-model-len", "1024", "--max-num-seqs", "64"),
+            *("--max-model-len", "2048", "--max-num-seqs", "64"),
         ]
         return words, environment, functools.partial(_answers, f"http://127.0.0.1:{port}")
 
