@@ -29,6 +29,7 @@ out, and the result says so:
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -335,6 +336,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run = Run(arguments)
     for engine, flag in run.installed.left_out().items():
         say(f"{engine} is left out: {flag} is not given")
