@@ -9,9 +9,9 @@ server; the other engines come without a server. **Loss** is of the embedded dem
 token of its held-out text. Everyone has ``--threads`` threads, 1 GiB of KV memory and no prefix cache offline.
 
 **Turns.** Engines are loaded side by side and idle until their turn. In a round each does the same work, and the order
-changes from round to round. If other programs took more than ``--most-foreign`` of the machine, all turns of that row are
-taken again, up to ``--patience`` times. Each row is printed as a line of JSON and kept in ``--directory``; a run with
-``--continue`` measures only what is missing, so a long run can be cut by ``--minutes``.
+changes from round to round. A row beside which other programs took more than ``--most-foreign`` of the machine is measured
+again later, up to ``--patience`` times in a run, and the quietest counts. Each row is printed as a line of JSON and kept in
+``--directory``; a run with ``--continue`` measures only what is missing, so a long run can be cut by ``--minutes``.
 
 int8 of Headway, vLLM and llama.cpp rounds activations too; OpenVINO decides that itself. Headway computes bfloat16
 weights in float32, the others in bfloat16. Each peer lives in an environment of its own; one that is not given is left
@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ _LOSS_WINDOW = 256
 _SMALL_WORK = 8
 """With fewer requests than this a turn does its work three times, since it is short."""
 _FIRST_ID = 10
-Cells = dict[str, dict[str, float]]
+Turn = Callable[[Contender, int, int], dict[str, float]]
 
 
 class TimeIsUp(Exception):  # noqa: N818 (no error)
@@ -82,10 +82,12 @@ class Lines:
             file.write(text + "\n")
         print(text, flush=True)
 
-    def has(self, names: Sequence[str], **wanted: object) -> bool:
-        """Whether a row with these contenders has been measured."""
+    def has(self, names: Sequence[str], most_foreign: float, **wanted: object) -> bool:
+        """Whether a row with these contenders has been measured beside at most so much of other programs."""
         return any(
-            wanted.items() <= line.items() and set(names) <= line["cells"].keys()
+            wanted.items() <= line.items()
+            and set(names) <= line["cells"].keys()
+            and line["foreign_share"] <= most_foreign
             for line in self.all
             if "cells" in line
         )
@@ -117,8 +119,7 @@ class Run:
 
     def _offline(self, precision: str) -> None:
         contenders = self.installed.taking_part(precision)
-        missing = self._missing("offline", precision, contenders)
-        if not missing:
+        if not self._missing("offline", precision, contenders):
             return
         with ExitStack() as stack:
             drivers: dict[str, Driver] = {}
@@ -126,12 +127,14 @@ class Run:
                 say(f"{precision}: starting {one.name}")
                 drivers[one.name] = Driver(one.name, *self.installed.driver(one, self._random.path(one.form)))
                 stack.callback(drivers[one.name].close)
-            for size in sorted({size for _, size in missing}):
+            for size in self._arguments.requests:
                 for driver in drivers.values():
                     driver.ask(prompts=self._prompts(size, -1), num_output=4)
-            self._rows("offline", precision, contenders, missing, lambda one, *row: self._turn(drivers[one.name], *row))
-            for one in contenders:
-                self._note_engine("offline", precision, one, drivers[one.name], drivers[one.name].version)
+            try:
+                self._rows("offline", precision, contenders, lambda one, *row: self._turn(drivers[one.name], *row))
+            finally:
+                for one in contenders:
+                    self._note_engine("offline", precision, one, drivers[one.name], drivers[one.name].version)
 
     def _turn(self, driver: Driver, number: int, size: int) -> dict[str, float]:
         """One engine's turn on one row: the rates of all its requests."""
@@ -153,8 +156,7 @@ class Run:
 
     def _online(self, precision: str) -> None:
         contenders = [one for one in self.installed.taking_part(precision) if one.has_server]
-        missing = self._missing("online", precision, contenders)
-        if not missing:
+        if not self._missing("online", precision, contenders):
             return
         with ExitStack() as stack:
             servers: dict[str, Server] = {}
@@ -164,9 +166,11 @@ class Run:
                 stack.callback(servers[one.name].close)
             for server in servers.values():
                 self._bench(server, 0, 2)
-            self._rows("online", precision, contenders, missing, lambda one, *row: self._bench(servers[one.name], *row))
-            for one in contenders:
-                self._note_engine("online", precision, one, servers[one.name], "")
+            try:
+                self._rows("online", precision, contenders, lambda one, *row: self._bench(servers[one.name], *row))
+            finally:
+                for one in contenders:
+                    self._note_engine("online", precision, one, servers[one.name], "")
 
     def _bench(self, server: Server, number: int, users: int) -> dict[str, float]:
         """One server's turn: every user sends ``--waves`` requests, one after the other."""
@@ -205,7 +209,7 @@ class Run:
                 self.lines.add(kind="loss", precision=precision, contender=one.name, **found)
 
     def _missing(self, kind: str, precision: str, contenders: Sequence[Contender]) -> list[tuple[int, int]]:
-        """The rounds and sizes that have no row with all these contenders."""
+        """The rounds and sizes that have no quiet row with all these contenders."""
         if len(contenders) < 2:
             say(f"{kind}, {precision}: no peer is given, nothing to compare")
             return []
@@ -214,41 +218,29 @@ class Run:
             (number, size)
             for number in range(self._arguments.rounds)
             for size in self._arguments.requests
-            if not self.lines.has(names, kind=kind, precision=precision, requests=size, round=number)
+            if not self.lines.has(
+                names, self._arguments.most_foreign, kind=kind, precision=precision, requests=size, round=number
+            )
         ]
 
-    def _rows(
-        self,
-        kind: str,
-        precision: str,
-        contenders: Sequence[Contender],
-        missing: Sequence[tuple[int, int]],
-        turn: Callable[[Contender, int, int], dict[str, float]],
-    ) -> None:
-        """Measure rows; the order of turns is reversed in every other round."""
+    def _rows(self, kind: str, precision: str, contenders: Sequence[Contender], turn: Turn) -> None:
+        """Measure the missing rows; the order of turns is reversed in every other round."""
         names = [one.name for one in contenders]
-        for number, size in missing:
-            self._check_time()
-            say(f"{kind}, {precision}: round {number + 1} of {self._arguments.rounds}, {size} requests")
-            order = contenders if number % 2 == 0 else contenders[::-1]
-            tries = (self._row(order, number, size, turn) for _ in range(self._arguments.patience))
-            foreign, cells = quietest(tries, self._arguments.most_foreign)
-            self.lines.add(
-                kind=kind,
-                precision=precision,
-                requests=size,
-                round=number,
-                foreign_share=foreign,
-                cells={name: {key: round(value, 2) for key, value in cells[name].items()} for name in names},
-            )
-
-    @staticmethod
-    def _row(
-        order: Sequence[Contender], number: int, size: int, turn: Callable[[Contender, int, int], dict[str, float]]
-    ) -> tuple[float, Cells]:
-        load = ForeignLoad()
-        cells = {one.name: turn(one, number, size) for one in order}
-        return load.share(), cells
+        for _ in range(self._arguments.patience):
+            for number, size in self._missing(kind, precision, contenders):
+                self._check_time()
+                say(f"{kind}, {precision}: round {number + 1} of {self._arguments.rounds}, {size} requests")
+                order = contenders if number % 2 == 0 else contenders[::-1]
+                load = ForeignLoad()
+                cells = {one.name: turn(one, number, size) for one in order}
+                self.lines.add(
+                    kind=kind,
+                    precision=precision,
+                    requests=size,
+                    round=number,
+                    foreign_share=load.share(),
+                    cells={name: {key: round(value, 2) for key, value in cells[name].items()} for name in names},
+                )
 
     def _note_engine(self, load: str, precision: str, one: Contender, of: Driver | Server, version: str) -> None:
         memory = round(of.peak_memory_mib())
@@ -268,19 +260,6 @@ class Run:
             raise TimeIsUp
 
 
-def quietest(tries: Iterator[tuple[float, Cells]], enough: float) -> tuple[float, Cells]:
-    """Return the first row beside which others took at most ``enough`` of the machine, or else the best of all."""
-    best: tuple[float, Cells] | None = None
-    for foreign, cells in tries:
-        if best is None or foreign < best[0]:
-            best = foreign, cells
-        if foreign <= enough:
-            break
-        say(f"other programs took {foreign:.0%} of the machine")
-    assert best is not None
-    return best
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -295,7 +274,6 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         "load": {"prompt_tokens": arguments.prompt, "output_tokens": arguments.output, "waves": arguments.waves},
         "left_out": {engine: f"not given: {flag}" for engine, flag in run.installed.left_out().items()},
         "openvino_int4_group": OPENVINO_GROUP,
-        "most_foreign_share": max((line.get("foreign_share", 0.0) for line in lines), default=0.0),
         "results": summary(lines),
         "engines": engines(lines),
         "losses": [line for line in lines if line["kind"] == "loss"],
@@ -327,7 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--loss-tokens", type=int, default=0, help="score only the first so many tokens; 0: all")
     parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--most-foreign", type=float, default=0.05, help="share of the machine that others may take")
-    parser.add_argument("--patience", type=count, default=3, help="how often a disturbed row is measured")
+    parser.add_argument("--patience", type=count, default=3, help="how often a disturbed row is measured in a run")
     parser.add_argument("--directory", type=Path, default=Path("cpu-peers"), help="of checkpoints and lines")
     parser.add_argument("--continue", dest="proceed", action="store_true", help="keep what earlier runs measured")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after this time")

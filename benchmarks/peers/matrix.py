@@ -3,7 +3,8 @@
 Owns: medians, spreads, ratios, the table. Must not know: how anything was measured.
 
 A line is one row of turns: every contender on the same work, one after the other. A ratio is made within a line, so a
-machine whose speed drifts from line to line does not move it.
+machine whose speed drifts from line to line does not move it. Of the lines of one round, the one counts beside which
+other programs took least of the machine.
 """
 
 import statistics
@@ -24,10 +25,13 @@ def summary(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
     ``headway_is``: the first contender's rate as a multiple of this one's, from the same lines.
     """
-    rows: dict[tuple[str, str, int], list[Mapping[str, Mapping[str, float]]]] = {}
+    rows: dict[tuple[str, str, int], dict[int, Line]] = {}
     for line in lines:
         if line["kind"] in {"offline", "online"}:
-            rows.setdefault((line["kind"], line["precision"], line["requests"]), []).append(line["cells"])
+            rounds = rows.setdefault((line["kind"], line["precision"], line["requests"]), {})
+            before = rounds.get(line["round"])
+            if before is None or line["foreign_share"] < before["foreign_share"]:
+                rounds[line["round"]] = line
     return [
         {
             "load": load,
@@ -35,12 +39,14 @@ def summary(lines: Iterable[Line]) -> list[dict[str, Any]]:
             "requests": requests,
             "contender": name,
             "rounds": len(measured),
+            "most_foreign_share": max(line["foreign_share"] for line in kept.values()),
             "figures": {figure: spread([cells[name][figure] for cells in measured]) for figure in measured[0][name]},
             "headway_is": None
             if name == first
             else spread([cells[first][RATE] / cells[name][RATE] for cells in measured]),
         }
-        for (load, precision, requests), measured in rows.items()
+        for (load, precision, requests), kept in rows.items()
+        for measured in [[line["cells"] for line in kept.values()]]
         for first in [next(iter(measured[0]))]
         for name in measured[0]
     ]

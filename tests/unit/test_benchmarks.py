@@ -677,13 +677,20 @@ def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     matrix = importlib.import_module("matrix")
 
-    def row(number, ours, theirs):
+    def row(number, ours, theirs, foreign=0.0):
         rates = {"Headway": ours, "peer": theirs}
         cells = {
             name: {matrix.RATE: rate, "prefill_tokens_per_s": 1.0, "decode_step_ms": 2.0}
             for name, rate in rates.items()
         }
-        return {"kind": "offline", "precision": "int8", "requests": 8, "round": number, "cells": cells}
+        return {
+            "kind": "offline",
+            "precision": "int8",
+            "requests": 8,
+            "round": number,
+            "foreign_share": foreign,
+            "cells": cells,
+        }
 
     ends = [
         {"kind": "engine", "load": "offline", "precision": "int8", "contender": name, "version": "1"}
@@ -691,7 +698,8 @@ def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
         for name, ready in (("Headway", 1.0), ("peer", 9.0), ("peer", 4.0))
     ]
     # The machine was half as fast in the second round: rates vary twofold, ratios hardly.
-    lines = [row(0, 100.0, 50.0), row(1, 50.0, 26.0), row(2, 90.0, 40.0), *ends]
+    disturbed = row(0, 10.0, 50.0, foreign=0.4)
+    lines = [disturbed, row(0, 100.0, 50.0), row(1, 50.0, 26.0), row(2, 90.0, 40.0), *ends]
     ours, theirs = matrix.summary(lines)
     assert ours["headway_is"] is None
     assert theirs["headway_is"] == {"median": 2.0, "least": 50 / 26, "most": 2.25}
