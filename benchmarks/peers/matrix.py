@@ -49,6 +49,7 @@ def summary(lines: Iterable[Line]) -> list[dict[str, Any]]:
         for measured in [[line["cells"] for line in kept.values()]]
         for first in [next(iter(measured[0]))]
         for name in measured[0]
+        if all(name in cells for cells in measured)
     ]
 
 
@@ -85,7 +86,8 @@ def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line])
         for precision, name in dict.fromkeys((cell["precision"], cell["contender"]) for cell in here):
             mine = {c["requests"]: c for c in here if c["precision"] == precision and c["contender"] == name}
             start = next(
-                one for one in starts if (one["load"], one["precision"], one["contender"]) == (load, precision, name)
+                (one for one in starts if (one["load"], one["precision"], one["contender"]) == (load, precision, name)),
+                None,
             )
             rows.append(
                 [
@@ -93,8 +95,8 @@ def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line])
                     name,
                     *(_rate(mine.get(size)) for size in sizes),
                     *(_extra(mine, figures) for figures in extra.values()),
-                    _ready(start),
-                    f"{start['peak_memory_mib'] / 1024:.1f}",
+                    _ready(start) if start else "",
+                    f"{start['peak_memory_mib'] / 1024:.1f}" if start else "",
                     *([_loss(losses, precision, name)] if load == "offline" else []),
                 ]
             )
