@@ -274,7 +274,8 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         "load": {"prompt_tokens": arguments.prompt, "output_tokens": arguments.output, "waves": arguments.waves},
         "left_out": {engine: f"not given: {flag}" for engine, flag in run.installed.left_out().items()},
         "openvino_int4_group": OPENVINO_GROUP,
-        "results": summary(lines),
+        "most_foreign_share": arguments.most_foreign,
+        "results": summary(lines, arguments.most_foreign),
         "engines": engines(lines),
         "losses": [line for line in lines if line["kind"] == "loss"],
     }

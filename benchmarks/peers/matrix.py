@@ -20,10 +20,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def summary(lines: Iterable[Line]) -> list[dict[str, Any]]:
+def summary(lines: Iterable[Line], most_foreign: float) -> list[dict[str, Any]]:
     """Return a cell for each load, precision, number of requests and contender, in the order of their first lines.
 
-    ``headway_is``: the first contender's rate as a multiple of this one's, from the same lines.
+    ``headway_is``: the first contender's rate as a multiple of this one's, from the same lines. Rounds beside which other
+    programs took more than ``most_foreign`` of the machine count only where there are no others.
     """
     rows: dict[tuple[str, str, int], dict[int, Line]] = {}
     for line in lines:
@@ -39,18 +40,23 @@ def summary(lines: Iterable[Line]) -> list[dict[str, Any]]:
             "requests": requests,
             "contender": name,
             "rounds": len(measured),
-            "most_foreign_share": max(line["foreign_share"] for line in kept.values()),
+            "most_foreign_share": max(line["foreign_share"] for line in kept),
             "figures": {figure: spread([cells[name][figure] for cells in measured]) for figure in measured[0][name]},
             "headway_is": None
             if name == first
             else spread([cells[first][RATE] / cells[name][RATE] for cells in measured]),
         }
-        for (load, precision, requests), kept in rows.items()
-        for measured in [[line["cells"] for line in kept.values()]]
+        for (load, precision, requests), rounds in rows.items()
+        for kept in [_quiet(list(rounds.values()), most_foreign)]
+        for measured in [[line["cells"] for line in kept]]
         for first in [next(iter(measured[0]))]
         for name in measured[0]
         if all(name in cells for cells in measured)
     ]
+
+
+def _quiet(lines: list[Line], most_foreign: float) -> list[Line]:
+    return [line for line in lines if line["foreign_share"] <= most_foreign] or lines
 
 
 def engines(lines: Iterable[Line]) -> list[dict[str, Any]]:
