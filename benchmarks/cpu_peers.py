@@ -252,6 +252,7 @@ class Run:
             contender=one.name,
             version=version,
             ready_s=ready,
+            foreign_share=of.foreign_share,
             peak_memory_mib=memory,
         )
 
@@ -276,7 +277,7 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         "openvino_int4_group": OPENVINO_GROUP,
         "most_foreign_share": arguments.most_foreign,
         "results": summary(lines, arguments.most_foreign),
-        "engines": engines(lines),
+        "engines": engines(lines, arguments.most_foreign),
         "losses": [line for line in lines if line["kind"] == "loss"],
     }
 
@@ -301,7 +302,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=counts, default="1,8,32", help="at once")
     parser.add_argument("--prompt", type=count, default=128, help="tokens per prompt")
     parser.add_argument("--output", type=count, default=64, help="output tokens per request")
-    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--waves", type=count, default=3, help="online: requests of each user")
     parser.add_argument("--loss-tokens", type=int, default=0, help="score only the first so many tokens; 0: all")
     parser.add_argument("--threads", type=count, default=2)

@@ -24,11 +24,11 @@ def summary(lines: Iterable[Line], most_foreign: float) -> list[dict[str, Any]]:
     """Return a cell for each load, precision, number of requests and contender, in the order of their first lines.
 
     ``headway_is``: the first contender's rate as a multiple of this one's, from the same lines. Rounds beside which other
-    programs took more than ``most_foreign`` of the machine count only where there are no others.
+    programs took more than ``most_foreign`` of the machine do not count.
     """
     rows: dict[tuple[str, str, int], dict[int, Line]] = {}
     for line in lines:
-        if line["kind"] in {"offline", "online"}:
+        if line["kind"] in {"offline", "online"} and line["foreign_share"] <= most_foreign:
             rounds = rows.setdefault((line["kind"], line["precision"], line["requests"]), {})
             before = rounds.get(line["round"])
             if before is None or line["foreign_share"] < before["foreign_share"]:
@@ -40,27 +40,24 @@ def summary(lines: Iterable[Line], most_foreign: float) -> list[dict[str, Any]]:
             "requests": requests,
             "contender": name,
             "rounds": len(measured),
-            "most_foreign_share": max(line["foreign_share"] for line in kept),
+            "most_foreign_share": max(line["foreign_share"] for line in kept.values()),
             "figures": {figure: spread([cells[name][figure] for cells in measured]) for figure in measured[0][name]},
             "headway_is": None
             if name == first
             else spread([cells[first][RATE] / cells[name][RATE] for cells in measured]),
         }
-        for (load, precision, requests), rounds in rows.items()
-        for kept in [_quiet(list(rounds.values()), most_foreign)]
-        for measured in [[line["cells"] for line in kept]]
+        for (load, precision, requests), kept in rows.items()
+        for measured in [[line["cells"] for line in kept.values()]]
         for first in [next(iter(measured[0]))]
         for name in measured[0]
         if all(name in cells for cells in measured)
     ]
 
 
-def _quiet(lines: list[Line], most_foreign: float) -> list[Line]:
-    return [line for line in lines if line["foreign_share"] <= most_foreign] or lines
-
-
-def engines(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return the time to ready, first and later, and the peak memory of each contender's processes."""
+def engines(lines: Iterable[Line], most_foreign: float) -> list[dict[str, Any]]:
+    """Return the peak memory of each contender's processes, and its times to ready: the first, which may compile, and the
+    median of the later ones, None where other programs took more than ``most_foreign`` of the machine.
+    """
     found: dict[tuple[str, str, str], list[Line]] = {}
     for line in lines:
         if line["kind"] == "engine":
@@ -71,12 +68,17 @@ def engines(lines: Iterable[Line]) -> list[dict[str, Any]]:
             "precision": precision,
             "contender": name,
             "version": starts[-1]["version"],
-            "first_ready_s": starts[0]["ready_s"],
-            "later_ready_s": statistics.median(later) if (later := [one["ready_s"] for one in starts[1:]]) else None,
+            "first_ready_s": _median_ready(starts[:1], most_foreign),
+            "later_ready_s": _median_ready(starts[1:], most_foreign),
             "peak_memory_mib": max(one["peak_memory_mib"] for one in starts),
         }
         for (load, precision, name), starts in found.items()
     ]
+
+
+def _median_ready(starts: Sequence[Line], most_foreign: float) -> float | None:
+    quiet = [one["ready_s"] for one in starts if one["foreign_share"] <= most_foreign]
+    return statistics.median(quiet) if quiet else None
 
 
 def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line]) -> str:
@@ -86,7 +88,15 @@ def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line])
         here = [cell for cell in cells if cell["load"] == load]
         sizes = sorted({cell["requests"] for cell in here})
         extra = _EXTRA[load]
-        heads = ["precision", "engine", *(f"tokens/s of {size}" for size in sizes), *extra, "ready s", "peak GiB"]
+        heads = [
+            "precision",
+            "engine",
+            *(f"tokens/s of {size}" for size in sizes),
+            *extra,
+            "rounds",
+            "ready s",
+            "peak GiB",
+        ]
         heads += ["loss"] if load == "offline" else []
         rows = [heads, ["---", "---", *("---:" for _ in heads[2:])]]
         for precision, name in dict.fromkeys((cell["precision"], cell["contender"]) for cell in here):
@@ -101,6 +111,7 @@ def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line])
                     name,
                     *(_rate(mine.get(size)) for size in sizes),
                     *(_extra(mine, figures) for figures in extra.values()),
+                    _rounds(mine.values()),
                     _ready(start) if start else "",
                     f"{start['peak_memory_mib'] / 1024:.1f}" if start else "",
                     *([_loss(losses, precision, name)] if load == "offline" else []),
@@ -135,9 +146,15 @@ def _extra(mine: Mapping[int, Line], wanted: tuple[int, tuple[str, ...]]) -> str
     return "" if cell is None else " / ".join(f"{cell['figures'][name]['median']:.0f}" for name in names)
 
 
+def _rounds(cells: Iterable[Line]) -> str:
+    numbers = sorted({cell["rounds"] for cell in cells})
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
 def _ready(start: Line) -> str:
     first, later = start["first_ready_s"], start["later_ready_s"]
-    return f"{first:.1f}" if later is None else f"{first:.1f}, later {later:.1f}"
+    parts = [f"{first:.1f}"] if first is not None else []
+    return ", ".join(parts + ([f"later {later:.1f}"] if later is not None else []))
 
 
 def _loss(losses: Sequence[Line], precision: str, name: str) -> str:

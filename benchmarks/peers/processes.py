@@ -80,12 +80,14 @@ class ForeignLoad:
 
 
 class Driver:
-    """An engine in a process of its own. ``ready_s``: from its start to its first answer."""
+    """An engine in a process of its own. ``ready_s``: from its start to its first answer; ``foreign_share``: what other
+    programs took of the machine meanwhile.
+    """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the driver)
-        started = time.perf_counter()
+        started, load = time.perf_counter(), ForeignLoad()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -97,6 +99,7 @@ class Driver:
         )
         self.version = str(self._answer()["version"])
         self.ready_s = time.perf_counter() - started
+        self.foreign_share = load.share()
 
     def ask(self, **asked: object) -> dict[str, Any]:
         """Have one thing done, and return its answer."""
@@ -126,7 +129,8 @@ class Driver:
 
 class Server:
     """A server in processes of its own. ``ready`` gets what it has printed, and returns the words that tell
-    ``headway bench`` where it is, or none before it serves. ``ready_s``: from its start until then.
+    ``headway bench`` where it is, or none before it serves. ``ready_s``: from its start until then;
+    ``foreign_share``: what other programs took of the machine meanwhile.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class Server:
         ready: Callable[[str], Sequence[str]],
     ) -> None:
         self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 (closed with the server)
-        started = time.perf_counter()
+        started, load = time.perf_counter(), ForeignLoad()
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=dict(environment), start_new_session=True
         )
@@ -149,6 +153,7 @@ class Server:
             time.sleep(_POLL_S)
         self.target = list(target)
         self.ready_s = time.perf_counter() - started
+        self.foreign_share = load.share()
 
     def peak_memory_mib(self) -> float:
         """See ``peak_memory_mib``."""

@@ -694,7 +694,7 @@ def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
 
     ends = [
         {"kind": "engine", "load": "offline", "precision": "int8", "contender": name, "version": "1"}
-        | {"ready_s": ready, "peak_memory_mib": 2048}
+        | {"ready_s": ready, "foreign_share": 0.0, "peak_memory_mib": 2048}
         for name, ready in (("Headway", 1.0), ("peer", 9.0), ("peer", 4.0))
     ]
     # The machine was half as fast in the second round: rates vary twofold, ratios hardly.
@@ -705,5 +705,5 @@ def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
     assert theirs["headway_is"] == {"median": 2.0, "least": 50 / 26, "most": 2.25}
     assert theirs["figures"][matrix.RATE] == {"median": 40.0, "least": 26.0, "most": 50.0}
     losses = [{"precision": "int8", "contender": "peer", "nats_per_token": 3.25}]
-    last = matrix.table([ours, theirs], matrix.engines(lines), losses).splitlines()[-1]
-    assert last == "| int8 | peer | 40 (26 to 50), 2.00x | 1 | 2 | 9.0, later 4.0 | 2.0 | 3.2500 |"
+    last = matrix.table([ours, theirs], matrix.engines(lines, 0.05), losses).splitlines()[-1]
+    assert last == "| int8 | peer | 40 (26 to 50), 2.00x | 1 | 2 | 3 | 9.0, later 4.0 | 2.0 | 3.2500 |"
