@@ -23,7 +23,7 @@ import headway
 from headway.plan import without_settings
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
-_READY = re.compile(r"headway is ready on (?P<address>\S+) ")
+READY = re.compile(r"headway is ready on (?P<address>\S+) ")
 _STOP_S = 60.0
 _METRICS_PORTS = (20000, 30000)
 
@@ -43,7 +43,7 @@ def served(*flags: str) -> Iterator[str]:
     ):
         try:
             assert server.stdout is not None
-            match = _READY.match(server.stdout.readline())
+            match = READY.match(server.stdout.readline())
             if match is None:
                 log.seek(0)
                 raise SystemExit(f"headway serve did not come up with {' '.join(flags)}:\n{log.read()}")

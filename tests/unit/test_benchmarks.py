@@ -659,3 +659,55 @@ def test_by_turns_refuses_unknown_work(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "--works: 'gpu' is not allowed; allowed: scheduler, gateway, cpu" in done.stderr
+
+
+@pytest.mark.deep
+def test_cpu_peers_without_peers_says_so_and_scores_the_forms_that_headway_reads(tmp_path):
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    if not any(runs_here(path) for path in installed_variants()):
+        pytest.skip("no CPU kernels that run here")
+    result = tmp_path / "result.json"
+    load = ("--kinds", "loss", "--precisions", "int8", "--loss-tokens", "300", "--directory", str(tmp_path / "work"))
+    run("cpu_peers.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert list(record["left_out"]) == ["vllm", "openvino", "llama.cpp"]
+    assert [line["contender"].split()[0] for line in record["losses"]] == ["Headway,", "Headway,", "Headway"][::-1]
+    losses = [line["nats_per_token"] for line in record["losses"]]
+    assert max(losses) / min(losses) < 1.01
+
+
+def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    matrix = importlib.import_module("matrix")
+
+    def row(number, ours, theirs, foreign=0.0):
+        rates = {"Headway": ours, "peer": theirs}
+        cells = {
+            name: {matrix.RATE: rate, "prefill_tokens_per_s": 1.0, "decode_step_ms": 2.0}
+            for name, rate in rates.items()
+        }
+        return {
+            "kind": "offline",
+            "precision": "int8",
+            "requests": 8,
+            "round": number,
+            "foreign_share": foreign,
+            "cells": cells,
+        }
+
+    ends = [
+        {"kind": "engine", "load": "offline", "precision": "int8", "contender": name, "version": "1"}
+        | {"ready_s": ready, "foreign_share": 0.0, "peak_memory_mib": 2048}
+        for name, ready in (("Headway", 1.0), ("peer", 9.0), ("peer", 4.0))
+    ]
+    # The machine was half as fast in the second round: rates vary twofold, ratios hardly.
+    disturbed = row(0, 10.0, 50.0, foreign=0.4)
+    lines = [disturbed, row(0, 100.0, 50.0), row(1, 50.0, 26.0), row(2, 90.0, 40.0), *ends]
+    ours, theirs = matrix.summary(lines, 0.05)
+    assert ours["headway_is"] is None
+    assert theirs["headway_is"] == {"median": 2.0, "least": 50 / 26, "most": 2.25}
+    assert theirs["figures"][matrix.RATE] == {"median": 40.0, "least": 26.0, "most": 50.0}
+    losses = [{"precision": "int8", "contender": "peer", "nats_per_token": 3.25}]
+    last = matrix.table([ours, theirs], matrix.engines(lines, 0.05), losses).splitlines()[-1]
+    assert last == "| int8 | peer | 40 (26 to 50), 2.00x | 1 | 2 | 3 | 9.0, later 4.0 | 2.0 | 3.2500 |"
