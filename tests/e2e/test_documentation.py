@@ -32,7 +32,7 @@ SMALLER = {
     "--num-requests 440 --warmup-requests 40": "--num-requests 12 --warmup-requests 2",
     "--num-requests 1024 --warmup-requests 128": "--num-requests 40 --warmup-requests 8",
     "--sweep-budget 192,256,384,512,768,1024,2048": "--sweep-budget 256,512",
-    "lognormal:1024,0.6,3000 --output-tokens lognormal:200,0.5,800": "1000 --output-tokens 12 --num-requests 30 --devices 4",
+    "lognormal:1024,0.6,3000 --output-tokens lognormal:200,0.5,800": "1000 --output-tokens 12 --num-requests 50 --devices 8",
     "--arrivals poisson --rate 20 ": "--arrivals poisson --rate 50 ",
     "headway doctor": "headway doctor --quick",
     "--output-tokens lognormal:60,0.6": "--output-tokens 6",
@@ -112,7 +112,7 @@ def test_the_commands_of_headway_are_written_right(block: Block) -> None:
         words = shlex.split(line.split(" && ")[0])
         if "headway" in words[:2]:
             name, *rest = words[words.index("headway") + 1 :]
-            known = set(re.findall(r"--[a-z][a-z-]+", parser_of(name).format_help()))
+            known = set(re.findall(r"--[a-z][a-z-]+", parser_of(name).format_full_help()))
             assert name in COMMANDS
             assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, line
 
