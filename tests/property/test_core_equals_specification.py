@@ -333,6 +333,36 @@ def random_prefix(rng: np.random.Generator, max_model_len: int) -> Int32Array:
         80,
     )
 )
+# The question whether a request behind prompts under way only decodes took the oldest's turn to be promoted.
+@example(
+    (
+        SchedulerLimits(
+            max_num_batched_tokens=3,
+            max_num_seqs=20,
+            max_steps_in_flight=1,
+            order="shortest",
+            batching="static",
+            aging_s=0.0,
+            default_ttft_slo_ms=4000,
+            max_speculating_seqs=2,
+            max_adapters=1,
+            reserve="auto",
+            preemption="recompute",
+            prefix_offload="off",
+        ),
+        ExecutorCapacity(
+            num_blocks=200,
+            block_size=1,
+            max_model_len=15,
+            vocab_size=VOCAB_SIZE,
+            max_num_rows=20,
+            num_lanes=2,
+            supports_prompt_logprobs=True,
+        ),
+        1,
+        110,
+    )
+)
 def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapacity, int, int]) -> None:
     limits, capacity, seed, num_actions = workload
     rng = np.random.default_rng(seed)

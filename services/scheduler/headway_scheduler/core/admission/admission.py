@@ -86,10 +86,12 @@ class Admission:
         """Let no request start in this step."""
         self.refused = Refused(reason)
 
-    def is_decode_next(self, now: float) -> bool:
-        """Whether the next request only decodes: prompts under way would be a gap for its client."""
-        first = self._waiting.queue.first(now) if self._waiting else None
-        return first is not None and first.only_decodes
+    def is_decode_next(self) -> bool:
+        """Whether the next request only decodes: prompts under way would be a gap for its client.
+
+        The question promotes nobody, as asking for the one to start may.
+        """
+        return any(request.only_decodes for request in (self._waiting.queue.first_few(1) if self._waiting else ()))
 
     def admit_waiting(self, plan: StepPlan, cut: PromptCut, *, before: Request | None = None) -> None:
         """Start waiting requests in order until one is refused, only those that go ``before`` a running prompt."""

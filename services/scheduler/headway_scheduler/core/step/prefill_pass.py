@@ -78,9 +78,7 @@ class PrefillPass:
         """Run a chunk of each prompt, after waiting requests that the order prefers."""
         rows = self._rows
         under_way = [(row, rows.request_in(row)) for row in self._prompts_under_way()]
-        is_overtaken = cut is not None and (
-            self._waiting.queue.may_overtake() or self._admission.is_decode_next(plan.now)
-        )
+        is_overtaken = cut is not None and (self._waiting.queue.may_overtake() or self._admission.is_decode_next())
         for row, request in under_way:
             if cut is not None and is_overtaken:
                 self._admission.admit_waiting(plan, cut, before=request)
