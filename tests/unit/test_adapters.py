@@ -133,7 +133,7 @@ def test_ranks_have_their_parts_of_adapters(adapted, form):
     options = {"kernels": "eager", "tensor_parallel_form": "fast"} if form == "fast" else {"kernels": form}
     settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": options}
     answers = []
-    for backend in (InlineGroup(tensor_parallel=2, pipeline_parallel=2), TorchBackend()):
+    for backend in (InlineGroup(tensor_parallel=2), TorchBackend()):
         _, info = opened = backend, open_on(backend, directory, **settings)
         names = ("", *adapters)
         requests = [

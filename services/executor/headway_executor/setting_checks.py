@@ -120,6 +120,11 @@ def _check_group(config: BackendConfig, takes: Takes) -> None:
         raise BackendConfigError(f"{num_ranks} ranks are not allowed with this backend; allowed: 1 (or backend torch)")
     if not config.device.startswith("cpu"):
         raise BackendConfigError(f"device {config.device!r:.64} is not allowed with {num_ranks} ranks; allowed: cpu")
+    if config.adapters and config.place.pipeline_parallel > 1:
+        raise BackendConfigError(
+            f"adapter {min(config.adapters)!r:.66} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
+            "allowed: pipeline_parallel 1"
+        )
     if config.speculation == "draft":
         raise BackendConfigError(f"speculation 'draft' is not allowed with {num_ranks} ranks; allowed: off, ngram")
 

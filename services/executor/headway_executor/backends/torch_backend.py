@@ -110,10 +110,10 @@ class TorchBackend:
             supports_constraints=supports_constraints,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
             # A step that speculates is answered before the next: one lane then, and stages that wait for each other.
-            num_lanes=config.place.pipeline_parallel if config.speculation == "off" else 1,
-            supports_adapters=adapters is not None,
+            num_lanes=config.place.pipeline_parallel if _has_lanes(config) else 1,
+            supports_adapters=adapters is not None and not _has_lanes(config),
             adapters=() if adapters is None else adapters.loaded,
-            embedding_size=model_config.hidden_size,
+            embedding_size=0 if _has_lanes(config) else model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
         )
 
@@ -383,3 +383,8 @@ def _warm_up(forward: ForwardPass, max_model_len: int) -> None:
             first = np.zeros(1, dtype=np.int64)
             rows = StepRows(first, first + new, first + computed, np.zeros((1, 1), np.int32), first + new - 1)
             forward.run(rows, token_ids)
+
+
+def _has_lanes(config: BackendConfig) -> bool:
+    """Whether several steps are in the stages at once. Such steps name neither adapters nor pooled rows."""
+    return config.place.pipeline_parallel > 1 and config.speculation == "off"
