@@ -23,7 +23,6 @@ _HUB_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@
 _FETCHED = ("*.json", "*.safetensors", "*.jinja")
 _OF_OTHER_FORMATS = ("*/*", "consolidated*")
 _SHA256_DIGITS = 64
-_PIECE_BYTES = 1 << 20
 
 
 class ModelSourceError(Exception):
@@ -158,11 +157,8 @@ def _check_sums(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _name_of(file: Path) -> str:
