@@ -1,12 +1,13 @@
 """Steps of the triton backend on one device, each beside its floor: the time of reading and computing alone.
 
-Owns: the shapes, the scripted steps, the floors, the table and the result file. Must not know: anything of the backend
-beyond its protocol, except attention and swapping, whose kernels are timed alone.
+Owns: the scripted steps, the table and the result file. Must not know: anything of the backend beyond its protocol,
+except attention and swapping, whose kernels are timed alone; how a floor is counted (``gpu_floors``).
 
-A floor is the larger of bytes over bandwidth and operations over the rate of large products, measured in the same run.
-Weights and each row's keys and values are read once, of experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
-component and visible position. Weights and prompts are random, because zeros run faster. Two steps are in flight, timed
-by the device's clock.
+The limits of the floors are measured in the same run, before the model takes the memory. Weights and prompts are random,
+because zeros run faster. Two steps are in flight, timed by the device's clock.
+
+Each line is written to ``--lines`` as soon as it is there. A section that fails costs its own lines only; the exit code is
+then 1.
 
     python benchmarks/gpu_steps.py                                   # Llama-3-8B in bfloat16 on the CUDA device
     python benchmarks/gpu_steps.py --sections decode,swap --json result.json
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -29,144 +30,24 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from gpu_floors import BYTES_OF_CODES, Floors, Limits, Line
+from gpu_shapes import SHAPES, Shape, config_of
 from headway_executor.backend import BackendConfig, NewRow, StepBatch, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.host_speed import measure_device, measure_host
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tuning import tokens_per_tile
 from headway_proto.sampling import SamplingParams
-from program import parser_of, provenance, write_result
+from program import add_line, parser_of, provenance, write_result
 
 SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
+_NAMED = ("shape", "dtype", "quantization")
+"""What a line says of its origin; the line of limits says the rest."""
+
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 16
 NO_ROWS = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's config.json, and the sizes that are tried with it."""
-
-    config: dict[str, object]
-    max_model_len: int
-    decode_batches: tuple[int, ...]
-    decode_context: int
-    chunk: int
-    mixed: tuple[int, int]
-    attention_decode: tuple[int, int]
-    attention_prefill: int
-    swapped_tokens: int
-    repetitions: int
-
-
-LLAMA3_8B = Shape(
-    config={
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "eos_token_id": 128001,
-        "torch_dtype": "bfloat16",
-    },
-    max_model_len=8192,
-    decode_batches=(1, 64, 256),
-    decode_context=1024,
-    chunk=2048,
-    mixed=(64, 1024),
-    attention_decode=(64, 8192),
-    attention_prefill=4096,
-    swapped_tokens=4096,
-    repetitions=40,
-)
-TINY = Shape(
-    config={
-        **LLAMA3_8B.config,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 4096,
-        "max_position_embeddings": 128,
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    },
-    max_model_len=128,
-    decode_batches=(1, 4),
-    decode_context=32,
-    chunk=32,
-    mixed=(3, 16),
-    attention_decode=(2, 64),
-    attention_prefill=32,
-    swapped_tokens=32,
-    repetitions=3,
-)
-QWEN3_30B = replace(
-    LLAMA3_8B,
-    config={
-        **LLAMA3_8B.config,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-)
-TINY_MIXTURE = replace(
-    TINY,
-    config={
-        **TINY.config,
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
-)
-SHAPES = {"llama3-8b": LLAMA3_8B, "qwen3-30b-a3b": QWEN3_30B, "tiny": TINY, "tiny-mixture": TINY_MIXTURE}
-BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
-"""Of a weight; codes of 4 bits have a scale for 32."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The device's limits: bytes per second of a copy (read and written), operations per second of a large product in
-    bfloat16 (on a CPU in float32), and bytes per second between pinned memory and the device, out and in.
-    """
-
-    bandwidth: float
-    product_rate: float
-    out_bandwidth: float
-    in_bandwidth: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the table: times in milliseconds; ``share`` is floor over measured, to be at least ``asked``."""
-
-    name: str
-    measured_ms: float
-    floor_ms: float
-    asked: float
-
-    @property
-    def share(self) -> float:
-        """Floor over measured time."""
-        return self.floor_ms / self.measured_ms if self.measured_ms else 0.0
 
 
 class Device:
@@ -215,43 +96,6 @@ def measure_limits(device: Device) -> Limits:
         )
     host = measure_host(say)
     return Limits(host.copy_bytes_per_s, host.float32_flops, host.copy_bytes_per_s, host.copy_bytes_per_s)
-
-
-class Floors:
-    """Bytes and operations of a model's steps over the limits of a device."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, quantization: str, limits: Limits) -> None:
-        self._config = config
-        self._element = dtype.itemsize
-        self._limits = limits
-        # The embedding is looked up, not multiplied with; where it is the head too, it is read as that.
-        self._num_head = config.vocab_size * config.hidden_size
-        num_embeddings = 1 if config.tie_word_embeddings else 2
-        sizes = {name: int(np.prod(shape)) for name, shape in expected_tensors(config).items()}
-        self._num_in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        self._num_in_layers = sum(sizes.values()) - num_embeddings * self._num_head - self._num_in_experts
-        routings = [layer.feed_forward.experts.routing for layer in config.layers if layer.feed_forward.experts]
-        self._chosen = routings[0].num_chosen / routings[0].num_experts if routings else 1.0
-        self._bytes_of_weight = BYTES_OF_CODES.get(quantization, self._element)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one position, all layers."""
-        config = self._config
-        return config.num_layers * 2 * config.num_kv_heads * config.head_dim * self._element
-
-    def step_s(self, contexts: list[int], chunk: int = 0) -> float:
-        """Return the floor of a step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
-        config, limits = self._config, self._limits
-        num_rows, num_tokens = len(contexts) + bool(chunk), len(contexts) + chunk
-        weights = self._num_in_layers + self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
-        num_bytes = weights * self._bytes_of_weight + self._num_head * self._element
-        num_bytes += self.kv_bytes_per_token * (sum(contexts) + num_tokens)
-        per_pair = 4 * config.num_heads * config.head_dim * config.num_layers
-        pairs = sum(contexts) + chunk * (chunk + 1) // 2
-        multiplied = self._num_in_layers + self._num_in_experts * self._chosen
-        operations = 2 * multiplied * num_tokens + 2 * self._num_head * num_rows + per_pair * pairs
-        return max(num_bytes / limits.bandwidth, operations / limits.product_rate)
 
 
 class SteppedBackend:
@@ -353,9 +197,9 @@ class StepBenchmark:
         self._device = device
         self._max_num_rows = max(*shape.decode_batches, shape.mixed[0] + 1)
         self._max_num_tokens = max(shape.chunk, sum(shape.mixed))
+        self._vocab_size = config_of(shape).vocab_size
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(shape.config))
-            self.config = read_model_config(Path(directory))
             self._backend = TritonBackend()
             self.info = self._backend.open(
                 BackendConfig(
@@ -376,32 +220,30 @@ class StepBenchmark:
             )
         self.dtype = getattr(torch, self.info.dtype)
 
-    def decode(self, floors: Floors) -> list[Line]:
+    def decode(self, floors: Floors) -> Iterator[Line]:
         """Decodes of every batch size."""
-        lines = []
         for batch in self._shape.decode_batches:
             steps, context = self._stepped(), self._shape.decode_context
             say(f"computing {batch} prompts of {context}")
             steps.fill(batch, context)
             counts = dict.fromkeys(range(batch), 1)
             measured = device_ms(steps.run(counts) for _ in range(self._shape.repetitions))
-            floor = floors.step_s([context + self._shape.repetitions // 2] * batch) * 1e3
-            lines.append(Line(f"decode, {batch} rows after {context}", measured, floor, 0.85))
-        return lines
+            reached = [context + self._shape.repetitions // 2] * batch
+            yield floors.line(f"decode, {batch} rows after {context}", measured, reached, 0, 0.85)
 
-    def prefill(self, floors: Floors) -> list[Line]:
+    def prefill(self, floors: Floors) -> Iterator[Line]:
         """Run a chunk of a new prompt, repeatedly."""
         chunk = self._shape.chunk
         measured = device_ms(self._chunks(0, chunk))
-        return [Line(f"prefill, chunk of {chunk}", measured, floors.step_s([], chunk) * 1e3, 0.70)]
+        yield floors.line(f"prefill, chunk of {chunk}", measured, [], chunk, 0.70)
 
-    def mixed(self, floors: Floors) -> list[Line]:
+    def mixed(self, floors: Floors) -> Iterator[Line]:
         """Decodes beside a chunk."""
         num_decodes, chunk = self._shape.mixed
         context = self._shape.decode_context
         measured = device_ms(self._chunks(num_decodes, chunk))
-        floor = floors.step_s([context] * num_decodes, chunk) * 1e3
-        return [Line(f"mixed, {num_decodes} decodes and a chunk of {chunk}", measured, floor, 1 / 1.15)]
+        name = f"mixed, {num_decodes} decodes and a chunk of {chunk}"
+        yield floors.line(name, measured, [context] * num_decodes, chunk, 1 / 1.15)
 
     def close(self) -> None:
         """Close the backend."""
@@ -419,7 +261,7 @@ class StepBenchmark:
 
     def _stepped(self) -> SteppedBackend:
         return SteppedBackend(
-            self._backend, self.info.num_blocks, self.config.vocab_size, self._max_num_rows, self._max_num_tokens
+            self._backend, self.info.num_blocks, self._vocab_size, self._max_num_rows, self._max_num_tokens
         )
 
 
@@ -432,7 +274,12 @@ class AttentionBenchmark:
         self._dtype = dtype
         self._repetitions = repetitions
 
-    def decode(self, batch: int, context: int, bandwidth: float) -> Line:
+    def lines(self, shape: Shape, limits: Limits) -> Iterator[Line]:
+        """Both, in the sizes of ``shape``."""
+        yield self._decode(*shape.attention_decode, limits.bandwidth)
+        yield self._prefill(shape.attention_prefill)
+
+    def _decode(self, batch: int, context: int, bandwidth: float) -> Line:
         """Run ``batch`` decodes after ``context`` positions each."""
         config = self._config
         work = self._attention(batch, context, 1)
@@ -440,7 +287,7 @@ class AttentionBenchmark:
         num_bytes = batch * context * 2 * config.num_kv_heads * config.head_dim * self._dtype.itemsize
         return Line(f"attention, {batch} decodes after {context}", measured * 1e3, num_bytes / bandwidth * 1e3, 0.85)
 
-    def prefill(self, length: int) -> Line:
+    def _prefill(self, length: int) -> Line:
         """Run one prompt of ``length`` tokens, beside torch's fused attention over contiguous keys and values."""
         config = self._config
         work = self._attention(1, length, length)
@@ -493,7 +340,9 @@ class AttentionBenchmark:
         )
 
 
-def swap_lines(config: ModelConfig, device: Device, dtype: torch.dtype, num_tokens: int, limits: Limits) -> list[Line]:
+def swap_lines(
+    config: ModelConfig, device: Device, dtype: torch.dtype, num_tokens: int, limits: Limits
+) -> Iterator[Line]:
     """Measure all blocks of a request, scattered, out to pinned memory and back, in one launch each."""
     from headway_kernels.gpu import block_moves
 
@@ -505,11 +354,9 @@ def swap_lines(config: ModelConfig, device: Device, dtype: torch.dtype, num_toke
     beside = torch.arange(count, dtype=torch.int32)
     out_pairs, in_pairs = (torch.stack(pair).to(device.device) for pair in ((scattered, beside), (beside, scattered)))
     out_s = device.seconds(lambda: block_moves.swap_out(layers, host, out_pairs), 10)
+    yield Line(f"swap out, {num_tokens} tokens", out_s * 1e3, host.nbytes / limits.out_bandwidth * 1e3, 0.8)
     in_s = device.seconds(lambda: block_moves.swap_in(layers, host, in_pairs), 10)
-    return [
-        Line(f"swap out, {num_tokens} tokens", out_s * 1e3, host.nbytes / limits.out_bandwidth * 1e3, 0.8),
-        Line(f"swap in, {num_tokens} tokens", in_s * 1e3, host.nbytes / limits.in_bandwidth * 1e3, 0.8),
-    ]
+    yield Line(f"swap in, {num_tokens} tokens", in_s * 1e3, host.nbytes / limits.in_bandwidth * 1e3, 0.8)
 
 
 def say(text: str) -> None:
@@ -517,38 +364,78 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    shape = SHAPES[arguments.shape]
-    device = Device(arguments.device)
-    torch.manual_seed(arguments.seed)
-    sections = arguments.sections.split(",")
-    say("opening the backend")
-    steps = StepBenchmark(shape, device, arguments.dtype, arguments.seed, arguments.quantization)
-    limits = measure_limits(device)
-    floors = Floors(steps.config, steps.dtype, arguments.quantization, limits)
-    lines: list[Line] = []
-    for section in ("decode", "prefill", "mixed"):
-        if section in sections:
-            say(section)
-            lines += getattr(steps, section)(floors)
-    steps.close()
-    if "attention" in sections:
-        say("attention")
-        attention = AttentionBenchmark(steps.config, device, steps.dtype, shape.repetitions)
-        lines.append(attention.decode(*shape.attention_decode, limits.bandwidth))
-        lines.append(attention.prefill(shape.attention_prefill))
-    if "swap" in sections and device.is_cuda:
-        say("swap")
-        lines += swap_lines(steps.config, device, steps.dtype, shape.swapped_tokens, limits)
-    return {
-        **provenance(arguments.seed),
-        "device": torch.cuda.get_device_name(device.device) if device.is_cuda else "cpu, interpreted",
-        "shape": arguments.shape,
-        "dtype": steps.info.dtype,
-        "quantization": arguments.quantization,
-        "limits": asdict(limits),
-        "lines": [{**asdict(line), "share": line.share} for line in lines],
-    }
+class Run:
+    """The chosen sections, one after the other; each line is written and said as soon as it is there."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._shape = SHAPES[arguments.shape]
+        self._arguments = arguments
+        self._device = Device(arguments.device)
+        self._config = config_of(self._shape)
+        dtype = arguments.dtype if arguments.dtype != "auto" else str(self._shape.config["torch_dtype"])
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._lines: list[dict[str, object]] = []
+        self._failures: list[str] = []
+        name = torch.cuda.get_device_name(self._device.device) if self._device.is_cuda else "cpu, interpreted"
+        # Before anything is measured: what can fail here must cost no figure.
+        self._origin = {
+            **provenance(arguments.seed),
+            "device": name,
+            "torch": torch.__version__,
+            "shape": arguments.shape,
+            "dtype": dtype,
+            "quantization": arguments.quantization,
+        }
+
+    def result(self) -> dict[str, object]:
+        """Measure everything; return it. ``failures`` names the sections that broke off, and why."""
+        limits = measure_limits(self._device)
+        self._origin["limits"] = asdict(limits)
+        add_line(self._arguments.lines, {"kind": "limits", **self._origin})
+        sections = self._arguments.sections.split(",")
+        if {"attention", "swap"} & {*sections}:
+            self._parts(sections, limits)
+        if {"decode", "prefill", "mixed"} & {*sections}:
+            self._attempt("opening the model", lambda: self._steps(sections, limits))
+        return {**self._origin, "lines": self._lines, "failures": self._failures}
+
+    def _parts(self, sections: list[str], limits: Limits) -> None:
+        """What needs no model, before one takes the memory."""
+        if "attention" in sections:
+            attention = AttentionBenchmark(self._config, self._device, self._dtype, self._shape.repetitions)
+            self._attempt("attention", lambda: self._add(attention.lines(self._shape, limits)))
+        if "swap" in sections and self._device.is_cuda:
+            tokens = self._shape.swapped_tokens
+            self._attempt(
+                "swap", lambda: self._add(swap_lines(self._config, self._device, self._dtype, tokens, limits))
+            )
+
+    def _steps(self, sections: list[str], limits: Limits) -> None:
+        arguments = self._arguments
+        steps = StepBenchmark(self._shape, self._device, arguments.dtype, arguments.seed, arguments.quantization)
+        floors = Floors(self._config, steps.dtype, arguments.quantization, limits)
+        for section in ("decode", "prefill", "mixed"):
+            if section in sections:
+                lines: Iterator[Line] = getattr(steps, section)(floors)
+                self._attempt(section, lambda lines=lines: self._add(lines))  # type: ignore[misc]
+        steps.close()
+
+    def _add(self, lines: Iterator[Line]) -> None:
+        for line in lines:
+            found = {**asdict(line), "share": line.share}
+            self._lines.append(found)
+            add_line(self._arguments.lines, {"kind": "step", **found, **{name: self._origin[name] for name in _NAMED}})
+            say(f"{line.name}: {line.measured_ms:.3f} ms, floor {line.floor_ms:.3f} ms, share {line.share:.2f}")
+
+    def _attempt(self, section: str, work: Callable[[], None]) -> None:
+        say(section)
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 (the other sections have figures of their own)
+            reason = f"{section}: {type(error).__name__}: {' '.join(str(error).split())}"
+            self._failures.append(reason)
+            add_line(self._arguments.lines, {"kind": "failure", "name": section, "reason": reason})
+            say(f"FAILED {reason}")
 
 
 def table(result: dict[str, object]) -> str:
@@ -574,6 +461,7 @@ def table(result: dict[str, object]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, seed=0)
+    parser.add_argument("--lines", type=Path, help="add each line, as soon as it is measured, to this file")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
@@ -583,10 +471,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         sys.stderr.write("gpu_steps: this host has no CUDA device; --shape tiny --device cpu tries the benchmark\n")
         return 2
-    result = run(arguments)
+    result = Run(arguments).result()
     print(table(result))
     write_result(arguments.json, result)
-    return 0
+    return int(bool(result["failures"]))
 
 
 if __name__ == "__main__":

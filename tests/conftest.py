@@ -10,6 +10,17 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+_SETTINGS_OF_PLUGINS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
+
+
+def pytest_addoption(parser, pluginmanager):
+    """A host without these plugins knows their settings all the same, and runs the tests that need no plugin."""
+    for plugin, names in _SETTINGS_OF_PLUGINS.items():
+        if not pluginmanager.hasplugin(plugin):
+            for name in names:
+                parser.addini(name, f"of pytest-{plugin}, which is not installed")
+
+
 @pytest.fixture(scope="module")
 def one_torch_thread():
     """Tiny products gain nothing from a second thread, and torch's threads spin beside those of others."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, StepMasks
@@ -103,7 +104,7 @@ class OpenModel:
         """The largest step leaves the memory for the pool."""
         config = self._config
         self._open_pool(1, swap_space_mib=0)
-        self._graphs = StepGraphs(self.runtime, self._forward)
+        self._graphs = StepGraphs(self.runtime)
         if self.runtime.is_cuda:
             config.progress("trying the largest step", 0, 1)
             self.try_largest_step()
@@ -119,8 +120,11 @@ class OpenModel:
             self._upload.clear()  # The recording may run the step.
             self._sizes = self._step_sizes(recorded=True)
             self._graphs.record(
-                self._sizes.recorded(), lambda done, total: config.progress("recording graphs", done, total)
+                self._forward,
+                self._sizes.recorded(),
+                lambda done, total: config.progress("recording graphs", done, total),
             )
+            self._take_memory_again()
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         """See ``ExecutorBackend.execute``."""
@@ -240,10 +244,10 @@ class OpenModel:
         self._upload.send(batch, shape, size.num_rows)
         if self._adapters is not None:
             self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
-        if self._adapters is not None and self._adapters.groups:
-            self._forward(size)  # No graph has what adapters add.
-        else:
-            self._graphs.launch(size)
+        # No graph has what adapters add.
+        has_adapters = self._adapters is not None and bool(self._adapters.groups)
+        if has_adapters or not self._graphs.launch(size):
+            self._forward(size)
 
     def _step_sizes(self, *, recorded: bool) -> StepSizes:
         return StepSizes(
@@ -272,6 +276,13 @@ class OpenModel:
             swap_space_mib=swap_space_mib,
             host_memory=self._config.host_memory,
         )
+
+    def _take_memory_again(self) -> None:
+        """Recording gives back what torch kept of the largest step, which the first steps would have to take anew."""
+        try:
+            self.try_largest_step()
+        except torch.OutOfMemoryError:
+            self._config.warn("beside its graphs, the device has no memory for the largest step: steps will be smaller")
 
     def try_largest_step(self) -> None:
         """Run the largest step in block 0: this compiles, and torch keeps its memory."""
