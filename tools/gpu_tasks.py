@@ -103,7 +103,7 @@ def _rehearsed() -> list[Task]:
         _stack("stack", 60, 400, "--no-peer", *tiny, *load),
         Task(
             "conformance",
-            ("-m", "headway_conformance", "--backend", "triton", "--scenario", "chunked_prompts"),
+            ("-m", "headway_conformance", "--backend", "triton", "--scenario", "prompts_beside_decodes"),
             60,
             300,
         ),
