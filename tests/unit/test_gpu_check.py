@@ -7,6 +7,7 @@ import sys
 import tomllib
 import venv
 from argparse import Namespace
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
@@ -179,12 +180,40 @@ def test_the_tasks_are_of_what_there_is(tool):
 
 
 def test_backends_are_found_without_an_installation(monkeypatch):
-    monkeypatch.setattr(registry, "entry_points", lambda **_: __import__("importlib.metadata").metadata.EntryPoints(()))
+    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints(()))
     assert registry.backend_names() == ("simulated", "torch", "triton")
     registry.check_installed("torch")
     assert type(registry.create_backend("simulated")).__name__ == "SimulatedBackend"
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert stated[registry.ENTRY_POINT_GROUP] == registry.PLACES
+
+
+def test_steps_and_conformance_need_no_package_of_services():
+    code = (
+        "import sys\nfor name in ('grpc', 'google', 'zmq', 'structlog', 'pytest_asyncio', 'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "import gpu_steps, headway_conformance.__main__, headway_conformance.suite\n"
+        "from headway_executor.registry import create_backend\n"
+        "for name in ('torch', 'triton'):\n    create_backend(name)\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.deep
+@needs_no_device
+def test_the_rehearsal_holds(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--rehearse", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1].startswith(
+        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels; lacks: memcheck "
+    )
+    assert done.returncode == 3
 
 
 def test_tests_that_need_no_plugin_run_without_plugins():
