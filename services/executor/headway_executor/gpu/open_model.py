@@ -36,6 +36,7 @@ from headway_executor.models.loading import TensorSource
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.refusals import Refusals, with_refusals
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowPromptLogprobs
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
@@ -301,6 +302,14 @@ class OpenModel:
             block_table=np.empty((0, 0), dtype=np.int32),
         )
         shape = shape_of(batch)
+        new = NewRow(
+            row=0,
+            token_ids=np.zeros(1, dtype=np.int32),
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            sampling=SamplingParams(),
+        )
+        self._rows.apply((new,), np.zeros((2, 1), dtype=np.int32))
         self._launch(batch, shape)
         self._prompt_reader.try_largest(self._decoder, self._rows.token_store, shape.num_tokens)
         self._sampler.try_largest(
