@@ -6,6 +6,8 @@ except attention and swapping, whose kernels are timed alone; how a floor is cou
 The limits of the floors are measured in the same run, before the model takes the memory. Weights and prompts are random,
 because zeros run faster. Two steps are in flight, timed by the device's clock.
 
+Beside each decode step stands what its parts, each timed alone, make it expect (``gpu_parts``).
+
 Each line is written to ``--lines`` as soon as it is there. A section that fails costs its own lines only; the exit code is
 then 1.
 
@@ -18,7 +20,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -30,7 +31,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from gpu_device import Device
 from gpu_floors import BYTES_OF_CODES, Floors, Limits, Line
+from gpu_parts import Parts, measure_parts
 from gpu_shapes import SHAPES, Shape, config_of
 from headway_executor.backend import BackendConfig, NewRow, StepBatch, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
@@ -48,40 +51,6 @@ _NAMED = ("shape", "dtype", "quantization")
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 16
 NO_ROWS = np.empty(0, dtype=np.int32)
-
-
-class Device:
-    """Times work on a device by its own clock; on a CPU, by the host's."""
-
-    def __init__(self, name: str) -> None:
-        self.device = torch.device(name)
-        self.is_cuda = self.device.type == "cuda"
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, work: Callable[[], object], repetitions: int, warm_ups: int = 3) -> float:
-        """The median time of ``work``, seconds."""
-        for _ in range(warm_ups):
-            work()
-        self.synchronize()
-        return median(list(self._times(work, repetitions)))
-
-    def _times(self, work: Callable[[], object], repetitions: int) -> Iterator[float]:
-        for _ in range(repetitions):
-            if not self.is_cuda:
-                started = time.perf_counter()
-                work()
-                yield time.perf_counter() - started
-                continue
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            yield start.elapsed_time(end) / 1e3
 
 
 def measure_limits(device: Device) -> Limits:
@@ -220,8 +189,8 @@ class StepBenchmark:
             )
         self.dtype = getattr(torch, self.info.dtype)
 
-    def decode(self, floors: Floors) -> Iterator[Line]:
-        """Decodes of every batch size."""
+    def decode(self, floors: Floors) -> Iterator[Line | Parts]:
+        """Decodes of every batch size, and of what each consists."""
         for batch in self._shape.decode_batches:
             steps, context = self._stepped(), self._shape.decode_context
             say(f"computing {batch} prompts of {context}")
@@ -229,7 +198,10 @@ class StepBenchmark:
             counts = dict.fromkeys(range(batch), 1)
             measured = device_ms(steps.run(counts) for _ in range(self._shape.repetitions))
             reached = [context + self._shape.repetitions // 2] * batch
-            yield floors.line(f"decode, {batch} rows after {context}", measured, reached, 0, 0.85)
+            line = floors.line(f"decode, {batch} rows after {context}", measured, reached, 0, 0.85)
+            yield line
+            parts = measure_parts(self._backend, self._device, batch)
+            yield Parts(line.name, measured, line.floor_ms, parts)
 
     def prefill(self, floors: Floors) -> Iterator[Line]:
         """Run a chunk of a new prompt, repeatedly."""
@@ -375,6 +347,7 @@ class Run:
         dtype = arguments.dtype if arguments.dtype != "auto" else str(self._shape.config["torch_dtype"])
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._lines: list[dict[str, object]] = []
+        self._parts: list[dict[str, object]] = []
         self._failures: list[str] = []
         name = torch.cuda.get_device_name(self._device.device) if self._device.is_cuda else "cpu, interpreted"
         # Before anything is measured: what can fail here must cost no figure.
@@ -394,13 +367,13 @@ class Run:
         add_line(self._arguments.lines, {"kind": "limits", **self._origin})
         sections = self._arguments.sections.split(",")
         if {"attention", "swap"} & {*sections}:
-            self._parts(sections, limits)
+            self._without_model(sections, limits)
         if {"decode", "prefill", "mixed"} & {*sections}:
             self._attempt("opening the model", lambda: self._steps(sections, limits))
-        return {**self._origin, "lines": self._lines, "failures": self._failures}
+        return {**self._origin, "lines": self._lines, "parts": self._parts, "failures": self._failures}
 
-    def _parts(self, sections: list[str], limits: Limits) -> None:
-        """What needs no model, before one takes the memory."""
+    def _without_model(self, sections: list[str], limits: Limits) -> None:
+        """Before one takes the memory."""
         if "attention" in sections:
             attention = AttentionBenchmark(self._config, self._device, self._dtype, self._shape.repetitions)
             self._attempt("attention", lambda: self._add(attention.lines(self._shape, limits)))
@@ -416,15 +389,21 @@ class Run:
         floors = Floors(self._config, steps.dtype, arguments.quantization, limits)
         for section in ("decode", "prefill", "mixed"):
             if section in sections:
-                lines: Iterator[Line] = getattr(steps, section)(floors)
+                lines: Iterator[Line | Parts] = getattr(steps, section)(floors)
                 self._attempt(section, lambda lines=lines: self._add(lines))  # type: ignore[misc]
         steps.close()
 
-    def _add(self, lines: Iterator[Line]) -> None:
+    def _add(self, lines: Iterator[Line | Parts]) -> None:
+        origin = {name: self._origin[name] for name in _NAMED}
         for line in lines:
+            if isinstance(line, Parts):
+                parts = {**asdict(line), "expected_ms": line.expected_ms, "said": line.said}
+                self._parts.append(parts)
+                add_line(self._arguments.lines, {"kind": "parts", **parts, **origin})
+                continue
             found = {**asdict(line), "share": line.share}
             self._lines.append(found)
-            add_line(self._arguments.lines, {"kind": "step", **found, **{name: self._origin[name] for name in _NAMED}})
+            add_line(self._arguments.lines, {"kind": "step", **found, **origin})
             say(f"{line.name}: {line.measured_ms:.3f} ms, floor {line.floor_ms:.3f} ms, share {line.share:.2f}")
 
     def _attempt(self, section: str, work: Callable[[], None]) -> None:
@@ -456,7 +435,7 @@ def table(result: dict[str, object]) -> str:
             f"{line['name']:48} {line['measured_ms']:11.3f} {line['floor_ms']:9.3f} {line['share']:6.2f} "
             f"{line['asked']:6.2f}{met}"
         )
-    return "\n".join(rows)
+    return "\n".join([*rows, *(parts["said"] for parts in result["parts"])])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -287,6 +287,8 @@ def show_figures(folder: Folder) -> None:
             f"{name:60} {line['measured_ms']:9.3f} {line['floor_ms']:9.3f} {line['share']:6.2f} {line['asked']:6.2f}{missed}"
         )
     for line in folder.read():
+        if line["kind"] == "parts":
+            print(line["said"])
         if line["kind"] == "stack" and line["steady_steps"]:
             print(
                 f"device idle in {line['steady_steps']} steady steps: {line['idle_share']:.2%}, asked {line['idle_asked']:.0%}"

@@ -460,6 +460,10 @@ def test_gpu_steps_without_a_gpu(tmp_path, shape):
     assert [line["name"].split(",")[0] for line in record["lines"]] == ["decode", "decode", "mixed", *["attention"] * 2]
     for line in record["lines"]:
         assert 0 < line["floor_ms"] < line["measured_ms"] or "torch's" in line["name"]
+    assert [parts["name"] for parts in record["parts"]] == [line["name"] for line in record["lines"][:2]]
+    for parts in record["parts"]:
+        assert {"qkv", "paged_attention", "feed_forward", "head", "sampling"} <= parts["parts_ms"].keys()
+        assert parts["expected_ms"] == pytest.approx(sum(parts["parts_ms"].values()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu-check` runs it on a device")

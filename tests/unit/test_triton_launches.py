@@ -3,10 +3,13 @@
 Both are properties of the host's code, so no device is needed; see ``launch_log``.
 """
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
+import gpu_parts
 from backend_driver import BackendDriver, Request
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from headway_executor.backend import BackendConfig, StepBatch
@@ -121,6 +124,24 @@ def test_nothing_is_compiled_while_serving(model):
                 opened._forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
     assert serving.keys <= opening.keys
     assert len(serving.launches) > 500
+
+
+def test_the_parts_of_a_step_that_are_timed_alone_are_the_whole_step(model):
+    opened, _, _ = model
+    size = LaunchSize(8, 8, has_decodes=True, has_chunks=False)
+    with torch.inference_mode():
+        assert send(opened, [1] * 8, 3) == size
+        with logged() as whole, gpu_parts.written_down(opened._decoder) as calls:
+            opened._forward(size)
+        with logged() as again:
+            for works in calls.values():
+                for work in works:
+                    work()
+        with logged() as after:
+            opened._forward(size)
+    assert Counter(launch.passed for launch in again.launches) == Counter(launch.passed for launch in whole.launches)
+    assert len(calls["qkv"]) == len(calls["feed_forward"]) == len(opened._decoder._weights.layers)
+    assert after.launches == whole.launches
 
 
 def prompt(length):
