@@ -35,6 +35,7 @@ HELD, FAILED, LACKS, LEFT, CUT = "held", "FAILED", "lacks", "left", "cut short"
 EXIT_FAILED, EXIT_CANNOT_CHECK, EXIT_LEFT, EXIT_INTERRUPTED = 1, 2, 3, 130
 MARGIN_S = 5.0
 ENDING_S = 10.0
+LOOKING_S = 180
 SHOWN_LINES = 15
 CUDA_PROGRAMS = "/usr/local/cuda/bin"
 
@@ -142,11 +143,11 @@ class Folder:
 class Check:
     """Runs tasks as long as there is time."""
 
-    def __init__(self, folder: Folder, found: Found, *, minutes: float | None, rehearsal: bool) -> None:
+    def __init__(self, folder: Folder, found: Found, *, until: float, rehearsal: bool) -> None:
         self._folder = folder
         self._problems = found.problems
         self._rehearsal = rehearsal
-        self._until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self._until = until
         self.report = Report()
 
     def run(self, chosen: Iterable[Task], *, again: bool) -> None:
@@ -201,7 +202,7 @@ class Check:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
             )
             try:
                 return process.wait(limit_s)
@@ -250,9 +251,13 @@ def program_of(task: Task) -> str | None:
 
 def look(modules: Iterable[str]) -> Found:
     """Look for modules and devices, in a process of its own: a broken package may end it."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, *modules], env=environment_of(), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", PROBE, *modules]
+    try:
+        done = subprocess.run(
+            command, env=environment_of(), capture_output=True, text=True, check=False, timeout=LOOKING_S
+        )
+    except subprocess.TimeoutExpired:
+        raise CannotCheck(f"looking for packages with {sys.executable} took more than {LOOKING_S} s") from None
     try:
         return Found(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, TypeError, ValueError):
@@ -337,6 +342,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, run, and say what held."""
+    until = float("inf") if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     all_tasks = tasks(rehearsal=arguments.rehearse)
     chosen = chosen_of(all_tasks, arguments.only)
     if arguments.list:
@@ -349,7 +355,7 @@ def run(arguments: argparse.Namespace) -> int:
     host = {"python": platform.python_version(), "devices": found.devices, **found.versions}
     folder.add(kind="host", rehearsal=arguments.rehearse, problems=found.problems, **host)
     print(f"gpu-check: {json.dumps(host)}; results in {folder.lines.parent}", flush=True)
-    check = Check(folder, found, minutes=arguments.minutes, rehearsal=arguments.rehearse)
+    check = Check(folder, found, until=until, rehearsal=arguments.rehearse)
     try:
         check.run(chosen, again=bool(arguments.only))
         code = check.report.exit_code

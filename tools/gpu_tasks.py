@@ -6,7 +6,7 @@ The seconds are for one large device; nobody has measured them yet.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,9 @@ def modules_of(chosen: Iterable[Task]) -> tuple[str, ...]:
 
 def tasks(*, rehearsal: bool) -> list[Task]:
     """All of them; as a rehearsal, with everything as small as it gets."""
-    return _rehearsed() if rehearsal else [*_speeds(), *_checks(), *_other_speeds(), *_slow_checks()]
+    found = _rehearsed() if rehearsal else [*_speeds(), *_checks(), *_other_speeds(), *_slow_checks()]
+    interpreted = {"TRITON_INTERPRET": str(int(rehearsal))}
+    return [replace(task, environment={**task.environment, **interpreted}) for task in found]
 
 
 def _speeds() -> list[Task]:
@@ -93,11 +95,10 @@ def _slow_checks() -> list[Task]:
 
 
 def _rehearsed() -> list[Task]:
-    interpreted = {"TRITON_INTERPRET": "1"}
     on_cpu = ("--device", "cpu")
     tiny = ("--shape", "tiny", *on_cpu)
     load = ("--concurrency", "2", "--requests", "3", "--prompt", "5", "--output", "4")
-    found = [
+    return [
         Task("toolkits", ("-c", _trial("try_triton", device="cpu")), 10, 60),
         _steps("steps", 60, 400, "--sections", "decode,attention", *tiny),
         _stack("stack", 60, 400, "--no-peer", *tiny, *load),
@@ -111,7 +112,6 @@ def _rehearsed() -> list[Task]:
         _pytest("kernels", ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_trial.py"), 60, 300, _TESTS),
         _sanitized("memcheck", _SANITIZED[0]),
     ]
-    return [Task(**{**vars(task), "environment": {**task.environment, **interpreted}}) for task in found]
 
 
 def _trial(*names: str, device: str = "cuda:0") -> str:
