@@ -5,7 +5,9 @@ three services works.
 
 ``headway serve`` with the triton backend answers ``--concurrency`` clients at a time, over gRPC. Its step log has each
 step's time and the idle time before it by the device's clock; in steady decode the idle time is the host's cost. Then
-``transformers`` runs the same prompts with its continuous batching, in its own process, with the same random weights.
+``transformers`` runs the same prompts with its continuous batching, in its own process, with the same random weights. A
+server that ends at once ends the run; a peer that fails costs no figure of ours. ``--lines`` gets each figure as soon as
+it is there.
 
     python benchmarks/gpu_stack.py
     python benchmarks/gpu_stack.py --no-peer --concurrency 64 --requests 256 --json result.json
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,15 +31,21 @@ from typing import Any
 import numpy as np
 
 import headway
-from gpu_steps import SHAPES, Shape, say
+from gpu_shapes import SHAPES, Shape
 from headway.client import AsyncClient
-from program import count, parser_of, provenance, write_result
+from program import add_line, count, parser_of, provenance, write_result
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 READY_S = 900.0
+LOOK_S = 0.2
 IDLE_ASKED = 0.02
 RATIO_ASKED = 3.0
 LEAST_STEADY_STEPS = 20
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"gpu_stack: {text}\n")
+    sys.stderr.flush()
 
 
 def prompts_of(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
@@ -51,6 +60,10 @@ def make_model(directory: Path, shape: Shape) -> None:
     for name in TOKENIZER_FILES:
         if (demo_model / name).exists():
             shutil.copy(demo_model / name, directory / name)
+
+
+class ServerEnded(RuntimeError):  # noqa: N818 (it says what happened)
+    """``headway serve`` ended by itself; one line."""
 
 
 class Server:
@@ -72,10 +85,32 @@ class Server:
         ]
         self._process = subprocess.Popen([sys.executable, "-m", "headway", *words], stdout=subprocess.DEVNULL)
 
+    async def until_it_ends(self) -> None:
+        """Raise ``ServerEnded`` once it has ended by itself."""
+        while self._process.poll() is None:  # noqa: ASYNC110 (it is no process of the event loop)
+            await asyncio.sleep(LOOK_S)
+        raise ServerEnded(f"headway serve ended with exit code {self._process.returncode}; its last line says why")
+
     def stop(self) -> None:
         """End it, and wait until its device is free."""
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+async def run_beside(server: Server, load: Coroutine[Any, Any, float]) -> float:
+    """Return what ``load`` returns, unless the server ends first: then raise ``ServerEnded``."""
+    working, watching = asyncio.ensure_future(load), asyncio.ensure_future(server.until_it_ends())
+    await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    first, other = (working, watching) if working.done() else (watching, working)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    if first is watching:
+        watching.result()
+    return working.result()
 
 
 async def run_clients(arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
@@ -105,6 +140,15 @@ def idle_share(step_log: Path, num_rows: int) -> tuple[float, int]:
         if all(step["num_rows"] == step["num_tokens"] == num_rows for step in (before, line)):
             idle, busy, count = idle + line["idle_us"], busy + line["device_time_us"], count + 1
     return (idle / (idle + busy) if count else float("nan")), count
+
+
+def try_peer(arguments: argparse.Namespace) -> tuple[float | None, str]:
+    """Return tokens per second of transformers, or None and why."""
+    try:
+        return run_peer(arguments), ""
+    except (OSError, subprocess.CalledProcessError, LookupError, ValueError) as error:
+        say(f"transformers has failed: {error}")
+        return None, " ".join(str(error).split())
 
 
 def run_peer(arguments: argparse.Namespace) -> float:
@@ -155,27 +199,30 @@ def peer(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[arguments.shape]
     prompts = prompts_of(arguments, int(str(shape.config["vocab_size"])))
+    settings = {key: str(value) for key, value in vars(arguments).items() if key not in {"json", "lines"}}
+    origin = {**provenance(arguments.seed), "settings": settings}
     with tempfile.TemporaryDirectory() as name:
         directory, step_log = Path(name), Path(name) / "steps.jsonl"
         make_model(directory, shape)
         say("starting headway serve")
         server = Server(arguments, directory, step_log)
         try:
-            seconds = asyncio.run(run_clients(arguments, prompts))
+            seconds = asyncio.run(run_beside(server, run_clients(arguments, prompts)))
         finally:
             server.stop()
         share, count = idle_share(step_log, arguments.concurrency)
     ours = arguments.requests * arguments.output / seconds
-    theirs = None if arguments.no_peer else run_peer(arguments)
-    return {
-        **provenance(arguments.seed),
-        "settings": {key: str(value) for key, value in vars(arguments).items() if key != "json"},
-        "tokens_per_s": ours,
-        "idle_share": share,
-        "steady_steps": count,
+    result = {**origin, "tokens_per_s": ours, "idle_share": share, "steady_steps": count}
+    add_line(arguments.lines, {"kind": "stack", **result, "idle_asked": IDLE_ASKED})
+    theirs, problem = (None, "") if arguments.no_peer else try_peer(arguments)
+    result |= {
         "transformers_tokens_per_s": theirs,
+        "transformers_problem": problem,
         "ratio": None if theirs is None else ours / theirs,
     }
+    if not arguments.no_peer:
+        add_line(arguments.lines, {"kind": "peer", **result, "ratio_asked": RATIO_ASKED})
+    return result
 
 
 def table(result: dict[str, Any]) -> str:
@@ -192,11 +239,14 @@ def table(result: dict[str, Any]) -> str:
             f"transformers:               {result['transformers_tokens_per_s']:10.0f} output tokens/s",
             f"ratio:                      {result['ratio']:10.2f} (asked: at least {RATIO_ASKED:.0f})",
         ]
+    if result["transformers_problem"]:
+        lines.append(f"transformers:               failed: {result['transformers_problem']}")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, seed=0)
+    parser.add_argument("--lines", type=Path, help="add each figure, as soon as it is measured, to this file")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--concurrency", type=count, default=64)
@@ -210,10 +260,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.peer_only:
         peer(arguments)
         return 0
-    result = run(arguments)
+    try:
+        result = run(arguments)
+    except ServerEnded as error:
+        say(str(error))
+        return 1
     print(table(result))
     write_result(arguments.json, result)
-    return 0
+    return int(bool(result["transformers_problem"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The parts that all benchmarks' command lines and result files share.
 
-Owns: reading counts, the flags --seed and --json, provenance, writing the result. Must not know: what is measured.
+Owns: reading counts, the flags --seed and --json, provenance, writing the result or single lines of it. Must not know: what is measured.
 """
 
 import argparse
@@ -41,8 +41,16 @@ def parser_of(doc: str | None, *, seed: int | None = None) -> argparse.ArgumentP
 def write_result(path: Path | None, result: Mapping[str, object]) -> None:
     """Write a result as JSON, or nothing without a path."""
     if path is not None:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def add_line(path: Path | None, line: Mapping[str, object]) -> None:
+    """Add a line of JSON to a file, or nothing without a path: what was measured survives what comes after it."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def provenance(seed: int) -> dict[str, object]:
@@ -74,12 +82,15 @@ def _processor() -> str:
 
 
 def commit_of(directory: Path) -> str:
-    """Return the commit of a directory's checkout, marked if the tree differs from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],  # noqa: S607 (whichever git is there)
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Return the commit of a directory's checkout, marked if the tree differs from it; "unknown" without git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],  # noqa: S607 (whichever git is there)
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"

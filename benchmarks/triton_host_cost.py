@@ -27,7 +27,7 @@ from program import count, parser_of, provenance, write_result
 
 os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: without a device, they cannot be compiled
 
-from gpu_steps import TINY
+from gpu_shapes import TINY
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.batch_state import BatchState
@@ -139,7 +139,7 @@ class HostStep:
         device_rows.apply_edits = nothing
         device_sampler.store_sampled = nothing
         device_sampler.sampling.sample = nothing
-        StepGraphs.launch = nothing  # type: ignore[method-assign]
+        StepGraphs.launch = lambda *_: True  # type: ignore[method-assign]
         logits = torch.zeros((self._num_rows, TINY.config["vocab_size"]))
         Decoder.logits = lambda _, num_sampled: logits[:num_sampled]  # type: ignore[method-assign]
 

@@ -6,8 +6,19 @@ from pathlib import Path
 import pytest
 
 if not Path("/dev/nvidiactl").exists():
-    # Before anything imports a Triton kernel: without a device, they are interpreted.
-    os.environ["TRITON_INTERPRET"] = "1"
+    # Before anything imports a Triton kernel: without a device, they are interpreted. The check of a device says 0.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+_SETTINGS_OF_PLUGINS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
+
+
+def pytest_addoption(parser, pluginmanager):
+    """A host without these plugins knows their settings all the same, and runs the tests that need no plugin."""
+    for plugin, names in _SETTINGS_OF_PLUGINS.items():
+        if not pluginmanager.hasplugin(plugin):
+            for name in names:
+                parser.addini(name, f"of pytest-{plugin}, which is not installed")
 
 
 @pytest.fixture(scope="module")

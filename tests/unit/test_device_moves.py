@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway_executor import device_moves
 from headway_executor.backend import NewRow, StepBatch
 from headway_executor.device_moves import DeviceMoves
 from headway_executor.move_fences import MoveFences
+from headway_kernels.gpu import block_moves
 from headway_proto.sampling import SamplingParams
 from step_columns import NO_PAIRS, pair_columns
 
@@ -395,3 +397,12 @@ def test_moves_on_a_device_bring_blocks_back_beside_steps():
         assert {block: value.item() for block, value in read.items()} == expected
         assert (moves.move_time_us(number) > 0) == bool(out)
     moves.close()
+
+
+def test_a_pool_compiles_its_moves_before_any_is_asked_for(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(block_moves, "compile_moves", compiled.append)
+    monkeypatch.setattr(device_moves, "_CudaQueues", lambda layers, **_: FakeQueues(num_blocks=4, num_host_blocks=0))
+    layers = torch.zeros(2, 4, 8)
+    DeviceMoves.of_pool(layers, num_host_blocks=0, compute_stream=None)
+    assert compiled == [layers]

@@ -61,6 +61,11 @@ def test_the_report_of_this_host(capsys, fast_figures):
     assert said.err == "headway doctor: copying in main memory\n"
 
 
+@pytest.mark.parametrize(("free_gib", "size"), [(140, 8192), (3.0, 4096), (0.7, 2048), (0.1, 2048)])
+def test_the_product_that_is_measured_is_as_large_as_the_memory_allows(free_gib, size):
+    assert host_speed._gemm_size(int(free_gib * 2**30)) == size
+
+
 def test_quick_measures_nothing(capsys, monkeypatch):
     monkeypatch.setattr(host_speed, "measure_host", lambda say: pytest.fail("measured"))
     assert main(["doctor", "--quick"]) == 0

@@ -23,12 +23,14 @@ from headway.model_source import DEMO_MODEL_DIRECTORY
 from headway.plan import Plan, make_plan, without_settings
 from headway.serve import serve
 from headway_executor import preflight as of_executor
+from headway_executor import torch_build as of_build
 from headway_executor.backend import BackendConfigError
 from headway_executor.config import ExecutorConfig
+from headway_executor.torch_build import TorchBuild, cuda_advice, torch_build
 from headway_gateway.preflight import problem_of_listening
 from headway_proto import generation_pb2, generation_pb2_grpc
 
-CUDA_BUILD = of_executor.TorchBuild("2.13.0+cu128", "12.8", "")
+CUDA_BUILD = TorchBuild("2.13.0+cu128", "12.8", "")
 
 
 @pytest.fixture(autouse=True)
@@ -138,12 +140,12 @@ def test_a_missing_package_and_the_extra_that_brings_it(capsys, monkeypatch, pac
 @pytest.mark.parametrize(
     ("device", "build", "count", "message"),
     [
-        ("cuda", of_executor.TorchBuild("2.13.0+cpu", "", ""), 8, r".*\(2.13.0\+cpu\) is built without CUDA, so allowed: cpu"),
+        ("cuda", TorchBuild("2.13.0+cpu", "", ""), 8, r".*\(2.13.0\+cpu\) is built without CUDA, so allowed: cpu"),
         ("cuda", CUDA_BUILD, 0, "device 'cuda' is not allowed; this host has 0 CUDA devices"),
         ("cuda:2", CUDA_BUILD, 2, "device 'cuda:2' is not allowed; this host has 2 CUDA devices"),
         ("cuda:1", CUDA_BUILD, 2, ""),
         ("cuda", CUDA_BUILD, None, ""),
-        ("cuda", of_executor.TorchBuild("2.13.0+rocm7", "", "7.0"), 0, ""),
+        ("cuda", TorchBuild("2.13.0+rocm7", "", "7.0"), 0, ""),
         ("cuda", None, 0, ""),
     ],
 )  # fmt: skip
@@ -164,25 +166,31 @@ def test_a_device_that_this_host_lacks(monkeypatch, device, build, count, messag
     [
         (
             "__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n",
-            of_executor.TorchBuild("2.13.0+cu128", "12.8", ""),
+            TorchBuild("2.13.0+cu128", "12.8", ""),
         ),
-        ("__version__ = '1'\ncuda = None\nhip = '7.0'\n", of_executor.TorchBuild("1", "", "7.0")),
+        ("__version__ = '1'\ncuda = None\nhip = '7.0'\n", TorchBuild("1", "", "7.0")),
         ("__version__ = version('torch')\n", None),
     ],
 )
 def test_what_pytorch_was_built_for_is_read_without_importing_it(monkeypatch, tmp_path, text, build):
     (tmp_path / "version.py").write_text(text)
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(of_executor, "find_spec", lambda _: spec)
-    assert of_executor.torch_build() == build
+    monkeypatch.setattr(of_build, "find_spec", lambda _: spec)
+    assert torch_build() == build
 
 
 def test_the_installed_pytorch_says_what_it_was_built_for():
     torch = pytest.importorskip("torch")
-    build = of_executor.torch_build()
+    build = torch_build()
     assert build is not None
     assert build.version == torch.__version__
     assert build.cuda == (torch.version.cuda or "")
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("13.0", "cuda13"), ("12.8", "cuda"), ("", "cuda")])
+def test_cuda_packages_are_those_of_pytorchs_own_release(monkeypatch, cuda, extra):
+    monkeypatch.setattr(of_build, "torch_build", lambda: TorchBuild("2.13.0", cuda, ""))
+    assert cuda_advice().startswith((f"install the extra {extra}: ", f"install: pip install '.[{extra}]'"))
 
 
 def test_looking_imports_neither_pytorch_nor_a_kernel():

@@ -1,6 +1,12 @@
-"""The triton backend, its kernels interpreted: the same tokens as transformers, and one-line refusals."""
+"""The triton backend, its kernels interpreted: the same tokens as transformers, and one-line refusals.
 
+On a device, only the comparison with transformers runs; the conformance suite runs the rest there.
+"""
+
+import gc
 import json
+import weakref
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -15,6 +21,7 @@ from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu import open_model
 from headway_executor.gpu.linear import CodedLinear
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -22,10 +29,16 @@ from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
 
-pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a device, the conformance suite runs"),
-]
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "triton_interpreter")
+ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request):
+    """Nothing here but the comparison with transformers is meant for a device."""
+    if torch.cuda.is_available() and request.node.originalname not in ALSO_ON_A_DEVICE:
+        pytest.skip("interpreted; on a device, the conformance suite runs")
+
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 SETTINGS = {"dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 40, "block_size": 8, "max_model_len": 64}
@@ -33,7 +46,8 @@ SETTINGS = {"dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 40, "block_s
 
 def open_backend(directory, kind=TritonBackend, **settings):
     backend = kind()
-    config = {"model": str(directory), "max_num_batched_tokens": 64} | SETTINGS
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = {"model": str(directory), "device": device, "max_num_batched_tokens": 64} | SETTINGS
     return backend, backend.open(BackendConfig(**(config | settings)))
 
 
@@ -299,6 +313,7 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
     [
         ({"block_size": 12}, "block_size 12 is not allowed; allowed: a power of two"),
         ({"num_kv_blocks": 7}, "num_kv_blocks 7 is not allowed; .* allowed: 8 or more"),
+        ({"max_num_seqs": 65536}, "max_num_seqs 65536 is not allowed with this backend; allowed: 1 to 65535"),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; .*{CONTEXT}"),
         ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
         ({"device": "cuda"}, "device 'cuda' is not allowed; this host has 0 CUDA devices"),
@@ -344,6 +359,54 @@ def test_the_largest_step_can_be_tried_and_leaves_nothing_behind(llama):
     request = Request(prompt(9), 2)
     BackendDriver(*opened).run([request], budget=20)
     assert request.output == expected(llama[1], request.prompt, 2)[0]
+
+
+class NoGraphs:
+    """Graphs that record nothing."""
+
+    said: ClassVar[list[str]] = []
+
+    def __init__(self, runtime):
+        pass
+
+    def record(self, forward, sizes, progress):
+        self.said.append("recorded")
+
+    def launch(self, size):
+        return False
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_behind_its_graphs_a_model_takes_the_memory_of_the_largest_step_again(llama, monkeypatch, fits):
+    """Entering a graph has given it back: else the first steps allocate while they serve."""
+    warned = []
+    backend, _ = open_backend(llama[0], warn=warned.append)
+
+    def largest(self):
+        NoGraphs.said.append("largest")
+        if not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(NoGraphs, "said", [])
+    monkeypatch.setattr(open_model, "StepGraphs", NoGraphs)
+    monkeypatch.setattr(open_model.OpenModel, "try_largest_step", largest)
+    with torch.inference_mode():
+        backend._model.prepare(record_graphs=True)
+    assert NoGraphs.said == ["recorded", "largest"]
+    assert len(warned) == (not fits)
+
+
+def test_closing_gives_the_pool_back_at_once(llama):
+    """On a device it is nearly all memory, and the next model may be opened before Python looks for circles."""
+    backend, info = open_backend(llama[0])
+    BackendDriver(backend, info).run([Request(prompt(3), 2)], budget=8)
+    held = [weakref.ref(backend._model), weakref.ref(backend._model._pool)]
+    gc.disable()
+    try:
+        backend.close()
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+KERNELS = ("copy_blocks", "swap_out", "swap_in")
 THREADS = 256
 PIECES_PER_THREAD = 4
 _LINK_THREAD_BLOCKS = 32
@@ -156,6 +157,17 @@ def swap_in(layers: Tensor, host: Tensor, pairs: Tensor, *, stream: torch.cuda.S
     """
     source = host_view(host, _mapped_address(host))
     _launch(plan("swap_in", source, device_view(layers), layers, pairs.shape[1]), pairs, stream)
+
+
+def compile_moves(layers: Tensor) -> None:
+    """Compile all moves of this pool's blocks, which takes seconds: else the first one does, while a step waits."""
+    import cupy
+
+    pool = device_view(layers)
+    piece_bytes = plan("copy_blocks", pool, pool, layers, 1).piece_bytes
+    with cupy.cuda.Device(layers.device.index):
+        for kernel in KERNELS:
+            _kernel(kernel, piece_bytes)
 
 
 def device_view(layers: Tensor) -> PoolView:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway_executor.torch_build import cuda_advice
 from headway_process.installation import install_advice
 from headway_scheduler.compiled_core import runs_compiled
 
@@ -68,7 +69,7 @@ def installed_packages() -> tuple[Package, ...]:
         Package(
             name=name,
             version=_version(distributions),
-            install=install_advice(extra),
+            install=cuda_advice() if extra == "cuda" else install_advice(extra),
         )
         for name, distributions, extra in _PACKAGES
     )

@@ -227,6 +227,9 @@ class DeviceMoves:
         Raises:
             BackendConfigError: no memory for host blocks.
         """
+        from headway_kernels.gpu import block_moves
+
+        block_moves.compile_moves(layers)
         return cls(_CudaQueues(layers, num_host_blocks=num_host_blocks, compute_stream=compute_stream, memory=memory))
 
     @property

@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from headway_executor.host_memory import free_host_bytes
+from headway_executor.torch_build import cuda_advice
 from headway_kernels.cpu.build import variants_here
 from headway_kernels.cpu.library import installed_variants, runs_here, variant_of
-from headway_process.installation import install_advice
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _CUDA_BUILD = "install a CUDA build, see https://pytorch.org/get-started/locally"
@@ -144,7 +144,7 @@ def _missing(package: str) -> str:
             importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name == package:
-            return f"not installed; {install_advice('cuda')}"
+            return f"not installed; {cuda_advice()}"
         return f"needs {error.name}, which is not installed"
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
         return f"cannot be imported: {_one_line(error)}"

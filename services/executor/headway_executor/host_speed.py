@@ -19,8 +19,9 @@ _COPIED_BYTES = 256 * _MIB
 _COPIED_DEVICE_BYTES = 1024 * _MIB
 _MOST_SHARE = 0.1
 _CPU_GEMM = 1024
-_DEVICE_GEMM = 8192
-_SMALL_DEVICE_GEMM = 2048
+_DEVICE_GEMMS = (8192, 4096, 2048)
+"""A small product does not reach the rate of a large one, so a share of its rate flatters."""
+
 _LEAST_ROUNDS = 3
 _MEASURED_SECONDS = 0.5
 
@@ -93,13 +94,17 @@ def _link(device: torch.device, say: Say, *, to_host: bool) -> float:
 
 def _device_gemm(device: torch.device, say: Say) -> float:
     say(f"multiplying in bfloat16 on {device}")
-    three_matrices = 3 * 2 * _DEVICE_GEMM**2
-    fits = three_matrices < _MOST_SHARE * torch.cuda.mem_get_info(device)[0]
-    size = _DEVICE_GEMM if fits else _SMALL_DEVICE_GEMM
-    left = torch.randn(size, size, device=device).to(torch.bfloat16)
-    right = torch.randn(size, size, device=device).to(torch.bfloat16)
+    size = _gemm_size(torch.cuda.mem_get_info(device)[0])
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    right = torch.randn(size, size, dtype=torch.bfloat16, device=device)
     product = torch.empty_like(left)
     return 2.0 * size**3 / _best_device_seconds(lambda: torch.mm(left, right, out=product))
+
+
+def _gemm_size(free_bytes: int) -> int:
+    """The largest size whose three matrices in bfloat16 fit into a share of the free memory."""
+    fitting = (size for size in _DEVICE_GEMMS if 3 * 2 * size**2 <= _MOST_SHARE * free_bytes)
+    return next(fitting, _DEVICE_GEMMS[-1])
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

@@ -4,12 +4,9 @@ Owns: quick checks without PyTorch or a device. Must not know: how a backend run
 """
 
 import os
-import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.config import ExecutorConfig
@@ -24,6 +21,7 @@ from headway_executor.setting_checks import (
     check_settings,
     max_model_len_of,
 )
+from headway_executor.torch_build import torch_build
 
 _COUNT_S = 20.0
 # The driver's library keeps devices open, so a short process loads it.
@@ -39,14 +37,6 @@ else:
         driver.cuDeviceGetCount(ctypes.byref(count))
     print(count.value)
 """
-
-
-class TorchBuild(NamedTuple):
-    """PyTorch's platforms; empty in a build for CPUs."""
-
-    version: str
-    cuda: str
-    hip: str
 
 
 def check(config: ExecutorConfig) -> None:
@@ -128,22 +118,6 @@ def _check_device(config: ExecutorConfig) -> None:
     count = num_cuda_devices()
     if count is not None and int(index or 0) >= count:
         raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
-
-
-def torch_build() -> TorchBuild | None:
-    """Read PyTorch's version file; None if it is unknown."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    said = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *(None|'[^'\n]*')", text, re.MULTILINE))
-    if said.keys() != {"__version__", "cuda", "hip"}:
-        return None
-    version, cuda, hip = (said[name].strip("'").replace("None", "") for name in ("__version__", "cuda", "hip"))
-    return TorchBuild(version, cuda, hip)
 
 
 def num_cuda_devices() -> int | None:

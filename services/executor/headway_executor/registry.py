@@ -1,23 +1,36 @@
-"""Backends by name, from the entry point group ``headway.executor_backends``.
+"""Backends by name: the built-in ones, and those of the entry point group ``headway.executor_backends``.
 
-Owns: the look-up. Must not know: any backend.
+Owns: the look-up, where the built-in ones are. Must not know: how a backend works.
 """
 
 import importlib.util
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
 from headway_executor.setting_checks import BUILT_IN
+from headway_executor.torch_build import cuda_advice
 from headway_process.installation import install_advice
 
 ENTRY_POINT_GROUP = "headway.executor_backends"
 
-_EXTRA_OF_PACKAGE = {"torch": "executor", "safetensors": "executor", "triton": "cuda", "cupy": "cuda"}
+PLACES: Mapping[str, str] = MappingProxyType(
+    {
+        "simulated": "headway_executor.backends.simulated:SimulatedBackend",
+        "torch": "headway_executor.backends.torch_backend:TorchBackend",
+        "triton": "headway_executor.backends.triton_backend:TritonBackend",
+    }
+)
+"""Known without the metadata of an installation: a checkout may run as it is."""
+
+_OF_EXECUTOR = frozenset({"torch", "safetensors"})
+_OF_CUDA = frozenset({"triton", "cupy"})
 
 
 def backend_names() -> tuple[str, ...]:
     """Return the sorted names; import nothing."""
-    return tuple(sorted(entry_points(group=ENTRY_POINT_GROUP).names))
+    return tuple(sorted({*PLACES, *entry_points(group=ENTRY_POINT_GROUP).names}))
 
 
 def create_backend(name: str) -> ExecutorBackend:
@@ -43,10 +56,11 @@ def check_installed(name: str) -> None:
 
 
 def _find(name: str) -> EntryPoint:
-    found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
-    if not found:
+    for installed in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return installed
+    if name not in PLACES:
         raise BackendConfigError(f"backend: {name!r:.64} is not allowed; allowed: {', '.join(backend_names())}")
-    return found[0]
+    return EntryPoint(name, PLACES[name], ENTRY_POINT_GROUP)
 
 
 def _load(entry_point: EntryPoint) -> type[ExecutorBackend]:
@@ -59,6 +73,9 @@ def _load(entry_point: EntryPoint) -> type[ExecutorBackend]:
 
 def _lacking(backend: str, module: str) -> BackendConfigError:
     package = module.partition(".")[0]
-    extra = _EXTRA_OF_PACKAGE.get(package)
-    advice = install_advice(extra) if extra else f"install the Python package {package!r}"
+    advice = f"install the Python package {package!r}"
+    if package in _OF_EXECUTOR:
+        advice = install_advice("executor")
+    elif package in _OF_CUDA:
+        advice = cuda_advice()
     return BackendConfigError(f"backend: {backend!r} needs {module!r}, which is not installed; {advice}")

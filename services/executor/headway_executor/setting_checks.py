@@ -14,13 +14,16 @@ MOST_SPECULATIVE_TOKENS = 64
 
 
 class Takes(NamedTuple):
-    """``options``: names and values, the default first; an empty tuple allows any text. ``groups``: several ranks."""
+    """``options``: names and values, the default first; an empty tuple allows any text. ``groups``: several ranks.
+    ``most_rows``: of ``max_num_seqs``.
+    """
 
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
     speculates: bool
     groups: bool
+    most_rows: int = 1 << 16
 
 
 TORCH = Takes(
@@ -42,6 +45,9 @@ TRITON = Takes(
     options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
     speculates=False,
     groups=False,
+    # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,
+    # table of technical specifications).
+    most_rows=65_535,
 )
 BUILT_IN: Mapping[str, Takes] = MappingProxyType({"torch": TORCH, "triton": TRITON})
 """The backends of real models, by name."""
@@ -52,6 +58,10 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
     if config.quantization not in takes.quantizations:
         raise BackendConfigError(
             f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(takes.quantizations)}"
+        )
+    if config.max_num_seqs > takes.most_rows:
+        raise BackendConfigError(
+            f"max_num_seqs {config.max_num_seqs} is not allowed with this backend; allowed: 1 to {takes.most_rows}"
         )
     _check_options(config.options, takes.options)
     if takes.speculates:

@@ -1,9 +1,11 @@
 """Moves of blocks: the CUDA source compiles, does on a CPU what the oracle does, and on a device too where there is one."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 
 from headway_kernels import reference
 from headway_kernels.gpu import block_moves
-from headway_kernels.gpu.block_moves import PIECE_TYPES, SOURCE, compile_options, device_view, host_view, plan
+from headway_kernels.gpu.block_moves import KERNELS, PIECE_TYPES, SOURCE, compile_options, device_view, host_view, plan
 
-KERNELS = ("copy_blocks", "swap_out", "swap_in")
 SHIM = Path(__file__).with_name("block_moves_shim.cpp")
 CANARY = 0xA5
+PAGEABLE_MEMORY_ACCESS = 88
+"""``cudaDevAttrPageableMemoryAccess``"""
+
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -187,6 +191,28 @@ def test_a_pool_of_any_dtype_is_planned_in_bytes(dtype):
     assert launch.source.layer_stride * launch.piece_bytes == 5 * 32 * dtype.itemsize
 
 
+def test_all_moves_of_a_pool_are_compiled_before_the_first(monkeypatch):
+    """Else the first copy compiles, while a step waits."""
+    compiled_here = []
+
+    class Module:
+        def __init__(self, code, options):
+            assert code == SOURCE
+            self.options = options
+
+        def get_function(self, name):
+            compiled_here.append((name, self.options))
+
+    cuda = types.SimpleNamespace(Device=lambda index: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=Module, cuda=cuda))
+    monkeypatch.setattr(block_moves, "_kernel", block_moves._kernel.__wrapped__)
+    monkeypatch.setattr(block_moves, "_module", block_moves._module.__wrapped__)
+    layers = torch.empty(2, 3, 24, dtype=torch.uint8)
+    block_moves.compile_moves(layers)
+    width = planned("copy_blocks", layers, torch.empty(0, 2, 24, dtype=torch.uint8), 1).piece_bytes
+    assert compiled_here == [(kernel, compile_options(width)) for kernel in KERNELS]
+
+
 # On a device.
 
 DEVICE_SHAPES = [(2, 7, 5, (3, 40)), (32, 64, 48, (16, 16, 128)), (3, 9, 9, (3, 3)), (1, 4, 2, (5,))]
@@ -221,6 +247,10 @@ def test_a_device_does_what_the_oracle_does(kernel, num_layers, num_blocks, num_
 
 @needs_device
 def test_main_memory_that_is_not_pinned_is_refused():
+    import cupy
+
+    if cupy.cuda.runtime.deviceGetAttribute(PAGEABLE_MEMORY_ACCESS, 0):
+        pytest.skip("this device reaches all main memory")
     layers, host = torch.zeros(2, 3, 16, device="cuda"), torch.zeros(3, 2, 16)
     pairs = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match="not pinned"):

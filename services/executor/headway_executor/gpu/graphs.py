@@ -79,35 +79,36 @@ class StepSizes:
 
 
 class StepGraphs:
-    """The recorded steps of ``forward``."""
+    """Recorded steps. It keeps no way to launch one anew, which would keep a closed model's memory alive."""
 
-    def __init__(self, runtime: Runtime, forward: ForwardPass) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._forward = forward
         self._graphs: dict[LaunchSize, torch.cuda.CUDAGraph] = {}
 
-    def record(self, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
-        """Record a graph per size; the step in memory must be harmless."""
+    def record(self, forward: ForwardPass, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
+        """Record ``forward`` per size; the step in memory must be harmless.
+
+        Entering a graph gives torch's free memory back to the device: the largest step takes it again afterwards.
+        """
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
             # The first run compiles the kernels and chooses products, which a graph cannot record.
-            self._forward(size)
+            forward(size)
             self._runtime.mark().wait()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
             ):
-                self._forward(size)
+                forward(size)
             self._graphs[size] = graph
 
-    def launch(self, size: LaunchSize) -> None:
-        """Launch a graph, or kernel by kernel."""
+    def launch(self, size: LaunchSize) -> bool:
+        """Launch the graph of this size; return whether there is one."""
         graph = self._graphs.get(size)
-        if graph is None:
-            self._forward(size)
-        else:
+        if graph is not None:
             graph.replay()
+        return graph is not None
 
 
 def _decode_size(num_rows: int) -> LaunchSize:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, StepMasks
@@ -35,6 +36,7 @@ from headway_executor.models.loading import TensorSource
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.refusals import Refusals, with_refusals
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowPromptLogprobs
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
@@ -103,7 +105,7 @@ class OpenModel:
         """The largest step leaves the memory for the pool."""
         config = self._config
         self._open_pool(1, swap_space_mib=0)
-        self._graphs = StepGraphs(self.runtime, self._forward)
+        self._graphs = StepGraphs(self.runtime)
         if self.runtime.is_cuda:
             config.progress("trying the largest step", 0, 1)
             self.try_largest_step()
@@ -119,8 +121,11 @@ class OpenModel:
             self._upload.clear()  # The recording may run the step.
             self._sizes = self._step_sizes(recorded=True)
             self._graphs.record(
-                self._sizes.recorded(), lambda done, total: config.progress("recording graphs", done, total)
+                self._forward,
+                self._sizes.recorded(),
+                lambda done, total: config.progress("recording graphs", done, total),
             )
+            self._take_memory_again()
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         """See ``ExecutorBackend.execute``."""
@@ -240,10 +245,10 @@ class OpenModel:
         self._upload.send(batch, shape, size.num_rows)
         if self._adapters is not None:
             self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
-        if self._adapters is not None and self._adapters.groups:
-            self._forward(size)  # No graph has what adapters add.
-        else:
-            self._graphs.launch(size)
+        # No graph has what adapters add.
+        has_adapters = self._adapters is not None and bool(self._adapters.groups)
+        if has_adapters or not self._graphs.launch(size):
+            self._forward(size)
 
     def _step_sizes(self, *, recorded: bool) -> StepSizes:
         return StepSizes(
@@ -273,6 +278,13 @@ class OpenModel:
             host_memory=self._config.host_memory,
         )
 
+    def _take_memory_again(self) -> None:
+        """Recording gives back what torch kept of the largest step, which the first steps would have to take anew."""
+        try:
+            self.try_largest_step()
+        except torch.OutOfMemoryError:
+            self._config.warn("beside its graphs, the device has no memory for the largest step: steps will be smaller")
+
     def try_largest_step(self) -> None:
         """Run the largest step in block 0: this compiles, and torch keeps its memory."""
         config = self._config
@@ -290,6 +302,14 @@ class OpenModel:
             block_table=np.empty((0, 0), dtype=np.int32),
         )
         shape = shape_of(batch)
+        new = NewRow(
+            row=0,
+            token_ids=np.zeros(1, dtype=np.int32),
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            sampling=SamplingParams(),
+        )
+        self._rows.apply((new,), np.zeros((2, 1), dtype=np.int32))
         self._launch(batch, shape)
         self._prompt_reader.try_largest(self._decoder, self._rows.token_store, shape.num_tokens)
         self._sampler.try_largest(

@@ -23,7 +23,6 @@ from headway_executor.ranks.stage_mates import (
     SharedColumns,
     SharedRows,
 )
-from headway_executor.ranks.switched import SwitchedMeeting
 from headway_kernels.cpu.decoder import StageMates, WideRows
 from headway_kernels.cpu.library import CpuLibrary
 from headway_kernels.cpu.meeting import POST_BYTES, MeetingPlace
@@ -55,7 +54,7 @@ class RankGroup:
     ) -> None:
         self.place = place
         self._on_host = None if is_switched else GlooMeeting(place, join_seconds)
-        self._meeting: Meeting = self._on_host or SwitchedMeeting(place, keys, join_seconds)
+        self._meeting: Meeting = self._on_host or _switched(place, keys, join_seconds)
         self._ranks = self._meeting.all_ranks()
         shares = self.least([int(library is not None and not is_switched and can_share())])[0]
         self._library = library if shares else None
@@ -161,3 +160,10 @@ class RankGroup:
         self._kept.append(made)
         self._on_host.tell(name, made.whereabouts)
         return made
+
+
+def _switched(place: RankPlace, keys: LinkKeys | None, join_seconds: float) -> Meeting:
+    """Of a group alone: one rank opens a model where there is no ZeroMQ."""
+    from headway_executor.ranks.switched import SwitchedMeeting
+
+    return SwitchedMeeting(place, keys, join_seconds)

@@ -1,0 +1,114 @@
+"""The floor of a step: the time of its bytes and operations alone, phase by phase, at the limits of a device.
+
+Owns: counting, the line of a table. Must not know: how a step is run, or how the limits are measured.
+
+A floor is the sum over a step's phases: products of the layers, experts, attention, head. Each layer's phase needs what
+the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
+bandwidth and its operations over the rate of large products. Weights and each row's keys and values are read once, of
+experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
+component and visible position.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.loading import expected_tensors
+
+BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
+"""Of a weight; codes of 4 bits have a scale for 32."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The device's limits: bytes per second of a copy (read and written), operations per second of a large product in
+    bfloat16 (on a CPU in float32), and bytes per second between pinned memory and the device, out and in.
+    """
+
+    bandwidth: float
+    product_rate: float
+    out_bandwidth: float
+    in_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step that nothing else can run beside."""
+
+    name: str
+    num_bytes: float
+    operations: float
+
+    def floor_s(self, limits: Limits) -> float:
+        """Return the larger of both times."""
+        return max(self.num_bytes / limits.bandwidth, self.operations / limits.product_rate)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: times in milliseconds; ``share`` is floor over measured, to be at least ``asked``.
+    ``phases_ms``: the parts of the floor.
+    """
+
+    name: str
+    measured_ms: float
+    floor_ms: float
+    asked: float
+    phases_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Floor over measured time."""
+        return self.floor_ms / self.measured_ms if self.measured_ms else 0.0
+
+
+class Floors:
+    """Bytes and operations of a model's steps over the limits of a device."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, quantization: str, limits: Limits) -> None:
+        self._config = config
+        self._element = dtype.itemsize
+        self._limits = limits
+        # The embedding is looked up, not multiplied with; where it is the head too, it is read as that.
+        self._num_head = config.vocab_size * config.hidden_size
+        num_embeddings = 1 if config.tie_word_embeddings else 2
+        sizes = {name: int(np.prod(shape)) for name, shape in expected_tensors(config).items()}
+        self._num_in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        self._num_in_layers = sum(sizes.values()) - num_embeddings * self._num_head - self._num_in_experts
+        routings = [layer.feed_forward.experts.routing for layer in config.layers if layer.feed_forward.experts]
+        self._chosen = routings[0].num_chosen / routings[0].num_experts if routings else 1.0
+        self._bytes_of_weight = BYTES_OF_CODES.get(quantization, self._element)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position, all layers."""
+        config = self._config
+        return config.num_layers * 2 * config.num_kv_heads * config.head_dim * self._element
+
+    def line(self, name: str, measured_ms: float, contexts: list[int], chunk: int, asked: float) -> Line:
+        """Return a step's line; see ``phases``."""
+        floors = {phase.name: phase.floor_s(self._limits) * 1e3 for phase in self.phases(contexts, chunk)}
+        return Line(name, measured_ms, sum(floors.values()), asked, floors)
+
+    def phases(self, contexts: list[int], chunk: int = 0) -> list[Phase]:
+        """Return those of a step of decodes after ``contexts`` positions each, and one chunk of a new prompt."""
+        num_rows, num_tokens = len(contexts) + bool(chunk), len(contexts) + chunk
+        per_pair = 4 * self._config.num_heads * self._config.head_dim * self._config.num_layers
+        reached = self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
+        multiplied = self._num_in_experts * self._chosen
+        phases = [
+            self._product("products", self._num_in_layers, self._num_in_layers * num_tokens),
+            self._product("experts", reached, multiplied * num_tokens),
+            Phase(
+                "attention",
+                self.kv_bytes_per_token * (sum(contexts) + num_tokens),
+                per_pair * (sum(contexts) + len(contexts) + chunk * (chunk + 1) // 2),
+            ),
+            Phase("head", self._num_head * self._element, 2 * self._num_head * num_rows),
+        ]
+        return [phase for phase in phases if phase.num_bytes]
+
+    def _product(self, name: str, num_weights: float, num_multiplied: float) -> Phase:
+        return Phase(name, num_weights * self._bytes_of_weight, 2 * num_multiplied)

@@ -1,0 +1,113 @@
+"""The parts of a step, each timed alone, and the time that they make a step expect.
+
+Owns: writing down what a step launches, timing it by kind, the sum. Must not know: floors, how a step is scheduled.
+
+All launches of one kind, of all layers in their order, are recorded as one graph: so each layer reads its own weights, and
+the gaps between launches count as they do in a step. What a step takes beyond the sum is what its parts cost each other;
+what it takes less is what they share. A part beside its floor says where a step loses.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import isfunction
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_device import Device
+from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu import decoder as of_decoder
+from headway_executor.gpu.decoder import Decoder
+from headway_executor.gpu.graphs import LaunchSize
+
+REPETITIONS = 10
+OF_LAYER = ("qkv", "output", "feed_forward")
+"""What a layer calls by itself; the rest are functions of the kernels."""
+
+Calls = dict[str, list[Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step's parts, beside what it took and its floor; milliseconds."""
+
+    name: str
+    measured_ms: float
+    floor_ms: float
+    parts_ms: dict[str, float]
+
+    @property
+    def expected_ms(self) -> float:
+        """Of the step, if its parts took what each takes alone."""
+        return sum(self.parts_ms.values())
+
+    @property
+    def said(self) -> str:
+        """One line, the largest first."""
+        largest = sorted(self.parts_ms.items(), key=lambda part: -part[1])
+        listed = ", ".join(f"{kind} {taken:.3f}" for kind, taken in largest)
+        return f"{self.name}: {self.expected_ms:.3f} ms expected of its parts: {listed}"
+
+
+def measure_parts(backend: TritonBackend, device: Device, num_rows: int) -> dict[str, float]:
+    """Return milliseconds by kind of a decode step of rows ``0 .. num_rows - 1``, which the last step was."""
+    model = backend._model  # noqa: SLF001 (the step from inside)
+    assert model is not None
+    decoder, sampler, views = model._decoder, model._sampler, model._upload.views  # noqa: SLF001
+    rows = np.arange(num_rows, dtype=np.int32)
+    with torch.inference_mode(), model.runtime.on_stream():
+        with written_down(decoder) as calls:
+            model._forward(LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False))  # noqa: SLF001
+        found = {kind: _alone(device, works) for kind, works in calls.items()}
+        logits = decoder.logits(num_rows)
+        found["head"] = device.seconds(lambda: decoder.logits(num_rows), REPETITIONS)
+        store = model._rows.token_store  # noqa: SLF001
+        found["sampling"] = device.seconds(lambda: sampler.sample(logits, rows, views, store), REPETITIONS)
+    return {kind: seconds * 1e3 for kind, seconds in found.items()}
+
+
+@contextmanager
+def written_down(decoder: Decoder) -> Iterator[Calls]:
+    """Write down what the decoder calls inside, by kind; each can be called again."""
+    calls: Calls = {}
+
+    def wrapped(kind: str, work: Callable[..., object]) -> Callable[..., object]:
+        def called(*arguments: Any, **named: Any) -> object:
+            calls.setdefault(kind, []).append(lambda: work(*arguments, **named))
+            return work(*arguments, **named)
+
+        return called
+
+    weights = decoder._weights  # noqa: SLF001
+    layers = [
+        replace(layer, **{name: wrapped(name, getattr(layer, name)) for name in OF_LAYER}) for layer in weights.layers
+    ]
+    functions = {
+        name: value
+        for name, value in vars(of_decoder).items()
+        if isfunction(value) and value.__module__.startswith("headway_kernels.gpu")
+    }
+    decoder._weights = replace(weights, layers=tuple(layers))  # noqa: SLF001
+    vars(of_decoder).update({name: wrapped(name, function) for name, function in functions.items()})
+    try:
+        yield calls
+    finally:
+        vars(of_decoder).update(functions)
+        decoder._weights = weights  # noqa: SLF001
+
+
+def _alone(device: Device, works: list[Callable[[], object]]) -> float:
+    """Return the seconds of all of them, as one graph where there are graphs."""
+
+    def all_of_them() -> None:
+        for work in works:
+            work()
+
+    if not device.is_cuda:
+        return device.seconds(all_of_them, 1, warm_ups=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        all_of_them()
+    return device.seconds(graph.replay, REPETITIONS)

@@ -1,0 +1,113 @@
+"""The models whose steps are measured on a device, and the sizes that are tried with each.
+
+Owns: the shapes. Must not know: how a step is run or measured.
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headway_executor.models.config import ModelConfig
+from headway_executor.models.families import read_model_config
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's config.json, and the sizes that are tried with it."""
+
+    config: dict[str, object]
+    max_model_len: int
+    decode_batches: tuple[int, ...]
+    decode_context: int
+    chunk: int
+    mixed: tuple[int, int]
+    attention_decode: tuple[int, int]
+    attention_prefill: int
+    swapped_tokens: int
+    repetitions: int
+
+
+LLAMA3_8B = Shape(
+    config={
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 128001,
+        "torch_dtype": "bfloat16",
+    },
+    max_model_len=8192,
+    decode_batches=(1, 64, 256),
+    decode_context=1024,
+    chunk=2048,
+    mixed=(64, 1024),
+    attention_decode=(64, 8192),
+    attention_prefill=4096,
+    swapped_tokens=4096,
+    repetitions=40,
+)
+TINY = Shape(
+    config={
+        **LLAMA3_8B.config,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 128,
+        "eos_token_id": 0,
+        "torch_dtype": "float32",
+    },
+    max_model_len=128,
+    decode_batches=(1, 4),
+    decode_context=32,
+    chunk=32,
+    mixed=(3, 16),
+    attention_decode=(2, 64),
+    attention_prefill=32,
+    swapped_tokens=32,
+    repetitions=3,
+)
+QWEN3_30B = replace(
+    LLAMA3_8B,
+    config={
+        **LLAMA3_8B.config,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+)
+TINY_MIXTURE = replace(
+    TINY,
+    config={
+        **TINY.config,
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+)
+SHAPES = {"llama3-8b": LLAMA3_8B, "qwen3-30b-a3b": QWEN3_30B, "tiny": TINY, "tiny-mixture": TINY_MIXTURE}
+
+
+def config_of(shape: Shape) -> ModelConfig:
+    """Read the shape's config.json as a model's."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape.config))
+        return read_model_config(Path(directory))

@@ -1,0 +1,148 @@
+"""What the triton backend launches: a recorded step allocates nothing and passes the same memory; serving compiles nothing.
+
+Both are properties of the host's code, so no device is needed; see ``launch_log``.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import gpu_parts
+from backend_driver import BackendDriver, Request
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from headway_executor.backend import BackendConfig, StepBatch
+from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.step_columns import shape_of
+from headway_proto.sampling import SamplingParams
+from launch_log import logged
+from step_columns import NO_PAIRS
+
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are written down where they would be interpreted"),
+]
+MOST_TOKENS = 2048
+SETTINGS = {"dtype": "float32", "max_num_seqs": 40, "num_kv_blocks": 400, "block_size": 8, "max_model_len": 64}
+PARAMETERS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1, logprobs=2, top_k=5),
+    SamplingParams(temperature=0.0, logit_bias=((5, 3.0),), min_tokens=2, stop_token_ids=(5,)),
+    SamplingParams(temperature=0.0, logprobs=0),
+    SamplingParams(temperature=0.0, prompt_logprobs=3),
+)
+
+
+USUAL = (("llama3", "none"), ("mixtral", "none"), ("llama3", "int8"))
+MODELS = (
+    *USUAL,
+    *[
+        pytest.param(pair, marks=pytest.mark.deep)
+        for pair in (("gemma2", "none"), ("deepseek_v3", "none"), ("llama3", "int4"), ("llama3", "fp8"))
+    ],
+)
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def model(request, tmp_path_factory):
+    """An open model that launches steps in the sizes of graphs, and its backend."""
+    family, quantization = request.param
+    directory = tmp_path_factory.mktemp(family)
+    make_checkpoint(directory, family)
+    backend = TritonBackend()
+    config = {"quantization": quantization, "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
+    info = backend.open(BackendConfig(model=str(directory), **config))
+    opened = backend._model
+    opened._sizes = opened._step_sizes(recorded=True)
+    with torch.inference_mode():
+        opened._decoder._space.token_ids.zero_()  # No kernel will fill them.
+    return opened, backend, info
+
+
+def send(opened, counts, computed):
+    """Send a step of as many rows as ``counts``, without launching it; return its launch's size."""
+    batch = StepBatch(
+        step=0,
+        finished_rows=np.empty(0, dtype=np.int32),
+        new_rows=(),
+        new_blocks=NO_PAIRS,
+        rows=np.arange(len(counts), dtype=np.int32),
+        num_scheduled_tokens=np.array(counts, dtype=np.int32),
+        num_computed_tokens=np.full(len(counts), computed, dtype=np.int32),
+        samples=np.ones(len(counts), dtype=np.int32),
+        block_table=np.empty((0, 0), dtype=np.int32),
+    )
+    shape = shape_of(batch)
+    size = opened._sizes.of(shape)
+    opened._upload.send(batch, shape, size.num_rows)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "size"),
+    [
+        ([1], [1], LaunchSize(1, 1, has_decodes=True, has_chunks=False)),
+        ([1] * 33, [1] * 40, LaunchSize(40, 40, has_decodes=True, has_chunks=False)),
+        ([70], [1, 1, 100], LaunchSize(128, 40, has_decodes=True, has_chunks=True)),
+    ],
+)
+def test_a_recorded_step_allocates_nothing_and_passes_the_same_memory(model, one, other, size):
+    """Whatever the step holds: else its graph would read what the recorded step had."""
+    opened, _, _ = model
+    logs = []
+    with torch.inference_mode():
+        for counts, computed in ((one, 0), (other, 9)):
+            assert send(opened, counts, computed) == size
+            with logged() as log:
+                opened._forward(size)
+            logs.append(log)
+    assert logs[0].allocations == logs[1].allocations == []
+    assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
+    assert len(logs[0].launches) > 5
+
+
+def test_nothing_is_compiled_while_serving(model):
+    """Everything is launched once before the first request, in every variant that any request can ask for."""
+    opened, backend, info = model
+    with torch.inference_mode(), logged() as opening:
+        opened.try_largest_step()
+        for size in opened._sizes.recorded():
+            opened._forward(size)
+    with logged() as serving:
+        driver = BackendDriver(backend, info)
+        for number, sampling in enumerate(PARAMETERS):
+            driver.run([Request(prompt(11 + number), 3, sampling)], budget=MOST_TOKENS)
+        several = [Request(prompt(1 + 7 * i % 50), 3 + i % 9, PARAMETERS[i % len(PARAMETERS)]) for i in range(60)]
+        driver.run(several, budget=MOST_TOKENS)
+        with torch.inference_mode():
+            # Beyond the recorded sizes, each step is launched in its own.
+            for num_tokens in range(16, MOST_TOKENS + 1, 112):
+                opened._forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
+    assert serving.keys <= opening.keys
+    assert len(serving.launches) > 500
+
+
+def test_the_parts_of_a_step_that_are_timed_alone_are_the_whole_step(model):
+    opened, _, _ = model
+    size = LaunchSize(8, 8, has_decodes=True, has_chunks=False)
+    with torch.inference_mode():
+        assert send(opened, [1] * 8, 3) == size
+        with logged() as whole, gpu_parts.written_down(opened._decoder) as calls:
+            opened._forward(size)
+        with logged() as again:
+            for works in calls.values():
+                for work in works:
+                    work()
+        with logged() as after:
+            opened._forward(size)
+    assert Counter(launch.passed for launch in again.launches) == Counter(launch.passed for launch in whole.launches)
+    assert len(calls["qkv"]) == len(calls["feed_forward"]) == len(opened._decoder._weights.layers)
+    assert after.launches == whole.launches
+
+
+def prompt(length):
+    return np.random.default_rng(length).integers(0, VOCAB_SIZE, length).tolist()

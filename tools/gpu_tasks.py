@@ -1,0 +1,145 @@
+"""What ``gpu_check`` runs, in its order: speeds first, then what is right, then what is slow.
+
+Owns: the commands, what each needs, how long each may take. Must not know: how they are run.
+
+The seconds are for one large device; nobody has measured them yet.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ESSENTIAL = ("torch", "triton", "cupy", "numpy", "msgspec", "safetensors", "llguidance")
+"""Modules without which no task runs."""
+
+_TESTS = ("pytest", "hypothesis")
+_COMPARED = (*_TESTS, "transformers", "tokenizers", "mypy_extensions")
+_SERVICES = ("headway.serve", "headway.client", "headway_gateway.process", "headway_scheduler.process")
+_SANITIZED = ("prompts_beside_decodes", "swapped_out_and_in", "parameters_mixed_in_a_batch", "copied_blocks")
+"""Scenarios that together launch every kernel; each takes a hundred times as long under the sanitizer."""
+
+_UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Inside of torch's own large allocations, the sanitizer sees no bounds."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command of this interpreter, or of ``program`` with it as an argument. ``seconds``: expected. ``adds_lines``: it
+    takes ``--lines``.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    limit: int
+    needs: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()
+    adds_lines: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def modules_of(chosen: Iterable[Task]) -> tuple[str, ...]:
+    """The modules that these tasks need, each once."""
+    return tuple(dict.fromkeys(name for task in chosen for name in task.needs))
+
+
+def tasks(*, rehearsal: bool) -> list[Task]:
+    """All of them; as a rehearsal, with everything as small as it gets."""
+    found = _rehearsed() if rehearsal else [*_speeds(), *_checks(), *_other_speeds(), *_slow_checks()]
+    interpreted = {"TRITON_INTERPRET": str(int(rehearsal))}
+    return [replace(task, environment={**task.environment, **interpreted}) for task in found]
+
+
+def _speeds() -> list[Task]:
+    return [
+        Task("toolkits", ("-c", _trial("try_triton", "try_cupy")), 20, 90),
+        _steps("steps", 200, 400, "--sections", "decode,prefill,mixed"),
+        _steps("attention", 60, 150, "--sections", "attention"),
+        _steps("swap", 40, 120, "--sections", "swap"),
+        _stack("stack", 150, 330, "--no-peer"),
+    ]
+
+
+def _checks() -> list[Task]:
+    return [
+        _conformance("conformance float32", 120, 480, "--dtype", "float32"),
+        _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens"), 90, 300, _COMPARED),
+        *[_sanitized("memcheck", scenario) for scenario in _SANITIZED],
+        _sanitized("racecheck", "parameters_mixed_in_a_batch"),
+    ]
+
+
+def _other_speeds() -> list[Task]:
+    return [
+        _steps("steps int8", 150, 330, "--sections", "decode", "--quantization", "int8"),
+        _steps("steps int4", 150, 330, "--sections", "decode", "--quantization", "int4"),
+        _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
+        _stack("peer", 300, 540),
+    ]
+
+
+def _slow_checks() -> list[Task]:
+    files = [path for path in (ROOT / "tests/kernels/gpu").glob("test_*.py") if "compile" not in path.name]
+    truth = ("tests/e2e/test_numerical_truth.py", "-k", "triton")
+    return [
+        _conformance("conformance bfloat16", 200, 540, "--dtype", "bfloat16", "--size", "large"),
+        *[
+            _pytest(f"kernels {path.stem.removeprefix('test_')}", (str(path.relative_to(ROOT)),), 120, 540, _TESTS)
+            for path in sorted(files)
+        ],
+        _pytest("moves", ("tests/unit/test_device_moves.py",), 30, 120, _TESTS),
+        _pytest("truth over grpc", truth, 120, 400, (*_COMPARED, "pytest_asyncio", *_SERVICES)),
+        Task("doctor", ("-m", "headway", "doctor", "--shape", "llama-3-8b"), 40, 120, ("headway_lab.doctor.command",)),
+    ]
+
+
+def _rehearsed() -> list[Task]:
+    on_cpu = ("--device", "cpu")
+    tiny = ("--shape", "tiny", *on_cpu)
+    load = ("--concurrency", "2", "--requests", "3", "--prompt", "5", "--output", "4")
+    return [
+        Task("toolkits", ("-c", _trial("try_triton", device="cpu")), 10, 60),
+        _steps("steps", 60, 400, "--sections", "decode,attention", *tiny),
+        _stack("stack", 60, 400, "--no-peer", *tiny, *load),
+        Task(
+            "conformance",
+            ("-m", "headway_conformance", "--backend", "triton", "--scenario", "prompts_beside_decodes"),
+            60,
+            300,
+        ),
+        _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens and qwen2"), 60, 300, _COMPARED),
+        _pytest("kernels", ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_trial.py"), 60, 300, _TESTS),
+        _sanitized("memcheck", _SANITIZED[0]),
+    ]
+
+
+def _trial(*names: str, device: str = "cuda:0") -> str:
+    calls = "; ".join(f"{name}(torch.device({device!r}))" for name in names)
+    return f"import torch; from headway_kernels.gpu.trial import {', '.join(names)}; {calls}"
+
+
+def _steps(name: str, seconds: int, limit: int, *arguments: str) -> Task:
+    return Task(name, ("benchmarks/gpu_steps.py", *arguments), seconds, limit, adds_lines=True)
+
+
+def _stack(name: str, seconds: int, limit: int, *arguments: str) -> Task:
+    return Task(name, ("benchmarks/gpu_stack.py", *arguments), seconds, limit, _SERVICES, adds_lines=True)
+
+
+def _conformance(name: str, seconds: int, limit: int, *arguments: str) -> Task:
+    command = ("-m", "headway_conformance", "--backend", "triton", "--device", "cuda", *arguments)
+    return Task(name, command, seconds, limit)
+
+
+def _sanitized(tool: str, scenario: str) -> Task:
+    program = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86", "--target-processes", "application-only")
+    # A graph can be neither recorded without torch's caching nor looked into.
+    without_graphs = ("--dtype", "float32", "--backend-option", "graphs=off", "--scenario", scenario)
+    command = ("-m", "headway_conformance", "--backend", "triton", "--device", "cuda", *without_graphs)
+    return Task(f"{tool} {scenario}", command, 150, 540, program=program, environment=_UNCACHED)
+
+
+def _pytest(name: str, chosen: tuple[str, ...], seconds: int, limit: int, needs: tuple[str, ...]) -> Task:
+    # Other versions of packages than ours deprecate other things.
+    return Task(name, ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *chosen), seconds, limit, needs)
