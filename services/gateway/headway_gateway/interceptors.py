@@ -4,8 +4,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -77,14 +77,39 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
         return within(handler, end_counted)
 
 
-class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while ``most`` are open, with a message."""
+class OpenCalls:
+    """Counts open calls, over gRPC and HTTP alike, and refuses more than ``most``."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.num_open = 0
         self._num_refused = 0
         self._warning = RareWarning(_log, "too many calls are open")
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a call.
+
+        Raises:
+            CallRefusedError: RESOURCE_EXHAUSTED.
+        """
+        if self.num_open >= self._most:
+            self._num_refused += 1
+            self._warning.warn(refused=self._num_refused, allowed=self._most)
+            message = f"{self.num_open} calls are open; allowed: {self._most}"
+            raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_calls")
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls beyond those of ``open_calls``, with a message."""
+
+    def __init__(self, open_calls: OpenCalls) -> None:
+        self._open_calls = open_calls
 
     async def intercept_service(
         self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
@@ -94,16 +119,15 @@ class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _counted(self, request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG002
-        if self.num_open >= self._most:
-            self._num_refused += 1
-            self._warning.warn(refused=self._num_refused, allowed=self._most)
-            message = f"{self.num_open} calls are open; allowed: {self._most}"
-            raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_calls")
-        self.num_open += 1
-        try:
+        with self._open_calls.one_more():
             yield context
-        finally:
-            self.num_open -= 1
+
+
+def unexpected(error: Exception, method: str) -> CallRefusedError:
+    """Log an error whose text no client gets; return what it gets."""
+    error_id = secrets.token_hex(8)
+    _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
+    return CallRefusedError(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")
 
 
 async def _end_call(error: Exception, context: Context, method: str) -> NoReturn:
@@ -112,9 +136,8 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
     if isinstance(error, CallRefusedError):
         _log.debug("call refused", method=method, code=error.code.name, reason=error.reason, message=error.message)
         await context.abort(error.code, error.message, error.trailing_metadata())
-    error_id = secrets.token_hex(8)
-    _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")
+    refusal = unexpected(error, method)
+    await context.abort(refusal.code, refusal.message)
     raise AssertionError("abort does not return")
 
 

@@ -24,6 +24,7 @@ _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _UNLIKE_CONTENTS = ("0", "A")
+_WORD_MARK = "\u2581"
 
 
 class TokenizerFilesError(Exception):
@@ -139,6 +140,14 @@ class TextModel:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def text_of_token(self, token_id: int) -> str:
+        """Return one token's text by itself. Special tokens have theirs; U+FFFD stands for a part of a character."""
+        detokenizer = self._make_detokenizer(keeps_special_tokens=True)
+        text = detokenizer.push((token_id,)) + detokenizer.finish()
+        # Some decoders drop the space before the first word.
+        begins_word = (self._tokenizer.id_to_token(token_id) or "").startswith(_WORD_MARK)
+        return f" {text}" if begins_word and not text.startswith(" ") else text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -1,0 +1,275 @@
+"""``POST /v1/chat/completions``: messages in, a message out, whole or as events.
+
+Must not know: how chats are rendered, how a generation runs.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from headway_gateway.openai.bodies import ChatBody, read
+from headway_gateway.openai.completions import TokenText
+from headway_gateway.openai.http_call import HttpCall
+from headway_gateway.openai.outputs import DONE, LEAST_LOGPROB, Tally, Usage, event_of, new_id, reason_of, run
+from headway_gateway.openai.translation import CHAT_NAMES, chat_request
+from headway_gateway.servicer import GenerationServicer
+from headway_gateway.validation import MAX_CONTINUATIONS
+from headway_gateway.wall_clock import now
+from headway_proto import generation_pb2 as api
+
+_REPLACEMENT = "\ufffd"
+
+
+class TokenEntry(msgspec.Struct):
+    """A token. ``bytes`` is null for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: "list[TokenEntry] | msgspec.UnsetType" = msgspec.UNSET
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The tokens of an output, or of a piece of it."""
+
+    content: list[TokenEntry]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    """A whole output."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class MessageDelta(msgspec.Struct, omit_defaults=True):
+    """A piece of an output; empty in the last."""
+
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """A whole output with its index."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatChoiceDelta(msgspec.Struct):
+    """A piece with its index."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """A whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """An event."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoiceDelta]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class ChatSink(Protocol):
+    """Takes the outputs' pieces."""
+
+    async def begin(self) -> None:
+        """The chat runs."""
+        ...
+
+    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:
+        """Add to an output."""
+        ...
+
+    async def end(self, index: int, reason: str) -> None:
+        """An output has ended."""
+        ...
+
+
+class ChatReader:
+    """Reads a generation's events into ``sink``."""
+
+    def __init__(self, sink: ChatSink, tally: Tally, token_text: TokenText, *, wants_logprobs: bool) -> None:
+        self._sink = sink
+        self._tally = tally
+        self._token_text = token_text
+        self._wants_logprobs = wants_logprobs
+
+    async def write(self, event: api.GenerateResponse) -> None:
+        """Take the next event."""
+        kind = event.WhichOneof("event")
+        if kind == "delta":
+            delta = event.delta
+            tokens = [self._entry(one) for one in delta.logprobs] if self._wants_logprobs else None
+            if delta.text or tokens:
+                await self._sink.add(delta.index, delta.text, tokens)
+        elif kind == "finished":
+            reason = reason_of(event.finished)
+            self._tally.num_output += event.finished.usage.output_tokens
+            await self._sink.end(event.finished.index, reason)
+        elif kind == "accepted":
+            self._tally.count(event.accepted)
+            await self._sink.begin()
+
+    def _entry(self, entry: api.TokenLogprob) -> TokenEntry:
+        whole = self._token(entry.token_id, entry.logprob)
+        whole.top_logprobs = [self._token(one.token_id, one.logprob) for one in entry.top]
+        return whole
+
+    def _token(self, token_id: int, logprob: float) -> TokenEntry:
+        text = self._token_text(token_id)
+        content = None if _REPLACEMENT in text else list(text.encode())
+        return TokenEntry(text, max(logprob, LEAST_LOGPROB), content)
+
+
+class WholeMessages:
+    """Gathers the outputs."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._tokens: list[list[TokenEntry] | None] = [None] * num_choices
+        self._reasons = [""] * num_choices
+
+    async def begin(self) -> None:
+        """See ``ChatSink``."""
+
+    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:
+        """See ``ChatSink``."""
+        self._texts[index].append(text)
+        if tokens is not None:
+            self._tokens[index] = [*(self._tokens[index] or ()), *tokens]
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``ChatSink``."""
+        self._reasons[index] = reason
+
+    def texts(self) -> list[str]:
+        """Return the outputs."""
+        return ["".join(texts) for texts in self._texts]
+
+    def choices(self) -> list[ChatChoice]:
+        """Return the outputs as choices."""
+        return [
+            ChatChoice(index, AnswerMessage(text), None if tokens is None else ChatLogprobs(tokens), reason)
+            for index, (text, tokens, reason) in enumerate(zip(self.texts(), self._tokens, self._reasons, strict=True))
+        ]
+
+    @property
+    def reasons(self) -> Sequence[str]:
+        """Why each output ended."""
+        return self._reasons
+
+
+class StreamedMessages:
+    """Sends each piece as an event."""
+
+    def __init__(self, call: HttpCall, frame: ChatCompletionChunk, num_choices: int) -> None:
+        """``frame`` is an event without choices."""
+        self._call = call
+        self._frame = frame
+        self._num_choices = num_choices
+        # An event with text alone, which most are, in two parts around the text.
+        mark = "\0"
+        self._plain = [
+            self._event(ChatChoiceDelta(index, MessageDelta(content=mark))).split(msgspec.json.encode(mark))
+            for index in range(num_choices)
+        ]
+
+    async def begin(self) -> None:
+        """See ``ChatSink``."""
+        await self._call.begin_events()
+        roles = (
+            self._event(ChatChoiceDelta(index, MessageDelta(role="assistant", content="")))
+            for index in range(self._num_choices)
+        )
+        await self._call.send_event(b"".join(roles))
+
+    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:
+        """See ``ChatSink``."""
+        if tokens is None:
+            before, behind = self._plain[index]
+            await self._call.send_event(before + msgspec.json.encode(text) + behind)
+            return
+        delta = MessageDelta(content=text)
+        await self._call.send_event(self._event(ChatChoiceDelta(index, delta, ChatLogprobs(tokens))))
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``ChatSink``."""
+        await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(), None, reason)))
+
+    async def close(self, usage: Usage | None) -> None:
+        """Send the last event, with the usage if it is wanted."""
+        last = b"" if usage is None else event_of(msgspec.structs.replace(self._frame, usage=usage))
+        await self._call.send_event(last + DONE)
+        await self._call.end_events()
+
+    def _event(self, choice: ChatChoiceDelta) -> bytes:
+        return event_of(msgspec.structs.replace(self._frame, choices=[choice]))
+
+
+class Chats:
+    """The endpoint."""
+
+    def __init__(self, generation: GenerationServicer, token_text: TokenText) -> None:
+        self._generation = generation
+        self._token_text = token_text
+
+    async def answer(self, call: HttpCall, content: bytes) -> None:
+        """Answer a request.
+
+        Raises:
+            CallRefusedError: it is wrong, or is refused.
+        """
+        body = read(content, ChatBody)
+        body.request_id = call.request_id = body.request_id or new_id()
+        request = chat_request(body, call.tenant)
+        model = await self._generation.serving_model()
+        name, created = body.model or model.name, int(now().timestamp())
+        answer_id = f"chatcmpl-{call.request_id}"
+        num_choices = min(1 if body.n is None else body.n, MAX_CONTINUATIONS)
+        tally = Tally()
+        if body.stream:
+            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            frame = ChatCompletionChunk(answer_id, created, name, [], None if with_usage else msgspec.UNSET)
+            stream = StreamedMessages(call, frame, num_choices)
+            await self._run(call, body, request, stream, tally)
+            await stream.close(tally.usage() if with_usage else None)
+            return
+        whole = WholeMessages(num_choices)
+        await self._run(call, body, request, whole, tally)
+        answer = ChatCompletion(answer_id, created, name, whole.choices(), tally.usage())
+        await call.answer(msgspec.json.encode(answer))
+
+    async def _run(
+        self, call: HttpCall, body: ChatBody, request: api.GenerateRequest, sink: ChatSink, tally: Tally
+    ) -> None:
+        reader = ChatReader(sink, tally, self._token_text, wants_logprobs=bool(body.logprobs))
+        await run(
+            self._generation,
+            call,
+            [(request, reader.write)],
+            names=CHAT_NAMES,
+            keeps_special_tokens=body.skip_special_tokens is False,
+        )
