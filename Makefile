@@ -6,7 +6,7 @@
 #   PIP_FLAGS=...          more flags for pip, such as an index that offers a torch build for your hardware. On Linux the torch
 #                          that pip finds by itself brings CUDA along, some gigabytes; for the CPU's:
 #                          PIP_FLAGS="--extra-index-url URL", with the URL that pytorch.org gives for CPUs
-#   ARGS=...               more arguments for demo, pytest, soak, bench or gpu-check
+#   ARGS=...               more arguments for demo, pytest, soak, bench, release-check or gpu-check
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -35,10 +35,10 @@ BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels core demo test deep chaos sanitize soak lint format stubs flags lock bench gpu-check clean
+.PHONY: help setup kernels core demo test deep chaos sanitize soak lint format stubs flags lock docs release-check bench gpu-check clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) kernels core  ## virtual environment with all for development, compiled kernels and core
 	@echo 'ready: $(VENV)'
@@ -147,6 +147,13 @@ flags: $(READY)  ## write the table of settings in docs/settings.md from the cod
 
 lock: $(READY)  ## write requirements/*.lock from what the virtual environment holds
 	@$(BIN)/python tools/pin_requirements.py
+
+docs: $(READY)  ## the documentation as a site in build/site
+	@$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/site
+	@echo 'build/site/docs/README.html'
+
+release-check: $(READY) kernels core  ## build the wheel, install it into an empty environment, and run the main job there
+	@$(BIN)/python tools/release_check.py --pip-flags="$(PIP_FLAGS)" $(ARGS)
 
 bench: $(READY) kernels core  ## run the benchmarks; see benchmarks/README.md
 	@set -e; for benchmark in scheduler_step gateway torch_cpu; do \

@@ -11,13 +11,14 @@ The model has random weights and 28M parameters; each executor is bound to a cor
 In each round all setups get the same requests from ``headway bench``, one setup after the other, in changing order. The
 first ``--warm-up`` requests, from which the scheduler learns step times, count nowhere, nor in the simulation.
 
-The simulated device of a setup is learned from one more run of this setup with other requests, since two executors that
-share memory, caches and two cores with everything else slow each other down, and more so the more they work at the same
-time. Step times are the least squares of its steps, each weighted by its expected time. What a client waits for beside
-the scheduler and its executors (client, gateway, both ways) is the difference of its mean TTFT and the flight log's in
-that run; it is added to each simulated TTFT. ``difference`` is a simulated figure over the measured one, less 1, of all
-rounds together. It is judged for tokens per second and for the means of TTFT and gaps; few requests decide about tails,
-and a median jumps where gaps with and without a prompt beside them are equally many.
+A round is simulated on a device that is learned from the other rounds of its setup, which had other requests: two
+executors that share memory, caches and two cores with everything else slow each other down, and more so the more they work
+at the same time; and a machine has quick and slow minutes, of which the rounds, by turns, see equally many. Step times are
+the least squares of the recorded steps, each weighted by its expected time. What a client waits for beside the scheduler
+and its executors (client, gateway, both ways) is the difference of its mean TTFT and the flight log's; it is added to each
+simulated TTFT. ``difference`` is a simulated figure over the measured one, less 1, of all rounds together. It is judged
+for tokens per second and for the means of TTFT and gaps; few requests decide about tails, and a median jumps where gaps
+with and without a prompt beside them are equally many.
 
     python benchmarks/three_setups.py --json benchmarks/results/three_setups.json
 """
@@ -66,8 +67,7 @@ _MAX_MODEL_LEN = 1024
 _NUM_KV_BLOCKS = 512
 _JOIN_S = 60.0
 _FITTING_ROUNDS = 3
-_FITTING_SEED = 500
-"""Away from those of the rounds."""
+_LEAST_ROUNDS = 2
 
 
 class Seen(NamedTuple):
@@ -139,11 +139,26 @@ def _non_negative_least_squares(features: NDArray[np.float64], targets: NDArray[
         del kept[int(found.argmin())]
 
 
+class Recorded(NamedTuple):
+    """What one round tells of its device: its steps, and a client's mean wait beside scheduler and executors."""
+
+    steps: list[RunStep]
+    swap_us_per_block: float
+    door_ms: float
+
+
 class Fitted(NamedTuple):
-    """What the simulation of a setup is given: its step times, and a client's wait beside scheduler and executors."""
+    """What the simulation of a round is given."""
 
     costs: LearnedCosts
     door_ms: float
+
+    @classmethod
+    def to(cls, rounds: Sequence[Recorded]) -> "Fitted":
+        """Fit the device of these rounds."""
+        steps = [step for one in rounds for step in one.steps]
+        swap_us = float(np.mean([one.swap_us_per_block for one in rounds]))
+        return cls(LearnedCosts(steps, swap_us), max(0.0, float(np.mean([one.door_ms for one in rounds]))))
 
 
 class Bench:
@@ -153,30 +168,29 @@ class Bench:
         self._arguments = arguments
         self._model = model
 
-    def fit(self, setup: str, seed: int) -> Fitted:
-        """Learn a setup's device and door from a recorded run."""
+    def measure(self, setup: str, seed: int) -> tuple[Seen, Recorded]:
+        """Start a setup, warm it up, send it a round's requests, and read what the scheduler recorded."""
         with tempfile.TemporaryDirectory(prefix="hw") as directory:
-            seen = self.measure(setup, seed, Path(directory))
-            flight, recording = Flight(directory), Recording()
-            for event in flight.events("step times"):
-                recording.record(event, flight.replay)
+            flags = [f"--{name}={value}" for name, value in SETUPS[setup].items()]
+            flags += ["--executors", str(NUM_EXECUTORS), "--model", str(self._model), "--device", "cpu"]
+            flags += ["--max-model-len", str(_MAX_MODEL_LEN), "--num-kv-blocks", str(_NUM_KV_BLOCKS)]
+            flags += ["--no-enable-prefix-caching", "--flight-log", directory]
+            with served(*flags) as address:
+                _wait_for_executors(address)
+                sent = self._send(address, self._load(seed))
+                num_hand_offs = _num_hand_offs(address)
+            seen = self._seen(sent["requests"], "intended_s")._replace(num_hand_offs=num_hand_offs)
+            return seen, self._recorded(directory, seen)
+
+    def _recorded(self, directory: str, seen: Seen) -> Recorded:
+        flight, recording = Flight(directory), Recording()
+        for event in flight.events("step times"):
+            recording.record(event, flight.replay)
         assert recording.capacity is not None
-        costs = LearnedCosts(recording.steps, recording.capacity.swap_us_per_block)
         times = recording.measurement().measurement().times
         inside_ms = (times.first_token_s - times.arrival_s)[self._arguments.warm_up :] * 1e3
-        return Fitted(costs, max(0.0, float(np.mean(seen.ttft_ms) - inside_ms.mean())))
-
-    def measure(self, setup: str, seed: int, flight_log: Path | None = None) -> Seen:
-        """Start a setup, warm it up, and send it a round's requests."""
-        flags = [f"--{name}={value}" for name, value in SETUPS[setup].items()]
-        flags += ["--executors", str(NUM_EXECUTORS), "--model", str(self._model), "--device", "cpu"]
-        flags += ["--max-model-len", str(_MAX_MODEL_LEN), "--num-kv-blocks", str(_NUM_KV_BLOCKS)]
-        flags += ["--no-enable-prefix-caching", *([] if flight_log is None else ["--flight-log", str(flight_log)])]
-        with served(*flags) as address:
-            _wait_for_executors(address)
-            sent = self._send(address, self._load(seed))
-            num_hand_offs = _num_hand_offs(address)
-        return self._seen(sent["requests"], "intended_s")._replace(num_hand_offs=num_hand_offs)
+        door_ms = float(np.mean(seen.ttft_ms) - inside_ms.mean())
+        return Recorded(recording.steps, recording.capacity.swap_us_per_block, door_ms)
 
     def simulate(self, setup: str, seed: int, fitted: Fitted) -> Seen:
         """Run the same requests in virtual time."""
@@ -282,25 +296,34 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure and simulate every setup."""
     setups = arguments.setups.split(",")
     measured: dict[str, list[Seen]] = {setup: [] for setup in setups}
+    recorded: dict[str, list[Recorded]] = {setup: [] for setup in setups}
     with tempfile.TemporaryDirectory() as parent:
         model = Path(parent) / LearnedCosts.model_name
         model.mkdir()
         write_random_model(model, arguments.seed, RANDOM_SHAPE)
         bench = Bench(arguments, model)
-        fitted = {setup: bench.fit(setup, arguments.seed + _FITTING_SEED) for setup in setups}
         for number in range(arguments.rounds):
             first = number % len(setups)
             for setup in setups[first:] + setups[:first]:
-                measured[setup].append(bench.measure(setup, arguments.seed + number))
-                print(f"  {setup}: {figures(measured[setup][-1:])}", file=sys.stderr)
+                seen, steps = bench.measure(setup, arguments.seed + number)
+                measured[setup].append(seen)
+                recorded[setup].append(steps)
+                print(f"  {setup}: {figures([seen])}", file=sys.stderr)
+        fitted = {
+            setup: [Fitted.to(rounds[:number] + rounds[number + 1 :]) for number in range(arguments.rounds)]
+            for setup, rounds in recorded.items()
+        }
         simulated = {
-            setup: [bench.simulate(setup, arguments.seed + number, fitted[setup]) for number in range(arguments.rounds)]
-            for setup in setups
+            setup: [bench.simulate(setup, arguments.seed + number, fit) for number, fit in enumerate(fits)]
+            for setup, fits in fitted.items()
         }
     return {
         "fitted": {
-            setup: {"step_times_median_error": round(fit.costs.median_error, 4), "door_ms": round(fit.door_ms, 2)}
-            for setup, fit in fitted.items()
+            setup: {
+                "step_times_median_error": [round(fit.costs.median_error, 4) for fit in fits],
+                "door_ms": [round(fit.door_ms, 2) for fit in fits],
+            }
+            for setup, fits in fitted.items()
         },
         "setups": {setup: compared(measured[setup], simulated[setup]) for setup in setups},
     }
@@ -324,15 +347,18 @@ def table(setups: dict[str, dict[str, Any]]) -> str:
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, seed=0)
     parser.add_argument("--setups", default=",".join(SETUPS), help="in this order (default: %(default)s)")
-    parser.add_argument("--rounds", type=count, default=2, help="of each setup (default: 2)")
-    parser.add_argument("--requests", type=count, default=50, help="of each round (default: 50)")
+    parser.add_argument("--rounds", type=count, default=3, help="of each setup (default: 3)")
+    parser.add_argument("--requests", type=count, default=80, help="of each round (default: 80)")
     parser.add_argument("--warm-up", type=count, default=12, help="before each round (default: 12)")
     parser.add_argument("--rate", type=float, default=2.5, help="requests per second (default: 2.5)")
     parser.add_argument("--prompt-tokens", default="lognormal:200,0.5,512", help="(default: %(default)s)")
     parser.add_argument("--output-tokens", default="lognormal:40,0.5,100", help="(default: %(default)s)")
     parser.add_argument("--ttft-slo-ms", type=count, default=600, help="objective (default: 600)")
     parser.add_argument("--itl-slo-ms", type=count, default=100, help="objective of each gap (default: 100)")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.rounds < _LEAST_ROUNDS:
+        parser.error(f"--rounds {arguments.rounds} is not allowed; allowed: {_LEAST_ROUNDS} and more")
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -36,6 +36,7 @@ _EXTRAS = {
     "ray": "ray",
     "gguf": "gguf",
     "huggingface_hub": "hub",
+    "shtab": "completion",
 }
 
 
@@ -181,6 +182,7 @@ COMMANDS = {
         "headway_lab.top.command",
     ),
     "keys": Command("make the keys that links between hosts need", "headway.keys"),
+    "completion": Command("print what bash, zsh or fish need to complete these commands", "headway.completion"),
     "version": Command("print the version", "headway.version"),
 }
 ALIASES = {"keygen": "keys"}
