@@ -533,7 +533,7 @@ async def test_an_unexpected_error_never_shows_its_text():
     async with served() as (on, _):
         on.server._generation._lanes.close()
         with pytest.raises(ServerError) as refusal:
-            await on.client.tokenize("x")
+            await on.client.tokenize("x " * 200)
         assert refusal.value.code is grpc.StatusCode.INTERNAL
         assert "executor" not in refusal.value.message
         assert refusal.value.message.startswith("internal error; see ")

@@ -1,4 +1,4 @@
-"""Tokenisation in threads, long prompts apart."""
+"""Tokenisation: short prompts at once, others in threads, long ones apart."""
 
 # ruff: noqa: D102 (``TextModel`` describes the methods)
 
@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headway_gateway.tokenization import TextModel
+
+_SHORT_PROMPT_CHARACTERS = 256
+"""As long as handing work to a thread and back takes."""
 
 _LONG_PROMPT_CHARACTERS = 65536
 
@@ -23,6 +26,8 @@ class EncodingLanes:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
 
     async def encode(self, text: str) -> list[int]:
+        if len(text) <= _SHORT_PROMPT_CHARACTERS:
+            return self._text_model.encode(text)
         return await self._run(len(text), lambda: self._text_model.encode(text))
 
     async def encode_plain(self, text: str) -> list[int]:

@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from headway_gateway.rare_warnings import RareWarning
-from headway_gateway.rpc_handlers import Context, Handler, NextInterceptor, within
+from headway_gateway.rpc_handlers import Context, Handler, MethodInterceptor, within
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, try_later
 
@@ -21,20 +21,14 @@ _STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _log = structlog.get_logger("headway.gateway.calls")
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(MethodInterceptor):
     """Gives a failed call the status of ``CallRefusedError``, or INTERNAL and a logged id."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
+        super().__init__()
         self._statistics = statistics
 
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-
+    def around(self, handler: Handler, method: str) -> Handler:
         @asynccontextmanager
         async def errors_sent(request: Any, context: Context) -> AsyncIterator[Context]:
             try:
@@ -48,19 +42,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return within(handler, errors_sent, _tolerant(handler))
 
 
-class CallCountingInterceptor(grpc.aio.ServerInterceptor):
+class CallCountingInterceptor(MethodInterceptor):
     """Counts calls by method and status."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
+        super().__init__()
         self._statistics = statistics
 
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method.removeprefix("/")
+    def around(self, handler: Handler, method: str) -> Handler:
+        name = method.removeprefix("/")
 
         @asynccontextmanager
         async def end_counted(request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG001
@@ -72,7 +62,7 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 code = "CANCELLED" if is_cancelled else _STATUS_NAMES.get(context.code() or 0, "UNKNOWN")  # type: ignore[call-overload]
-                self._statistics.calls[method, code] += 1
+                self._statistics.calls[name, code] += 1
 
         return within(handler, end_counted)
 
@@ -105,17 +95,15 @@ class OpenCalls:
             self.num_open -= 1
 
 
-class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
+class OpenCallsInterceptor(MethodInterceptor):
     """Refuses calls beyond those of ``open_calls``, with a message."""
 
     def __init__(self, open_calls: OpenCalls) -> None:
+        super().__init__()
         self._open_calls = open_calls
 
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        return None if handler is None else within(handler, self._counted)
+    def around(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002
+        return within(handler, self._counted)
 
     @asynccontextmanager
     async def _counted(self, request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG002
