@@ -164,6 +164,8 @@ class EmbeddingsBody(Body, kw_only=True):
     input: str | list[str | list[Int32] | Int32]
     dimensions: UInt32 | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
+    normalize: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
