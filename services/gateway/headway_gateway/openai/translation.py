@@ -171,9 +171,11 @@ def embed_request(body: EmbeddingsBody, tenant: str | None) -> api.EmbedRequest:
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
-    request = api.EmbedRequest(**_names(body, tenant), dimensions=body.dimensions or 0)
-    if body.pooling is not None:
-        request.pooling = api.Pooling.Value(f"POOLING_{body.pooling.upper()}")
+    request = api.EmbedRequest(
+        **_names(body, tenant),
+        dimensions=body.dimensions or 0,
+        pooling=None if body.pooling is None else f"POOLING_{body.pooling.upper()}",
+    )
     if body.normalize is not None:
         request.normalize = body.normalize
     for one in _inputs(body.input, "input"):
