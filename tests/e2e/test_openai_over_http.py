@@ -296,6 +296,8 @@ async def test_other_refusals(http) -> None:
         assert "'demo_model'" in (await answer.json())["error"]["message"]
     async with http.post("/v1/completions", data=b"x" * (MOST_BYTES + 1)) as answer:
         assert answer.status == 413
+    async with http.post("/v1/completions", json={"prompt": "x"}, headers={"origin": "http://evil"}) as answer:
+        assert answer.status == 403
     deadline = {"headway-timeout-ms": "30"}
     async with http.post("/v1/completions", json={"prompt": "x", "max_tokens": 900}, headers=deadline) as answer:
         assert answer.status == 504

@@ -208,9 +208,8 @@ def _wrong_field(content: bytes, message: str) -> CallRefusedError:
     field = path.removeprefix("$").removeprefix(".")
     unknown = _UNKNOWN.fullmatch(problem)
     if unknown is not None:
-        return invalid_argument(
-            f"{field}.{unknown['name']}".removeprefix(".")[:200], "it is not known here; allowed: unset"
-        )
+        name = unknown["name"] if unknown["name"].isprintable() else shown(unknown["name"])
+        return invalid_argument(f"{field}.{name}".removeprefix(".")[:200], "it is not known here; allowed: unset")
     missing = _MISSING.fullmatch(problem)
     if missing is not None:
         return invalid_argument(f"{field}.{missing['name']}".removeprefix("."), "it is missing")
