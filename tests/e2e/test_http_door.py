@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -9,22 +10,27 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
+import grpc
+import openai
 import pytest
 
 from e2e.running_server import eventually, finished, free_port
 from e2e.test_gateway_credentials import certificates, made_by_openssl, tokens  # noqa: F401  (fixtures)
 from e2e.test_gateway_process import ingress, start  # noqa: F401  (fixtures)
-from e2e.test_gateway_serving import DEMO, Stage, stage
+from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
 from headway_gateway.config import GatewayConfig
+from headway_gateway.tokenization import TextModel, load_text_model
+from headway_proto import generation_pb2 as api
+from headway_proto.columns import decode_column
 from headway_proto.ingress import REJECT_OVERLOADED, Rejected
 
 FOREVER = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
 @asynccontextmanager
-async def door(**config: object) -> AsyncIterator[tuple[Stage, FakeScheduler, str]]:
-    async with stage(http_address="127.0.0.1:0", **config) as on, FakeScheduler(on.ingress) as scheduler:
+async def door(text_model: TextModel = TEXT_MODEL, **config: object) -> AsyncIterator[tuple[Stage, FakeScheduler, str]]:
+    async with stage(text_model, http_address="127.0.0.1:0", **config) as on, FakeScheduler(on.ingress) as scheduler:
         await eventually(lambda: on.server.client.can_serve)
         yield on, scheduler, f"http://127.0.0.1:{on.server.http_port}"
 
@@ -202,6 +208,95 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         counted = on.server._statistics
         await eventually(lambda: sum(count for (method, _), count in counted.calls.items() if "HTTP" in method) == 1)
         assert counted.calls["HTTP/v1/completions", "OK"] == 0
+
+
+def copied_model(directory: Path, template: str) -> TextModel:
+    shutil.copytree(DEMO, directory)
+    (directory / "chat_template.jinja").write_text(template)
+    return load_text_model(directory)
+
+
+HERMES = """{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}{% for m in messages %}{{ m.role }}:
+{{- m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.at }}){% endfor %}
+{{- m.tool_call_id }}|{% endfor %}"""
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASKED = [
+    {"role": "user", "content": "Look."},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "moon"}'}}],
+    },
+    {"role": "tool", "content": "round", "tool_call_id": "1"},
+]
+
+
+async def test_tools_reach_the_template_and_calls_come_back(tmp_path: Path) -> None:
+    text_model = copied_model(tmp_path / "model", HERMES)
+    async with door(text_model) as (on, scheduler, url):
+        text = 'Wait. <tool_call>{"name": "look", "arguments": {"at": "sun"}}</tool_call>'
+        scheduler.next_token, num_tokens = spelling(text)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            request = {"model": "fake", "messages": ASKED, "max_tokens": num_tokens}
+            whole = (await client.chat.completions.create(**request, tools=[TOOL])).choices[0]
+            prompt = text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist())
+            assert prompt.startswith('[{"type": "function", "function": {"name": "look"')
+            assert prompt.endswith("user:Look.|assistant:look(moon)|tool:round1|")
+            assert (whole.message.content, whole.finish_reason) == ("Wait.", "tool_calls")
+            (call,) = whole.message.tool_calls
+            assert (call.type, call.function.name, call.function.arguments) == ("function", "look", '{"at":"sun"}')
+            assert len(call.id) == 9
+            stream = await client.chat.completions.create(**request, tools=[TOOL], stream=True)
+            deltas = [chunk.choices[0] async for chunk in stream]
+            assert "".join(one.delta.content or "" for one in deltas) == "Wait."
+            (streamed,) = [call for one in deltas for call in one.delta.tool_calls or ()]
+            assert (streamed.index, streamed.function.name, streamed.function.arguments) == (0, "look", '{"at":"sun"}')
+            assert deltas[-1].finish_reason == "tool_calls"
+            for unused in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+                plain = (await client.chat.completions.create(**request, **unused)).choices[0]
+                assert (plain.message.content, plain.finish_reason) == (text, "stop")
+            for wrong, field in (
+                ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+                ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+                ({"tools": [{"type": "search"}]}, "tools[0].type"),
+            ):
+                with pytest.raises(openai.BadRequestError) as refusal:
+                    await client.chat.completions.create(**request, **wrong)
+                assert refusal.value.param == field
+        chat = api.Chat(messages=[api.ChatMessage(role="user", content="x", more="[]")], tools="{}")
+        with pytest.raises(grpc.aio.AioRpcError) as over_grpc:
+            await on.stub.Tokenize(api.TokenizeRequest(chat=chat))
+        assert "chat.messages[0].more: '[]' is not allowed; allowed: a JSON object; chat.tools: '{}'" in (
+            over_grpc.value.details() or ""
+        )
+
+
+async def test_thoughts_are_divided_from_the_answer(tmp_path: Path) -> None:
+    template = "{{ messages[0].content.split('</think>')[-1] }}"
+    for name, end, text in (
+        ("own", "", "<think>Hm.</think>\n\nYes."),
+        ("templates", "<think>\n", "Hm.</think>\n\nYes."),
+    ):
+        text_model = copied_model(tmp_path / name, template + end)
+        async with door(text_model) as (_, scheduler, url):
+            scheduler.next_token, num_tokens = spelling(text)
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                request = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": num_tokens}
+                whole = (await client.chat.completions.create(**request)).choices[0].message
+                assert (whole.content, whole.reasoning_content) == ("Yes.", "Hm.")
+                stream = await client.chat.completions.create(**request, stream=True)
+                deltas = [chunk.choices[0].delta async for chunk in stream]
+                assert "".join(delta.content or "" for delta in deltas) == "Yes."
+                assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+                plain = await client.chat.completions.create(**request, extra_body={"separate_reasoning": False})
+                assert plain.choices[0].message.content == text
+
+
+async def test_tools_need_a_form_that_is_known() -> None:
+    async with door() as (_, _, url), aiohttp.ClientSession() as session:
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"] == "tools"
 
 
 async def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

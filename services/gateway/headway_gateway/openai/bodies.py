@@ -109,17 +109,55 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that the model has made. ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call in a message of the model."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat."""
+    """A message of a chat. Only one with ``tool_calls`` may be without content."""
 
     role: str
-    content: str | list[ContentPart]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function for the model. ``strict`` does nothing."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool for the model."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatBody(ChoicesBody, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[MessageBody]
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
