@@ -245,6 +245,10 @@ async def test_tools_reach_the_template_and_calls_come_back(tmp_path: Path) -> N
             (call,) = whole.message.tool_calls
             assert (call.type, call.function.name, call.function.arguments) == ("function", "look", '{"at":"sun"}')
             assert len(call.id) == 9
+            again = {**request, "messages": [ASKED[0], whole.message, {**ASKED[2], "tool_call_id": call.id}]}
+            await client.chat.completions.create(**again, tools=[TOOL])
+            prompt = text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist())
+            assert prompt.endswith(f"user:Look.|assistant:Wait.look(sun)|tool:round{call.id}|")
             stream = await client.chat.completions.create(**request, tools=[TOOL], stream=True)
             deltas = [chunk.choices[0] async for chunk in stream]
             assert "".join(one.delta.content or "" for one in deltas) == "Wait."

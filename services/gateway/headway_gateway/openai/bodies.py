@@ -58,8 +58,13 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What every generation may have; names of ``headway.v1`` where OpenAI has none."""
+    """What every generation may have; names of ``headway.v1`` where OpenAI has none.
 
+    ``safety_identifier`` and ``prompt_cache_key`` do nothing: prefixes are found by their tokens.
+    """
+
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: msgspec.Raw = NOTHING
     store: bool | None = None
     itl_slo_ms: UInt32 | None = None
@@ -122,16 +127,25 @@ class MadeCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
+    index: int | None = None
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat. Only one with ``tool_calls`` may be without content."""
+    """A message of a chat. Only one with ``tool_calls`` may be without content.
+
+    Answers of this API and of others have the last fields, and clients send their messages back.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

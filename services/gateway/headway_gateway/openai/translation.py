@@ -221,7 +221,7 @@ def add_messages(chat: api.Chat, messages: Iterable[MessageBody | InputMessage])
 
 def _more(message: MessageBody, place: int) -> dict[str, Any]:
     more: dict[str, Any] = {}
-    for key in ("tool_call_id", "name"):
+    for key in ("tool_call_id", "name", "reasoning_content"):
         value = getattr(message, key)
         if value is not None:
             more[key] = value
