@@ -76,6 +76,7 @@ class Application:
     async def _answer(self, call: HttpCall, path: str, method: str) -> grpc.StatusCode:
         try:
             route = self._route(call, path)
+            _require_no_page(call)
             self._admit(call, route, method)
             with self._open_calls.one_more():
                 call.read_deadline()
@@ -118,3 +119,13 @@ class Application:
     def _admit(self, call: HttpCall, route: Route, method: str) -> None:
         if self._doorkeeper is not None and not route.is_open:
             call.tenant = self._doorkeeper.admit(call.headers("authorization"), route.role, method).tenant
+
+
+def _require_no_page(call: HttpCall) -> None:
+    """A browser would let any page send a request to loopback, in the name of whoever looks at the page."""
+    if call.headers("origin"):
+        raise CallRefusedError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "requests of web pages are refused; allowed: without the header Origin",
+            reason="web_page",
+        )

@@ -58,8 +58,13 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What every generation may have; names of ``headway.v1`` where OpenAI has none."""
+    """What every generation may have; names of ``headway.v1`` where OpenAI has none.
 
+    ``safety_identifier`` and ``prompt_cache_key`` do nothing: prefixes are found by their tokens.
+    """
+
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: msgspec.Raw = NOTHING
     store: bool | None = None
     itl_slo_ms: UInt32 | None = None
@@ -109,17 +114,64 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that the model has made. ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call in a message of the model."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat."""
+    """A message of a chat. Only one with ``tool_calls`` may be without content.
+
+    Answers of this API and of others have the last fields, and clients send their messages back.
+    """
 
     role: str
-    content: str | list[ContentPart]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function for the model. ``strict`` does nothing."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool for the model."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatBody(ChoicesBody, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[MessageBody]
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
@@ -164,6 +216,8 @@ class EmbeddingsBody(Body, kw_only=True):
     input: str | list[str | list[Int32] | Int32]
     dimensions: UInt32 | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
+    normalize: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -206,9 +260,8 @@ def _wrong_field(content: bytes, message: str) -> CallRefusedError:
     field = path.removeprefix("$").removeprefix(".")
     unknown = _UNKNOWN.fullmatch(problem)
     if unknown is not None:
-        return invalid_argument(
-            f"{field}.{unknown['name']}".removeprefix(".")[:200], "it is not known here; allowed: unset"
-        )
+        name = unknown["name"] if unknown["name"].isprintable() else shown(unknown["name"])
+        return invalid_argument(f"{field}.{name}".removeprefix(".")[:200], "it is not known here; allowed: unset")
     missing = _MISSING.fullmatch(problem)
     if missing is not None:
         return invalid_argument(f"{field}.{missing['name']}".removeprefix("."), "it is missing")

@@ -3,6 +3,7 @@
 Must not know: how chats are rendered, how a generation runs.
 """
 
+import secrets
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -12,11 +13,17 @@ from headway_gateway.openai.bodies import ChatBody, read
 from headway_gateway.openai.completions import TokenText
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import DONE, LEAST_LOGPROB, Tally, Usage, event_of, new_id, reason_of, run
-from headway_gateway.openai.translation import CHAT_NAMES, chat_request
+from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces
+from headway_gateway.openai.thinking import Thought
+from headway_gateway.openai.tool_calls import ToolCall
+from headway_gateway.openai.translation import CHAT_NAMES, chat_request, offers_tools
 from headway_gateway.servicer import GenerationServicer
+from headway_gateway.statuses import invalid_argument
+from headway_gateway.tokenization import TextModel
 from headway_gateway.validation import MAX_CONTINUATIONS
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
+from headway_proto.ingress import ModelInfo
 
 _REPLACEMENT = "\ufffd"
 
@@ -37,12 +44,30 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AnswerMessage(msgspec.Struct):
-    """A whole output."""
+class FunctionCall(msgspec.Struct):
+    """A function's name, and its arguments as JSON."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, omit_defaults=True):
+    """A tool call. ``index`` is for events only."""
+
+    id: str
+    type: str
+    function: FunctionCall
+    index: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    """A whole output. ``content`` is null if there are calls alone."""
+
+    content: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[MessageCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessageDelta(msgspec.Struct, omit_defaults=True):
@@ -50,6 +75,8 @@ class MessageDelta(msgspec.Struct, omit_defaults=True):
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MessageCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -99,7 +126,7 @@ class ChatSink(Protocol):
         """The chat runs."""
         ...
 
-    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
         """Add to an output."""
         ...
 
@@ -111,8 +138,18 @@ class ChatSink(Protocol):
 class ChatReader:
     """Reads a generation's events into ``sink``."""
 
-    def __init__(self, sink: ChatSink, tally: Tally, token_text: TokenText, *, wants_logprobs: bool) -> None:
+    def __init__(
+        self,
+        sink: ChatSink,
+        tally: Tally,
+        token_text: TokenText,
+        *,
+        wants_logprobs: bool,
+        pieces: Sequence[Pieces] = (),
+    ) -> None:
+        """``pieces``: one for each output, if their text is divided."""
         self._sink = sink
+        self._pieces = pieces
         self._tally = tally
         self._token_text = token_text
         self._wants_logprobs = wants_logprobs
@@ -123,15 +160,30 @@ class ChatReader:
         if kind == "delta":
             delta = event.delta
             tokens = [self._entry(one) for one in delta.logprobs] if self._wants_logprobs else None
-            if delta.text or tokens:
+            if self._pieces:
+                await self._add(delta.index, self._pieces[delta.index].push(delta.text), tokens)
+            elif delta.text or tokens:
                 await self._sink.add(delta.index, delta.text, tokens)
         elif kind == "finished":
-            reason = reason_of(event.finished)
-            self._tally.num_output += event.finished.usage.output_tokens
-            await self._sink.end(event.finished.index, reason)
+            await self._end(event.finished)
         elif kind == "accepted":
             self._tally.count(event.accepted)
             await self._sink.begin()
+
+    async def _end(self, finished: api.Finished) -> None:
+        reason = reason_of(finished)
+        self._tally.num_output += finished.usage.output_tokens
+        if self._pieces:
+            pieces = self._pieces[finished.index]
+            await self._add(finished.index, pieces.finish(), None)
+            reason = "tool_calls" if pieces.num_calls and reason == "stop" else reason
+        await self._sink.end(finished.index, reason)
+
+    async def _add(self, index: int, pieces: list[Piece], tokens: list[TokenEntry] | None) -> None:
+        if tokens:
+            await self._sink.add(index, "", tokens)
+        for piece in pieces:
+            await self._sink.add(index, piece, None)
 
     def _entry(self, entry: api.TokenLogprob) -> TokenEntry:
         whole = self._token(entry.token_id, entry.logprob)
@@ -149,15 +201,22 @@ class WholeMessages:
 
     def __init__(self, num_choices: int) -> None:
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._thoughts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._calls: list[list[MessageCall]] = [[] for _ in range(num_choices)]
         self._tokens: list[list[TokenEntry] | None] = [None] * num_choices
         self._reasons = [""] * num_choices
 
     async def begin(self) -> None:
         """See ``ChatSink``."""
 
-    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
         """See ``ChatSink``."""
-        self._texts[index].append(text)
+        if isinstance(piece, str):
+            self._texts[index].append(piece)
+        elif isinstance(piece, Thought):
+            self._thoughts[index].append(piece.text)
+        else:
+            self._calls[index].append(_message_call(piece))
         if tokens is not None:
             self._tokens[index] = [*(self._tokens[index] or ()), *tokens]
 
@@ -172,8 +231,10 @@ class WholeMessages:
     def choices(self) -> list[ChatChoice]:
         """Return the outputs as choices."""
         return [
-            ChatChoice(index, AnswerMessage(text), None if tokens is None else ChatLogprobs(tokens), reason)
-            for index, (text, tokens, reason) in enumerate(zip(self.texts(), self._tokens, self._reasons, strict=True))
+            ChatChoice(index, _answer(text, thoughts, calls), None if tokens is None else ChatLogprobs(tokens), reason)
+            for index, (text, thoughts, calls, tokens, reason) in enumerate(
+                zip(self.texts(), self._thoughts, self._calls, self._tokens, self._reasons, strict=True)
+            )
         ]
 
     @property
@@ -190,6 +251,7 @@ class StreamedMessages:
         self._call = call
         self._frame = frame
         self._num_choices = num_choices
+        self._num_calls = [0] * num_choices
         # An event with text alone, which most are, in two parts around the text.
         mark = "\0"
         self._plain = [
@@ -206,13 +268,22 @@ class StreamedMessages:
         )
         await self._call.send_event(b"".join(roles))
 
-    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
         """See ``ChatSink``."""
+        if isinstance(piece, Thought):
+            delta = MessageDelta(reasoning_content=piece.text)
+            await self._call.send_event(self._event(ChatChoiceDelta(index, delta)))
+            return
+        if isinstance(piece, ToolCall):
+            call = _message_call(piece)
+            call.index, self._num_calls[index] = self._num_calls[index], self._num_calls[index] + 1
+            await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(tool_calls=[call]))))
+            return
         if tokens is None:
             before, behind = self._plain[index]
-            await self._call.send_event(before + msgspec.json.encode(text) + behind)
+            await self._call.send_event(before + msgspec.json.encode(piece) + behind)
             return
-        delta = MessageDelta(content=text)
+        delta = MessageDelta(content=piece)
         await self._call.send_event(self._event(ChatChoiceDelta(index, delta, ChatLogprobs(tokens))))
 
     async def end(self, index: int, reason: str) -> None:
@@ -229,12 +300,27 @@ class StreamedMessages:
         return event_of(msgspec.structs.replace(self._frame, choices=[choice]))
 
 
+def _message_call(call: ToolCall) -> MessageCall:
+    # Some templates accept ids of nine letters and digits only.
+    return MessageCall(secrets.token_hex(5)[:9], "function", FunctionCall(call.name, call.arguments))
+
+
+def _answer(text: str, thoughts: list[str], calls: list[MessageCall]) -> AnswerMessage:
+    message = AnswerMessage(text or None if calls else text)
+    if calls:
+        message.tool_calls = calls
+    if thoughts:
+        message.reasoning_content = "".join(thoughts)
+    return message
+
+
 class Chats:
     """The endpoint."""
 
-    def __init__(self, generation: GenerationServicer, token_text: TokenText) -> None:
+    def __init__(self, generation: GenerationServicer, text_model: TextModel) -> None:
         self._generation = generation
-        self._token_text = token_text
+        self._token_text = text_model.text_of_token
+        self._piece_maker = PieceMaker(text_model)
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
         """Answer a request.
@@ -250,26 +336,48 @@ class Chats:
         answer_id = f"chatcmpl-{call.request_id}"
         num_choices = min(1 if body.n is None else body.n, MAX_CONTINUATIONS)
         tally = Tally()
+        pieces = await self._pieces(body, request, num_choices, model)
         if body.stream:
             with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             frame = ChatCompletionChunk(answer_id, created, name, [], None if with_usage else msgspec.UNSET)
             stream = StreamedMessages(call, frame, num_choices)
-            await self._run(call, body, request, stream, tally)
+            await self._run(call, body, request, self._reader(body, stream, tally, pieces))
             await stream.close(tally.usage() if with_usage else None)
             return
         whole = WholeMessages(num_choices)
-        await self._run(call, body, request, whole, tally)
+        await self._run(call, body, request, self._reader(body, whole, tally, pieces))
         answer = ChatCompletion(answer_id, created, name, whole.choices(), tally.usage())
         await call.answer(msgspec.json.encode(answer))
 
-    async def _run(
-        self, call: HttpCall, body: ChatBody, request: api.GenerateRequest, sink: ChatSink, tally: Tally
-    ) -> None:
-        reader = ChatReader(sink, tally, self._token_text, wants_logprobs=bool(body.logprobs))
+    def _reader(self, body: ChatBody, sink: ChatSink, tally: Tally, pieces: Sequence[Pieces]) -> ChatReader:
+        return ChatReader(sink, tally, self._token_text, wants_logprobs=bool(body.logprobs), pieces=pieces)
+
+    async def _pieces(
+        self, body: ChatBody, request: api.GenerateRequest, num_choices: int, model: ModelInfo
+    ) -> list[Pieces]:
+        calls = offers_tools(body)
+        if calls and not self._piece_maker.tool_form:
+            raise invalid_argument(
+                "tools", "this model's chat template has no form of calls that is known; allowed: unset"
+            )
+        ends = [self._token_text(token_id) for token_id in model.eos_token_ids]
+        return await self._piece_maker.make(
+            num_choices,
+            # A constraint leaves no room for thoughts.
+            divides_thoughts=body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None,
+            calls=calls,
+            ends=ends if self._keeps_special_tokens(body) else (),
+        )
+
+    def _keeps_special_tokens(self, body: ChatBody) -> bool:
+        needs_them = self._piece_maker.keeps_special_tokens and offers_tools(body)
+        return needs_them or body.skip_special_tokens is False
+
+    async def _run(self, call: HttpCall, body: ChatBody, request: api.GenerateRequest, reader: ChatReader) -> None:
         await run(
             self._generation,
             call,
             [(request, reader.write)],
             names=CHAT_NAMES,
-            keeps_special_tokens=body.skip_special_tokens is False,
+            keeps_special_tokens=self._keeps_special_tokens(body),
         )

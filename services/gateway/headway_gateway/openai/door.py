@@ -28,7 +28,7 @@ def make_application(
 ) -> Application:
     """Return the application; ``problem`` returns the reason to send no requests."""
     completions = Completions(generation, text_model.text_of_token)
-    chats = Chats(generation, text_model.text_of_token)
+    chats = Chats(generation, text_model)
     responses = Responses(generation, text_model.text_of_token)
     others = OtherEndpoints(generation, problem)
     routes = (

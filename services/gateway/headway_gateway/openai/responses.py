@@ -12,6 +12,7 @@ from headway_gateway.openai.chats import ChatReader, ChatSink, TokenEntry, Whole
 from headway_gateway.openai.completions import TokenText
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
+from headway_gateway.openai.pieces import Piece
 from headway_gateway.openai.translation import RESPONSES_NAMES, responses_request
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.wall_clock import now
@@ -127,8 +128,10 @@ class StreamedResponse:
         )
         await self._call.send_event(b"".join(first))
 
-    async def add(self, index: int, text: str, tokens: list[TokenEntry] | None) -> None:  # noqa: ARG002
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:  # noqa: ARG002
         """See ``ChatSink``."""
+        assert isinstance(piece, str), "a response is not divided"
+        text = piece
         self._texts.append(text)
         await self._call.send_event(self._event("response.output_text.delta", delta=text, logprobs=[], **self._place))
 

@@ -6,6 +6,8 @@ It checks only what the other side has no words for; ranges are checked behind i
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from headway_gateway.openai.bodies import (
     NOTHING,
     Body,
@@ -16,6 +18,7 @@ from headway_gateway.openai.bodies import (
     EmbeddingsBody,
     GenerationBody,
     InputMessage,
+    MadeCall,
     MessageBody,
     ResponsesBody,
 )
@@ -55,6 +58,7 @@ CHAT_NAMES = (
     ("sampling.logprobs", "top_logprobs"),
     *_COMMON_NAMES,
     ("chat.messages", "messages"),
+    ("chat.tools", "tools"),
     ("chat", "messages"),
 )
 RESPONSES_NAMES = (
@@ -141,7 +145,24 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
     if body.logprobs:
         request.sampling.logprobs = body.top_logprobs or 0
     add_messages(request.chat, body.messages)
+    if offers_tools(body):
+        request.chat.tools = msgspec.json.encode(body.tools).decode()
     return request
+
+
+def offers_tools(body: ChatBody) -> bool:
+    """Return whether the model may call a tool.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    if isinstance(body.tool_choice, dict) or body.tool_choice not in {None, "auto", "none"}:
+        raise invalid_argument(
+            "tool_choice", f"{shown(body.tool_choice)} is not allowed; allowed: auto, none; or a response_format"
+        )
+    if body.parallel_tool_calls is False:
+        raise invalid_argument("parallel_tool_calls", "False is not allowed, since the model decides; allowed: true")
+    return bool(body.tools) and body.tool_choice != "none"
 
 
 def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRequest:
@@ -171,7 +192,13 @@ def embed_request(body: EmbeddingsBody, tenant: str | None) -> api.EmbedRequest:
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
-    request = api.EmbedRequest(**_names(body, tenant), dimensions=body.dimensions or 0)
+    request = api.EmbedRequest(
+        **_names(body, tenant),
+        dimensions=body.dimensions or 0,
+        pooling=None if body.pooling is None else f"POOLING_{body.pooling.upper()}",
+    )
+    if body.normalize is not None:
+        request.normalize = body.normalize
     for one in _inputs(body.input, "input"):
         if isinstance(one, str):
             request.inputs.add(text=one)
@@ -184,8 +211,43 @@ def embed_request(body: EmbeddingsBody, tenant: str | None) -> api.EmbedRequest:
 def add_messages(chat: api.Chat, messages: Iterable[MessageBody | InputMessage]) -> None:
     """Add messages; the texts of one are joined by newlines."""
     chat.SetInParent()
-    for message in messages:
-        chat.messages.add(role=message.role, content=_text(message.content))
+    for place, message in enumerate(messages):
+        more = _more(message, place) if isinstance(message, MessageBody) else {}
+        if message.content is None and "tool_calls" not in more:
+            raise invalid_argument(f"messages[{place}].content", "it is missing; allowed: a text")
+        text = "" if message.content is None else _text(message.content)
+        chat.messages.add(role=message.role, content=text, more=msgspec.json.encode(more).decode() if more else "")
+
+
+def _more(message: MessageBody, place: int) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    for key in ("tool_call_id", "name", "reasoning_content"):
+        value = getattr(message, key)
+        if value is not None:
+            more[key] = value
+    if message.tool_calls:
+        more["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    # Templates want values, not a text.
+                    "arguments": _arguments(call, f"messages[{place}].tool_calls[{number}].function.arguments"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return more
+
+
+def _arguments(call: MadeCall, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (ValueError, RecursionError):
+        raise invalid_argument(
+            field, f"{shown(call.function.arguments)} is not allowed; allowed: a JSON object"
+        ) from None
 
 
 def _text(content: str | list[ContentPart]) -> str:
