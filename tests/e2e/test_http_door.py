@@ -14,9 +14,8 @@ import grpc
 import openai
 import pytest
 
-from e2e.running_server import eventually, finished, free_port
+from e2e.running_server import eventually, finished
 from e2e.test_gateway_credentials import certificates, made_by_openssl, tokens  # noqa: F401  (fixtures)
-from e2e.test_gateway_process import ingress, start  # noqa: F401  (fixtures)
 from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
 from headway_gateway.config import GatewayConfig
@@ -317,25 +316,3 @@ async def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 with suppress(ConnectionResetError):
                     assert await reader.read() == b""
             writer.close()
-
-
-async def test_workers_share_the_port(start, ingress) -> None:  # noqa: F811
-    port = free_port()
-    async with FakeScheduler(ingress):
-        gateway = start(ingress_address=ingress, workers=2, http_address=f"127.0.0.1:{port}")
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-
-            async def serves() -> bool:
-                try:
-                    return await status_of(session, f"http://127.0.0.1:{port}/health") == 200
-                except aiohttp.ClientError:
-                    return False
-
-            async with asyncio.timeout(20):
-                while not await serves():  # noqa: ASYNC110 (another process has no event)
-                    await asyncio.sleep(0.05)
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            answers = [status_of(session, url, {"prompt": "x", "max_tokens": 2}) for _ in range(8)]
-            assert set(await asyncio.gather(*answers)) == {200}
-        gateway.process.terminate()
-        assert (await gateway.ended())[0] == 0
