@@ -76,6 +76,12 @@ async def test_a_completion_is_that_of_grpc(client, native, sampling: dict) -> N
     *_, last = [one async for one in await client.completions.create(**request, stream=True, stream_options=options)]
     assert last.choices == []
     assert last.usage.total_tokens == whole.usage.total_tokens
+    options |= {"continuous_usage_stats": True}
+    chunks = [one async for one in await client.completions.create(**request, stream=True, stream_options=options)]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == whole.usage.completion_tokens
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected.text
 
 
 async def test_prompts_of_every_kind_and_several_outputs(client, native) -> None:

@@ -27,6 +27,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream has beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The tokens so far in each event, as vLLM has it."""
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,7 +12,17 @@ import msgspec
 from headway_gateway.openai.bodies import ChatBody, read
 from headway_gateway.openai.completions import TokenText
 from headway_gateway.openai.http_call import HttpCall
-from headway_gateway.openai.outputs import DONE, LEAST_LOGPROB, Tally, Usage, event_of, new_id, reason_of, run
+from headway_gateway.openai.outputs import (
+    DONE,
+    LEAST_LOGPROB,
+    StreamUsage,
+    Tally,
+    Usage,
+    event_of,
+    new_id,
+    reason_of,
+    run,
+)
 from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
@@ -159,6 +169,7 @@ class ChatReader:
         kind = event.WhichOneof("event")
         if kind == "delta":
             delta = event.delta
+            self._tally.count_tokens(delta)
             tokens = [self._entry(one) for one in delta.logprobs] if self._wants_logprobs else None
             if self._pieces:
                 await self._add(delta.index, self._pieces[delta.index].push(delta.text), tokens)
@@ -172,7 +183,6 @@ class ChatReader:
 
     async def _end(self, finished: api.Finished) -> None:
         reason = reason_of(finished)
-        self._tally.num_output += finished.usage.output_tokens
         if self._pieces:
             pieces = self._pieces[finished.index]
             await self._add(finished.index, pieces.finish(), None)
@@ -246,8 +256,9 @@ class WholeMessages:
 class StreamedMessages:
     """Sends each piece as an event."""
 
-    def __init__(self, call: HttpCall, frame: ChatCompletionChunk, num_choices: int) -> None:
+    def __init__(self, call: HttpCall, frame: ChatCompletionChunk, num_choices: int, usage: StreamUsage) -> None:
         """``frame`` is an event without choices."""
+        self._usage = usage
         self._call = call
         self._frame = frame
         self._num_choices = num_choices
@@ -279,25 +290,27 @@ class StreamedMessages:
             call.index, self._num_calls[index] = self._num_calls[index], self._num_calls[index] + 1
             await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(tool_calls=[call]))))
             return
-        if tokens is None:
+        if tokens is None and not self._usage.is_each:
             before, behind = self._plain[index]
             await self._call.send_event(before + msgspec.json.encode(piece) + behind)
             return
-        delta = MessageDelta(content=piece)
-        await self._call.send_event(self._event(ChatChoiceDelta(index, delta, ChatLogprobs(tokens))))
+        logprobs = None if tokens is None else ChatLogprobs(tokens)
+        await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(content=piece), logprobs)))
 
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
         await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(), None, reason)))
 
-    async def close(self, usage: Usage | None) -> None:
+    async def close(self) -> None:
         """Send the last event, with the usage if it is wanted."""
-        last = b"" if usage is None else event_of(msgspec.structs.replace(self._frame, usage=usage))
+        last = b""
+        if self._usage.is_last:
+            last = event_of(msgspec.structs.replace(self._frame, usage=self._usage.tally.usage()))
         await self._call.send_event(last + DONE)
         await self._call.end_events()
 
     def _event(self, choice: ChatChoiceDelta) -> bytes:
-        return event_of(msgspec.structs.replace(self._frame, choices=[choice]))
+        return event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
 
 
 def _message_call(call: ToolCall) -> MessageCall:
@@ -338,11 +351,10 @@ class Chats:
         tally = Tally()
         pieces = await self._pieces(body, request, num_choices, model)
         if body.stream:
-            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            frame = ChatCompletionChunk(answer_id, created, name, [], None if with_usage else msgspec.UNSET)
-            stream = StreamedMessages(call, frame, num_choices)
+            usage = StreamUsage.of(tally, body.stream_options)
+            stream = StreamedMessages(call, ChatCompletionChunk(answer_id, created, name, []), num_choices, usage)
             await self._run(call, body, request, self._reader(body, stream, tally, pieces))
-            await stream.close(tally.usage() if with_usage else None)
+            await stream.close()
             return
         whole = WholeMessages(num_choices)
         await self._run(call, body, request, self._reader(body, whole, tally, pieces))

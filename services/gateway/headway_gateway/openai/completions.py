@@ -10,7 +10,17 @@ import msgspec
 
 from headway_gateway.openai.bodies import CompletionBody, read
 from headway_gateway.openai.http_call import HttpCall
-from headway_gateway.openai.outputs import DONE, LEAST_LOGPROB, Tally, Usage, event_of, new_id, reason_of, run
+from headway_gateway.openai.outputs import (
+    DONE,
+    LEAST_LOGPROB,
+    StreamUsage,
+    Tally,
+    Usage,
+    event_of,
+    new_id,
+    reason_of,
+    run,
+)
 from headway_gateway.openai.translation import COMPLETION_NAMES, completion_requests, drops_output
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import invalid_argument
@@ -170,13 +180,13 @@ class PromptReader:
     async def _take_delta(self, delta: api.Delta) -> None:
         if self._drops_output:
             return
+        self._tally.count_tokens(delta)
         tokens = list(zip(delta.token_ids, delta.logprobs, strict=True)) if self._wants_logprobs else None
         if delta.text or tokens:
             await self._sink.add(Piece(self._first_index + delta.index, delta.text, tokens))
 
     async def _end(self, finished: api.Finished) -> None:
         reason = reason_of(finished)
-        self._tally.num_output += 0 if self._drops_output else finished.usage.output_tokens
         await self._sink.end(self._first_index + finished.index, "length" if self._drops_output else reason)
 
 
@@ -211,8 +221,11 @@ class WholeChoices:
 class StreamedChoices:
     """Sends each piece as an event."""
 
-    def __init__(self, call: HttpCall, frame: Completion, num_choices: int, token_text: TokenText) -> None:
+    def __init__(
+        self, call: HttpCall, frame: Completion, num_choices: int, token_text: TokenText, usage: StreamUsage
+    ) -> None:
         """``frame`` is an event without choices."""
+        self._usage = usage
         self._call = call
         self._frame = frame
         self._columns = [LogprobColumns(token_text) for _ in range(num_choices)]
@@ -230,27 +243,27 @@ class StreamedChoices:
 
     async def add(self, piece: Piece) -> None:
         """See ``Sink``."""
-        if piece.tokens is None:
+        if piece.tokens is None and not self._usage.is_each:
             before, behind = self._plain[piece.choice]
             await self._call.send_event(before + msgspec.json.encode(piece.text) + behind)
             return
-        columns = self._columns[piece.choice].of(piece.tokens)
+        columns = None if piece.tokens is None else self._columns[piece.choice].of(piece.tokens)
         await self._call.send_event(self._event(Choice(piece.choice, piece.text, columns, None)))
 
     async def end(self, index: int, reason: str) -> None:
         """See ``Sink``."""
         await self._call.send_event(self._event(Choice(index, "", None, reason)))
 
-    async def close(self, usage: Usage | None) -> None:
+    async def close(self) -> None:
         """Send the last event, with the usage if it is wanted."""
         last = b""
-        if usage is not None:
-            last = event_of(msgspec.structs.replace(self._frame, usage=usage))
+        if self._usage.is_last:
+            last = event_of(msgspec.structs.replace(self._frame, usage=self._usage.tally.usage()))
         await self._call.send_event(last + DONE)
         await self._call.end_events()
 
     def _event(self, choice: Choice) -> bytes:
-        return event_of(msgspec.structs.replace(self._frame, choices=[choice]))
+        return event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
 
 
 class Completions:
@@ -277,11 +290,10 @@ class Completions:
         num_choices = min(num_each, MAX_CONTINUATIONS) * len(requests)
         tally = Tally()
         if body.stream:
-            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            frame.usage = None if with_usage else msgspec.UNSET
-            stream = StreamedChoices(call, frame, num_choices, self._token_text)
+            usage = StreamUsage.of(tally, body.stream_options)
+            stream = StreamedChoices(call, frame, num_choices, self._token_text, usage)
             await self._run(call, body, requests, stream, tally)
-            await stream.close(tally.usage() if with_usage else None)
+            await stream.close()
             return
         whole = WholeChoices(num_choices, self._token_text)
         readers = await self._run(call, body, requests, whole, tally)

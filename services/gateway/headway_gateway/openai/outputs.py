@@ -3,12 +3,13 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 import msgspec
 
 from headway_gateway.call_context import CallContext
+from headway_gateway.openai.bodies import StreamOptions
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, renamed
 from headway_proto import generation_pb2 as api
@@ -52,6 +53,10 @@ class Tally:
         self.num_prompt += accepted.prompt_tokens
         self.num_cached += accepted.cached_tokens
 
+    def count_tokens(self, delta: api.Delta) -> None:
+        """Count tokens of an output."""
+        self.num_output += len(delta.token_ids)
+
     def usage(self) -> Usage:
         """Return all so far."""
         return Usage(
@@ -60,6 +65,27 @@ class Tally:
             total_tokens=self.num_prompt + self.num_output,
             prompt_tokens_details=PromptTokensDetails(self.num_cached),
         )
+
+
+class StreamUsage(NamedTuple):
+    """Which events of a stream have the usage."""
+
+    tally: Tally
+    is_last: bool
+    is_each: bool
+
+    @classmethod
+    def of(cls, tally: Tally, options: StreamOptions | None) -> "StreamUsage":
+        """Return what a request has asked for."""
+        wanted = options is not None and bool(options.include_usage)
+        return cls(tally, wanted, wanted and options is not None and bool(options.continuous_usage_stats))
+
+    @property
+    def of_event(self) -> Usage | msgspec.UnsetType | None:
+        """Return the usage in an event that is not the last."""
+        if self.is_each:
+            return self.tally.usage()
+        return None if self.is_last else msgspec.UNSET
 
 
 def event_of(value: msgspec.Struct) -> bytes:
