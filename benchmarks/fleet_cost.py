@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from headway_process.collector import relax_collector
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
@@ -36,7 +37,6 @@ from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.process import relax_collector
 from program import count, counts, parser_of, provenance, write_result
 
 STEP_S = 0.02

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from headway_process.collector import relax_collector
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLog, FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.replay import Replay
-from headway_scheduler.process import relax_collector
 from program import count, parser_of, provenance, write_result
 from reliability_overhead import EngineBench
 

@@ -67,6 +67,7 @@ def running_chain(
     *,
     links: tuple[str, str] | None = None,
     curve_keys: Path | None = None,
+    gateway_flags: Sequence[str] = (),
     program: Sequence[str] = (sys.executable, "-m", "headway"),
 ) -> Iterator[Chain]:
     """Run the three services; ``links`` are the addresses of step and ingress, by default IPC."""
@@ -78,7 +79,15 @@ def running_chain(
             *("--num-kv-blocks", "32768"),
             *("--backend-option", "verify_kv=false", "--backend-option", f"step_base_us={step_us}"),
         ],
-        "gateway": ["--ingress-address", ingress, "--grpc-address", address, "--model", str(DEMO_MODEL)],
+        "gateway": [
+            "--ingress-address",
+            ingress,
+            "--grpc-address",
+            address,
+            "--model",
+            str(DEMO_MODEL),
+            *gateway_flags,
+        ],
     }
     processes = {
         name: subprocess.Popen(

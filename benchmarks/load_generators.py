@@ -1,12 +1,12 @@
-"""The same load from three load generators against Headway through smg, beside Headway's own record of it.
+"""The same load from three load generators against Headway's HTTP API, beside Headway's own record of it.
 
 Owns: the server, the generators' command lines, reading their reports, the table and the result file. Must not know:
 how any of them measures.
 
 ``headway bench``, vLLM's ``vllm bench serve`` and guidellm take turns. Each sends ``--requests`` prompts of
-``--prompt`` tokens at Poisson times with ``--rate`` per second, for answers of ``--tokens`` tokens, to one smg in front
-of one ``headway serve`` with the demo model. Prompts and times differ between them, so each report stands beside the
-flight recorder's figures of the same requests: the truth at the scheduler, before detokenizing, gRPC, smg and HTTP.
+``--prompt`` tokens at Poisson times with ``--rate`` per second, for answers of ``--tokens`` tokens, to one
+``headway serve`` with the demo model and an ``--http-address``. Prompts and times differ between them, so each report
+stands beside the flight recorder's figures of the same requests: the truth at the scheduler, before detokenizing and HTTP.
 
 **TTFT** is from sending to the first token, **TPOT** the mean gap of a request after its first token (guidellm calls it
 inter-token latency, and its TPOT counts the first token too), **ITL** every gap. ``vllm bench serve`` counts an event
@@ -32,7 +32,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway import openai_front
 from headway.plan import without_settings
 from headway.replicas import free_ports
 from headway_lab.flight.recording import Recording
@@ -42,7 +41,6 @@ from headway_lab.simulate.collector import SimulatedRequest
 from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, served
 
-_START_S = 60.0
 # What ``vllm bench serve`` does: its command needs a package of the name vllm, and builds for CPUs have other names.
 _VLLM_BENCH_SERVE = (
     "import sys; from vllm.benchmarks.serve import add_cli_args, main; "
@@ -216,12 +214,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, A
     address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     log = directory / "log"
     measured: dict[str, Measured] = {}
-    with served("--openai-address", address, "--flight-log", str(log), *arguments.serve_flags):
-        deadline = time.monotonic() + _START_S
-        while not openai_front.is_serving(address):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"smg does not serve within {_START_S:g} s")
-            time.sleep(0.1)
+    with served("--http-address", address, "--flight-log", str(log), *arguments.serve_flags):
         makers = {"headway bench": headway_bench}
         if arguments.vllm_python:
             makers["vllm bench serve"] = vllm_bench_serve

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from headway_gateway.statistics import GatewayStatistics
+from headway_process.collector import relax_collector
 from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
 from headway_scheduler.core.state.arrival import Origin
@@ -29,7 +30,6 @@ from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
-from headway_scheduler.process import relax_collector
 from headway_scheduler.serving_statistics import ServingStatistics
 from program import count, counts, parser_of, provenance, write_result
 from scheduler_step import STEP_S, Bench, num_leaving

@@ -33,6 +33,7 @@ from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.keys import make_keys
 from headway_executor.channel import SchedulerChannel
+from headway_process.collector import relax_collector
 from headway_process.pulse import Pulse
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
@@ -44,7 +45,6 @@ from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.executor_link import ExecutorLink
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
-from headway_scheduler.process import relax_collector
 from headway_scheduler.transport import Transport
 from program import count, parser_of, provenance, write_result
 

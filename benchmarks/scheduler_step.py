@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from headway_process.collector import relax_collector
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
@@ -42,7 +43,6 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.process import relax_collector
 from program import count, count_or_none, counts, parser_of, provenance, write_result
 
 PROMPT_TOKENS = 512

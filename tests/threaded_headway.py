@@ -37,6 +37,8 @@ class RunningHeadway:
 
     address: str
     engine: SchedulerEngine
+    http_port: int = 0
+    """Of OpenAI's API, if it is served."""
 
     def core_when_quiet(self) -> Scheduler:
         """The scheduler's core once no step is in flight any more; the last may carry surplus tokens."""
@@ -63,8 +65,8 @@ def running(
         step, ingress = f"ipc://{directory}/step", f"ipc://{directory}/ingress"
         engine = stack.enter_context(_scheduler(step, ingress, limits))
         stack.enter_context(_executor(step, backend, config))
-        address = stack.enter_context(_gateway(ingress, model, gateway))
-        yield RunningHeadway(address, engine)
+        address, http_port = stack.enter_context(_gateway(ingress, model, gateway))
+        yield RunningHeadway(address, engine, http_port)
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def _executor(step: str, backend: ExecutorBackend, config: BackendConfig) -> Ite
 
 
 @contextmanager
-def _gateway(ingress: str, model: Path, settings: dict[str, object]) -> Iterator[str]:
+def _gateway(ingress: str, model: Path, settings: dict[str, object]) -> Iterator[tuple[str, int]]:
     config = GatewayConfig(model=str(model), ingress_address=ingress, grpc_address="127.0.0.1:0", **settings)
     ready = threading.Event()
     control: dict[str, object] = {}
@@ -115,6 +117,7 @@ def _gateway(ingress: str, model: Path, settings: dict[str, object]) -> Iterator
     async def main() -> None:
         server = GatewayServer(config, load_text_model(model))
         control["port"] = await server.start()
+        control["http_port"] = server.http_port
         control["loop"] = asyncio.get_running_loop()
         stop = asyncio.Event()
         control["stop"] = stop
@@ -126,7 +129,7 @@ def _gateway(ingress: str, model: Path, settings: dict[str, object]) -> Iterator
     thread.start()
     assert ready.wait(20), "the gateway did not start"
     try:
-        yield f"127.0.0.1:{control['port']}"
+        yield f"127.0.0.1:{control['port']}", control["http_port"]  # type: ignore[misc]
     finally:
         control["loop"].call_soon_threadsafe(control["stop"].set)  # type: ignore[attr-defined]
         thread.join()

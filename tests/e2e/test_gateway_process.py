@@ -1,6 +1,7 @@
 """The gateway as real processes: exit codes, signals, several workers on one port, TLS."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -194,9 +196,17 @@ async def test_a_second_signal_ends_at_once_and_the_scheduler_is_told(start, ing
         assert len(scheduler.aborts) == 2
 
 
+def completed(port: int, seed: int) -> str:
+    body = json.dumps({"prompt": "x", "seed": seed, "max_tokens": 10}).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body, timeout=20) as answer:
+        text: str = json.load(answer)["choices"][0]["text"]
+        return text
+
+
 async def test_workers_share_a_port_are_replaced_and_leave_no_orphans(start, ingress):
     async with FakeScheduler(ingress, step_interval_s=0.002) as scheduler:
-        gateway = start(ingress_address=ingress, workers=2)
+        http_port = free_port()
+        gateway = start(ingress_address=ingress, workers=2, http_address=f"127.0.0.1:{http_port}")
         async with AsyncClient(gateway.address) as client:
             await client.wait_ready(20)
         await eventually(lambda: len({hello.incarnation for hello in scheduler.hellos}) == 2)
@@ -209,10 +219,13 @@ async def test_workers_share_a_port_are_replaced_and_leave_no_orphans(start, ing
 
         results = await asyncio.gather(*(one(seed % 2) for seed in range(12)))
         assert len({tuple(result) for result in results}) == 2
+        requests = [asyncio.to_thread(completed, http_port, seed % 2) for seed in range(12)]
+        assert len(set(await asyncio.gather(*requests))) == 2
 
         os.kill(workers[0], signal.SIGKILL)
         await eventually(lambda: len({hello.incarnation for hello in scheduler.hellos}) == 3)
         assert len(await one(5)) == 10
+        assert await asyncio.to_thread(completed, http_port, 0)
 
         gateway.process.send_signal(signal.SIGTERM)
         code, error = await gateway.ended()

@@ -33,7 +33,7 @@ from headway.client import (
 from headway.client.calls import Call
 from headway_gateway.config import GatewayConfig
 from headway_gateway.server import ADMIN_SERVICE, GENERATION_SERVICE, GatewayServer
-from headway_gateway.tokenization import load_text_model
+from headway_gateway.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import decode_column
@@ -79,12 +79,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(**config: object) -> AsyncIterator[Stage]:
+async def stage(text_model: TextModel = TEXT_MODEL, **config: object) -> AsyncIterator[Stage]:
     directory = tempfile.mkdtemp(prefix="hw")
     ingress = f"ipc://{directory}/i"
     settings = {"unavailable_grace_s": 0.3, "silence_timeout_s": 0.5} | config
     server = GatewayServer(
-        GatewayConfig(model=str(DEMO), ingress_address=ingress, grpc_address="127.0.0.1:0", **settings), TEXT_MODEL
+        GatewayConfig(model=str(DEMO), ingress_address=ingress, grpc_address="127.0.0.1:0", **settings), text_model
     )
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -533,7 +533,7 @@ async def test_an_unexpected_error_never_shows_its_text():
     async with served() as (on, _):
         on.server._generation._lanes.close()
         with pytest.raises(ServerError) as refusal:
-            await on.client.tokenize("x")
+            await on.client.tokenize("x " * 200)
         assert refusal.value.code is grpc.StatusCode.INTERNAL
         assert "executor" not in refusal.value.message
         assert refusal.value.message.startswith("internal error; see ")

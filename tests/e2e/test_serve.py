@@ -1,7 +1,10 @@
 """``headway serve`` and its siblings as real processes: readiness, supervision, stops."""
 
 import contextlib
+import http.client
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,10 +44,18 @@ def test_one_readiness_line_a_stream_and_a_clean_exit(tmp_path: Path):
     assert [line for line in server.err if "Traceback" in line] == []
 
 
-def test_ctrl_c_is_a_clean_exit_too():
-    with command("serve", *SIMULATED) as server:
+def test_ctrl_c_is_a_clean_exit_too_with_openais_api_and_a_client_that_stays_connected():
+    with command("serve", *SIMULATED, "--http-address", "127.0.0.1:0") as server:
         server.wait_for_ready()
-        assert server.stop(signal.SIGINT) == 0
+        wait_until(lambda: "OpenAI API on" in "".join(server.err), 5, "the address")
+        address = re.search(r"OpenAI API on http://(\S+)/v1", "".join(server.err))
+        with contextlib.closing(http.client.HTTPConnection(address[1], timeout=20)) as client:
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
+            client.request("POST", "/v1/completions", body)
+            answer = json.load(client.getresponse())
+            assert answer["usage"]["completion_tokens"] == 4
+            assert server.stop(signal.SIGINT) == 0
+    assert [line for line in server.err if "Traceback" in line] == []
 
 
 @pytest.mark.parametrize("victim", ["executor", "scheduler"])

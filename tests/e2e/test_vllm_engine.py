@@ -308,7 +308,7 @@ async def test_tokens_roles_and_tenants_apply(tmp_path: Path) -> None:
         await eventually(lambda: on.server.client.can_serve)
         health = await stub(on).HealthCheck(vllm.HealthCheckRequest())
         assert health.message in {"serving", "no scheduler with a model"}
-        with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization metadata is missing"):
+        with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization is missing"):
             await answers(on, request())
         with refused(grpc.StatusCode.PERMISSION_DENIED, "the role generate"):
             await answers(on, request(), **bearing("opss"))

@@ -213,6 +213,22 @@ def test_gateway(tmp_path, unused_tcp_port):
     assert "added to the first token" in printed
 
 
+@pytest.mark.deep
+def test_http_or_grpc(tmp_path):
+    for module in ("smg_grpc_proto", "aiohttp"):
+        pytest.importorskip(module, reason="shares its load with smg_overhead.py (extra dev)")
+    result = tmp_path / "result.json"
+    load = ("--streams", "2", "--tokens", "8", "--rounds", "1", "--requests", "2", "--latency-tokens", "4")
+    printed = run("http_or_grpc.py", *load, "--gap-ms", "1", "--output", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert record.keys() >= PROVENANCE
+    assert list(record["rows"]) == ["grpc", "completions", "chat"]
+    for name, row in record["rows"].items():
+        assert row["tokens_per_s"] > 0
+        assert row["ttft_ms"] > 0
+        assert name in printed
+
+
 def test_smg_overhead(tmp_path):
     for module in ("smg", "smg_grpc_proto", "aiohttp"):
         pytest.importorskip(module, reason="needs smg and a client of its API (extras smg and dev)")

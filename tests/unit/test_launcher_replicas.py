@@ -67,6 +67,18 @@ def test_port_0_is_another_free_port_for_each() -> None:
     assert len({*addresses, "127.0.0.1:0"}) == 4
 
 
+def test_each_gateway_has_a_port_for_openais_clients() -> None:
+    plan = plan_of(*THREE, "--http-address", "127.0.0.1:8000")
+    assert [flag_of(plan, f"gateway-{index}", "--http-address") for index in range(3)] == [
+        f"127.0.0.1:{port}" for port in (8000, 8001, 8002)
+    ]
+    assert plan.http_urls == tuple(f"http://127.0.0.1:{port}/v1" for port in (8000, 8001, 8002))
+    assert len(set(plan_of("--replicas", "2", "--http-address", "127.0.0.1:0").http_urls)) == 2
+    with pytest.raises(ConfigurationError, match=r"^--http-address: port 50901 .* because --grpc-address has it"):
+        plan_of(*THREE, "--http-address", "127.0.0.1:50901")
+    assert plan_of(*THREE).http_urls == ()
+
+
 def test_every_process_of_every_replica_has_a_port_for_its_metrics() -> None:
     plan = plan_of(*THREE, "--metrics-port", "9464", "--workers", "2")
     ports = {name: int(flag_of(plan, name, "--metrics-address").rpartition(":")[2]) for name in plan.start_order}

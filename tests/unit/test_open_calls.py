@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from headway_gateway.interceptors import ErrorInterceptor, OpenCallsInterceptor
+from headway_gateway.interceptors import ErrorInterceptor, OpenCalls, OpenCallsInterceptor
 from headway_gateway.statistics import GatewayStatistics
 from refusals import retry_after_s
 
@@ -18,9 +18,11 @@ class Calls:
 
     def __init__(self) -> None:
         self.statistics = GatewayStatistics()
-        self.open_calls = OpenCallsInterceptor(MOST)
+        self.open_calls = OpenCalls(MOST)
         self.let_go = asyncio.Event()
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(self.statistics), self.open_calls])
+        self.server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(self.statistics), OpenCallsInterceptor(self.open_calls)]
+        )
         methods = {
             "One": grpc.unary_unary_rpc_method_handler(self._one),
             "Many": grpc.unary_stream_rpc_method_handler(self._many),

@@ -43,6 +43,7 @@ from headway_executor.ranks.watched_backend import WatchedBackend
 from headway_executor.ranks.whole_group import Group
 from headway_executor.seams import Link, Ranks
 from headway_executor.step_link import StepLink
+from headway_process.collector import relax_collector
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import fleet_fields, make_logger
 from headway_process.parent import LAUNCHER_VARIABLE, end_with_parent
@@ -275,6 +276,7 @@ def _serve(config: ExecutorConfig, works: _Works, surface: _Surface) -> DeviceLo
         if snapshots.wanted:
             snapshots.give(take_snapshot(works.info, cycle.statistics, companions.figures))
 
+    relax_collector()
     serve(
         cycle,
         works.channel,

@@ -3,7 +3,7 @@
 # ruff: noqa: D102 (gRPC describes the methods)
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -34,15 +34,49 @@ _MAX_TOKEN_CHARACTERS = 4096
 _log = structlog.get_logger("headway.gateway.calls")
 
 
-class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Requires ``authorization: Bearer TOKEN`` and the method's role."""
+class Doorkeeper:
+    """Admits callers by their token, over gRPC and HTTP alike."""
 
-    def __init__(self, tokens: Callable[[], TokenTable], open_prefixes: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokens: Callable[[], TokenTable]) -> None:
         self._tokens = tokens
-        self._open_prefixes = open_prefixes
         self.refused: Counter[str] = Counter()
         """Calls turned away, by status."""
         self._warning = RareWarning(_log, "calls refused")
+
+    def admit(self, authorization: Sequence[str | bytes], role: str | None, method: str) -> Caller:
+        """Return the caller; ``authorization`` are the values sent under this name, ``role`` is the one it needs.
+
+        Raises:
+            CallRefusedError: UNAUTHENTICATED, or PERMISSION_DENIED.
+        """
+        try:
+            caller = self._caller(authorization)
+            _require_role(caller, role)
+        except CallRefusedError as refusal:
+            self.refused[refusal.code.name] += 1
+            self._warning.warn(latest=method, **self.refused)
+            raise
+        return caller
+
+    def _caller(self, values: Sequence[str | bytes]) -> Caller:
+        if not values:
+            raise _unauthenticated("authorization is missing; send: Bearer TOKEN")
+        value = values[0].decode("latin-1") if isinstance(values[0], bytes) else values[0]
+        token = value.removeprefix(_BEARER).strip()
+        if len(values) > 1 or not value.startswith(_BEARER) or not 1 <= len(token) <= _MAX_TOKEN_CHARACTERS:
+            raise _unauthenticated("authorization is malformed; send once: Bearer TOKEN")
+        caller = self._tokens().find(token)
+        if caller is None:
+            raise _unauthenticated("the bearer token is not valid")
+        return caller
+
+
+class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
+    """Requires ``authorization: Bearer TOKEN`` and the method's role."""
+
+    def __init__(self, doorkeeper: Doorkeeper, open_prefixes: tuple[str, ...] = ()) -> None:
+        self._doorkeeper = doorkeeper
+        self._open_prefixes = open_prefixes
 
     async def intercept_service(
         self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
@@ -51,31 +85,16 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(self._open_prefixes):
             return handler
+        values = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
+        role = next((role for prefix, role in ROLE_OF_METHODS.items() if method.startswith(prefix)), None)
         try:
-            caller = self._caller(handler_call_details)
-            _require_role(caller, method)
+            caller = self._doorkeeper.admit(values, role, method)
         except CallRefusedError as refusal:
-            self.refused[refusal.code.name] += 1
-            self._warning.warn(latest=method, **self.refused)
             return _refusing(handler, refusal)
         return handler if caller.tenant is None else _for_tenant(handler, caller.tenant)
 
-    def _caller(self, details: grpc.HandlerCallDetails) -> Caller:
-        values = [value for key, value in details.invocation_metadata if key == "authorization"]
-        if not values:
-            raise _unauthenticated("authorization metadata is missing; send: Bearer TOKEN")
-        value = values[0].decode("latin-1") if isinstance(values[0], bytes) else values[0]
-        token = value.removeprefix(_BEARER).strip()
-        if len(values) > 1 or not value.startswith(_BEARER) or not 1 <= len(token) <= _MAX_TOKEN_CHARACTERS:
-            raise _unauthenticated("authorization metadata is malformed; send once: Bearer TOKEN")
-        caller = self._tokens().find(token)
-        if caller is None:
-            raise _unauthenticated("the bearer token is not valid")
-        return caller
 
-
-def _require_role(caller: Caller, method: str) -> None:
-    role = next((role for prefix, role in ROLE_OF_METHODS.items() if method.startswith(prefix)), None)
+def _require_role(caller: Caller, role: str | None) -> None:
     if role is not None and role not in caller.roles:
         raise CallRefusedError(
             grpc.StatusCode.PERMISSION_DENIED, f"this call needs a token with the role {role}; yours lacks it"

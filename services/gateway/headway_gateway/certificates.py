@@ -38,6 +38,19 @@ class CertificateFiles:
             require_client_authentication=bool(self._config.tls_client_ca_file),
         )
 
+    def context(self) -> ssl.SSLContext:
+        """Return a context that asks this object before each handshake; not for an object that gave credentials."""
+        first = latest = self._new_context()
+
+        def renew(connection: ssl.SSLObject, name: str | None, initial: ssl.SSLContext) -> None:  # noqa: ARG001
+            nonlocal latest
+            if self.newer() is not None:
+                latest = self._new_context()
+            connection.context = latest
+
+        first.sni_callback = renew
+        return first
+
     def newer(self) -> grpc.ServerCertificateConfiguration | None:
         """Return changed and valid contents, else None. Any thread may call this."""
         signature: _Signature | None = None
@@ -69,9 +82,7 @@ class CertificateFiles:
         config = self._config
         try:
             # gRPC itself would only report that it cannot listen.
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            # For an encrypted key OpenSSL would ask the terminal for its password, and wait.
-            context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")
+            self._loaded()
         except OSError as error:
             raise ValueError(
                 f"tls_cert_file: {config.tls_cert_file[:64]!r} cannot be used; "
@@ -80,6 +91,20 @@ class CertificateFiles:
         pair = (Path(config.tls_key_file).read_bytes(), _whole_pem("tls_cert_file", config.tls_cert_file))
         authorities = _client_authorities(config.tls_client_ca_file) if config.tls_client_ca_file else None
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=authorities)
+
+    def _loaded(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # For an encrypted key OpenSSL would ask the terminal for its password, and wait.
+        context.load_cert_chain(self._config.tls_cert_file, self._config.tls_key_file, password="")
+        return context
+
+    def _new_context(self) -> ssl.SSLContext:
+        context = self._loaded()
+        if self._config.tls_client_ca_file:
+            context.load_verify_locations(self._config.tls_client_ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+        context.set_alpn_protocols(["http/1.1"])
+        return context
 
 
 def _client_authorities(path: str) -> bytes:

@@ -32,9 +32,10 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """A chat, as (role, content)."""
+    """A chat, as (role, content), or with a JSON object of further keys; and the tools, a JSON array."""
 
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[tuple[str, ...], ...]
+    tools: str = ""
 
 
 class Rendering(msgspec.Struct, frozen=True):
@@ -104,8 +105,8 @@ class Renderer:
         parts = []
         num_characters = 0
         variables = self._special | {
-            "messages": [{"role": role, "content": content} for role, content in chat.messages],
-            "tools": None,
+            "messages": [_message(*message) for message in chat.messages],
+            "tools": json.loads(chat.tools) if chat.tools else None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -115,6 +116,10 @@ class Renderer:
                 raise OverflowError
             parts.append(part)
         return "".join(parts)
+
+
+def _message(role: str, content: str, more: str = "") -> dict[str, Any]:
+    return {"role": role, "content": content, **(json.loads(more) if more else {})}
 
 
 def main() -> None:

@@ -35,11 +35,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     grpc_address: Annotated[str, Meta(description="HOST:PORT to serve gRPC on; port 0 picks a free one")] = (
         "127.0.0.1:50051"
     )
+    http_address: Annotated[
+        str, Meta(description="HOST:PORT to serve OpenAI's API on, over HTTP; port 0 picks a free one; empty: none")
+    ] = ""
     workers: Annotated[int, Meta(description="gateway processes that share the port")] = 1
     max_concurrent_streams: Annotated[
-        int, Meta(description="most Generate calls open at one time, per worker; more end with RESOURCE_EXHAUSTED")
+        int,
+        Meta(description="most generations open at one time, per worker; more end with RESOURCE_EXHAUSTED, or 429"),
     ] = 4096
-    max_message_bytes: Annotated[int, Meta(description="largest gRPC message accepted, in bytes")] = 16 * 1024 * 1024
+    max_message_bytes: Annotated[int, Meta(description="largest gRPC message, or body over HTTP, in bytes")] = (
+        16 * 1024 * 1024
+    )
     tokenizer_threads: Annotated[int, Meta(description="threads that tokenise prompts of ordinary length")] = 2
     unavailable_grace_s: Annotated[
         float,
@@ -52,7 +58,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             description="seconds that a client may leave its stream unread after the buffers are full; then the gateway ends "
-            "the stream (RESOURCE_EXHAUSTED)"
+            "the stream (RESOURCE_EXHAUSTED); and that it may take to send the body of an HTTP request"
         ),
     ] = 30.0
     grace_s: Annotated[float, Meta(description="seconds that open calls get to finish after SIGTERM")] = 30.0
@@ -155,26 +161,32 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: one line with the field, its value and the allowed ones.
         """
-        host, _ = split_address(self.grpc_address)
         _check_numbers(self)
         check_link_address("ingress_address", self.ingress_address, has_keys=bool(self.curve_keys))
         _check_files(self)
         _check_tracing(self)
         check_metrics_address(self.metrics_address, self.metrics_token_file, num_ports=self.workers)
         _check_vllm_engine(self)
-        guarded = bool(self.tls_cert_file) and bool(self.auth_token_file or self.tls_client_ca_file)
-        if not is_loopback(host) and not guarded and not self.allow_insecure_bind:
-            raise ValueError(
-                _refusal(
-                    "grpc_address",
-                    self.grpc_address,
-                    "a loopback address; beyond it set tls_cert_file, tls_key_file and auth_token_file (or "
-                    "tls_client_ca_file), or allow_insecure_bind=true",
-                )
+        _check_listener(self, "grpc_address", self.grpc_address)
+        if self.http_address:
+            _check_listener(self, "http_address", self.http_address)
+
+
+def _check_listener(config: GatewayConfig, field: str, address: str) -> None:
+    host, _ = split_address(address, field)
+    guarded = bool(config.tls_cert_file) and bool(config.auth_token_file or config.tls_client_ca_file)
+    if not is_loopback(host) and not guarded and not config.allow_insecure_bind:
+        raise ValueError(
+            _refusal(
+                field,
+                address,
+                "a loopback address; beyond it set tls_cert_file, tls_key_file and auth_token_file (or "
+                "tls_client_ca_file), or allow_insecure_bind=true",
             )
+        )
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, field: str = "grpc_address") -> tuple[str, int]:
     """Split ``HOST:PORT`` (IPv6 hosts in brackets).
 
     Raises:
@@ -183,7 +195,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, separator, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
-        raise ValueError(_refusal("grpc_address", address, "HOST:PORT with a port from 0 to 65535"))
+        raise ValueError(_refusal(field, address, "HOST:PORT with a port from 0 to 65535"))
     return host, int(port_text)
 
 

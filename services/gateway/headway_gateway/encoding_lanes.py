@@ -1,4 +1,4 @@
-"""Tokenisation in threads, long prompts apart."""
+"""Tokenisation: short prompts at once, others in threads, long ones apart."""
 
 # ruff: noqa: D102 (``TextModel`` describes the methods)
 
@@ -7,11 +7,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headway_gateway.tokenization import TextModel
+from headway_gateway.tokenization import Message, TextModel
+
+_SHORT_PROMPT_CHARACTERS = 256
+"""As long as handing work to a thread and back takes."""
 
 _LONG_PROMPT_CHARACTERS = 65536
 
 _Result = TypeVar("_Result")
+
+
+def size_of_chat(messages: Sequence[Message], tools: str) -> int:
+    """Return a chat's characters, without the roles."""
+    return len(tools) + sum(sum(map(len, message[1:])) for message in messages)
 
 
 class EncodingLanes:
@@ -23,19 +31,23 @@ class EncodingLanes:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
 
     async def encode(self, text: str) -> list[int]:
+        if len(text) <= _SHORT_PROMPT_CHARACTERS:
+            return self._text_model.encode(text)
         return await self._run(len(text), lambda: self._text_model.encode(text))
 
     async def encode_plain(self, text: str) -> list[int]:
         return await self._run(len(text), lambda: self._text_model.encode_plain(text))
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        num_characters = sum(len(content) for _, content in messages)
-        return await self._run(num_characters, lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens))
-
-    async def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        num_characters = 2 * sum(len(content) for _, content in messages)
+    async def encode_chat(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
         return await self._run(
-            num_characters, lambda: self._text_model.encode_chat_prefix(messages, max_tokens=max_tokens)
+            size_of_chat(messages, tools),
+            lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens, tools=tools),
+        )
+
+    async def encode_chat_prefix(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+        return await self._run(
+            2 * size_of_chat(messages, tools),
+            lambda: self._text_model.encode_chat_prefix(messages, max_tokens=max_tokens, tools=tools),
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:

@@ -10,13 +10,13 @@ import grpc
 import structlog
 
 from headway_gateway.best_outputs import HeldOutput, ranked
+from headway_gateway.call_context import CallContext
 from headway_gateway.client_patience import ClientPatience
 from headway_gateway.constraint_check import Beginning
 from headway_gateway.continuation import Continuation, OutputText
 from headway_gateway.live_sequence import LiveSequence
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_events import PromptEvents
-from headway_gateway.rpc_handlers import Context
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import RETRY_S, CallRefusedError
@@ -68,7 +68,7 @@ class GenerationParts(NamedTuple):
 class OpenCall(NamedTuple):
     """One Generate call. ``write`` sends an event."""
 
-    context: Context
+    context: CallContext
     write: Callable[[api.GenerateResponse], Awaitable[None]]
     trace: RequestTrace
     arrived_at: float
@@ -130,7 +130,7 @@ class Generation:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
             # This comes after submitting, so that the scheduler already works.
             await self._call.context.send_initial_metadata(
-                ((REQUEST_ID_METADATA_KEY, _ascii(self._request.request_id)),)
+                ((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),)
             )
             await self._until_begun()
             await self._send(api.GenerateResponse(accepted=self._accepted()))
@@ -301,7 +301,8 @@ class Generation:
         )
 
 
-def _ascii(request_id: str) -> str:
+def in_ascii(request_id: str) -> str:
+    """Return an id as a header can carry it."""
     return quote(request_id, safe=_PRINTABLE_ASCII)
 
 

@@ -4,15 +4,15 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
 import grpc
 import structlog
 
 from headway_gateway.rare_warnings import RareWarning
-from headway_gateway.rpc_handlers import Context, Handler, NextInterceptor, within
+from headway_gateway.rpc_handlers import Context, Handler, MethodInterceptor, within
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, try_later
 
@@ -21,20 +21,14 @@ _STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _log = structlog.get_logger("headway.gateway.calls")
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(MethodInterceptor):
     """Gives a failed call the status of ``CallRefusedError``, or INTERNAL and a logged id."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
+        super().__init__()
         self._statistics = statistics
 
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-
+    def around(self, handler: Handler, method: str) -> Handler:
         @asynccontextmanager
         async def errors_sent(request: Any, context: Context) -> AsyncIterator[Context]:
             try:
@@ -48,19 +42,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return within(handler, errors_sent, _tolerant(handler))
 
 
-class CallCountingInterceptor(grpc.aio.ServerInterceptor):
+class CallCountingInterceptor(MethodInterceptor):
     """Counts calls by method and status."""
 
     def __init__(self, statistics: GatewayStatistics) -> None:
+        super().__init__()
         self._statistics = statistics
 
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method.removeprefix("/")
+    def around(self, handler: Handler, method: str) -> Handler:
+        name = method.removeprefix("/")
 
         @asynccontextmanager
         async def end_counted(request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG001
@@ -72,13 +62,13 @@ class CallCountingInterceptor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 code = "CANCELLED" if is_cancelled else _STATUS_NAMES.get(context.code() or 0, "UNKNOWN")  # type: ignore[call-overload]
-                self._statistics.calls[method, code] += 1
+                self._statistics.calls[name, code] += 1
 
         return within(handler, end_counted)
 
 
-class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls while ``most`` are open, with a message."""
+class OpenCalls:
+    """Counts open calls, over gRPC and HTTP alike, and refuses more than ``most``."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -86,14 +76,13 @@ class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
         self._num_refused = 0
         self._warning = RareWarning(_log, "too many calls are open")
 
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        return None if handler is None else within(handler, self._counted)
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a call.
 
-    @asynccontextmanager
-    async def _counted(self, request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG002
+        Raises:
+            CallRefusedError: RESOURCE_EXHAUSTED.
+        """
         if self.num_open >= self._most:
             self._num_refused += 1
             self._warning.warn(refused=self._num_refused, allowed=self._most)
@@ -101,9 +90,32 @@ class OpenCallsInterceptor(grpc.aio.ServerInterceptor):
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_calls")
         self.num_open += 1
         try:
-            yield context
+            yield
         finally:
             self.num_open -= 1
+
+
+class OpenCallsInterceptor(MethodInterceptor):
+    """Refuses calls beyond those of ``open_calls``, with a message."""
+
+    def __init__(self, open_calls: OpenCalls) -> None:
+        super().__init__()
+        self._open_calls = open_calls
+
+    def around(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002
+        return within(handler, self._counted)
+
+    @asynccontextmanager
+    async def _counted(self, request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG002
+        with self._open_calls.one_more():
+            yield context
+
+
+def unexpected(error: Exception, method: str) -> CallRefusedError:
+    """Log an error whose text no client gets; return what it gets."""
+    error_id = secrets.token_hex(8)
+    _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
+    return CallRefusedError(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")
 
 
 async def _end_call(error: Exception, context: Context, method: str) -> NoReturn:
@@ -112,9 +124,8 @@ async def _end_call(error: Exception, context: Context, method: str) -> NoReturn
     if isinstance(error, CallRefusedError):
         _log.debug("call refused", method=method, code=error.code.name, reason=error.reason, message=error.message)
         await context.abort(error.code, error.message, error.trailing_metadata())
-    error_id = secrets.token_hex(8)
-    _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")
+    refusal = unexpected(error, method)
+    await context.abort(refusal.code, refusal.message)
     raise AssertionError("abort does not return")
 
 

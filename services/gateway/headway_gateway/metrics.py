@@ -66,7 +66,7 @@ def families_of(snapshot: GatewaySnapshot) -> "Iterable[Metric]":
     from headway_process.metric_families import MetricFamilies
 
     families = MetricFamilies(model_name=snapshot.model_name)
-    families.counter("headway_gateway_calls", "gRPC calls that have ended.", snapshot.calls, "method", "code")
+    families.counter("headway_gateway_calls", "Calls that have ended.", snapshot.calls, "method", "code")
     families.counter("headway_gateway_refusals", "Calls that were refused.", snapshot.refusals, "reason")
     families.counter("headway_gateway_outputs", "Outputs that have ended.", snapshot.ends, "finished_reason")
     families.gauge("headway_gateway_streams", "Generate calls that are open.", snapshot.num_streams)

@@ -17,7 +17,8 @@ class MissingFileError(ValueError):
 
 def packages_of(config: GatewayConfig) -> tuple[str, ...]:
     """Return the packages that only a gateway imports."""
-    return (*_PACKAGES, "opentelemetry") if config.otel_endpoint else _PACKAGES
+    more = (("opentelemetry",) if config.otel_endpoint else (), ("uvicorn", "httptools") if config.http_address else ())
+    return (*_PACKAGES, *more[0], *more[1])
 
 
 def check(config: GatewayConfig) -> None:

@@ -13,6 +13,7 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.server import AddressInUseError, GatewayServer
 from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
+from headway_process.collector import relax_collector
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import configure
@@ -73,6 +74,7 @@ async def _run_server(config: GatewayConfig) -> int:
     server = GatewayServer(config, text_model)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_tokens)
     try:
+        relax_collector()
         await server.start()
         await stop.wait()
         _log.info("draining", grace_s=config.grace_s)

@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc
 
-from headway_gateway.encoding_lanes import EncodingLanes
+from headway_gateway.encoding_lanes import EncodingLanes, size_of_chat
 from headway_gateway.statuses import invalid_argument, try_later
 from headway_gateway.tokenization import PromptError, PromptUnavailableError, TextModel
 from headway_gateway.validation import most_prompt_tokens
@@ -34,10 +34,11 @@ class PromptEncoder:
             if kind == "text":
                 self._text_model.require_plausible_length(len(prompt.text), most)
                 return await self._lanes.encode(prompt.text)
-            messages = [(one.role, one.content) for one in prompt.chat.messages]
-            self._text_model.require_plausible_length(sum(len(content) for _, content in messages), most)
+            tools: str = prompt.chat.tools
+            messages = [(one.role, one.content, one.more) for one in prompt.chat.messages]
+            self._text_model.require_plausible_length(size_of_chat(messages, tools), most)
             encode = self._lanes.encode_chat_prefix if is_prefix else self._lanes.encode_chat
-            return await encode(messages, max_tokens=most)
+            return await encode(messages, max_tokens=most, tools=tools)
         except PromptError as error:
             raise invalid_argument(kind, str(error)) from error
         except PromptUnavailableError as error:

@@ -1,6 +1,7 @@
 """Methods of a gRPC server with something around them."""
 
 import inspect
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias
@@ -10,6 +11,29 @@ import grpc
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 NextInterceptor: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+
+
+class MethodInterceptor(grpc.aio.ServerInterceptor):
+    """Puts something around every call. What it puts around a method is made once, not for each call."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Handler, Handler]] = {}
+
+    @abstractmethod
+    def around(self, handler: Handler, method: str) -> Handler:
+        """Return the method with something around it."""
+
+    async def intercept_service(  # noqa: D102 (gRPC describes it)
+        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
+    ) -> "Handler | None":
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        made = self._made.get(method)
+        if made is None or made[0] is not handler:  # whoever is behind may make another for each call
+            made = self._made[method] = handler, self.around(handler, method)
+        return made[1]
 
 
 def within(

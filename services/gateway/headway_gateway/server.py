@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
@@ -16,13 +17,14 @@ from headway_gateway.authentication import (
     REFLECTION_PREFIX,
     VLLM_ENGINE_PREFIX,
     AuthenticationInterceptor,
+    Doorkeeper,
 )
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
 from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.health import HealthReporter
-from headway_gateway.interceptors import CallCountingInterceptor, ErrorInterceptor, OpenCallsInterceptor
+from headway_gateway.interceptors import CallCountingInterceptor, ErrorInterceptor, OpenCalls, OpenCallsInterceptor
 from headway_gateway.link_keys import load_link_keys
 from headway_gateway.load_reports import LoadMonitor, add_load_reports
 from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
@@ -38,6 +40,9 @@ from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from headway_proto.orca_pb2 import OrcaLoadReport
+
+if TYPE_CHECKING:
+    from headway_gateway.openai.listener import HttpListener
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -96,6 +101,10 @@ class GatewayServer:
         health_service = health.aio.HealthServicer()
         self._health = self._health_reporter(health_service, text_model.vocab_size)
         self._tokens = token_file(config)
+        self._doorkeeper = Doorkeeper(self._tokens.table) if self._tokens is not None else None
+        self._open_calls = OpenCalls(config.max_concurrent_streams + _MOST_OTHER_CALLS)
+        self._text_model = text_model
+        self._http: HttpListener | None = None
         self._server = grpc.aio.server(interceptors=self._interceptors(), options=_channel_options(config))
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
         self._add_services(AdminServicer(self._client, PromptEncoder(text_model, self._lanes)))
@@ -105,6 +114,11 @@ class GatewayServer:
         """The connection to the scheduler."""
         return self._client
 
+    @property
+    def http_port(self) -> int:
+        """The port of OpenAI's API; 0 without one."""
+        return 0 if self._http is None else self._http.port
+
     async def start(self) -> int:
         """Listen and serve; return the port.
 
@@ -113,11 +127,15 @@ class GatewayServer:
             ValueError: certificate and key are unusable, or metrics cannot be served.
         """
         port = self._listen()
+        self._http = self._http_listener()
         self._metrics = self._metrics_endpoint()
         self._client.start()
         self._load.start()
         await self._health.start()
         await self._server.start()
+        if self._http is not None:
+            await self._http.start()
+            _log.info("OpenAI API", port=self._http.port, tls=bool(self._config.tls_cert_file))
         host, _ = split_address(self._config.grpc_address)
         if self._tracing is not None:
             self._tracing.server_address = f"{host}:{port}"
@@ -144,7 +162,10 @@ class GatewayServer:
 
     async def close(self) -> None:
         """End open calls and release everything."""
-        await self._server.stop(_CANCEL_GRACE_S)
+        if self._http is not None:
+            await asyncio.gather(self._server.stop(_CANCEL_GRACE_S), self._http.close())
+        else:
+            await self._server.stop(_CANCEL_GRACE_S)
         await self._health.close()
         await self._load.close()
         await self._client.close()
@@ -196,16 +217,16 @@ class GatewayServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [
             CallCountingInterceptor(self._statistics),
             ErrorInterceptor(self._statistics),
-            OpenCallsInterceptor(self._config.max_concurrent_streams + _MOST_OTHER_CALLS),
+            OpenCallsInterceptor(self._open_calls),
         ]
-        if self._tokens is not None:
+        if self._doorkeeper is not None:
             exempt = (
                 (HEALTH_PREFIX, self._config.open_health),
                 (f"{VLLM_ENGINE_PREFIX}HealthCheck", self._config.open_health),
                 (REFLECTION_PREFIX, self._config.open_reflection),
             )
             interceptors.append(
-                AuthenticationInterceptor(self._tokens.table, tuple(prefix for prefix, is_open in exempt if is_open))
+                AuthenticationInterceptor(self._doorkeeper, tuple(prefix for prefix, is_open in exempt if is_open))
             )
         return interceptors
 
@@ -227,6 +248,32 @@ class GatewayServer:
         return MetricsEndpoint(
             self._config.metrics_address, self._config.metrics_token_file, lambda: families_of(snapshots.ask())
         )
+
+    def _http_listener(self) -> "HttpListener | None":
+        config = self._config
+        if not config.http_address:
+            return None
+        from headway_gateway.openai.door import make_application
+        from headway_gateway.openai.listener import HttpListener, listening_socket
+
+        application = make_application(
+            generation=self._generation,
+            text_model=self._text_model,
+            problem=lambda: self._health.problem,
+            doorkeeper=self._doorkeeper,
+            open_calls=self._open_calls,
+            statistics=self._statistics,
+            config=config,
+        )
+        tls = CertificateFiles(config).context() if config.tls_cert_file else None
+        try:
+            listening = listening_socket(config.http_address, reuse_port=config.reuse_port)
+        except OSError as error:
+            raise AddressInUseError(
+                f"http_address: cannot listen on {config.http_address[:64]!r} ({error.strerror}); "
+                "allowed: a free address"
+            ) from error
+        return HttpListener(application, listening, tls=tls, slow_client_s=config.slow_client_s)
 
     def _listen(self) -> int:
         address = self._config.grpc_address

@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from headway_gateway.batch_calls import BatchCalls
+from headway_gateway.call_context import CallContext
 from headway_gateway.config import GatewayConfig
 from headway_gateway.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
@@ -90,7 +91,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     async def generate(
         self,
         request: api.GenerateRequest,
-        context: Context,
+        context: CallContext,
         write: Callable[[api.GenerateResponse], Awaitable[None]],
         *,
         keeps_special_tokens: bool = False,
@@ -107,7 +108,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             async with self._in_time(context):
                 await self._generate(request, OpenCall(context, write, trace, arrived_at, keeps_special_tokens))
 
-    async def Embed(self, request: api.EmbedRequest, context: Context) -> api.EmbedResponse:  # noqa: N802
+    async def Embed(self, request: api.EmbedRequest, context: CallContext) -> api.EmbedResponse:  # noqa: N802
         async with self._open_batch("Embed", context) as (trace, model):
             checked = check_embed(request, model)
             with self._begun(checked.request_id, request.tenant):
@@ -115,7 +116,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             self._report_load(context, sum(one.prompt_tokens for one in response.embeddings))
             return response
 
-    async def Score(self, request: api.ScoreRequest, context: Context) -> api.ScoreResponse:  # noqa: N802
+    async def Score(self, request: api.ScoreRequest, context: CallContext) -> api.ScoreResponse:  # noqa: N802
         async with self._open_batch("Score", context) as (trace, model):
             checked = check_score(request, model)
             with self._begun(checked.request_id, request.tenant):
@@ -126,7 +127,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     async def Tokenize(  # noqa: N802
         self,
         request: api.TokenizeRequest,
-        context: Context,  # noqa: ARG002
+        context: CallContext,  # noqa: ARG002
     ) -> api.TokenizeResponse:
         kind = request.WhichOneof("input")
         if kind is None:
@@ -141,7 +142,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     async def Detokenize(  # noqa: N802
         self,
         request: api.DetokenizeRequest,
-        context: Context,  # noqa: ARG002
+        context: CallContext,  # noqa: ARG002
     ) -> api.DetokenizeResponse:
         model = await self.serving_model()
         require_token_ids(request.token_ids, "token_ids", model.vocab_size)
@@ -150,7 +151,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     async def GetModel(  # noqa: N802
         self,
         request: api.GetModelRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        context: CallContext,  # noqa: ARG002
     ) -> api.GetModelResponse:
         model = await self.serving_model()
         return api.GetModelResponse(
@@ -171,13 +172,13 @@ class GenerationServicer(api_grpc.GenerationServicer):
         )
 
     @asynccontextmanager
-    async def _open_batch(self, method: str, context: Context) -> AsyncIterator[tuple[RequestTrace, ModelInfo]]:
+    async def _open_batch(self, method: str, context: CallContext) -> AsyncIterator[tuple[RequestTrace, ModelInfo]]:
         with self._begin_trace(method, context, time.monotonic()) as trace:
             async with self._in_time(context):
                 yield trace, await self.serving_model(for_new_work=True)
 
     @asynccontextmanager
-    async def _in_time(self, context: Context) -> AsyncIterator[None]:
+    async def _in_time(self, context: CallContext) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(context.time_remaining()), self._counted():
                 yield
@@ -193,7 +194,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             self._require_rate(tenant)
             yield
 
-    def _report_load(self, context: Context, num_tokens: int) -> None:
+    def _report_load(self, context: CallContext, num_tokens: int) -> None:
         if self._load_report is not None:
             cost = {"prompt_tokens": float(num_tokens), "output_tokens": 0.0}
             context.set_trailing_metadata((trailer_of(self._load_report(), **cost),))
@@ -215,7 +216,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             if not self.num_open_streams:
                 self._became_idle.ring()
 
-    def _begin_trace(self, method: str, context: Context, arrived_at: float) -> RequestTrace:
+    def _begin_trace(self, method: str, context: CallContext, arrived_at: float) -> RequestTrace:
         if self._tracing is None:
             return Untraced()
         return self._tracing.begin(method, tuple(context.invocation_metadata() or ()), arrived_at)

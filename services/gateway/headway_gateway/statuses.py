@@ -69,6 +69,28 @@ def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s:
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
+def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> CallRefusedError:
+    """Use a caller's field names; ``names`` pairs prefixes of ours and of theirs, and the first that fits counts."""
+    if not refusal.violations:
+        return refusal
+    names = tuple(names)
+    made = invalid_arguments({_callers_name(field, names): description for field, description in refusal.violations})
+    return CallRefusedError(
+        refusal.code,
+        made.message,
+        violations=made.violations,
+        retry_after_s=refusal.retry_after_s,
+        reason=refusal.reason,
+    )
+
+
+def _callers_name(field: str, names: Iterable[tuple[str, str]]) -> str:
+    for ours, theirs in names:
+        if field.startswith(ours):
+            return theirs + field.removeprefix(ours)
+    return field
+
+
 def shown(value: object) -> str:
     """Quote, escape and cut a caller's value."""
     return f"{value!r:.{SHOWN_VALUE_CHARS}}"

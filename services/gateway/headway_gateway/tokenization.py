@@ -7,7 +7,7 @@ its length.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
 
@@ -24,6 +24,11 @@ _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _UNLIKE_CONTENTS = ("0", "A")
+_WORD_MARK = "\u2581"
+
+
+Message: TypeAlias = tuple[str, ...]
+"""Role and content, and perhaps a JSON object of further keys for the template."""
 
 
 class TokenizerFilesError(Exception):
@@ -41,13 +46,22 @@ class PromptUnavailableError(Exception):
 class TextModel:
     """A tokenizer with its chat template. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, template_fault: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        template_fault: str = "",
+        template_source: str = "",
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.template_fault = template_fault
         """Why the chat template cannot be used, in one line; else empty."""
+        self.template_source = template_source
+        """The chat template as it is written; else empty."""
         self._make_detokenizer = detokenizer_factory(tokenizer)
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -90,18 +104,18 @@ class TextModel:
         """
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
-        """Render and tokenise (role, content) messages.
+    def encode_chat(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+        """Render and tokenise messages.
 
         Raises:
             PromptError: see ``render_chat``; or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
-        text = self.render_chat(messages)
+        text = self.render_chat(messages, tools)
         self.require_plausible_length(len(text), max_tokens)
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat_prefix(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> list[int]:
+    def encode_chat_prefix(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
         """Return the tokens common to all chats that begin with these messages and continue with a user's.
 
         Two continuations are compared, because only template and tokenizer know where the next message begins.
@@ -110,13 +124,14 @@ class TextModel:
             PromptError: as ``encode_chat``.
         """
         chats = [
-            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens) for content in _UNLIKE_CONTENTS
+            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools)
+            for content in _UNLIKE_CONTENTS
         ]
         shortest = min(map(len, chats))
         end = next((place for place in range(shortest) if chats[0][place] != chats[1][place]), shortest)
         return chats[0][:end]
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render_chat(self, messages: Sequence[Message], tools: str = "") -> str:
         """Return the text, up to the assistant's answer.
 
         Raises:
@@ -130,7 +145,7 @@ class TextModel:
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
-            return self._chat_template.render(tuple(messages))
+            return self._chat_template.render(tuple(messages), tools)
         except TemplateUnavailableError as error:
             raise PromptUnavailableError(f"the chat template {error}") from error
         except TemplateError as error:
@@ -139,6 +154,14 @@ class TextModel:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def text_of_token(self, token_id: int) -> str:
+        """Return one token's text by itself. Special tokens have theirs; U+FFFD stands for a part of a character."""
+        detokenizer = self._make_detokenizer(keeps_special_tokens=True)
+        text = detokenizer.push((token_id,)) + detokenizer.finish()
+        # Some decoders drop the space before the first word.
+        begins_word = (self._tokenizer.id_to_token(token_id) or "").startswith(_WORD_MARK)
+        return f" {text}" if begins_word and not text.startswith(" ") else text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -178,7 +201,9 @@ def load_text_model(directory: Path) -> TextModel:
     special = _special_tokens(directory, config)
     try:
         source = _template_source(directory, config)
-        return TextModel(tokenizer, None if source is None else _compiled(*source, special))
+        if source is None:
+            return TextModel(tokenizer, None)
+        return TextModel(tokenizer, _compiled(*source, special), template_source=source[1])
     except _TemplateFaultError as error:
         return TextModel(tokenizer, None, template_fault=str(error))
 

@@ -312,6 +312,17 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
                 f"chat.messages[{place}].role",
                 f"{shown(message.role)} is not a role; allowed: {', '.join(CHAT_ROLES)}",
             )
+        if message.more and not _is_json(message.more, dict):
+            yield f"chat.messages[{place}].more", f"{shown(message.more)} is not allowed; allowed: a JSON object"
+    if chat.tools and not _is_json(chat.tools, list):
+        yield "chat.tools", f"{shown(chat.tools)} is not allowed; allowed: a JSON array"
+
+
+def _is_json(text: str, kind: type) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), kind)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:

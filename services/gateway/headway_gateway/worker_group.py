@@ -28,7 +28,7 @@ class WorkerGroup:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._reservation: socket.socket | None = None
+        self._reservations: list[socket.socket] = []
         self._processes: list[asyncio.subprocess.Process] = []
         self._is_stopping = False
 
@@ -38,10 +38,11 @@ class WorkerGroup:
         Raises:
             AddressInUseError: the port is taken.
         """
-        host, port = self._reserve()
+        config = self._config
         worker_config = msgspec.structs.replace(
-            self._config,
-            grpc_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            config,
+            grpc_address=self._reserve("grpc_address", config.grpc_address),
+            http_address=self._reserve("http_address", config.http_address) if config.http_address else "",
             workers=1,
             reuse_port=True,
             exit_with_parent=True,
@@ -62,26 +63,28 @@ class WorkerGroup:
         finally:
             stopping.cancel()
             self._signal_all(signal.SIGKILL)
-            if self._reservation is not None:
-                self._reservation.close()
+            for reservation in self._reservations:
+                reservation.close()
 
-    def _reserve(self) -> tuple[str, int]:
-        host, port = split_address(self._config.grpc_address)
+    def _reserve(self, field: str, wanted: str) -> str:
+        """Return HOST:PORT, which other processes cannot take."""
+        host, port = split_address(wanted, field)
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 # SO_REUSEPORT stays off: another group of workers on this port must not be joined by accident.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-            self._reservation = socket.socket(family, socket.SOCK_STREAM)
-            self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self._reservation.bind(address)
+            reservation = socket.socket(family, socket.SOCK_STREAM)
+            self._reservations.append(reservation)
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reservation.bind(address)
         except OSError as error:
             raise AddressInUseError(
-                f"grpc_address: cannot listen on {self._config.grpc_address[:64]!r} ({error.strerror}); "
-                "allowed: a free address"
+                f"{field}: cannot listen on {wanted[:64]!r} ({error.strerror}); allowed: a free address"
             ) from error
-        return host, self._reservation.getsockname()[1]
+        port = reservation.getsockname()[1]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def _keep_one(self, config: GatewayConfig) -> int:
         quick_deaths = 0

@@ -37,6 +37,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "huggingface_hub": "hub",
     "shtab": "completion",
+    "httpx2": "gateway",
 }
 
 
@@ -144,6 +145,7 @@ COMMANDS = {
         (*_EVERYWHERE, "--model", "--ingress-address", "--curve-keys", "--metrics-address", "--workers", *_OF_GATEWAY),
     ),
     "generate": Command("stream answers from a running server to the terminal", "headway.generate"),
+    "batch": Command("answer a file of requests, resumable; OpenAI's batch format, or bodies", "headway.batch.command"),
     "demo": Command(
         "serve the model that ships with Headway, stream several prompts at once, and stop", "headway.demo"
     ),

@@ -1,26 +1,22 @@
 """A model inside a program: the processes of ``headway serve`` beneath it, and calls that take many prompts at once.
 
-Owns: starting and ending these processes, the order of answers. Must not know: messages, models, settings by name.
+Owns: the order of answers, and when the processes start and end. Must not know: messages, models, settings by name.
 """
 
 import asyncio
 import atexit
-import collections
 import os
-import re
-import signal
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from threading import Event, Thread
+from threading import Thread
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
+from headway.child_server import ChildServer, ServingError
 from headway.client import AsyncClient, ChatMessage, Client, GenerateOptions, GenerationResult, GenerationStream
 from headway.client.requests import BatchOptions, EmbedOptions, Input, Prompt
 from headway.configuration import suggestion
 from headway.model_source import DEMO_MODEL
-from headway.plan import without_settings
 from headway.progress import ProgressLine
 from headway.services import serve_settings
 from headway.settings import as_text
@@ -28,16 +24,10 @@ from headway_proto import generation_pb2
 
 ResultT = TypeVar("ResultT")
 
-_READY = re.compile(r"headway is ready on (\S+) ")
-_OWN_AFFAIRS = ("headway serve: starting ", "headway serve: stopping")
 _MOST_AT_ONCE = 256
 _MOST_INPUTS = 64
-_KEPT_LINES = 20
-_END_S = 20.0
 
-
-class ServingError(Exception):
-    """The processes beneath an ``LLM`` did not start. The message says why."""
+__all__ = ["LLM", "ServingError"]
 
 
 class LLM:
@@ -58,7 +48,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = DEMO_MODEL, *, progress: bool = True, **settings: Any) -> None:
         self._progress = progress
-        self._processes = _Processes(_words(os.fspath(model), settings))
+        self._processes = ChildServer(_words(os.fspath(model), settings))
         self.address = self._processes.address
         self._client = Client(self.address)
         self._loop = _Loop()
@@ -195,68 +185,3 @@ class _Loop:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-
-class _Processes:
-    """The launcher and its processes."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-m", "headway.beneath", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=without_settings(os.environ),
-            start_new_session=True,  # an interrupt at the terminal is the program's alone
-        )
-        self._owner = os.getpid()
-        self._said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self._is_ready = Event()
-        self.address = ""
-        self._readers = [
-            Thread(target=read, args=(stream,), daemon=True)
-            for read, stream in ((self._read_stdout, self._launcher.stdout), (self._read_stderr, self._launcher.stderr))
-        ]
-        for reader in self._readers:
-            reader.start()
-        try:
-            self._is_ready.wait()
-        except BaseException:
-            self.close()
-            raise
-        if not self.address:
-            self.close()
-            last = self._said[-1] if self._said else "it said nothing"
-            raise ServingError(last.removeprefix("headway serve: "))
-
-    def close(self) -> None:
-        if os.getpid() != self._owner:  # a fork of the program
-            return
-        if self._launcher.poll() is None:
-            self._launcher.send_signal(signal.SIGTERM)
-            try:
-                self._launcher.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._launcher.kill()  # its processes end with it
-        self._launcher.wait()
-        for reader in self._readers:
-            reader.join()
-        for stream in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr):
-            assert stream is not None
-            stream.close()
-
-    def _read_stdout(self, stream: IO[str]) -> None:
-        for line in stream:
-            ready = _READY.match(line)
-            if ready:
-                self.address = ready[1]
-                self._is_ready.set()
-        self._is_ready.set()
-
-    def _read_stderr(self, stream: IO[str]) -> None:
-        for line in stream:
-            if line.strip():
-                self._said.append(line.strip())
-            if not line.startswith(_OWN_AFFAIRS):
-                sys.stderr.write(line)

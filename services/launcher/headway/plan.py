@@ -24,7 +24,7 @@ from headway.replicas import (
     Share,
     check_apart,
     free_ports,
-    grpc_addresses,
+    replica_addresses,
 )
 from headway.serve_config import ServeConfig
 from headway.services import SERVICES, Service
@@ -63,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ``commands`` are in the order of the start. ``stop_stages`` have seconds from SIGTERM to SIGKILL by name. A process
     that is silent for ``hang_s`` seconds is replaced. ``targets`` are how this host reaches the gateways. ``directory``
     is private. ``settled`` and ``listeners`` (process and HOST:PORT) are checked before the start. ``awaited``: the
-    executors that must work before all is ready; empty if serving shows that.
+    executors that must work before all is ready; empty if serving shows that. ``http_urls``: the gateways' own OpenAI APIs.
     """
 
     commands: dict[str, list[str]]
@@ -74,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
     settled: list[Settled]
     listeners: list[tuple[str, str]]
+    http_urls: tuple[str, ...] = ()
     openai_address: str = ""
     smg_flags: tuple[str, ...] = ()
     environments: dict[str, dict[str, str]] = {}
@@ -125,6 +126,7 @@ def make_plan(arguments: argparse.Namespace, environment: Mapping[str, str], dir
         directory=directory,
         settled=settled,
         listeners=listeners,
+        http_urls=tuple(_http_url(gateway) for gateway in gateways if gateway.http_address),
         openai_address=serve.openai_address,
         smg_flags=serve.smg_flags,
         environments={each.member.name: each.member.environment for each in settled if each.member.environment},
@@ -174,12 +176,17 @@ def _settle_all(
     metrics_ports: Sequence[range],
     directory: Path,
 ) -> list[Settled]:
-    addresses = grpc_addresses(deployment.values["gateway"].get("grpc_address", _GRPC_ADDRESS), layout.num_replicas)
+    gateway = deployment.values["gateway"]
+    addresses = replica_addresses(gateway.get("grpc_address", _GRPC_ADDRESS), layout.num_replicas)
+    http_addresses = replica_addresses(gateway.get("http_address", _NOTHING), layout.num_replicas)
     roles = roles_in_order(deployment.starting())
     settled = []
-    for replica, (address, ports) in enumerate(zip(addresses, metrics_ports, strict=True)):
+    for replica, (address, http_address, ports) in enumerate(
+        zip(addresses, http_addresses, metrics_ports, strict=True)
+    ):
         own = {
             "grpc_address": address,
+            "http_address": http_address,
             "launcher_health_name": health_name,
             "max_executors": _given_by_launcher(layout.num_executors),
             **_links(layout, replica, directory),
@@ -285,6 +292,7 @@ def _listeners(
 ) -> list[tuple[str, str]]:
     """Return pairs of a flag and HOST:PORT."""
     listeners = [("--grpc-address", gateway.grpc_address) for gateway in gateways]
+    listeners += [("--http-address", gateway.http_address) for gateway in gateways if gateway.http_address]
     if serve.openai_address:
         listeners.append(("--openai-address", serve.openai_address))
     listeners += [("--metrics-port", f"{LOOPBACK}:{port}") for ports in metrics_ports for port in ports]
@@ -311,6 +319,11 @@ def _smg_command(serve: ServeConfig, gateways: Sequence[GatewayConfig]) -> list[
         grace_s=gateway.grace_s,
         flags=serve.smg_flags,
     )
+
+
+def _http_url(gateway: GatewayConfig) -> str:
+    scheme = "https" if gateway.tls_cert_file else "http"
+    return f"{scheme}://{Target(address=gateway.http_address).reachable_address}/v1"
 
 
 def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Target:

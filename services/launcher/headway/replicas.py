@@ -176,7 +176,7 @@ class Member(msgspec.Struct, frozen=True):
         return frozenset(sorted(cores)[own.start * num_each : own.stop * num_each])
 
 
-def grpc_addresses(given: Given, count: int) -> list[Given]:
+def replica_addresses(given: Given, count: int) -> list[Given]:
     """Return each gateway's HOST:PORT: the given port and those after it, or free ones if it is 0.
 
     A restarted gateway keeps its free port.

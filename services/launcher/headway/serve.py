@@ -81,6 +81,8 @@ async def _attend(plan: Plan, runner: FleetRunner, when_ready: WhenReady) -> Non
         readiness_line = await wait_until_serving(
             plan.targets, plan.awaited, started=time.monotonic(), report=say, has_begun=runner.has_begun
         )
+        for url in plan.http_urls:
+            say(f"OpenAI API on {url}")
         keep_serving = await when_ready(readiness_line, plan.targets[0].address)
     finally:
         if not keep_serving:

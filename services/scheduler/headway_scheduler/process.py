@@ -3,7 +3,6 @@
 Owns: the loop, start and stop. Must not know: how anything is decided.
 """
 
-import gc
 import importlib.metadata
 import os
 import secrets
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
+from headway_process.collector import relax_collector
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
@@ -40,7 +40,6 @@ EXIT_BAD_CONFIGURATION = 2
 _LONGEST_SLEEP_S = 0.25
 _LOG_DRAIN_S = 0.5
 _REJECTIONS_INTERVAL_S = 5.0
-_COLLECTOR_THRESHOLDS = (50_000, 20, 20)
 
 
 def run(config: SchedulerConfig) -> int:
@@ -206,10 +205,3 @@ class _StopSignals:
         del signum, frame
         is_orphan = self._parent is not None and os.getppid() != self._parent
         self.count += 2 if is_orphan else 1
-
-
-def relax_collector() -> None:
-    """Collect cycles rarely: a pass takes as long as a step."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECTOR_THRESHOLDS)

@@ -6,7 +6,7 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from headway_gateway.authentication import TENANT_METADATA_KEY
-from headway_gateway.statuses import CallRefusedError, invalid_arguments, shown
+from headway_gateway.statuses import CallRefusedError, invalid_arguments, renamed, shown
 from headway_proto import generation_pb2 as api
 
 PRIORITY_METADATA_KEY = "headway-priority"
@@ -130,16 +130,7 @@ def translate_embed(request: vllm.EmbedRequest, metadata: Mapping[str, str]) -> 
 
 def in_callers_words(refusal: CallRefusedError) -> CallRefusedError:
     """Use the caller's field names."""
-    if not refusal.violations:
-        return refusal
-    renamed = invalid_arguments({_callers_name(field): description for field, description in refusal.violations})
-    return CallRefusedError(
-        refusal.code,
-        renamed.message,
-        violations=renamed.violations,
-        retry_after_s=refusal.retry_after_s,
-        reason=refusal.reason,
-    )
+    return renamed(refusal, _CALLERS_NAMES)
 
 
 def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
@@ -215,10 +206,3 @@ def _metadata_refusals(metadata: Mapping[str, str]) -> Iterable[tuple[str, str]]
         value = metadata.get(key, "0")
         if not (value.isascii() and value.isdigit() and len(value) <= 9):
             yield f"metadata {key}", f"{shown(value)} is not allowed; allowed: milliseconds as a whole number"
-
-
-def _callers_name(field: str) -> str:
-    for ours, theirs in _CALLERS_NAMES:
-        if field.startswith(ours):
-            return theirs + field.removeprefix(ours)
-    return field

@@ -26,7 +26,7 @@ from headway_gateway.vllm_engine.cache_events import MOST_START, kv_event_batche
 from headway_gateway.vllm_engine.loads import OutputRate, scheduler_load
 from headway_gateway.vllm_engine.requests import in_callers_words, translate, translate_embed
 from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
-from headway_gateway.vllm_engine.wall_clock import now
+from headway_gateway.wall_clock import now
 from headway_proto.ingress import STATE_PAUSED
 from headway_proto.operations import Status
 

@@ -1,4 +1,4 @@
-"""The date in some of VllmEngine's answers."""
+"""The date in answers of VllmEngine and over HTTP."""
 
 from datetime import UTC, datetime
 

@@ -1,0 +1,291 @@
+"""Bodies of requests. A field that is not here is refused by its name. Must not know: what the fields mean."""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
+
+UInt32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+PriorityName = Literal["realtime", "high", "normal", "low"]
+
+NOTHING = msgspec.Raw(b"null")
+"""JSON that is not there."""
+
+_AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected (?P<allowed>.*?)(?:, got .*)?", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream has beside its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The tokens so far in each event, as vLLM has it."""
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema; its name and description do nothing, and it is always followed strictly."""
+
+    name: str = ""
+    schema: msgspec.Raw = NOTHING
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every request may have. ``user`` and ``metadata`` are accepted and do nothing, as is ``store`` false."""
+
+    model: str | None = None
+    user: str | None = None
+    request_id: str | None = None
+    tenant: str | None = None
+    adapter: str | None = None
+    priority: PriorityName | None = None
+    ttft_slo_ms: UInt32 | None = None
+
+
+class GenerationBody(Body, kw_only=True):
+    """What every generation may have; names of ``headway.v1`` where OpenAI has none.
+
+    ``safety_identifier`` and ``prompt_cache_key`` do nothing: prefixes are found by their tokens.
+    """
+
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: msgspec.Raw = NOTHING
+    store: bool | None = None
+    itl_slo_ms: UInt32 | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int32] | None = None
+    min_tokens: UInt32 | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+
+class ChoicesBody(GenerationBody, kw_only=True):
+    """Requests with several outputs."""
+
+    n: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionBody(ChoicesBody, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str | list[Int32] | Int32]
+    best_of: UInt32 | None = None
+    echo: bool | None = None
+    logprobs: UInt32 | None = None
+    prompt_logprobs: UInt32 | None = None
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A piece of a message: text only."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that the model has made. ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call in a message of the model."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat. Only one with ``tool_calls`` may be without content.
+
+    Answers of this API and of others have the last fields, and clients send their messages back.
+    """
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function for the model. ``strict`` does nothing."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool for the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(ChoicesBody, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[MessageBody]
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    max_completion_tokens: UInt32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of a response."""
+
+    format: "TextFormat | None" = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """As ``ResponseFormat``, in one object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: msgspec.Raw = NOTHING
+    description: str | None = None
+    strict: bool | None = None
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a response's input."""
+
+    role: str
+    content: str | list[ContentPart]
+    type: Literal["message"] = "message"
+
+
+class ResponsesBody(GenerationBody, kw_only=True):
+    """``POST /v1/responses``: text in, text out, nothing kept."""
+
+    input: str | list[InputMessage]
+    instructions: str | None = None
+    max_output_tokens: UInt32 | None = None
+    text: TextConfig | None = None
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    """``POST /v1/embeddings``."""
+
+    input: str | list[str | list[Int32] | Int32]
+    dimensions: UInt32 | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
+    normalize: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /tokenize``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[MessageBody] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[Int32]
+
+
+_Body = TypeVar("_Body")
+
+
+def read(content: bytes, kind: type[_Body]) -> _Body:
+    """Return a body.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT with the field, the value and what is allowed.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(content, str(error)) from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"
+        raise invalid_argument("body", f"it is not readable ({reason}); allowed: a JSON object") from None
+
+
+def _wrong_field(content: bytes, message: str) -> CallRefusedError:
+    match = _AT.match(message)
+    assert match is not None
+    problem, path = match["problem"], (match["path"] or "$").removeprefix("key` in `")
+    field = path.removeprefix("$").removeprefix(".")
+    unknown = _UNKNOWN.fullmatch(problem)
+    if unknown is not None:
+        name = unknown["name"] if unknown["name"].isprintable() else shown(unknown["name"])
+        return invalid_argument(f"{field}.{name}".removeprefix(".")[:200], "it is not known here; allowed: unset")
+    missing = _MISSING.fullmatch(problem)
+    if missing is not None:
+        return invalid_argument(f"{field}.{missing['name']}".removeprefix("."), "it is missing")
+    expected = _EXPECTED.fullmatch(problem)
+    if expected is None:  # such as a number that no type holds
+        return invalid_argument(field or "body", f"it is not allowed ({problem})")
+    allowed = expected["allowed"].replace("`", "").replace(" | ", " or ")
+    return invalid_argument(field or "body", f"{_value_at(content, path)} is not allowed; allowed: {allowed}")
+
+
+def _value_at(content: bytes, path: str) -> str:
+    """``[...]`` stands for some value of a mapping; then the whole mapping is shown."""
+    try:
+        value: Any = msgspec.json.decode(content)
+    except (ValueError, RecursionError):  # behind the wrong field there may be more
+        return "the value"
+    for name, place in _steps(path):
+        if place == "...":
+            break
+        value = value[int(place)] if place else value[name]
+    return shown(value)
+
+
+def _steps(path: str) -> Iterable[tuple[str, str]]:
+    return _STEP.findall(path)

@@ -1,0 +1,395 @@
+"""``POST /v1/chat/completions``: messages in, a message out, whole or as events.
+
+Must not know: how chats are rendered, how a generation runs.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from headway_gateway.openai.bodies import ChatBody, read
+from headway_gateway.openai.completions import TokenText
+from headway_gateway.openai.http_call import HttpCall
+from headway_gateway.openai.outputs import (
+    DONE,
+    LEAST_LOGPROB,
+    StreamUsage,
+    Tally,
+    Usage,
+    event_of,
+    new_id,
+    reason_of,
+    run,
+)
+from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces
+from headway_gateway.openai.thinking import Thought
+from headway_gateway.openai.tool_calls import ToolCall
+from headway_gateway.openai.translation import CHAT_NAMES, chat_request, offers_tools
+from headway_gateway.servicer import GenerationServicer
+from headway_gateway.statuses import invalid_argument
+from headway_gateway.tokenization import TextModel
+from headway_gateway.validation import MAX_CONTINUATIONS
+from headway_gateway.wall_clock import now
+from headway_proto import generation_pb2 as api
+from headway_proto.ingress import ModelInfo
+
+_REPLACEMENT = "\ufffd"
+
+
+class TokenEntry(msgspec.Struct):
+    """A token. ``bytes`` is null for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: "list[TokenEntry] | msgspec.UnsetType" = msgspec.UNSET
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The tokens of an output, or of a piece of it."""
+
+    content: list[TokenEntry]
+    refusal: None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """A function's name, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, omit_defaults=True):
+    """A tool call. ``index`` is for events only."""
+
+    id: str
+    type: str
+    function: FunctionCall
+    index: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    """A whole output. ``content`` is null if there are calls alone."""
+
+    content: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[MessageCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageDelta(msgspec.Struct, omit_defaults=True):
+    """A piece of an output; empty in the last."""
+
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MessageCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """A whole output with its index."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatChoiceDelta(msgspec.Struct):
+    """A piece with its index."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """A whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """An event."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoiceDelta]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class ChatSink(Protocol):
+    """Takes the outputs' pieces."""
+
+    async def begin(self) -> None:
+        """The chat runs."""
+        ...
+
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
+        """Add to an output."""
+        ...
+
+    async def end(self, index: int, reason: str) -> None:
+        """An output has ended."""
+        ...
+
+
+class ChatReader:
+    """Reads a generation's events into ``sink``."""
+
+    def __init__(
+        self,
+        sink: ChatSink,
+        tally: Tally,
+        token_text: TokenText,
+        *,
+        wants_logprobs: bool,
+        pieces: Sequence[Pieces] = (),
+    ) -> None:
+        """``pieces``: one for each output, if their text is divided."""
+        self._sink = sink
+        self._pieces = pieces
+        self._tally = tally
+        self._token_text = token_text
+        self._wants_logprobs = wants_logprobs
+
+    async def write(self, event: api.GenerateResponse) -> None:
+        """Take the next event."""
+        kind = event.WhichOneof("event")
+        if kind == "delta":
+            delta = event.delta
+            self._tally.count_tokens(delta)
+            tokens = [self._entry(one) for one in delta.logprobs] if self._wants_logprobs else None
+            if self._pieces:
+                await self._add(delta.index, self._pieces[delta.index].push(delta.text), tokens)
+            elif delta.text or tokens:
+                await self._sink.add(delta.index, delta.text, tokens)
+        elif kind == "finished":
+            await self._end(event.finished)
+        elif kind == "accepted":
+            self._tally.count(event.accepted)
+            await self._sink.begin()
+
+    async def _end(self, finished: api.Finished) -> None:
+        reason = reason_of(finished)
+        if self._pieces:
+            pieces = self._pieces[finished.index]
+            await self._add(finished.index, pieces.finish(), None)
+            reason = "tool_calls" if pieces.num_calls and reason == "stop" else reason
+        await self._sink.end(finished.index, reason)
+
+    async def _add(self, index: int, pieces: list[Piece], tokens: list[TokenEntry] | None) -> None:
+        if tokens:
+            await self._sink.add(index, "", tokens)
+        for piece in pieces:
+            await self._sink.add(index, piece, None)
+
+    def _entry(self, entry: api.TokenLogprob) -> TokenEntry:
+        whole = self._token(entry.token_id, entry.logprob)
+        whole.top_logprobs = [self._token(one.token_id, one.logprob) for one in entry.top]
+        return whole
+
+    def _token(self, token_id: int, logprob: float) -> TokenEntry:
+        text = self._token_text(token_id)
+        content = None if _REPLACEMENT in text else list(text.encode())
+        return TokenEntry(text, max(logprob, LEAST_LOGPROB), content)
+
+
+class WholeMessages:
+    """Gathers the outputs."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._thoughts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._calls: list[list[MessageCall]] = [[] for _ in range(num_choices)]
+        self._tokens: list[list[TokenEntry] | None] = [None] * num_choices
+        self._reasons = [""] * num_choices
+
+    async def begin(self) -> None:
+        """See ``ChatSink``."""
+
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
+        """See ``ChatSink``."""
+        if isinstance(piece, str):
+            self._texts[index].append(piece)
+        elif isinstance(piece, Thought):
+            self._thoughts[index].append(piece.text)
+        else:
+            self._calls[index].append(_message_call(piece))
+        if tokens is not None:
+            self._tokens[index] = [*(self._tokens[index] or ()), *tokens]
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``ChatSink``."""
+        self._reasons[index] = reason
+
+    def texts(self) -> list[str]:
+        """Return the outputs."""
+        return ["".join(texts) for texts in self._texts]
+
+    def choices(self) -> list[ChatChoice]:
+        """Return the outputs as choices."""
+        return [
+            ChatChoice(index, _answer(text, thoughts, calls), None if tokens is None else ChatLogprobs(tokens), reason)
+            for index, (text, thoughts, calls, tokens, reason) in enumerate(
+                zip(self.texts(), self._thoughts, self._calls, self._tokens, self._reasons, strict=True)
+            )
+        ]
+
+    @property
+    def reasons(self) -> Sequence[str]:
+        """Why each output ended."""
+        return self._reasons
+
+
+class StreamedMessages:
+    """Sends each piece as an event."""
+
+    def __init__(self, call: HttpCall, frame: ChatCompletionChunk, num_choices: int, usage: StreamUsage) -> None:
+        """``frame`` is an event without choices."""
+        self._usage = usage
+        self._call = call
+        self._frame = frame
+        self._num_choices = num_choices
+        self._num_calls = [0] * num_choices
+        # An event with text alone, which most are, in two parts around the text.
+        mark = "\0"
+        self._plain = [
+            self._event(ChatChoiceDelta(index, MessageDelta(content=mark))).split(msgspec.json.encode(mark))
+            for index in range(num_choices)
+        ]
+
+    async def begin(self) -> None:
+        """See ``ChatSink``."""
+        await self._call.begin_events()
+        roles = (
+            self._event(ChatChoiceDelta(index, MessageDelta(role="assistant", content="")))
+            for index in range(self._num_choices)
+        )
+        await self._call.send_event(b"".join(roles))
+
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
+        """See ``ChatSink``."""
+        if isinstance(piece, Thought):
+            delta = MessageDelta(reasoning_content=piece.text)
+            await self._call.send_event(self._event(ChatChoiceDelta(index, delta)))
+            return
+        if isinstance(piece, ToolCall):
+            call = _message_call(piece)
+            call.index, self._num_calls[index] = self._num_calls[index], self._num_calls[index] + 1
+            await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(tool_calls=[call]))))
+            return
+        if tokens is None and not self._usage.is_each:
+            before, behind = self._plain[index]
+            await self._call.send_event(before + msgspec.json.encode(piece) + behind)
+            return
+        logprobs = None if tokens is None else ChatLogprobs(tokens)
+        await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(content=piece), logprobs)))
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``ChatSink``."""
+        await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(), None, reason)))
+
+    async def close(self) -> None:
+        """Send the last event, with the usage if it is wanted."""
+        last = b""
+        if self._usage.is_last:
+            last = event_of(msgspec.structs.replace(self._frame, usage=self._usage.tally.usage()))
+        await self._call.send_event(last + DONE)
+        await self._call.end_events()
+
+    def _event(self, choice: ChatChoiceDelta) -> bytes:
+        return event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
+
+
+def _message_call(call: ToolCall) -> MessageCall:
+    # Some templates accept ids of nine letters and digits only.
+    return MessageCall(secrets.token_hex(5)[:9], "function", FunctionCall(call.name, call.arguments))
+
+
+def _answer(text: str, thoughts: list[str], calls: list[MessageCall]) -> AnswerMessage:
+    message = AnswerMessage(text or None if calls else text)
+    if calls:
+        message.tool_calls = calls
+    if thoughts:
+        message.reasoning_content = "".join(thoughts)
+    return message
+
+
+class Chats:
+    """The endpoint."""
+
+    def __init__(self, generation: GenerationServicer, text_model: TextModel) -> None:
+        self._generation = generation
+        self._token_text = text_model.text_of_token
+        self._piece_maker = PieceMaker(text_model)
+
+    async def answer(self, call: HttpCall, content: bytes) -> None:
+        """Answer a request.
+
+        Raises:
+            CallRefusedError: it is wrong, or is refused.
+        """
+        body = read(content, ChatBody)
+        body.request_id = call.request_id = body.request_id or new_id()
+        request = chat_request(body, call.tenant)
+        model = await self._generation.serving_model()
+        name, created = body.model or model.name, int(now().timestamp())
+        answer_id = f"chatcmpl-{call.request_id}"
+        num_choices = min(1 if body.n is None else body.n, MAX_CONTINUATIONS)
+        tally = Tally()
+        pieces = await self._pieces(body, request, num_choices, model)
+        if body.stream:
+            usage = StreamUsage.of(tally, body.stream_options)
+            stream = StreamedMessages(call, ChatCompletionChunk(answer_id, created, name, []), num_choices, usage)
+            await self._run(call, body, request, self._reader(body, stream, tally, pieces))
+            await stream.close()
+            return
+        whole = WholeMessages(num_choices)
+        await self._run(call, body, request, self._reader(body, whole, tally, pieces))
+        answer = ChatCompletion(answer_id, created, name, whole.choices(), tally.usage())
+        await call.answer(msgspec.json.encode(answer))
+
+    def _reader(self, body: ChatBody, sink: ChatSink, tally: Tally, pieces: Sequence[Pieces]) -> ChatReader:
+        return ChatReader(sink, tally, self._token_text, wants_logprobs=bool(body.logprobs), pieces=pieces)
+
+    async def _pieces(
+        self, body: ChatBody, request: api.GenerateRequest, num_choices: int, model: ModelInfo
+    ) -> list[Pieces]:
+        calls = offers_tools(body)
+        if calls and not self._piece_maker.tool_form:
+            raise invalid_argument(
+                "tools", "this model's chat template has no form of calls that is known; allowed: unset"
+            )
+        ends = [self._token_text(token_id) for token_id in model.eos_token_ids]
+        return await self._piece_maker.make(
+            num_choices,
+            # A constraint leaves no room for thoughts.
+            divides_thoughts=body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None,
+            calls=calls,
+            ends=ends if self._keeps_special_tokens(body) else (),
+        )
+
+    def _keeps_special_tokens(self, body: ChatBody) -> bool:
+        needs_them = self._piece_maker.keeps_special_tokens and offers_tools(body)
+        return needs_them or body.skip_special_tokens is False
+
+    async def _run(self, call: HttpCall, body: ChatBody, request: api.GenerateRequest, reader: ChatReader) -> None:
+        await run(
+            self._generation,
+            call,
+            [(request, reader.write)],
+            names=CHAT_NAMES,
+            keeps_special_tokens=self._keeps_special_tokens(body),
+        )

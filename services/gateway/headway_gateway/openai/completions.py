@@ -1,0 +1,332 @@
+"""``POST /v1/completions``: outputs, echoed prompts, log probabilities, whole or as events.
+
+Must not know: chats, how a generation runs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from headway_gateway.openai.bodies import CompletionBody, read
+from headway_gateway.openai.http_call import HttpCall
+from headway_gateway.openai.outputs import (
+    DONE,
+    LEAST_LOGPROB,
+    StreamUsage,
+    Tally,
+    Usage,
+    event_of,
+    new_id,
+    reason_of,
+    run,
+)
+from headway_gateway.openai.translation import COMPLETION_NAMES, completion_requests, drops_output
+from headway_gateway.servicer import GenerationServicer
+from headway_gateway.statuses import invalid_argument
+from headway_gateway.validation import MAX_CONTINUATIONS
+from headway_gateway.wall_clock import now
+from headway_proto import generation_pb2 as api
+
+TokenText = Callable[[int], str]
+Token = tuple[int, api.TokenLogprob | None]
+"""An id, and its log probability; a prompt's first token has none."""
+
+
+class Logprobs(msgspec.Struct):
+    """Columns over tokens. ``text_offset`` counts characters of the choice's text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+    def extend(self, more: "Logprobs") -> None:
+        """Add later tokens."""
+        self.text_offset += more.text_offset
+        self.token_logprobs += more.token_logprobs
+        self.tokens += more.tokens
+        self.top_logprobs += more.top_logprobs
+
+
+class Choice(msgspec.Struct):
+    """One output, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: str | None
+    prompt_logprobs: list[dict[str, dict[str, float | str]] | None] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    """A whole answer, or an event. ``usage`` is absent from events of clients that have not asked for it."""
+
+    id: str
+    model: str
+    created: int
+    choices: list[Choice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class Piece(NamedTuple):
+    """New text of a choice. ``tokens`` is None where no log probabilities are wanted."""
+
+    choice: int
+    text: str
+    tokens: Sequence[Token] | None
+
+
+class Sink(Protocol):
+    """Takes the pieces of all choices."""
+
+    async def begin(self) -> None:
+        """A prompt runs."""
+        ...
+
+    async def add(self, piece: Piece) -> None:
+        """Add text."""
+        ...
+
+    async def end(self, index: int, reason: str) -> None:
+        """A choice has ended."""
+        ...
+
+
+class LogprobColumns:
+    """Makes one choice's columns, piece by piece."""
+
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+        self._offset = 0
+
+    def of(self, tokens: Iterable[Token]) -> Logprobs:
+        """Return the columns of the next tokens."""
+        columns = Logprobs([], [], [], [])
+        for token_id, entry in tokens:
+            text = self._token_text(token_id)
+            columns.text_offset.append(self._offset)
+            columns.tokens.append(text)
+            self._offset += len(text)
+            if entry is None:
+                columns.token_logprobs.append(None)
+                columns.top_logprobs.append(None)
+                continue
+            own = max(entry.logprob, LEAST_LOGPROB)
+            columns.token_logprobs.append(own)
+            columns.top_logprobs.append(self._top(text, own, entry))
+        return columns
+
+    def _top(self, text: str, own: float, entry: api.TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        # Different tokens may have one text (parts of characters); the likeliest stays.
+        for one in entry.top:
+            top.setdefault(self._token_text(one.token_id), max(one.logprob, LEAST_LOGPROB))
+        top.setdefault(text, own)
+        return top
+
+
+class PromptReader:
+    """Reads the events of one prompt's generation into ``sink``."""
+
+    def __init__(self, body: CompletionBody, first_index: int, sink: Sink, tally: Tally) -> None:
+        """``first_index`` is the index of its first choice."""
+        self._num_choices = 1 if body.n is None else body.n
+        self._first_index = first_index
+        self._sink = sink
+        self._tally = tally
+        self._echoes = bool(body.echo)
+        self._wants_logprobs = body.logprobs is not None
+        self._drops_output = drops_output(body)
+        self._waits = self._echoes or body.prompt_logprobs is not None
+        self._num_prompt = 0
+        self._held: list[api.GenerateResponse] = []
+        self.prompt_text = ""
+        self.prompt: list[Token] = []
+
+    async def write(self, event: api.GenerateResponse) -> None:
+        """Take the next event."""
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._num_prompt = event.accepted.prompt_tokens
+            self._tally.count(event.accepted)
+            await self._sink.begin()
+        elif kind == "prompt":
+            await self._take_prompt(event.prompt)
+        elif self._waits:
+            self._held.append(event)  # another output may be ahead of the prompt
+        elif kind == "delta":
+            await self._take_delta(event.delta)
+        else:
+            await self._end(event.finished)
+
+    async def _take_prompt(self, prompt: api.Prompt) -> None:
+        self.prompt_text += prompt.text
+        num_without = len(prompt.token_ids) - len(prompt.logprobs)
+        entries: list[api.TokenLogprob | None] = [*[None] * num_without, *prompt.logprobs]
+        self.prompt += zip(prompt.token_ids, entries, strict=True)
+        if len(self.prompt) < self._num_prompt:
+            return
+        self._waits = False
+        if self._echoes:
+            tokens = self.prompt if self._wants_logprobs else None
+            for index in range(self._num_choices):
+                await self._sink.add(Piece(self._first_index + index, self.prompt_text, tokens))
+        held, self._held = self._held, []
+        for event in held:
+            await self.write(event)
+
+    async def _take_delta(self, delta: api.Delta) -> None:
+        if self._drops_output:
+            return
+        self._tally.count_tokens(delta)
+        tokens = list(zip(delta.token_ids, delta.logprobs, strict=True)) if self._wants_logprobs else None
+        if delta.text or tokens:
+            await self._sink.add(Piece(self._first_index + delta.index, delta.text, tokens))
+
+    async def _end(self, finished: api.Finished) -> None:
+        reason = reason_of(finished)
+        await self._sink.end(self._first_index + finished.index, "length" if self._drops_output else reason)
+
+
+class WholeChoices:
+    """Gathers choices."""
+
+    def __init__(self, num_choices: int, token_text: TokenText) -> None:
+        self.choices = [Choice(index, "", None, None) for index in range(num_choices)]
+        self._texts: list[list[str]] = [[] for _ in self.choices]
+        self._columns = [LogprobColumns(token_text) for _ in self.choices]
+
+    async def begin(self) -> None:
+        """See ``Sink``."""
+
+    async def add(self, piece: Piece) -> None:
+        """See ``Sink``."""
+        self._texts[piece.choice].append(piece.text)
+        if piece.tokens is None:
+            return
+        columns, choice = self._columns[piece.choice].of(piece.tokens), self.choices[piece.choice]
+        if choice.logprobs is None:
+            choice.logprobs = columns
+        else:
+            choice.logprobs.extend(columns)
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``Sink``."""
+        self.choices[index].text = "".join(self._texts[index])
+        self.choices[index].finish_reason = reason
+
+
+class StreamedChoices:
+    """Sends each piece as an event."""
+
+    def __init__(
+        self, call: HttpCall, frame: Completion, num_choices: int, token_text: TokenText, usage: StreamUsage
+    ) -> None:
+        """``frame`` is an event without choices."""
+        self._usage = usage
+        self._call = call
+        self._frame = frame
+        self._columns = [LogprobColumns(token_text) for _ in range(num_choices)]
+        # An event with text alone, which most are, in three parts around the text.
+        mark = "\0"
+        self._plain = [
+            self._event(Choice(index, mark, None, None)).split(msgspec.json.encode(mark))
+            for index in range(num_choices)
+        ]
+
+    async def begin(self) -> None:
+        """See ``Sink``."""
+        if not self._call.has_begun:
+            await self._call.begin_events()
+
+    async def add(self, piece: Piece) -> None:
+        """See ``Sink``."""
+        if piece.tokens is None and not self._usage.is_each:
+            before, behind = self._plain[piece.choice]
+            await self._call.send_event(before + msgspec.json.encode(piece.text) + behind)
+            return
+        columns = None if piece.tokens is None else self._columns[piece.choice].of(piece.tokens)
+        await self._call.send_event(self._event(Choice(piece.choice, piece.text, columns, None)))
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``Sink``."""
+        await self._call.send_event(self._event(Choice(index, "", None, reason)))
+
+    async def close(self) -> None:
+        """Send the last event, with the usage if it is wanted."""
+        last = b""
+        if self._usage.is_last:
+            last = event_of(msgspec.structs.replace(self._frame, usage=self._usage.tally.usage()))
+        await self._call.send_event(last + DONE)
+        await self._call.end_events()
+
+    def _event(self, choice: Choice) -> bytes:
+        return event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, generation: GenerationServicer, token_text: TokenText) -> None:
+        self._generation = generation
+        self._token_text = token_text
+
+    async def answer(self, call: HttpCall, content: bytes) -> None:
+        """Answer a request.
+
+        Raises:
+            CallRefusedError: it is wrong, or is refused.
+        """
+        body = read(content, CompletionBody)
+        body.request_id = call.request_id = body.request_id or new_id()
+        if body.stream and body.prompt_logprobs is not None:
+            raise invalid_argument("prompt_logprobs", "not allowed together with stream; allowed: echo with logprobs")
+        requests = completion_requests(body, call.tenant)
+        model = await self._generation.serving_model()
+        frame = Completion(f"cmpl-{call.request_id}", body.model or model.name, int(now().timestamp()), [])
+        num_each = 1 if body.n is None else body.n
+        num_choices = min(num_each, MAX_CONTINUATIONS) * len(requests)
+        tally = Tally()
+        if body.stream:
+            usage = StreamUsage.of(tally, body.stream_options)
+            stream = StreamedChoices(call, frame, num_choices, self._token_text, usage)
+            await self._run(call, body, requests, stream, tally)
+            await stream.close()
+            return
+        whole = WholeChoices(num_choices, self._token_text)
+        readers = await self._run(call, body, requests, whole, tally)
+        if body.prompt_logprobs is not None:
+            for choice in whole.choices:
+                choice.prompt_logprobs = self._prompt_logprobs(readers[choice.index // num_each].prompt)
+        await call.answer(
+            msgspec.json.encode(msgspec.structs.replace(frame, choices=whole.choices, usage=tally.usage()))
+        )
+
+    async def _run(
+        self, call: HttpCall, body: CompletionBody, requests: Sequence[api.GenerateRequest], sink: Sink, tally: Tally
+    ) -> list[PromptReader]:
+        num_each = 1 if body.n is None else body.n
+        readers = [PromptReader(body, place * num_each, sink, tally) for place in range(len(requests))]
+        await run(
+            self._generation,
+            call,
+            [(request, reader.write) for request, reader in zip(requests, readers, strict=True)],
+            names=COMPLETION_NAMES,
+            keeps_special_tokens=body.skip_special_tokens is False,
+        )
+        return readers
+
+    def _prompt_logprobs(self, prompt: Iterable[Token]) -> list[dict[str, dict[str, float | str]] | None]:
+        return [None if entry is None else self._alternatives(entry) for _, entry in prompt]
+
+    def _alternatives(self, entry: api.TokenLogprob) -> dict[str, dict[str, float | str]]:
+        entries: list[api.TokenLogprob | api.TopLogprob] = [entry, *entry.top]
+        return {
+            str(one.token_id): {
+                "logprob": max(one.logprob, LEAST_LOGPROB),
+                "decoded_token": self._token_text(one.token_id),
+            }
+            for one in entries
+        }

@@ -1,0 +1,51 @@
+"""The door for OpenAI's clients: which path leads to which call. Must not know: sockets."""
+
+from collections.abc import Callable
+
+from headway_gateway.authentication import Doorkeeper
+from headway_gateway.config import GatewayConfig
+from headway_gateway.credentials import GENERATE
+from headway_gateway.interceptors import OpenCalls
+from headway_gateway.openai.application import Application, Bounds, Route
+from headway_gateway.openai.chats import Chats
+from headway_gateway.openai.completions import Completions
+from headway_gateway.openai.other_endpoints import OtherEndpoints
+from headway_gateway.openai.responses import Responses
+from headway_gateway.servicer import GenerationServicer
+from headway_gateway.statistics import GatewayStatistics
+from headway_gateway.tokenization import TextModel
+
+
+def make_application(
+    *,
+    generation: GenerationServicer,
+    text_model: TextModel,
+    problem: Callable[[], str | None],
+    doorkeeper: Doorkeeper | None,
+    open_calls: OpenCalls,
+    statistics: GatewayStatistics,
+    config: GatewayConfig,
+) -> Application:
+    """Return the application; ``problem`` returns the reason to send no requests."""
+    completions = Completions(generation, text_model.text_of_token)
+    chats = Chats(generation, text_model)
+    responses = Responses(generation, text_model.text_of_token)
+    others = OtherEndpoints(generation, problem)
+    routes = (
+        Route("POST", "/v1/completions", completions.answer, GENERATE),
+        Route("POST", "/v1/chat/completions", chats.answer, GENERATE),
+        Route("POST", "/v1/responses", responses.answer, GENERATE),
+        Route("POST", "/v1/embeddings", others.embeddings, GENERATE),
+        Route("GET", "/v1/models", others.models, GENERATE),
+        Route("GET", "/v1/models/", others.model, GENERATE),
+        Route("POST", "/tokenize", others.tokenize, GENERATE),
+        Route("POST", "/detokenize", others.detokenize, GENERATE),
+        Route("GET", "/health", others.health, None, is_open=config.open_health),
+    )
+    return Application(
+        routes,
+        doorkeeper=doorkeeper,
+        open_calls=open_calls,
+        statistics=statistics,
+        bounds=Bounds(config.max_message_bytes, config.slow_client_s),
+    )

@@ -1,0 +1,175 @@
+"""The HTTP server: a socket of its own, uvicorn on the gateway's loop, bounds that uvicorn lacks.
+
+Must not know: what is served.
+"""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headway_gateway.openai.application import Application
+
+_BACKLOG = 2048
+_MOST_HEAD_S = 10.0
+_MOST_HEAD_BYTES = 64 * 1024
+_CANCEL_GRACE_S = 1
+"""For open requests when the server closes; uvicorn counts whole seconds."""
+
+
+class HttpListener:
+    """Serves ``application`` on HOST:PORT."""
+
+    def __init__(
+        self, application: Application, listening: socket.socket, *, tls: ssl.SSLContext | None, slow_client_s: float
+    ) -> None:
+        """``listening`` is bound; it is closed with the server. ``slow_client_s``: see ``_Connection``."""
+        config = uvicorn.Config(
+            application,
+            http=functools.partial(_Connection, most_unread_s=slow_client_s),  # type: ignore[arg-type]  # it is only called
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            # A header must not change who the peer is.
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_CANCEL_GRACE_S,
+        )
+        config.load()
+        config.ssl = tls
+        self._listening = listening
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port."""
+        port: int = self._listening.getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Serve from now on."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http")
+        started = asyncio.create_task(self._server.until_started())
+        await asyncio.wait((self._task, started), return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._task.done():
+            await self._task
+
+    async def close(self) -> None:
+        """End open requests and release everything."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        # uvicorn cancels what is left, and does not wait for it.
+        await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+        self._listening.close()
+
+
+def listening_socket(address: str, *, reuse_port: bool) -> socket.socket:
+    """Return a socket bound to HOST:PORT.
+
+    Raises:
+        OSError: the address is taken, or not this machine's.
+    """
+    host, _, port = address.rpartition(":")
+    family, kind, protocol, _, bound = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind(bound)
+    except OSError:
+        listening.close()
+        raise
+    listening.setblocking(False)
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """Signals are the gateway's business."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._has_started = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._has_started.set()
+
+    async def until_started(self) -> None:
+        await self._has_started.wait()
+
+
+class _Connection(HttpToolsProtocol):
+    """One connection. It ends if the head of a request is late or large, or if the client leaves an answer unread for
+    ``most_unread_s`` seconds after the buffers are full.
+    """
+
+    def __init__(self, *arguments: Any, most_unread_s: float, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._most_unread_s = most_unread_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head_timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_timer is not None:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MOST_HEAD_BYTES:
+                self._abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self._most_unread_s, self._abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._num_head_bytes = 0
+            self._head_timer = self.loop.call_later(_MOST_HEAD_S, self._abort)
+
+    def _abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()

@@ -1,0 +1,147 @@
+"""What every format of an answer needs of a generation's events. Must not know: HTTP, any one format."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import grpc
+import msgspec
+
+from headway_gateway.call_context import CallContext
+from headway_gateway.openai.bodies import StreamOptions
+from headway_gateway.servicer import GenerationServicer
+from headway_gateway.statuses import CallRefusedError, renamed
+from headway_proto import generation_pb2 as api
+
+Write: TypeAlias = Callable[[api.GenerateResponse], Awaitable[None]]
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of most streams."""
+
+_REASONS = {api.FINISH_REASON_STOP: "stop", api.FINISH_REASON_LENGTH: "length"}
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """``cached_tokens`` came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Tally:
+    """Counts a request's tokens."""
+
+    def __init__(self) -> None:
+        self.num_prompt = 0
+        self.num_cached = 0
+        self.num_output = 0
+
+    def count(self, accepted: api.Accepted) -> None:
+        """Count a prompt."""
+        self.num_prompt += accepted.prompt_tokens
+        self.num_cached += accepted.cached_tokens
+
+    def count_tokens(self, delta: api.Delta) -> None:
+        """Count tokens of an output."""
+        self.num_output += len(delta.token_ids)
+
+    def usage(self) -> Usage:
+        """Return all so far."""
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_output,
+            total_tokens=self.num_prompt + self.num_output,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached),
+        )
+
+
+class StreamUsage(NamedTuple):
+    """Which events of a stream have the usage."""
+
+    tally: Tally
+    is_last: bool
+    is_each: bool
+
+    @classmethod
+    def of(cls, tally: Tally, options: StreamOptions | None) -> "StreamUsage":
+        """Return what a request has asked for."""
+        wanted = options is not None and bool(options.include_usage)
+        return cls(tally, wanted, wanted and options is not None and bool(options.continuous_usage_stats))
+
+    @property
+    def of_event(self) -> Usage | msgspec.UnsetType | None:
+        """Return the usage in an event that is not the last."""
+        if self.is_each:
+            return self.tally.usage()
+        return None if self.is_last else msgspec.UNSET
+
+
+def event_of(value: msgspec.Struct) -> bytes:
+    """Return an event's bytes."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def new_id() -> str:
+    """Return an id for a request that has none."""
+    return secrets.token_hex(12)
+
+
+def reason_of(finished: api.Finished) -> str:
+    """Return why an output ended.
+
+    Raises:
+        CallRefusedError: it failed, or was cancelled by an operator.
+    """
+    reason = _REASONS.get(finished.reason)
+    if reason is not None:
+        return reason
+    if finished.reason == api.FINISH_REASON_ABORT:
+        raise CallRefusedError(grpc.StatusCode.ABORTED, "an operator cancelled the request", reason="cancelled")
+    raise CallRefusedError(
+        grpc.StatusCode.INTERNAL,
+        f"output {finished.index} could not be run: {finished.error}",
+        reason="request_failed",
+    )
+
+
+async def run(
+    generation: GenerationServicer,
+    context: CallContext,
+    requests: Sequence[tuple[api.GenerateRequest, Write]],
+    *,
+    names: Iterable[tuple[str, str]],
+    keeps_special_tokens: bool,
+) -> None:
+    """Run all requests at once; the first failure ends the others.
+
+    Raises:
+        CallRefusedError: in the caller's field names.
+    """
+
+    async def one(request: api.GenerateRequest, write: Write) -> None:
+        try:
+            await generation.generate(request, context, write, keeps_special_tokens=keeps_special_tokens)
+        except CallRefusedError as refusal:
+            raise renamed(refusal, names) from refusal
+
+    if len(requests) == 1:
+        await one(*requests[0])
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request, write in requests:
+                group.create_task(one(request, write))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

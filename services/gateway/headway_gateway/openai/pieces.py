@@ -1,0 +1,86 @@
+"""An output's text as thoughts, text and tool calls, for the model that is served. Must not know: requests, events."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from headway_gateway.openai.thinking import BEGIN, ThinkingText, Thought, teaches_thinking
+from headway_gateway.openai.tool_calls import MISTRAL, ToolCall, ToolText, form_of
+from headway_gateway.tokenization import PromptError, PromptUnavailableError, TextModel
+
+Piece: TypeAlias = str | Thought | ToolCall
+
+
+class Pieces:
+    """Divides one output's text."""
+
+    def __init__(self, thinking: ThinkingText | None, tools: ToolText | None) -> None:
+        """None leaves that in the text."""
+        self._thinking = thinking
+        self._tools = tools
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far."""
+        return self._tools.num_calls if self._tools is not None else 0
+
+    def push(self, text: str) -> list[Piece]:
+        """Return what is certain now."""
+        thought_or_text = [text] if self._thinking is None else self._thinking.push(text)
+        return self._with_calls(thought_or_text)
+
+    def finish(self) -> list[Piece]:
+        """Return the rest."""
+        pieces = self._with_calls([] if self._thinking is None else self._thinking.finish())
+        return [*pieces, *(self._tools.finish() if self._tools is not None else ())]
+
+    def _with_calls(self, given: Iterable[str | Thought]) -> list[Piece]:
+        if self._tools is None:
+            return [piece for piece in given if piece]
+        pieces: list[Piece] = []
+        for piece in given:
+            pieces += [piece] if isinstance(piece, Thought) else self._tools.push(piece)
+        return pieces
+
+
+class PieceMaker:
+    """What the chat template says of tools and thoughts."""
+
+    def __init__(self, text_model: TextModel) -> None:
+        self._text_model = text_model
+        self.tool_form = form_of(text_model.template_source)
+        """Empty: no form that is known."""
+        self._has_thoughts = teaches_thinking(text_model.template_source)
+        self._begins_inside: bool | None = None
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether calls begin with a special token."""
+        return self.tool_form == MISTRAL
+
+    async def make(self, count: int, *, divides_thoughts: bool, calls: bool, ends: Iterable[str]) -> list[Pieces]:
+        """Return one for each of ``count`` outputs; none if their text stays whole. ``ends``: see ``ToolText``."""
+        divides_thoughts = divides_thoughts and self._has_thoughts
+        if not (divides_thoughts or calls):
+            return []
+        begins_inside = divides_thoughts and await self._prompt_ends_inside_a_thought()
+        ends = tuple(ends)
+        return [
+            Pieces(
+                ThinkingText(has_begun=begins_inside) if divides_thoughts else None,
+                ToolText(self.tool_form, ends) if calls else None,
+            )
+            for _ in range(count)
+        ]
+
+    async def _prompt_ends_inside_a_thought(self) -> bool:
+        """Some templates begin the thought themselves."""
+        if self._begins_inside is None:
+            try:
+                text = await asyncio.to_thread(self._text_model.render_chat, [("user", "0")])
+            except PromptUnavailableError:
+                return False  # it is asked again
+            except PromptError:
+                text = ""
+            self._begins_inside = text.rstrip().endswith(BEGIN)
+        return self._begins_inside

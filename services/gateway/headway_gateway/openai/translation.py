@@ -1,0 +1,343 @@
+"""Bodies as ``headway.v1``, and the names of its fields in OpenAI's words. Must not know: sockets, answers.
+
+It checks only what the other side has no words for; ranges are checked behind it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from headway_gateway.openai.bodies import (
+    NOTHING,
+    Body,
+    ChatBody,
+    ChoicesBody,
+    CompletionBody,
+    ContentPart,
+    EmbeddingsBody,
+    GenerationBody,
+    InputMessage,
+    MadeCall,
+    MessageBody,
+    ResponsesBody,
+)
+from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
+from headway_proto import generation_pb2 as api
+
+MAX_PROMPTS = 256
+_DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's."""
+
+_SEED_SPACE = 1 << 64
+_MOST_INT32 = (1 << 31) - 1
+_PRIORITIES = {
+    "realtime": api.PRIORITY_REALTIME,
+    "high": api.PRIORITY_HIGH,
+    "normal": api.PRIORITY_NORMAL,
+    "low": api.PRIORITY_LOW,
+}
+_PLAIN_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos", "regex", "grammar"),
+)
+_CONSTRAINTS = ("regex", "grammar", "choice")
+
+_COMMON_NAMES = (
+    ("sampling.json_schema", "response_format.json_schema.schema"),
+    ("sampling.json_object", "response_format"),
+    ("sampling.", ""),
+)
+COMPLETION_NAMES = (
+    ("sampling.prompt_logprobs", "logprobs"),
+    *_COMMON_NAMES,
+    ("token_ids.ids", "prompt"),
+    ("text", "prompt"),
+)
+CHAT_NAMES = (
+    ("sampling.logprobs", "top_logprobs"),
+    *_COMMON_NAMES,
+    ("chat.messages", "messages"),
+    ("chat.tools", "tools"),
+    ("chat", "messages"),
+)
+RESPONSES_NAMES = (
+    ("sampling.max_tokens", "max_output_tokens"),
+    ("sampling.json_schema", "text.format.schema"),
+    *_COMMON_NAMES,
+    ("chat.messages", "input"),
+    ("chat", "input"),
+)
+EMBEDDING_NAMES = (("inputs", "input"),)
+"""Pairs of prefixes: ours, the caller's."""
+
+
+def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.GenerateRequest]:
+    """Return a request for each prompt.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    base = _generation(body, tenant)
+    _add_choices(base, body)
+    echoes = bool(body.echo)
+    base.echo = echoes
+    if body.best_of is not None:
+        base.sampling.best_of = body.best_of
+    if body.logprobs is not None:
+        base.sampling.logprobs = body.logprobs
+    wanted = [count for count in (body.logprobs if echoes else None, body.prompt_logprobs) if count is not None]
+    if wanted:
+        base.sampling.prompt_logprobs = max(wanted)
+    base.sampling.max_tokens = _most_tokens(body)
+    return _with_prompts(base, list(_inputs(body.prompt, "prompt")))
+
+
+def drops_output(body: CompletionBody) -> bool:
+    """Whether only the prompt is wanted; the model samples a token all the same."""
+    return body.max_tokens == 0
+
+
+def _most_tokens(body: CompletionBody) -> int:
+    if body.max_tokens is None:
+        return _DEFAULT_COMPLETION_TOKENS
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid_argument("max_tokens", "0 is not allowed; allowed: 1 or more, or 0 together with echo")
+    return max(1, body.max_tokens)
+
+
+def _with_prompts(base: api.GenerateRequest, prompts: list[str | list[int]]) -> list[api.GenerateRequest]:
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise invalid_argument("prompt", f"{len(prompts)} prompts are not allowed; allowed: 1 to {MAX_PROMPTS}")
+    requests = []
+    for place, prompt in enumerate(prompts):
+        request = api.GenerateRequest()
+        request.CopyFrom(base)
+        if len(prompts) > 1:
+            request.request_id = f"{base.request_id}-{place}"
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return requests
+
+
+def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
+    """Return the request.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    request = _generation(body, tenant)
+    _add_choices(request, body)
+    limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(limits) > 1:
+        raise invalid_argument(
+            "max_completion_tokens",
+            f"{body.max_completion_tokens} is not allowed with max_tokens {body.max_tokens}; allowed: one of them",
+        )
+    for limit in limits:
+        request.sampling.max_tokens = limit
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid_argument("top_logprobs", f"{body.top_logprobs} is not allowed without logprobs true")
+    if body.logprobs:
+        request.sampling.logprobs = body.top_logprobs or 0
+    add_messages(request.chat, body.messages)
+    if offers_tools(body):
+        request.chat.tools = msgspec.json.encode(body.tools).decode()
+    return request
+
+
+def offers_tools(body: ChatBody) -> bool:
+    """Return whether the model may call a tool.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    if isinstance(body.tool_choice, dict) or body.tool_choice not in {None, "auto", "none"}:
+        raise invalid_argument(
+            "tool_choice", f"{shown(body.tool_choice)} is not allowed; allowed: auto, none; or a response_format"
+        )
+    if body.parallel_tool_calls is False:
+        raise invalid_argument("parallel_tool_calls", "False is not allowed, since the model decides; allowed: true")
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRequest:
+    """Return the request.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    request = _generation(body, tenant)
+    if body.max_output_tokens is not None:
+        request.sampling.max_tokens = body.max_output_tokens
+    wanted = body.text.format if body.text is not None else None
+    if wanted is not None:
+        _add_form(request.sampling, wanted.type, wanted, "text.format.")
+    if body.instructions is not None:
+        request.chat.messages.add(role="system", content=body.instructions)
+    if isinstance(body.input, str):
+        request.chat.messages.add(role="user", content=body.input)
+    else:
+        add_messages(request.chat, body.input)
+    return request
+
+
+def embed_request(body: EmbeddingsBody, tenant: str | None) -> api.EmbedRequest:
+    """Return the request.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    request = api.EmbedRequest(
+        **_names(body, tenant),
+        dimensions=body.dimensions or 0,
+        pooling=None if body.pooling is None else f"POOLING_{body.pooling.upper()}",
+    )
+    if body.normalize is not None:
+        request.normalize = body.normalize
+    for one in _inputs(body.input, "input"):
+        if isinstance(one, str):
+            request.inputs.add(text=one)
+        else:
+            request.inputs.add().token_ids.ids.extend(one)
+            request.inputs[-1].token_ids.SetInParent()
+    return request
+
+
+def add_messages(chat: api.Chat, messages: Iterable[MessageBody | InputMessage]) -> None:
+    """Add messages; the texts of one are joined by newlines."""
+    chat.SetInParent()
+    for place, message in enumerate(messages):
+        more = _more(message, place) if isinstance(message, MessageBody) else {}
+        if message.content is None and "tool_calls" not in more:
+            raise invalid_argument(f"messages[{place}].content", "it is missing; allowed: a text")
+        text = "" if message.content is None else _text(message.content)
+        chat.messages.add(role=message.role, content=text, more=msgspec.json.encode(more).decode() if more else "")
+
+
+def _more(message: MessageBody, place: int) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    for key in ("tool_call_id", "name", "reasoning_content"):
+        value = getattr(message, key)
+        if value is not None:
+            more[key] = value
+    if message.tool_calls:
+        more["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    # Templates want values, not a text.
+                    "arguments": _arguments(call, f"messages[{place}].tool_calls[{number}].function.arguments"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return more
+
+
+def _arguments(call: MadeCall, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (ValueError, RecursionError):
+        raise invalid_argument(
+            field, f"{shown(call.function.arguments)} is not allowed; allowed: a JSON object"
+        ) from None
+
+
+def _text(content: str | list[ContentPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _inputs(given: str | list[str | list[int] | int], field: str) -> Iterable[str | list[int]]:
+    """One text, one list of token ids, or a list of either."""
+    if isinstance(given, str):
+        yield given
+        return
+    numbers = [one for one in given if isinstance(one, int)]
+    if numbers:
+        if len(numbers) != len(given):
+            raise invalid_argument(field, "it mixes token ids with other prompts; allowed: one kind")
+        yield numbers
+        return
+    for one in given:
+        assert not isinstance(one, int)
+        yield one
+
+
+def _names(body: Body, tenant: str | None) -> dict[str, Any]:
+    names = {
+        "model": body.model or "",
+        "request_id": body.request_id or "",
+        "tenant": tenant if tenant is not None else body.tenant or "",
+        "adapter": body.adapter or "",
+        "ttft_slo_ms": body.ttft_slo_ms or 0,
+    }
+    return {**names, "priority": _PRIORITIES.get(body.priority or "", api.PRIORITY_UNSPECIFIED)}
+
+
+def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest:
+    request = api.GenerateRequest(**_names(body, tenant), itl_slo_ms=body.itl_slo_ms or 0)
+    sampling = request.sampling
+    if body.store:
+        raise invalid_argument("store", "True is not allowed, since nothing is stored; allowed: false or unset")
+    given = [name for name in _CONSTRAINTS if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise _one_constraint(given[1], given[0])
+    for name in _PLAIN_SAMPLING:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    if body.choice is not None:
+        sampling.choice.SetInParent()
+        sampling.choice.choices.extend(body.choice)
+    if body.seed is not None:
+        sampling.seed = _seed(body.seed)
+    for stop in [body.stop] if isinstance(body.stop, str) else body.stop or ():
+        sampling.stop.append(stop)
+    sampling.stop_token_ids.extend(body.stop_token_ids or ())
+    for token_id, bias in (body.logit_bias or {}).items():
+        sampling.logit_bias.add(token_id=_token_id(token_id), bias=bias)
+    return request
+
+
+def _add_choices(request: api.GenerateRequest, body: ChoicesBody) -> None:
+    if body.n is not None:
+        request.sampling.n = body.n
+    if body.response_format is not None:
+        wanted = body.response_format
+        _add_form(request.sampling, wanted.type, wanted.json_schema, "response_format.json_schema")
+
+
+def _add_form(sampling: api.SamplingParams, kind: str, source: object, field: str) -> None:
+    before = sampling.WhichOneof("constraint")
+    if before is not None and kind != "text":
+        raise _one_constraint(field.rpartition(".")[0], before)
+    if kind == "json_object":
+        sampling.json_object = True
+    elif kind == "json_schema":
+        schema = getattr(source, "schema", NOTHING)
+        if bytes(schema) == bytes(NOTHING):
+            raise invalid_argument(f"{field.rstrip('.')}.schema", "it is missing")
+        sampling.json_schema = bytes(schema).decode()
+
+
+def _one_constraint(field: str, other: str) -> CallRefusedError:
+    return invalid_argument(field, f"not allowed together with {other}; allowed: one of them")
+
+
+def _seed(seed: int) -> int:
+    if not -(_SEED_SPACE // 2) <= seed < _SEED_SPACE:
+        raise invalid_argument("seed", f"{shown(seed)} is not allowed; allowed: 64 bits")
+    return seed % _SEED_SPACE
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MOST_INT32):
+        raise invalid_argument("logit_bias", f"{shown(text)} is not a token id")
+    return int(text)

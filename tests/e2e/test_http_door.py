@@ -1,0 +1,318 @@
+"""The gateway's HTTP door between a fake scheduler and its callers: who may call, bounds, refusals, the end."""
+
+import asyncio
+import json
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import aiohttp
+import grpc
+import openai
+import pytest
+
+from e2e.running_server import eventually, finished
+from e2e.test_gateway_credentials import certificates, made_by_openssl, tokens  # noqa: F401  (fixtures)
+from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
+from fake_scheduler import FakeScheduler
+from headway_gateway.config import GatewayConfig
+from headway_gateway.tokenization import TextModel, load_text_model
+from headway_proto import generation_pb2 as api
+from headway_proto.columns import decode_column
+from headway_proto.ingress import REJECT_OVERLOADED, Rejected
+
+FOREVER = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+@asynccontextmanager
+async def door(text_model: TextModel = TEXT_MODEL, **config: object) -> AsyncIterator[tuple[Stage, FakeScheduler, str]]:
+    async with stage(text_model, http_address="127.0.0.1:0", **config) as on, FakeScheduler(on.ingress) as scheduler:
+        await eventually(lambda: on.server.client.can_serve)
+        yield on, scheduler, f"http://127.0.0.1:{on.server.http_port}"
+
+
+async def status_of(session: aiohttp.ClientSession, url: str, body: object = None, **options: object) -> int:
+    method = "GET" if body is None else "POST"
+    async with session.request(method, url, json=body, **options) as answer:
+        await answer.read()
+        return answer.status
+
+
+def bearing(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def test_tokens_roles_and_tenants(tokens: Path) -> None:  # noqa: F811
+    async with door(auth_token_file=str(tokens)) as (_, scheduler, url), aiohttp.ClientSession() as session:
+        one = {"prompt": "x", "max_tokens": 1, "tenant": "red"}
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize"):
+            assert await status_of(session, url + path, one) == 401
+        assert await status_of(session, f"{url}/v1/models") == await status_of(session, f"{url}/health") == 401
+        for header in ("bobs", "Basic bobs", "bearer bobs", "Bearer ", "Bearer bob", "Bearer " + "x" * 5000):
+            async with session.post(f"{url}/v1/completions", json=one, headers={"authorization": header}) as answer:
+                assert answer.status == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                error = (await answer.json())["error"]
+                assert error["type"] == "authentication_error"
+                assert not any(secret in error["message"] for secret in ("bob", "xxx", str(tokens)))
+        assert await status_of(session, f"{url}/v1/completions", one, headers=bearing("watchers")) == 403
+        assert await status_of(session, f"{url}/health", headers=bearing("watchers")) == 200
+        for token, tenant in (("bobs", "red"), ("alices", "blue")):
+            assert await status_of(session, f"{url}/v1/completions", one, headers=bearing(token)) == 200
+            assert scheduler.submits[-1].tenant == tenant
+        # What a stranger sends is not read.
+        assert await status_of(session, f"{url}/v1/completions", headers=bearing("bobs")) == 405
+    async with door(auth_token_file=str(tokens), open_health=True) as (_, _, url), aiohttp.ClientSession() as session:
+        assert await status_of(session, f"{url}/health") == 200
+
+
+async def test_tls_and_certificates_that_change(certificates: Path, tmp_path: Path) -> None:  # noqa: F811
+    pair = {"tls_cert_file": tmp_path / "server.pem", "tls_key_file": tmp_path / "server.key"}
+    for kind, path in (("pem", pair["tls_cert_file"]), ("key", pair["tls_key_file"])):
+        path.write_bytes((certificates / f"localhost.{kind}").read_bytes())
+    paths = {name: str(path) for name, path in pair.items()}
+
+    def trusting(authority: str, client: str = "") -> aiohttp.TCPConnector:
+        context = ssl.create_default_context(cafile=str(certificates / f"{authority}.pem"))
+        if client:
+            context.load_cert_chain(certificates / f"{client}.pem", certificates / f"{client}.key")
+        return aiohttp.TCPConnector(ssl=context, force_close=True)
+
+    async with door(**paths, tls_client_ca_file=str(certificates / "ca.pem")) as (on, _, _):
+        url = f"https://localhost:{on.server.http_port}"
+        async with aiohttp.ClientSession(connector=trusting("ca", "client")) as session:
+            assert await status_of(session, f"{url}/v1/completions", {"prompt": "x", "max_tokens": 1}) == 200
+            for wrong in (trusting("other-ca", "client"), trusting("ca"), trusting("ca", "stranger")):
+                async with aiohttp.ClientSession(connector=wrong) as stranger:
+                    with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+                        await status_of(stranger, f"{url}/health")
+            # Without a name in the handshake, too.
+            names = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=new")
+            made_by_openssl(*names, "-addext", "subjectAltName=IP:127.0.0.1",
+                            "-keyout", f"{tmp_path}/server.key", "-out", f"{tmp_path}/server.pem")  # fmt: skip
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await status_of(session, f"{url}/health")
+        context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
+        context.load_cert_chain(certificates / "client.pem", certificates / "client.key")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
+            assert await status_of(session, f"https://127.0.0.1:{on.server.http_port}/health") == 200
+
+
+async def test_nothing_listens_beyond_loopback_unguarded(tokens: Path) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=r"http_address: '0\.0\.0\.0:1' is not allowed; allowed: a loopback address"):
+        GatewayConfig(model=str(DEMO), http_address="0.0.0.0:1", auth_token_file=str(tokens)).validate()
+    with pytest.raises(ValueError, match="http_address: 'x' is not allowed; allowed: HOST:PORT"):
+        GatewayConfig(model=str(DEMO), http_address="x").validate()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        refused = finished("serve", "--http-address", address)
+        assert refused.process.returncode == 2
+        assert refused.err[-1].startswith(f"headway serve: --http-address: cannot listen on '{address}'")
+
+
+async def test_limits_say_when_to_come_again() -> None:
+    async with (
+        door(max_concurrent_streams=1, max_tenant_requests_per_s=0.1) as (_, scheduler, url),
+        aiohttp.ClientSession() as session,
+    ):
+        scheduler.step_interval_s = 0.01
+        async with session.post(f"{url}/v1/completions", json=FOREVER) as first:
+            await first.content.readline()
+            async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as second:
+                assert second.status == 429
+                assert int(second.headers["retry-after"]) == 1
+                assert (await second.json())["error"]["code"] == "too_many_streams"
+            first.close()
+        await eventually(lambda: not scheduler.running)
+        async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as third:
+            assert third.status == 429
+            assert int(third.headers["retry-after"]) > 1
+        scheduler.reject = lambda submit: Rejected(
+            handle=submit.handle, reason=REJECT_OVERLOADED, message="full", retry_after_ms=2500
+        )
+        async with session.post(f"{url}/v1/chat/completions", json={
+            "messages": [{"role": "user", "content": "x"}], "stream": True, "tenant": "other",
+        }) as fourth:  # fmt: skip
+            assert (fourth.status, fourth.headers["retry-after"]) == (429, "3")
+            assert fourth.headers["retry-after-ms"] == "2500"
+            assert fourth.headers["content-type"] == "application/json"
+
+
+async def test_a_failure_in_the_middle_is_the_streams_last_event() -> None:
+    async with door() as (_, scheduler, url), aiohttp.ClientSession() as session:
+        scheduler.step_interval_s = 0.01
+        body = {**FOREVER, "request_id": "mine"}
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            await answer.content.readline()
+            await scheduler.end("mine", "error", "the row is broken")
+            *_, last = [line async for line in answer.content if line.strip()]
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["type"] == "server_error"
+        assert "the row is broken" in error["message"]
+
+
+async def test_what_nobody_expected_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with door() as (on, _, url), aiohttp.ClientSession() as session:
+
+        async def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("a secret")
+
+        monkeypatch.setattr(on.server._generation, "generate", broken)
+        async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer:
+            assert answer.status == 500
+            text = await answer.text()
+            assert "internal error; see " in text
+            assert "secret" not in text
+
+
+async def test_a_drain_ends_what_is_open_and_refuses_the_rest() -> None:
+    async with door() as (on, scheduler, url), aiohttp.ClientSession() as session:
+        scheduler.step_interval_s = 0.005
+        async with session.post(f"{url}/v1/completions", json={**FOREVER, "max_tokens": 60}) as answer:
+            await answer.content.readline()
+            drained = asyncio.create_task(on.server.drain(10))
+            await asyncio.sleep(0.02)
+            assert await status_of(session, f"{url}/v1/completions", {"prompt": "x"}) == 503
+            assert await status_of(session, f"{url}/health") == 503
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        assert await drained
+
+
+async def test_closing_ends_open_streams() -> None:
+    async with door() as (on, scheduler, url), aiohttp.ClientSession() as session:
+        scheduler.step_interval_s = 0.01
+        answer = await session.post(f"{url}/v1/completions", json=FOREVER)
+        await answer.content.readline()
+        async with asyncio.timeout(5):
+            await on.server.close()
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+        assert on.server._generation.num_open_streams == 0
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    async with door(slow_client_s=0.4) as (on, scheduler, _):
+        body = json.dumps({**FOREVER, "n": 16, "logprobs": 20}).encode()
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", on.server.http_port))
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            reader.sendall(head + body)
+            await eventually(lambda: len(scheduler.submits) == 16)
+            await eventually(lambda: on.server._generation.num_open_streams == 0)
+        await eventually(lambda: not scheduler.running)
+        counted = on.server._statistics
+        await eventually(lambda: sum(count for (method, _), count in counted.calls.items() if "HTTP" in method) == 1)
+        assert counted.calls["HTTP/v1/completions", "OK"] == 0
+
+
+def copied_model(directory: Path, template: str) -> TextModel:
+    shutil.copytree(DEMO, directory)
+    (directory / "chat_template.jinja").write_text(template)
+    return load_text_model(directory)
+
+
+HERMES = """{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}{% for m in messages %}{{ m.role }}:
+{{- m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.at }}){% endfor %}
+{{- m.tool_call_id }}|{% endfor %}"""
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASKED = [
+    {"role": "user", "content": "Look."},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "moon"}'}}],
+    },
+    {"role": "tool", "content": "round", "tool_call_id": "1"},
+]
+
+
+async def test_tools_reach_the_template_and_calls_come_back(tmp_path: Path) -> None:
+    text_model = copied_model(tmp_path / "model", HERMES)
+    async with door(text_model) as (on, scheduler, url):
+        text = 'Wait. <tool_call>{"name": "look", "arguments": {"at": "sun"}}</tool_call>'
+        scheduler.next_token, num_tokens = spelling(text)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            request = {"model": "fake", "messages": ASKED, "max_tokens": num_tokens}
+            whole = (await client.chat.completions.create(**request, tools=[TOOL])).choices[0]
+            prompt = text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist())
+            assert prompt.startswith('[{"type": "function", "function": {"name": "look"')
+            assert prompt.endswith("user:Look.|assistant:look(moon)|tool:round1|")
+            assert (whole.message.content, whole.finish_reason) == ("Wait.", "tool_calls")
+            (call,) = whole.message.tool_calls
+            assert (call.type, call.function.name, call.function.arguments) == ("function", "look", '{"at":"sun"}')
+            assert len(call.id) == 9
+            again = {**request, "messages": [ASKED[0], whole.message, {**ASKED[2], "tool_call_id": call.id}]}
+            await client.chat.completions.create(**again, tools=[TOOL])
+            prompt = text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist())
+            assert prompt.endswith(f"user:Look.|assistant:Wait.look(sun)|tool:round{call.id}|")
+            stream = await client.chat.completions.create(**request, tools=[TOOL], stream=True)
+            deltas = [chunk.choices[0] async for chunk in stream]
+            assert "".join(one.delta.content or "" for one in deltas) == "Wait."
+            (streamed,) = [call for one in deltas for call in one.delta.tool_calls or ()]
+            assert (streamed.index, streamed.function.name, streamed.function.arguments) == (0, "look", '{"at":"sun"}')
+            assert deltas[-1].finish_reason == "tool_calls"
+            for unused in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+                plain = (await client.chat.completions.create(**request, **unused)).choices[0]
+                assert (plain.message.content, plain.finish_reason) == (text, "stop")
+            for wrong, field in (
+                ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+                ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+                ({"tools": [{"type": "search"}]}, "tools[0].type"),
+            ):
+                with pytest.raises(openai.BadRequestError) as refusal:
+                    await client.chat.completions.create(**request, **wrong)
+                assert refusal.value.param == field
+        chat = api.Chat(messages=[api.ChatMessage(role="user", content="x", more="[]")], tools="{}")
+        with pytest.raises(grpc.aio.AioRpcError) as over_grpc:
+            await on.stub.Tokenize(api.TokenizeRequest(chat=chat))
+        assert "chat.messages[0].more: '[]' is not allowed; allowed: a JSON object; chat.tools: '{}'" in (
+            over_grpc.value.details() or ""
+        )
+
+
+async def test_thoughts_are_divided_from_the_answer(tmp_path: Path) -> None:
+    template = "{{ messages[0].content.split('</think>')[-1] }}"
+    for name, end, text in (
+        ("own", "", "<think>Hm.</think>\n\nYes."),
+        ("templates", "<think>\n", "Hm.</think>\n\nYes."),
+    ):
+        text_model = copied_model(tmp_path / name, template + end)
+        async with door(text_model) as (_, scheduler, url):
+            scheduler.next_token, num_tokens = spelling(text)
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                request = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": num_tokens}
+                whole = (await client.chat.completions.create(**request)).choices[0].message
+                assert (whole.content, whole.reasoning_content) == ("Yes.", "Hm.")
+                stream = await client.chat.completions.create(**request, stream=True)
+                deltas = [chunk.choices[0].delta async for chunk in stream]
+                assert "".join(delta.content or "" for delta in deltas) == "Yes."
+                assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+                plain = await client.chat.completions.create(**request, extra_body={"separate_reasoning": False})
+                assert plain.choices[0].message.content == text
+
+
+async def test_tools_need_a_form_that_is_known() -> None:
+    async with door() as (_, _, url), aiohttp.ClientSession() as session:
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"] == "tools"
+
+
+async def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway_gateway.openai.listener._MOST_HEAD_S", 0.3)
+    async with door() as (on, _, _):
+        for first, more in (
+            (b"", b""),
+            (b"POST /v1/completions HTT", b""),
+            (b"GET / HTTP/1.1\r\n", b"a: b\r\n" * 20_000),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+            writer.write(first + more)
+            async with asyncio.timeout(3):
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            writer.close()

@@ -1,0 +1,82 @@
+"""Bodies of requests over HTTP: each becomes a request of ``headway.v1``, or is refused in one line."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fake_scheduler import MODEL
+from fuzz.limits import bounded, examples
+from headway_gateway.openai import bodies, translation
+from headway_gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, TokenizeBody
+from headway_gateway.statuses import CallRefusedError
+from headway_gateway.validation import check_request
+from headway_proto import generation_pb2 as api
+
+TRANSLATIONS: dict[type[msgspec.Struct], Callable[[Any], list[Any]]] = {
+    CompletionBody: lambda body: translation.completion_requests(body, None),
+    ChatBody: lambda body: [translation.chat_request(body, None)],
+    ResponsesBody: lambda body: [translation.responses_request(body, "tenant")],
+    EmbeddingsBody: lambda body: [translation.embed_request(body, None)],
+    TokenizeBody: lambda _: [],
+}
+NEEDED = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 40), st.integers(), st.floats(), st.text(max_size=10),
+    st.sampled_from([10**400, 1 << 63, 1 << 64, 1e308, "\ud800", "auto", "json_schema", "text", "high", "user", "\0"]),
+)  # fmt: skip
+jsons = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.text(max_size=6), inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "schema", "json_schema"]), inner, max_size=4
+        ),
+    ),
+)
+
+
+def bodies_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[bytes]:
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    needed = {name: value for name, value in NEEDED.items() if name in names}
+    drawn = st.dictionaries(st.one_of(st.sampled_from(names), st.text(max_size=4)), jsons, max_size=4)
+    return drawn.map(lambda more: json.dumps(needed | more).encode())
+
+
+def read_or_refuse(kind: type[msgspec.Struct], content: bytes) -> None:
+    refusal = None
+    with bounded():
+        try:
+            requests = TRANSLATIONS[kind](bodies.read(content, kind))
+            for request in requests:
+                request.SerializeToString()
+                if isinstance(request, api.GenerateRequest):
+                    check_request(request, MODEL)
+        except CallRefusedError as error:
+            refusal = error
+    if refusal is not None:
+        assert "\n" not in refusal.message
+        assert len(refusal.message) < 1000
+        refusal.message.encode()
+
+
+@pytest.mark.parametrize("kind", TRANSLATIONS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@examples(40)
+def test_any_fields_make_a_request_or_a_refusal(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+    read_or_refuse(kind, data.draw(bodies_of(kind)))
+
+
+@given(content=st.binary(max_size=200))
+@example(content=b'{"prompt":' + b"[" * 200_000)
+@example(content=b'{"prompt": "' + b"\\ud800" + b'"}')
+@example(content=b'{"\\n": 1, "prompt": "x"}')
+@examples(40)
+def test_any_bytes_are_a_body_or_refused(content: bytes) -> None:
+    read_or_refuse(CompletionBody, content)

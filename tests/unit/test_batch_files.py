@@ -1,0 +1,157 @@
+"""A batch's lines are read or refused by number, and its answers on disk survive any death."""
+
+import json
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from headway.batch.answers_file import AnswersFile
+from headway.batch.lines import BatchLine, check, read_lines
+from headway.batch.runner import Server, ServerGoneError, ServerRefusedError
+from headway.settings import ConfigurationError
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
+
+
+class TestLines:
+    def test_both_forms_are_read(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "in", OPENAI, "", {"prompt": "x", "seed": 5}, {"input": "y"}, {"messages": []})
+        lines = list(read_lines(path))
+        assert [(line.number, line.custom_id, line.url) for line in lines] == [
+            (1, "a", "/v1/chat/completions"),
+            (3, "line-3", "/v1/completions"),
+            (4, "line-4", "/v1/embeddings"),
+            (5, "line-5", "/v1/chat/completions"),
+        ]
+        assert json.loads(lines[1].body) == {"prompt": "x", "seed": 5}
+        assert json.loads(lines[2].body) == {"input": "y"}  # a vector needs no seed
+        assert check(path) == 4
+
+    def test_a_seed_follows_from_the_name(self, tmp_path: Path) -> None:
+        first, again = (next(read_lines(written(tmp_path / "in", OPENAI, {"prompt": str(place)}))) for place in (1, 2))
+        assert first.body == again.body
+        other = next(read_lines(written(tmp_path / "in", OPENAI | {"custom_id": "b"})))
+        assert json.loads(other.body)["seed"] != json.loads(first.body)["seed"]
+
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            ("{", "line 2 of"),
+            ("[1]", "Expected `object`, got `array`"),
+            ({"text": "x"}, "it has 0 of the fields messages, prompt, input; allowed: one"),
+            ({"prompt": "x", "input": "y"}, "it has 2 of the fields"),
+            (OPENAI | {"url": "/v1/files"}, "/v1/files"),
+            (OPENAI | {"method": "GET"}, "GET"),
+            (OPENAI | {"colour": 1}, "unknown field `colour`"),
+            ({"url": "/v1/completions", "body": {}}, "missing required field `custom_id`"),
+            (OPENAI | {"body": 5}, "$.body"),
+            ({"prompt": "x", "stream": True}, "stream: true is not allowed; allowed: unset"),
+            (OPENAI, "custom_id: 'a' is that of line 1 too"),
+        ],
+    )
+    def test_a_wrong_line_is_refused_by_its_number(self, tmp_path: Path, line: object, problem: str) -> None:
+        with pytest.raises(ConfigurationError) as refused:
+            check(written(tmp_path / "in", OPENAI, line))
+        assert problem in str(refused.value)
+        assert "line 2 of" in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+    def test_no_file_and_no_line_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+            check(tmp_path / "none")
+        with pytest.raises(ConfigurationError, match="has no line"):
+            check(written(tmp_path / "empty", ""))
+
+
+LINES = [BatchLine(number, f"line-{number}", "/v1/completions", b"{}") for number in range(1, 6)]
+
+
+def answer_to(line: BatchLine) -> dict[str, object]:
+    return {"custom_id": line.custom_id, "response": {"text": "é" * line.number}}
+
+
+class TestAnswersFile:
+    def test_it_goes_on_behind_the_last_whole_line_wherever_a_death_cut_it(self, tmp_path: Path) -> None:
+        whole = tmp_path / "whole"
+        with AnswersFile(whole) as answers:
+            assert answers.resume(LINES) == 0
+            for line in LINES:
+                answers.append(answer_to(line))
+            answers.finish()
+        content = whole.read_bytes()
+        for cut in range(len(content) + 1):
+            path = tmp_path / f"out{cut}"
+            path.with_name(path.name + ".part").write_bytes(content[:cut])
+            with AnswersFile(path) as answers:
+                num_answered = answers.resume(LINES)
+                assert num_answered == content[:cut].count(b"\n")
+                for line in LINES[num_answered:]:
+                    answers.append(answer_to(line))
+                answers.finish()
+            assert path.read_bytes() == content
+
+    def test_answers_to_other_requests_are_not_continued(self, tmp_path: Path) -> None:
+        with AnswersFile(tmp_path / "out") as answers:
+            answers.append(answer_to(LINES[1]))
+            with pytest.raises(ConfigurationError, match="answers to other requests"):
+                answers.resume(LINES)
+
+    def test_two_runs_do_not_write_one_file(self, tmp_path: Path) -> None:
+        with AnswersFile(tmp_path / "out"), pytest.raises(ConfigurationError, match="written by another run"):
+            AnswersFile(tmp_path / "out")
+
+    def test_what_is_there_already_is_left_alone(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "out", "mine")
+        with pytest.raises(ConfigurationError, match="there already"):
+            AnswersFile(path)
+        assert path.read_text() == "mine\n"
+
+
+async def answered(respond, *, retry_s: float = 5.0, concurrency: int = 3) -> list[dict]:
+    server = Server(
+        "http://x", token="t", concurrency=concurrency, retry_s=retry_s, transport=httpx2.MockTransport(respond)
+    )
+    try:
+        return [answer async for answer in server.answers(LINES)]
+    finally:
+        await server.close()
+
+
+class TestRunner:
+    async def test_refusals_that_pass_are_tried_again_and_others_are_answers(self) -> None:
+        seen: list[int] = []
+
+        def respond(request: httpx2.Request) -> httpx2.Response:
+            assert request.headers["authorization"] == "Bearer t"
+            seen.append(1)
+            if len(seen) == 1:
+                raise httpx2.ConnectError("not yet")
+            if len(seen) in {2, 3}:
+                return httpx2.Response(503 if len(seen) == 2 else 429, headers={"retry-after": "0"})
+            if len(seen) == 4:
+                return httpx2.Response(400, json={"error": {"message": "no"}})
+            return httpx2.Response(200, json={"usage": {}}, headers={"x-request-id": "r"})
+
+        answers = await answered(respond)
+        assert [answer["custom_id"] for answer in answers] == [line.custom_id for line in LINES]
+        assert sorted(answer["response"]["status_code"] for answer in answers) == [200, 200, 200, 200, 400]
+        assert len(seen) == 8
+
+    async def test_a_server_that_is_gone_ends_the_run(self) -> None:
+        with pytest.raises(ServerGoneError, match=r"no answer from http://x.* \(status 503\)"):
+            await answered(lambda _: httpx2.Response(503), retry_s=0.0)
+
+    async def test_a_wrong_token_ends_the_run_at_once(self) -> None:
+        with pytest.raises(ServerRefusedError, match="status 401: who are you"):
+            await answered(lambda _: httpx2.Response(401, json={"error": {"message": "who are you"}}))
+
+    async def test_a_foreign_page_is_an_answer_that_says_so(self) -> None:
+        answers = await answered(lambda _: httpx2.Response(418, text="<html>teapot"))
+        assert answers[0]["response"]["body"]["error"]["message"] == "<html>teapot"
