@@ -224,3 +224,17 @@ def test_never_unpickles(single):
     refused(single, "no model.safetensors")
     (single / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
     refused(single, r"pytorch_model\.bin is a pickle checkpoint, which is never loaded")
+
+
+def test_reading_tells_how_many_mebibytes_of_a_ranks_share_it_has_read(tmp_path):
+    tensors = {name: torch.zeros(1 << 18) for name in ("a", "b", "c", "d")}  # of 1 MiB each
+    save_file(tensors, tmp_path / FILE)
+    (tmp_path / "config.json").write_text("{}")
+    for num_ranks in (1, 2):
+        said = []
+        with Checkpoint(tmp_path, lambda *words: said.append(words), num_ranks) as checkpoint:  # noqa: B023
+            for name in tensors:
+                whole = range(1 << 18)
+                checkpoint.read(name, None if num_ranks == 1 else whole[: 1 << 17])
+        share = 4 // num_ranks
+        assert said == [("reading the weights, MiB", place * share // 4, share) for place in range(1, 5)]

@@ -9,7 +9,7 @@ Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,13 @@ _SAMPLED_PAGES = 16
 _PAGE_BYTES = 4096
 
 
+Report = Callable[[str, int, int], None]
+
+
+def _say_nothing(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
 class TensorHeader(msgspec.Struct, frozen=True):
     """``dtype`` is in safetensors' form."""
 
@@ -47,28 +54,43 @@ class TensorHeader(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
+class _Reading:
+    """How much of the files has been read, in MiB, for people who wait. Of several ranks each reads its share."""
+
+    def __init__(self, num_bytes: int, report: Report) -> None:
+        self._num_bytes, self._num_read = num_bytes, 0
+        self._report = report
+
+    def count(self, tensor: Tensor) -> Tensor:
+        self._num_read = min(self._num_bytes, self._num_read + tensor.nbytes)
+        self._report("reading the weights, MiB", self._num_read >> 20, self._num_bytes >> 20)
+        return tensor
+
+
 class _Files(NamedTuple):
     """Open files; see ``StoredTensors``."""
 
     files: Mapping[str, Any]
     headers: Mapping[str, TensorHeader]
+    reading: _Reading
 
     def dtype(self, name: str) -> str | None:
         return self.headers[name].dtype if name in self.headers else None
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self.files[self.headers[name].file].get_tensor(name)
-        return tensor
+        return self.reading.count(self.files[self.headers[name].file].get_tensor(name))
 
 
 class Checkpoint:
     """The tensors of one checkpoint directory, mapped inside a ``with`` block.
 
+    ``report``: see ``BackendConfig.progress``. ``num_ranks`` share the reading.
+
     Raises (on construction):
         ModelFilesError: files are missing, damaged, refused, or disagree with their index.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, report: Report = _say_nothing, num_ranks: int = 1) -> None:
         self._directory = directory
         weight_map = _weight_map(directory)
         names = sorted(set(weight_map.values())) if weight_map else [WEIGHTS_FILE]
@@ -77,7 +99,8 @@ class Checkpoint:
         if weight_map is not None:
             _check_index(weight_map, self.headers)
         self._scheme = scheme_in(directory)
-        self._stored = _Files(self._files, self.headers)
+        num_bytes = sum((directory / name).stat().st_size for name in names)
+        self._stored = _Files(self._files, self.headers, _Reading(num_bytes // num_ranks, report))
 
     def __enter__(self) -> Self:
         return self
@@ -143,8 +166,7 @@ class Checkpoint:
         wanted = [slice(None)] * len(self.headers[name].shape)
         for place, part in ((-1, columns), (0, rows)):
             wanted[place] = wanted[place] if part is None else slice(part.start, part.stop)
-        some: Tensor = file.get_slice(name)[tuple(wanted)]
-        return some
+        return self._stored.reading.count(file.get_slice(name)[tuple(wanted)])
 
     def read_codes(self, name: str, rows: range | None = None) -> CodedWeight:
         """Return a weight that is stored as codes, or some of its rows."""

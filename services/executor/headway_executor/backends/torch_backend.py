@@ -74,7 +74,11 @@ class TorchBackend:
             draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
             block_bytes_beside = block_bytes_of(draft.model_config, config.block_size, settings.dtype)
         self._group = joined(config)
-        with parting_on_error(self._group), torch.inference_mode(), Checkpoint(directory) as checkpoint:
+        with (
+            parting_on_error(self._group),
+            torch.inference_mode(),
+            Checkpoint(directory, config.progress, config.place.size) as checkpoint,
+        ):
             settings = checked(checkpoint, settings, config)
             model_config, dtype, max_model_len = settings
             forward = load(config, settings, checkpoint, device, self._group, block_bytes_beside)

@@ -91,7 +91,7 @@ def open_encoder(config: BackendConfig, device: torch.device) -> tuple[OpenEncod
     dtype = dtype_of(config, device)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    with torch.inference_mode(), Checkpoint(directory) as checkpoint:
+    with torch.inference_mode(), Checkpoint(directory, config.progress) as checkpoint:
         encoder = load_encoder(model, checkpoint, dtype=dtype, device=device)
         fingerprint = checkpoint.fingerprint()
     info = BackendInfo(

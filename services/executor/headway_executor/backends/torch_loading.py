@@ -150,7 +150,7 @@ def draft_proposer(
         adapters={},
         host_memory=lambda *_: None,
     )
-    with Checkpoint(Path(config.draft_model)) as checkpoint:
+    with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
         forward = load(own, checked(checkpoint, draft, own), checkpoint, device)
     return DraftModel(forward, sampler, draft.max_model_len)
 
