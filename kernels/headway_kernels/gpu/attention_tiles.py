@@ -9,37 +9,40 @@ import triton
 import triton.language as tl
 
 MIN_SPLIT = tl.constexpr(256)
-"""The fewest positions of a split; joining fewer would cost more than it saves."""
+"""The fewest positions of each of several splits; joining fewer would cost more than it saves."""
 MAX_SPLITS = tl.constexpr(16)
 """The most splits of a decode: 16 per key-value head occupy a large GPU with a single sequence."""
-SPLIT_MULTIPLE = tl.constexpr(128)
-"""Splits start at multiples of this; every key tile of the decode kernel divides it."""
-
 LOG2_E = tl.constexpr(math.log2(math.e))
 NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def cut_decode(kv_length, window, HAS_WINDOW: tl.constexpr):
-    """Return the first split's start, the positions of a split, and the number of splits.
-
-    With a window, the last of the planned splits may be empty.
-    """
-    size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
-    first = kv_length * 0
-    if HAS_WINDOW:
-        planned = tl.cdiv(kv_length, size)
-        first = tl.maximum(0, kv_length - window) // SPLIT_MULTIPLE * SPLIT_MULTIPLE
-        size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length - first, planned)))
-    return first, size, tl.cdiv(kv_length - first, size)
+def count_splits(positions):
+    """The splits of a decode over so many positions."""
+    return tl.minimum(tl.maximum(positions // MIN_SPLIT, 1), MAX_SPLITS)
 
 
 @triton.jit
-def _round_up(positions):
-    return tl.cdiv(positions, SPLIT_MULTIPLE) * SPLIT_MULTIPLE
+def cut_decode(kv_length, window, KEY_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return a decode's first key tile, its key tiles, and its splits: with a window, no more than without.
+
+    There are at least as many tiles as splits.
+    """
+    first = kv_length * 0
+    positions = kv_length
+    if HAS_WINDOW:
+        first = tl.maximum(0, kv_length - window) // KEY_TILE
+        positions = tl.minimum(kv_length, window)
+    return first, tl.cdiv(kv_length, KEY_TILE) - first, count_splits(positions)
 
 
-_INTERPRETED = tl.constexpr(not isinstance(_round_up, triton.JITFunction))
+@triton.jit
+def start_of_share(number, total, parts):
+    """Where share ``number`` of so many parts begins; the last ones are longer by one."""
+    return number * (total // parts) + tl.maximum(number - parts + total % parts, 0)
+
+
+_INTERPRETED = tl.constexpr(not isinstance(count_splits, triton.JITFunction))
 
 
 @triton.jit

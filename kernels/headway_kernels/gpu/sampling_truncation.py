@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.sampling_memory import (
     CHUNK_WARPS,
     DRAWS_RANKED,
@@ -51,8 +52,10 @@ def _survey_kernel(
     chunk_survey_ptr,
     vocab_size,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Measure a number of tokens (with top-k), or probability."""
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -86,8 +89,10 @@ def _list_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Choose the highest cutoff that surely keeps enough."""
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -176,8 +181,10 @@ def _threshold_kernel(
     vocab_size,
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Apply top-k, then top-p to the rest; then take the stricter of that and min-p."""
+    await_grid(PDL)
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -225,6 +232,7 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         work.vocab_size,
         CHUNK=work.chunk,
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )
     _list_kernel[grid](
         logits,
@@ -245,6 +253,7 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         CHUNK=work.chunk,
         CHUNKS=triton.next_power_of_2(grid[0]),
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )
     _threshold_kernel[(len(rows),)](
         rows,
@@ -261,4 +270,5 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         TILE=_SEARCH_TILE,
         PIVOTS=_PIVOTS,
         num_warps=_SEARCH_WARPS,
+        **dependent_launch(rows.device),
     )
