@@ -356,6 +356,32 @@ def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
         assert request.output == expected(llama[1], request.prompt, 3)[0]
 
 
+def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
+    """Also padded; with a row that wants more, or a chunk, the draw comes after."""
+    backend, info = open_backend(llama[0])
+    model, sizes = backend._model, []
+    model._sizes = model._step_sizes(recorded=True)
+    launch = model._graphs.launch
+    monkeypatch.setattr(model._graphs, "launch", lambda size: (sizes.append(size), launch(size)))
+    plain = SamplingParams(temperature=0.0)
+    requests = [Request(prompt(length, seed=length), 4, plain) for length in (5, 11, 2)]
+    requests.append(Request(prompt(4), 2, GREEDY))
+    BackendDriver(backend, info).run(requests, budget=64)
+    for request in requests:
+        assert request.output == expected(llama[1], request.prompt, len(request.output))[0]
+    assert [(size.num_rows, size.draws) for size in sizes] == [(4, False), (4, False), (4, True), (4, True)]
+
+
+def test_a_row_in_16_bits_is_the_same_alone_and_in_company(llama):
+    """To the bit: the steps have other sizes, and other rows beside it."""
+    found = []
+    for lengths in ((6,), (6, 3, 9, 14)):
+        requests = [Request(prompt(length, seed=length), 4, GREEDY) for length in lengths]
+        BackendDriver(*open_backend(llama[0], dtype="bfloat16")).run(requests, budget=64)
+        found.append([(entry.logprob, entry.top_token_ids, entry.top_logprobs) for entry in requests[0].logprobs])
+    assert found[0] == found[1]
+
+
 def test_opening_tells_how_far_it_is(llama):
     heard = []
     backend = TritonBackend()

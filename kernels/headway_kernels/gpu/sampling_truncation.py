@@ -64,10 +64,13 @@ def _survey_kernel(
     p = probability_of(logits, tl.load(row_max_ptr + i), tl.load(row_scale_ptr + i), tl.load(row_share_ptr + i))
     counted = tl.load(top_k_ptr + tl.load(rows_ptr + i) * WORDS) > 0
     measured = tl.where(counted, 1.0, p)
-    here = chunk_survey_ptr + (i * tl.num_programs(0) + tl.program_id(0)) * SURVEYED
+    surveyed = tl.arange(0, SURVEYED)
+    found = tl.zeros((SURVEYED,), tl.float32)
     for j in tl.static_range(SURVEYED):
         reach = bits_of(p) >= ((127 - _OCTAVES * (j + 1)) << 23)
-        tl.store(here + j, tl.sum(tl.where(reach, measured, 0.0), 0))
+        found = tl.where(surveyed == j, tl.sum(tl.where(reach, measured, 0.0), 0), found)
+    here = chunk_survey_ptr + (i * tl.num_programs(0) + tl.program_id(0)) * SURVEYED
+    tl.store(here + surveyed, found)
 
 
 @triton.jit

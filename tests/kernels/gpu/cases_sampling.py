@@ -49,6 +49,7 @@ def case(name, kernel, logits="*bf16", **constants):
         constants,
         num_warps=1 if kernel is sampling_distribution._merge_kernel else 8,
         aligned=aligned,
+        shows_fusion="row_share_ptr" in kernel.arg_names and kernel is not sampling_distribution._merge_kernel,
     )
 
 

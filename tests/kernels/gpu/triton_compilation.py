@@ -23,6 +23,7 @@ class CompileCase:
     ``kernel`` is the ``triton.jit`` function; ``signature`` maps its arguments to types as Triton writes them ("*bf16", "i32",
     "fp32"); ``constants`` its ``tl.constexpr`` arguments; ``aligned`` the arguments whose values are known multiples of
     16, as Triton finds of pointers and sizes at run time. ``blocks`` shall fit a multiprocessor at a time.
+    ``shows_fusion``: the binary is read for fused multiply-adds, which takes a while.
     """
 
     name: str
@@ -34,13 +35,11 @@ class CompileCase:
     aligned: tuple[str, ...] = field(default=())
     max_registers: int | None = None
     blocks: int = 1
+    shows_fusion: bool = False
 
 
 def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
-    """Compile for ``sm_<capability>``.
-
-    Returns bytes of shared memory of a block, and of the stack of a thread: what registers could not hold.
-    """
+    """Compile for ``sm_<capability>``; return what its assembly and its binary say."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -60,35 +59,42 @@ def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "blocks": case.blocks,
         "num_warps": case.num_warps,
-        "is_dependent": constants.get("PDL", False),
-    } | findings_in(compiled.asm["cubin"], capability)
+        "before_wait": before_wait(compiled.asm["ptx"]) if constants.get("PDL") else [],
+        "copied_bytes": dict(
+            Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], (0x[0-9a-f]+)", compiled.asm["ptx"]))
+        ),
+        "group_products": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"])),
+        "fused": fused_instructions(compiled.asm["cubin"]) if case.shows_fusion else None,
+    } | resources_in(compiled.asm["cubin"])
 
 
-def findings_in(cubin: bytes, capability: int) -> dict[str, Any]:
-    """What the tools that come with Triton read from a binary: registers, and the instructions with their numbers.
+def before_wait(ptx: str) -> list[str]:
+    """Instructions on global memory that come before the kernel waits for the grid before it; it must wait."""
+    found = re.findall(r"\b(?:ld|st|atom|red|prefetch)\.[\w.:]*global[\w.:]*|cp\.async\.\w+|griddepcontrol\.\w+", ptx)
+    return sorted(set(found[: found.index("griddepcontrol.wait")]) - {"griddepcontrol.launch_dependents"})
 
-    ``before_wait``: those that touch global memory before the grid dependency is waited for, in the order of the text.
-    """
+
+def resources_in(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and its bytes of local memory: what registers could not hold."""
+    usage = _read_by("cuobjdump", "--dump-resource-usage", cubin)
+    found = {name: sum(map(int, re.findall(name + r":(\d+)", usage))) for name in ("REG", "STACK", "LOCAL")}
+    return {"registers": found["REG"], "local_bytes": found["STACK"] + found["LOCAL"]}
+
+
+def fused_instructions(cubin: bytes) -> int:
+    """Instructions of the binary that multiply and add in float32 at once."""
+    return len(re.findall(r"\bFFMA", _read_by("nvdisasm", "--print-code", cubin)))
+
+
+def _read_by(tool: str, option: str, cubin: bytes) -> str:
+    """As a tool reports it that comes with Triton."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        command = [knobs.nvidia.nvdisasm.path, "--print-code", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # A line: /*address*/ @predicate INSTRUCTION operands ;
-    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][A-Z0-9_.]*)", text)
-    wait = next((place for place, name in enumerate(found) if name.startswith("ACQBULK")), None)
-    touching = ("LDG", "STG", "LDGSTS", "ATOM", "RED", "CCTL", "UBLKCP", "UTMA")
-    return {
-        "registers": max(int(number) for number in re.findall(r"REG:(\d+)", usage)),
-        "stack_bytes": sum(int(number) for number in re.findall(r"STACK:(\d+)", usage)),
-        "instructions": dict(Counter(found)),
-        "waits": wait is not None,
-        "before_wait": sorted({name for name in found[:wait] if name.startswith(touching)}) if wait is not None else [],
-    }
+        command = [getattr(knobs.nvidia, tool).path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main(capability: int, modules: list[str]) -> int:
