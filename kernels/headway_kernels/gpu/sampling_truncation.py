@@ -16,6 +16,7 @@ from headway_kernels.gpu.sampling_memory import (
     SamplingWorkspace,
     chunk_grid,
 )
+from headway_kernels.gpu.sampling_narrowing import is_narrowed, narrow_ranges
 from headway_kernels.gpu.sampling_numbers import (
     LARGEST,
     NEARLY,
@@ -129,26 +130,29 @@ def _list_kernel(
 
 
 @triton.jit
-def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr):
+def _search(
+    list_ptr, length, low, high, above, need, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr
+):
     """Find the highest threshold at and above which the listed tokens suffice for ``need``, a weight or a number.
 
-    They must not suffice at ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
+    They must not suffice at ``high``, from which on tokens weigh ``above``; other lists end below ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
     more are needed at it than there are. Returns the threshold, and the weight and number of tokens above it.
     """
     steps = tl.arange(0, PIVOTS) + 1
-    above_weight = tl.zeros((), tl.int64)
+    above_weight = above
+    end = high
     above_count = tl.zeros((), tl.int32)
     while high - low > 1:
         pivots = low + (high - low + PIVOTS) // (PIVOTS + 1) * steps
-        weights = tl.zeros((PIVOTS,), tl.int64)
+        weights = tl.zeros((PIVOTS,), tl.int64) + above
         counts = tl.zeros((PIVOTS,), tl.int32)
         least = tl.full((TILE,), LARGEST, tl.int32)
         most = tl.full((TILE,), -1, tl.int32)
         for start in range(0, length, TILE):
             places = start + tl.arange(0, TILE)
-            held = places < length
-            bits = tl.load(list_ptr + places, mask=held, other=0)
-            weight = weight_of(from_bits(bits))
+            bits = tl.load(list_ptr + places, mask=places < length, other=LARGEST)
+            held = bits < end
+            weight = weight_of(from_bits(tl.where(held, bits, 0)))
             reach = held[:, None] & (bits[:, None] >= pivots[None, :])
             counts += tl.sum(reach.to(tl.int32), 0)
             weights += tl.sum(tl.where(reach, weight[:, None], 0), 0)
@@ -181,9 +185,14 @@ def _threshold_kernel(
     words_ptr,
     threshold_ptr,
     ties_kept_ptr,
+    narrowed_ptr,
+    narrowed_weight_ptr,
+    short_length_ptr,
+    short_words_ptr,
     vocab_size,
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Apply top-k, then top-p to the rest; then take the stricter of that and min-p."""
@@ -200,15 +209,24 @@ def _threshold_kernel(
     threshold = tl.load(cutoff_ptr + i)
     ties_kept = tl.full((), LARGEST, tl.int32)
     mass = tl.full((), WEIGHT_OF_ONE, tl.float64)
+    above = tl.zeros((), tl.int64)
+    if is_narrowed(DRAWS_RANKED, top_k, top_p, length, CHUNK):
+        threshold = tl.load(narrowed_ptr + 2 * i)
+        above_all = tl.load(narrowed_ptr + 2 * i + 1)
+        above = tl.load(narrowed_weight_ptr + i)
+        short_length = tl.load(short_length_ptr + i)
+        if short_length <= CHUNK:
+            list_ptr = short_words_ptr + i * CHUNK
+            length = short_length
     if top_k > 0:
         threshold, weight, count = _search(
-            list_ptr, length, threshold, above_all, top_k.to(tl.float64), False, TILE, PIVOTS
+            list_ptr, length, threshold, above_all, above, top_k.to(tl.float64), False, TILE, PIVOTS
         )
         ties_kept = top_k - count
         mass = (weight + ties_kept * weight_of(from_bits(threshold))).to(tl.float64)
     if top_p < 1.0:
         need = top_p * mass
-        threshold, weight, count = _search(list_ptr, length, threshold, above_all, need, True, TILE, PIVOTS)
+        threshold, weight, count = _search(list_ptr, length, threshold, above_all, above, need, True, TILE, PIVOTS)
         whole = need.to(tl.int64)
         whole += (whole.to(tl.float64) < need).to(tl.int64)
         each = tl.maximum(weight_of(from_bits(threshold)), 1)
@@ -258,6 +276,7 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         num_warps=CHUNK_WARPS,
         **dependent_launch(rows.device),
     )
+    narrow_ranges(rows, columns, work)
     _threshold_kernel[(len(rows),)](
         rows,
         top_k,
@@ -269,9 +288,14 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         work.words,
         work.threshold,
         work.ties_kept,
+        work.narrowed,
+        work.narrowed_weight,
+        work.short_length,
+        work.short_words,
         work.vocab_size,
         TILE=_SEARCH_TILE,
         PIVOTS=_PIVOTS,
+        CHUNK=work.chunk,
         num_warps=_SEARCH_WARPS,
         **dependent_launch(rows.device),
     )

@@ -21,6 +21,8 @@ MOST_TOKENS = 64
 BLOCK_OUTPUTS = 64
 BLOCK_INPUTS = 128
 NUM_WARPS = 4
+MAX_REGISTERS = 255
+"""Of a thread: all that two blocks per processor leave. The assembler for sm_100 would spare them and use memory."""
 PROGRAMS = 264
 """Two per processor of an H100 or H200 run at a time."""
 MOST_SPLITS = 8
@@ -82,6 +84,7 @@ def skinny_linear(
         WIDE=not x.is_cuda,
         num_warps=NUM_WARPS,
         num_stages=num_stages,
+        maxnreg=MAX_REGISTERS,
         **dependent_launch(x.device),
     )
 

@@ -19,6 +19,7 @@ def product(shape, num_tokens, gate=Gate.NONE, dtype="bf16", *, has_bias=False):
         num_warps=module.NUM_WARPS,
         num_stages=num_stages,
         aligned=(*pointers, "x_stride", "out_stride"),
+        max_registers=module.MAX_REGISTERS,
         blocks=2,
     )
 
