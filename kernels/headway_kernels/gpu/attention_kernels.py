@@ -14,6 +14,7 @@ from headway_kernels.gpu.attention_tiles import (
     count_splits,
     cut_decode,
     find_row,
+    join_splits,
     load_blocks,
     start_of_share,
 )
@@ -312,7 +313,7 @@ def decode_kernel(
                 if tl.atomic_add(counter, 1, sem="acq_rel") == row_items - 1:
                     places = row.to(tl.int64) * (MAX_SPLITS * NUM_KV_HEADS * GROUP) + kv_head * GROUP
                     token = tl.load(query_start + row).to(tl.int64)
-                    _join(
+                    join_splits(
                         out + token * out_stride + kv_head * (GROUP * HEAD_DIM),
                         partial + places * HEAD_DIM,
                         log_sum_exp + places,
@@ -379,29 +380,3 @@ def _attend_split(
         )
         block = following
     return weighted / total[:, None], maximum, total
-
-
-@triton.jit
-def _join(
-    out,
-    partial,
-    log_sum_exp,
-    num_splits,
-    GROUP: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_HEAD_DIM: tl.constexpr,
-):
-    """Weigh each head's splits by their sums of exponentials. Loads pass the first cache, which may be out of date."""
-    split = tl.arange(0, MAX_SPLITS)
-    component = tl.arange(0, PADDED_HEAD_DIM)
-    held = split < num_splits
-    in_head = component < HEAD_DIM
-    for head in range(GROUP):
-        place = split * NUM_HEADS + head
-        sums = tl.load(log_sum_exp + place, mask=held, other=float("-inf"), cache_modifier=".cg")
-        pointers = partial + place[:, None] * HEAD_DIM + component[None, :]
-        parts = tl.load(pointers, mask=held[:, None] & in_head[None, :], other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(sums - tl.max(sums, 0))
-        result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-        tl.store(out + head * HEAD_DIM + component, result.to(out.dtype.element_ty), mask=in_head)

@@ -1,6 +1,6 @@
-"""The device functions of the attention kernels: how a row is cut, how a tile is read and attended to.
+"""The device functions of the attention kernels: how a row is cut and joined, how a tile is read and attended to.
 
-Owns: cuts of a decode, key tiles. Must not know: grids.
+Owns: cuts of a decode, key tiles, the joining of splits. Must not know: grids.
 """
 
 import math
@@ -170,3 +170,29 @@ def attend_tile(
     total = total * decay + tl.sum(weight, 1)
     weighted = _dot(weight.to(value.dtype), value, weighted * decay[:, None])
     return weighted, highest, total
+
+
+@triton.jit
+def join_splits(
+    out,
+    partial,
+    log_sum_exp,
+    num_splits,
+    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+):
+    """Weigh each head's splits by their sums of exponentials. Loads pass the first cache, which may be out of date."""
+    split = tl.arange(0, MAX_SPLITS)
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    held = split < num_splits
+    in_head = component < HEAD_DIM
+    for head in range(GROUP):
+        place = split * NUM_HEADS + head
+        sums = tl.load(log_sum_exp + place, mask=held, other=float("-inf"), cache_modifier=".cg")
+        pointers = partial + place[:, None] * HEAD_DIM + component[None, :]
+        parts = tl.load(pointers, mask=held[:, None] & in_head[None, :], other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(sums - tl.max(sums, 0))
+        result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+        tl.store(out + head * HEAD_DIM + component, result.to(out.dtype.element_ty), mask=in_head)

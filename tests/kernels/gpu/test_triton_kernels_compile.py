@@ -19,6 +19,7 @@ KNOWN_LOCAL = {
     100: {"multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 160, "add_layer_norm fp32 4096 bias=False": 8}
 }
 """Bytes of local memory of a thread. The assembler for sm_100 spares registers where it need not."""
+COPIES_WIDELY = ("skinny", "chunk", "decode", "product bf16 INT8_PAIRS", "product bf16 FP8_PAIRS")
 AHEAD = "prefetch.global.L2"
 
 
@@ -60,5 +61,5 @@ def check_the_binary(entry, capability):
     assert entry["before_wait"] == ([AHEAD] if name.startswith("skinny") else []), entry
     if name.startswith(("skinny", "chunk")) and "fp32" not in name:
         assert entry["group_products"] > 0, entry
-    if name.startswith(("skinny", "chunk", "decode")) and "fp32" not in name:
+    if name.startswith(COPIES_WIDELY) and "fp32" not in name:
         assert set(entry["copied_bytes"]) == {"0x10"}, entry
