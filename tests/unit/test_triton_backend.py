@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from triton.runtime.interpreter import GridExecutor
 
 from backend_driver import BackendDriver, Request
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
@@ -370,6 +371,26 @@ def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
     for request in requests:
         assert request.output == expected(llama[1], request.prompt, len(request.output))[0]
     assert [(size.num_rows, size.draws) for size in sizes] == [(4, False), (4, False), (4, True), (4, True)]
+
+
+def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
+    backend, info = open_backend(llama[0], dtype="bfloat16")
+    driver, launched = BackendDriver(backend, info), []
+    launch = GridExecutor.__call__
+    monkeypatch.setattr(
+        GridExecutor,
+        "__call__",
+        lambda self, *arguments, **named: (launched.append(self.fn.__name__), launch(self, *arguments, **named)),
+    )
+    run = backend._model._decoder.run
+    monkeypatch.setattr(
+        backend._model._decoder, "run", lambda *sizes, **kinds: (launched.clear(), run(*sizes, **kinds))
+    )
+    driver.run([Request(prompt(5), 3, SamplingParams(temperature=0.0))], budget=16)
+    layer = ["_add_rms_norm", "skinny_kernel", "_rotate_and_store", "decode_kernel", "skinny_kernel"]
+    layer += ["_add_rms_norm", "skinny_kernel", "skinny_kernel"]
+    last = ["_add_rms_norm", "_gather_rows", "skinny_kernel", "statistics_kernel", "_merge_kernel", "_store_sampled"]
+    assert launched == ["_expand_rows", "plan_kernel", *layer * 3, *last]
 
 
 def test_a_row_in_16_bits_is_the_same_alone_and_in_company(llama):

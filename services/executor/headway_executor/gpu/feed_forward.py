@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.activations import activation_of, gate_of
-from headway_executor.gpu.linear import DenseLinear, DeviceLinear
+from headway_executor.gpu.linear import AdaptedLinear, DenseLinear, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
@@ -44,8 +44,9 @@ class DenseFeedForward:
         self._gate_up = gate_up
         self._activate = activation_of(feed)
         self._gate = gate_of(feed)
-        # What adapters add comes between the product and the activation.
-        self._together = gate_up if isinstance(gate_up, DenseLinear) and self._gate is not Gate.NONE else None
+        self._together: DenseLinear | AdaptedLinear | None = None
+        if isinstance(gate_up, (DenseLinear, AdaptedLinear)) and self._gate is not Gate.NONE:
+            self._together = gate_up
         self._down = down
         self._space = space
 

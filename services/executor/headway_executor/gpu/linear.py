@@ -102,3 +102,11 @@ class AdaptedLinear:
         """See ``DeviceLinear``."""
         self._product(inputs, out)
         self._step.add(self._layer, self._site, inputs, out)
+
+    def activate(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
+        """See ``DenseLinear``; what adapters add comes between the product and the activation."""
+        return (
+            not self._step.groups
+            and isinstance(self._product, DenseLinear)
+            and self._product.activate(inputs, out, gate)
+        )
