@@ -16,7 +16,11 @@ SHARED_OF_ALL = 228 * 1024
 """Of a multiprocessor from 9.0 on; a block takes 1 KiB more than it asks for."""
 REGISTERS = 64 * 1024
 KNOWN_LOCAL = {
-    100: {"multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 160, "add_layer_norm fp32 4096 bias=False": 8}
+    100: {
+        "multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 160,
+        "multiply_pairs gpt-oss fp32 DENSE group=None gathers=False": 8,
+        "add_layer_norm fp32 4096 bias=False": 8,
+    }
 }
 """Bytes of local memory of a thread. The assembler for sm_100 spares registers where it need not."""
 COPIES_WIDELY = ("skinny", "chunk", "decode", "product bf16 INT8_PAIRS", "product bf16 FP8_PAIRS")
