@@ -365,12 +365,12 @@ def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
     launch = model._graphs.launch
     monkeypatch.setattr(model._graphs, "launch", lambda size: (sizes.append(size), launch(size)))
     plain = SamplingParams(temperature=0.0)
-    requests = [Request(prompt(length, seed=length), 4, plain) for length in (5, 11, 2)]
+    requests = [Request(prompt(length, seed=length), 3, plain) for length in (5, 2)]
     requests.append(Request(prompt(4), 2, GREEDY))
     BackendDriver(backend, info).run(requests, budget=64)
     for request in requests:
         assert request.output == expected(llama[1], request.prompt, len(request.output))[0]
-    assert [(size.num_rows, size.draws) for size in sizes] == [(4, False), (4, False), (4, True), (4, True)]
+    assert [(size.num_rows, size.draws) for size in sizes] == [(4, False), (4, False), (2, True)]
 
 
 def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
@@ -396,8 +396,8 @@ def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
 def test_a_row_in_16_bits_is_the_same_alone_and_in_company(llama):
     """To the bit: the steps have other sizes, and other rows beside it."""
     found = []
-    for lengths in ((6,), (6, 3, 9, 14)):
-        requests = [Request(prompt(length, seed=length), 4, GREEDY) for length in lengths]
+    for lengths in ((6,), (6, 3, 9)):
+        requests = [Request(prompt(length, seed=length), 2, GREEDY) for length in lengths]
         BackendDriver(*open_backend(llama[0], dtype="bfloat16")).run(requests, budget=64)
         found.append([(entry.logprob, entry.top_token_ids, entry.top_logprobs) for entry in requests[0].logprobs])
     assert found[0] == found[1]

@@ -251,12 +251,12 @@ def test_an_errored_token_in_the_history_stays_inside(kernel_device):
 
 
 def flat_logits(kind):
-    """600 tokens that a top-p cannot leave to a short list."""
-    noise = torch.rand(600, generator=torch.Generator().manual_seed(1))
+    """400 tokens that a top-p cannot leave to a short list."""
+    noise = torch.rand(400, generator=torch.Generator().manual_seed(1))
     return {
         "spread": noise * 3,
         "even": noise * 1e-3,
-        "equal": torch.zeros(600),
+        "equal": torch.zeros(400),
         "few values": (noise * 4).round(),
         # Too many tokens for a short list share what the rounds make of the range.
         "bunched": torch.cat([torch.tensor([9.0]), noise[:-2] * 1e-3, torch.tensor([-2.0])]),
@@ -265,8 +265,8 @@ def flat_logits(kind):
 
 @pytest.mark.parametrize("kind", ["spread", "even", "equal", "few values", "bunched"])
 def test_the_threshold_of_a_long_list_is_exact(kind, kernel_device):
-    logits = flat_logits(kind).expand(3, -1)
-    params = [SamplingParams(temperature=1.0, top_p=top_p, seed=1) for top_p in (0.97, 0.5, 0.9999)]
+    logits = flat_logits(kind).expand(2, -1)
+    params = [SamplingParams(temperature=1.0, top_p=top_p, seed=1) for top_p in (0.97, 0.5)]
     batch = make_batch(kernel_device, logits, params, chunk=64)
     batch.draw()
     work = batch.workspace
