@@ -195,11 +195,12 @@ class AttentionBenchmark:
             block_tables=tables,
             split_ends=plan[0],
             tile_ends=plan[1],
+            splits_per_item=torch.ones(1, dtype=torch.int32, device=device),
             tokens_per_tile=tokens_per_tile(
                 config.num_heads, config.num_kv_heads, config.head_dim, self._dtype, device
             ),
         )
-        plan_attention(rows)
+        plan_attention(rows, config.num_kv_heads)
         workspace = AttentionWorkspace.allocate(batch, config.num_heads, config.head_dim, device)
         return lambda: paged_attention(
             query,

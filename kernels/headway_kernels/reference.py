@@ -169,7 +169,10 @@ def swap_in(layers: Tensor, host: Tensor, pairs: Tensor) -> None:
 
 
 def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``gpu.quantized_linear.quantized_linear``, with sums in float64; ``weight`` is what the codes stand for."""
+    """``gpu.quantized_linear.quantized_linear``, with sums in float64; ``weight`` is what the codes stand for.
+
+    Also ``gpu.skinny_linear.skinny_linear`` without a gate.
+    """
     results = x.double() @ weight.double().T
     out.copy_(results if bias is None else results + bias.double())
 

@@ -73,6 +73,8 @@ def test_columns_say_what_the_batch_says_and_padding_has_no_tokens(batch, num_pa
     assert views.sampled_token[sampled].tolist() == (ends - 1)[chosen].tolist()
     assert views.sampled_row[sampled].tolist() == batch.rows[chosen].tolist()
     assert views.sampled_position[sampled].tolist() == reached[chosen].tolist()
+    assert (views.sampled_token[shape.num_sampled : padded] == -1).all()
+    assert (views.sampled_row[shape.num_sampled : padded] == -1).all()
 
 
 @given(steps())
@@ -143,8 +145,10 @@ def test_every_step_has_a_size_that_holds_it_and_fits_the_memory(max_rows, max_t
     recorded = set(sizes.recorded())
     for num_rows in {1, 2, 3, max_rows // 2, max_rows}:
         if 0 < num_rows <= min(max_rows, max_tokens):
-            size = sizes.of(StepShape(num_rows, num_rows, num_rows, has_decodes=True, has_chunks=False))
+            shape = StepShape(num_rows, num_rows, num_rows, has_decodes=True, has_chunks=False)
+            size = sizes.of(shape)
             assert size in recorded
+            assert sizes.of(shape, draws=True) == size._replace(draws=True) in recorded
             assert num_rows <= size.num_rows == size.num_tokens <= max_tokens
             assert size.num_rows <= max_rows
     for num_tokens in {2, 63, 64, 65, 500, max_tokens}:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from triton.runtime.interpreter import GridExecutor
 
 from backend_driver import BackendDriver, Request
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
@@ -417,6 +418,52 @@ def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
     BackendDriver(backend, info).run(requests, budget=12)
     for request in requests:
         assert request.output == expected(llama[1], request.prompt, 3)[0]
+
+
+def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
+    """Also padded; with a row that wants more, or a chunk, the draw comes after."""
+    backend, info = open_backend(llama[0])
+    model, sizes = backend._model, []
+    model._sizes = model._step_sizes(recorded=True)
+    launch = model._graphs.launch
+    monkeypatch.setattr(model._graphs, "launch", lambda size: (sizes.append(size), launch(size)))
+    plain = SamplingParams(temperature=0.0)
+    requests = [Request(prompt(length, seed=length), 3, plain) for length in (5, 2)]
+    requests.append(Request(prompt(4), 2, GREEDY))
+    BackendDriver(backend, info).run(requests, budget=64)
+    for request in requests:
+        assert request.output == expected(llama[1], request.prompt, len(request.output))[0]
+    assert [(size.num_rows, size.draws) for size in sizes] == [(4, False), (4, False), (2, True)]
+
+
+def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
+    backend, info = open_backend(llama[0], dtype="bfloat16")
+    driver, launched = BackendDriver(backend, info), []
+    launch = GridExecutor.__call__
+    monkeypatch.setattr(
+        GridExecutor,
+        "__call__",
+        lambda self, *arguments, **named: (launched.append(self.fn.__name__), launch(self, *arguments, **named)),
+    )
+    run = backend._model._decoder.run
+    monkeypatch.setattr(
+        backend._model._decoder, "run", lambda *sizes, **kinds: (launched.clear(), run(*sizes, **kinds))
+    )
+    driver.run([Request(prompt(5), 3, SamplingParams(temperature=0.0))], budget=16)
+    layer = ["_add_rms_norm", "skinny_kernel", "_rotate_and_store", "decode_kernel", "skinny_kernel"]
+    layer += ["_add_rms_norm", "skinny_kernel", "skinny_kernel"]
+    last = ["_add_rms_norm", "_gather_rows", "skinny_kernel", "statistics_kernel", "_merge_kernel", "_store_sampled"]
+    assert launched == ["_expand_rows", "plan_kernel", *layer * 3, *last]
+
+
+def test_a_row_in_16_bits_is_the_same_alone_and_in_company(llama):
+    """To the bit: the steps have other sizes, and other rows beside it."""
+    found = []
+    for lengths in ((6,), (6, 3, 9)):
+        requests = [Request(prompt(length, seed=length), 2, GREEDY) for length in lengths]
+        BackendDriver(*open_backend(llama[0], dtype="bfloat16")).run(requests, budget=64)
+        found.append([(entry.logprob, entry.top_token_ids, entry.top_logprobs) for entry in requests[0].logprobs])
+    assert found[0] == found[1]
 
 
 def test_opening_tells_how_far_it_is(llama):

@@ -4,9 +4,22 @@
 Owns: ``silu(gate) * up``, and the same with bounds. Must not know: layers.
 """
 
+from enum import IntEnum
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+
+
+class Gate(IntEnum):
+    """What may lie behind a product: nothing, ``silu_and_multiply``, ``clamped_swish_and_multiply``."""
+
+    NONE = 0
+    SILU = 1
+    CLAMPED = 2
+
 
 BLOCK = 1024
 """Elements per program: eight per thread, read in 16-byte pieces if the dtype has 2 bytes."""
@@ -45,26 +58,41 @@ def _launch(gate_up: Tensor, out: Tensor, *, clamped: bool) -> None:
         CLAMPED=clamped,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        **dependent_launch(out.device),
     )
 
 
 @triton.jit
 def _activate_and_multiply(
-    gate_up, out, gate_up_stride, out_stride, WIDTH: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr
+    gate_up,
+    out,
+    gate_up_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channels < WIDTH
     dtype = out.dtype.element_ty
     gate = tl.load(gate_up + row * gate_up_stride + channels, mask=within, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_stride + WIDTH + channels, mask=within, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + channels, activated(gate, up, dtype, CLAMPED).to(dtype), mask=within)
+
+
+@triton.jit
+def activated(gate, up, dtype: tl.constexpr, CLAMPED: tl.constexpr):
+    """Float32 gates and ups to their product, float32."""
     if CLAMPED:
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
-        activated = gate * _sigmoid(gate * _SLOPE)
+        swished = gate * _sigmoid(gate * _SLOPE)
     else:
-        activated = (gate * _sigmoid(gate)).to(dtype).to(tl.float32)
-    tl.store(out + row * out_stride + channels, (activated * up).to(dtype), mask=within)
+        swished = (gate * _sigmoid(gate)).to(dtype).to(tl.float32)
+    return swished * up
 
 
 @triton.jit

@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway_kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, plan_kernel, reduce_kernel
-from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, SPLIT_MULTIPLE
+from headway_kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, plan_kernel
+from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, MIN_SPLIT
 from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
+from headway_kernels.gpu.dependence import dependent_launch
 
+MOST_ITEMS = 2048
+"""Decode items of a step, about: five for each program of an H100 or H200."""
 _DOT_ROWS = 16
 """The least size of a dimension of ``tl.dot``."""
 
@@ -38,7 +41,8 @@ class AttentionRows:
     - ``query_start`` ``[R + 1]``: row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has none.
     - ``kv_length`` ``[R]``: the positions after this step.
     - ``block_tables`` ``[max_rows, max_blocks]``: those past ``kv_length`` are not read.
-    - ``split_ends``, ``tile_ends`` ``[R]``: running counts, from ``plan_attention``.
+    - ``split_ends``, ``tile_ends`` ``[R]``: running counts of items, from ``plan_attention``.
+    - ``splits_per_item`` ``[1]``: from ``plan_attention``.
     """
 
     rows: Tensor
@@ -47,6 +51,7 @@ class AttentionRows:
     block_tables: Tensor
     split_ends: Tensor
     tile_ends: Tensor
+    splits_per_item: Tensor
     tokens_per_tile: int
 
 
@@ -54,11 +59,13 @@ class AttentionRows:
 class AttentionWorkspace:
     """Partial results of splits, float32, shared by all layers.
 
-    ``partial`` ``[R, MAX_SPLITS, heads, head_dim]``, ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2).
+    ``partial`` ``[R, MAX_SPLITS, heads, head_dim]``, ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2). ``arrived``
+    int32, ``[R, heads]``: zeros between launches.
     """
 
     partial: Tensor
     log_sum_exp: Tensor
+    arrived: Tensor
 
     @classmethod
     def allocate(cls, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> "AttentionWorkspace":
@@ -67,13 +74,14 @@ class AttentionWorkspace:
         return cls(
             partial=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             log_sum_exp=torch.empty(shape, dtype=torch.float32, device=device),
+            arrived=torch.zeros((max_rows, num_heads), dtype=torch.int32, device=device),
         )
 
 
-def plan_attention(rows: AttentionRows) -> None:
-    """Count splits and query tiles once per step.
+def plan_attention(rows: AttentionRows, num_kv_heads: int) -> None:
+    """Count items and query tiles once per step.
 
-    A window makes splits shorter and may empty the last ones.
+    A window may leave the last items of a row nothing to do.
     """
     (num_rows,) = rows.rows.shape
     plan_kernel[(1,)](
@@ -81,10 +89,13 @@ def plan_attention(rows: AttentionRows) -> None:
         rows.kv_length,
         rows.split_ends,
         rows.tile_ends,
+        rows.splits_per_item,
         num_rows,
+        MOST_ITEMS=max(MOST_ITEMS // num_kv_heads, 1),
         TOKENS_PER_TILE=rows.tokens_per_tile,
         PADDED_ROWS=_padded_rows(num_rows),
         num_warps=4,
+        **dependent_launch(rows.rows.device),
     )
 
 
@@ -182,6 +193,7 @@ def _attend_chunks(
         KEY_TILE=tuning.key_tile,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **dependent_launch(query.device),
     )
 
 
@@ -200,7 +212,7 @@ def _attend_decodes(
     num_heads, head_dim = constants["GROUP"] * constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
     assert workspace.partial.shape[0] >= num_rows, "the workspace holds as many rows"
     assert workspace.partial.shape[2:] == (num_heads, head_dim), "the workspace is of another model"
-    assert SPLIT_MULTIPLE.value % tuning.key_tile == 0, "splits are whole key tiles"
+    assert tuning.key_tile <= MIN_SPLIT.value, "every split has a key tile"
     decode_kernel[(_num_programs(query.device, tuning),)](
         query,
         pool_layer,
@@ -208,11 +220,13 @@ def _attend_decodes(
         out,
         workspace.partial,
         workspace.log_sum_exp,
+        workspace.arrived,
         rows.rows,
         rows.query_start,
         rows.kv_length,
         rows.block_tables,
         rows.split_ends,
+        rows.splits_per_item,
         num_rows,
         *numbers,
         **constants,
@@ -220,21 +234,8 @@ def _attend_decodes(
         KEY_TILE=tuning.key_tile,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-    )
-    _, out_stride, _, window, _, _ = numbers
-    reduce_kernel[(num_rows, num_heads)](
-        out,
-        workspace.partial,
-        workspace.log_sum_exp,
-        rows.query_start,
-        rows.kv_length,
-        out_stride,
-        window,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        PADDED_HEAD_DIM=constants["PADDED_HEAD_DIM"],
-        HAS_WINDOW=constants["HAS_WINDOW"],
-        num_warps=2,
+        maxnreg=tuning.max_registers,
+        **dependent_launch(query.device),
     )
 
 

@@ -1,4 +1,4 @@
-"""The attention kernels: the plan of a step, its chunks, its decodes, and the joining of splits.
+"""The attention kernels: the plan of a step, its chunks, and its decodes with the joining of splits.
 
 Owns: how a grid goes through a batch. Must not know: launches.
 """
@@ -6,7 +6,19 @@ Owns: how a grid goes through a batch. Must not know: launches.
 import triton
 import triton.language as tl
 
-from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, attend_tile, cut_decode, find_row, load_blocks
+from headway_kernels.gpu.attention_tiles import (
+    LOG2_E,
+    MAX_SPLITS,
+    NEVER,
+    attend_tile,
+    count_splits,
+    cut_decode,
+    find_row,
+    join_splits,
+    load_blocks,
+    start_of_share,
+)
+from headway_kernels.gpu.dependence import await_grid
 
 _LEAST = tl.constexpr(-1.0e30)
 """The start of a running maximum: finite, so that a tile that a query does not see leaves no NaN (-inf - -inf)."""
@@ -30,20 +42,25 @@ def plan_kernel(
     kv_length,
     split_ends,
     tile_ends,
+    splits_per_item,
     num_rows,
+    MOST_ITEMS: tl.constexpr,
     TOKENS_PER_TILE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program counts the splits and query tiles of all rows."""
+    """One program counts the items and query tiles of all rows. Beyond ``MOST_ITEMS``, an item is several splits."""
+    await_grid(PDL)
     row = tl.arange(0, PADDED_ROWS)
     real = row < num_rows
     start = tl.load(query_start + row, mask=real, other=0)
     num_tokens = tl.load(query_start + row + 1, mask=real, other=0) - start
     length = tl.load(kv_length + row, mask=real, other=0)
-    _, _, num_splits = cut_decode(length, 0, False)
-    splits = tl.where(num_tokens == 1, num_splits, 0)
+    splits = tl.where(num_tokens == 1, count_splits(length), 0)
+    together = tl.maximum(tl.cdiv(tl.sum(splits, 0), MOST_ITEMS), 1)
     tiles = tl.where(num_tokens > 1, tl.cdiv(num_tokens, TOKENS_PER_TILE), 0)
-    tl.store(split_ends + row, tl.cumsum(splits, 0), mask=real)
+    tl.store(splits_per_item, together)
+    tl.store(split_ends + row, tl.cumsum(tl.cdiv(splits, together), 0), mask=real)
     tl.store(tile_ends + row, tl.cumsum(tiles, 0), mask=real)
 
 
@@ -77,11 +94,13 @@ def chunk_kernel(
     TOKENS: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """An item is a query tile of a row and a key-value head, with all its query heads.
 
     Tokens are consecutive, so that they and the diagonal stay close together.
     """
+    await_grid(PDL)
     num_items = tl.load(tile_ends + num_rows - 1) * NUM_KV_HEADS
     vector = tl.arange(0, QUERY_TILE)
     component = tl.arange(0, PADDED_HEAD_DIM)
@@ -190,11 +209,13 @@ def decode_kernel(
     out,
     partial,
     log_sum_exp,
+    arrived,
     rows,
     query_start,
     kv_length,
     block_tables,
     split_ends,
+    splits_per_item,
     num_rows,
     query_stride,
     out_stride,
@@ -213,8 +234,13 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """An item is a split of a row and a key-value head, with all its query heads."""
+    """An item is some splits of a row and a key-value head, with all its query heads. A row's last item joins them.
+
+    The number of items of a row changes no split and not the order in which they are joined.
+    """
+    await_grid(PDL)
     num_items = tl.load(split_ends + num_rows - 1) * NUM_KV_HEADS
     member = tl.arange(0, QUERY_TILE)
     component = tl.arange(0, PADDED_HEAD_DIM)
@@ -223,95 +249,134 @@ def decode_kernel(
         kv_head = item % NUM_KV_HEADS
         ordinal = item // NUM_KV_HEADS
         row, first_ordinal, _ = find_row(split_ends, ordinal, num_rows, PADDED_ROWS)
-        split = ordinal - first_ordinal
+        number = ordinal - first_ordinal
         length = tl.load(kv_length + row)
-        first, size, num_splits = cut_decode(length, window, HAS_WINDOW)
-        begin = first + split * size
-        end = tl.minimum(begin + size, length)
-        if begin < end:
-            if HAS_WINDOW:
-                begin = tl.maximum(begin, length - window)
+        first_tile, num_tiles, num_splits = cut_decode(length, window, KEY_TILE, HAS_WINDOW)
+        # With a window there may be fewer than planned.
+        row_items = tl.cdiv(num_splits, tl.load(splits_per_item))
+        if number < row_items:
             token = tl.load(query_start + row).to(tl.int64)
             table = block_tables + tl.load(rows + row).to(tl.int64) * table_stride
             head = kv_head * GROUP + member
             last_head = kv_head * GROUP + GROUP - 1
             columns = head[:, None] * HEAD_DIM + component[None, :]
             queries = tl.load(query + token * query_stride + columns, mask=real, other=0.0)
-            query_position = member * 0 + length - 1
-            weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
-            # A sink belongs to the first split, which always has positions.
-            maximum, total = _begin(sinks, tl.minimum(head, last_head), HAS_SINKS, QUERY_TILE)
-            if HAS_SINKS:
-                maximum = tl.where(split == 0, maximum, _LEAST)
-                total = tl.where(split == 0, total, 0.0)
             keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
-            # Always masked: memory bounds the kernel anyway.
-            low = begin // KEY_TILE
-            block = load_blocks(table, low, begin, end, BLOCK_SIZE, KEY_TILE)
-            for tile in range(low, tl.cdiv(end, KEY_TILE)):
-                following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
-                weighted, maximum, total = attend_tile(
+            for split in range(
+                start_of_share(number, num_splits, row_items), start_of_share(number + 1, num_splits, row_items)
+            ):
+                low = first_tile + start_of_share(split, num_tiles, num_splits)
+                high = first_tile + start_of_share(split + 1, num_tiles, num_splits)
+                begin = low * KEY_TILE
+                end = tl.minimum(high * KEY_TILE, length)
+                if HAS_WINDOW:
+                    begin = tl.maximum(begin, length - window)
+                maximum, total = _begin(sinks, tl.minimum(head, last_head), HAS_SINKS, QUERY_TILE)
+                if HAS_SINKS:
+                    # A sink belongs to the first split.
+                    maximum = tl.where(split == 0, maximum, _LEAST)
+                    total = tl.where(split == 0, total, 0.0)
+                weighted, maximum, total = _attend_split(
                     queries,
-                    query_position,
-                    weighted,
                     maximum,
                     total,
                     keys,
-                    block,
-                    tile,
+                    table,
+                    low,
+                    high,
                     begin,
                     end,
                     window,
                     factor,
                     cap,
-                    True,
                     NUM_KV_HEADS,
                     BLOCK_SIZE,
                     HEAD_DIM,
                     PADDED_HEAD_DIM,
                     KEY_TILE,
-                    HAS_WINDOW,
                     HAS_SOFT_CAP,
                 )
-                block = following
-            weighted /= total[:, None]
-            if num_splits == 1:
-                tl.store(out + token * out_stride + columns, weighted.to(out.dtype.element_ty), mask=real)
-            else:
-                place = (row.to(tl.int64) * MAX_SPLITS + split) * (NUM_KV_HEADS * GROUP)
-                tl.store(partial + place * HEAD_DIM + columns, weighted, mask=real)
-                tl.store(log_sum_exp + place + head, maximum + tl.log2(total), mask=member < GROUP)
+                # The loop over tiles leaves few registers: what comes behind it is read again.
+                if num_splits == 1:
+                    token = tl.load(query_start + row).to(tl.int64)
+                    tl.store(out + token * out_stride + columns, weighted.to(out.dtype.element_ty), mask=real)
+                else:
+                    place = (row.to(tl.int64) * MAX_SPLITS + split) * (NUM_KV_HEADS * GROUP)
+                    tl.store(partial + place * HEAD_DIM + columns, weighted, mask=real)
+                    tl.store(log_sum_exp + place + head, maximum + tl.log2(total), mask=member < GROUP)
+            _, _, num_splits = cut_decode(tl.load(kv_length + row), window, KEY_TILE, HAS_WINDOW)
+            if num_splits > 1:
+                # All threads have stored before one of them tells.
+                tl.debug_barrier()
+                counter = arrived + row * NUM_KV_HEADS + kv_head
+                row_items = tl.cdiv(num_splits, tl.load(splits_per_item))
+                if tl.atomic_add(counter, 1, sem="acq_rel") == row_items - 1:
+                    places = row.to(tl.int64) * (MAX_SPLITS * NUM_KV_HEADS * GROUP) + kv_head * GROUP
+                    token = tl.load(query_start + row).to(tl.int64)
+                    join_splits(
+                        out + token * out_stride + kv_head * (GROUP * HEAD_DIM),
+                        partial + places * HEAD_DIM,
+                        log_sum_exp + places,
+                        num_splits,
+                        GROUP,
+                        NUM_KV_HEADS * GROUP,
+                        HEAD_DIM,
+                        PADDED_HEAD_DIM,
+                    )
+                    tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=["window"])
-def reduce_kernel(
-    out,
-    partial,
-    log_sum_exp,
-    query_start,
-    kv_length,
-    out_stride,
+@triton.jit
+def _attend_split(
+    queries,
+    maximum,
+    total,
+    keys,
+    table,
+    low,
+    high,
+    begin,
+    end,
     window,
-    NUM_HEADS: tl.constexpr,
+    factor,
+    cap,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
 ):
-    """Weigh the splits by their sums of exponentials."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    token = tl.load(query_start + row)
-    if tl.load(query_start + row + 1) - token == 1:
-        _, _, num_splits = cut_decode(tl.load(kv_length + row), window, HAS_WINDOW)
-        if num_splits > 1:
-            split = tl.arange(0, MAX_SPLITS)
-            component = tl.arange(0, PADDED_HEAD_DIM)
-            in_head = component < HEAD_DIM
-            place = (row.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
-            sums = tl.load(log_sum_exp + place, mask=split < num_splits, other=float("-inf"))
-            pointers = partial + place[:, None] * HEAD_DIM + component[None, :]
-            parts = tl.load(pointers, mask=(split < num_splits)[:, None] & in_head[None, :], other=0.0)
-            weight = tl.exp2(sums - tl.max(sums, 0))
-            result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-            pointers = out + token.to(tl.int64) * out_stride + head * HEAD_DIM + component
-            tl.store(pointers, result.to(out.dtype.element_ty), mask=in_head)
+    """Attend to the positions from ``begin`` to ``end``, which are in the tiles from ``low`` to ``high``."""
+    weighted = tl.zeros([queries.shape[0], PADDED_HEAD_DIM], dtype=tl.float32)
+    # A decode sees every position from begin on.
+    query_position = tl.full([queries.shape[0]], NEVER, dtype=tl.int32)
+    block = load_blocks(table, low, begin, end, BLOCK_SIZE, KEY_TILE)
+    for tile in range(low, high):
+        following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
+        # Always masked: memory bounds the kernel anyway.
+        weighted, maximum, total = attend_tile(
+            queries,
+            query_position,
+            weighted,
+            maximum,
+            total,
+            keys,
+            block,
+            tile,
+            begin,
+            end,
+            window,
+            factor,
+            cap,
+            True,
+            NUM_KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            PADDED_HEAD_DIM,
+            KEY_TILE,
+            False,
+            HAS_SOFT_CAP,
+        )
+        block = following
+    return weighted / total[:, None], maximum, total

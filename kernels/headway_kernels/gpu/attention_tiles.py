@@ -1,6 +1,6 @@
-"""The device functions of the attention kernels: how a row is cut, how a tile is read and attended to.
+"""The device functions of the attention kernels: how a row is cut and joined, how a tile is read and attended to.
 
-Owns: cuts of a decode, key tiles. Must not know: grids.
+Owns: cuts of a decode, key tiles, the joining of splits. Must not know: grids.
 """
 
 import math
@@ -9,37 +9,40 @@ import triton
 import triton.language as tl
 
 MIN_SPLIT = tl.constexpr(256)
-"""The fewest positions of a split; joining fewer would cost more than it saves."""
+"""The fewest positions of each of several splits; joining fewer would cost more than it saves."""
 MAX_SPLITS = tl.constexpr(16)
 """The most splits of a decode: 16 per key-value head occupy a large GPU with a single sequence."""
-SPLIT_MULTIPLE = tl.constexpr(128)
-"""Splits start at multiples of this; every key tile of the decode kernel divides it."""
-
 LOG2_E = tl.constexpr(math.log2(math.e))
 NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def cut_decode(kv_length, window, HAS_WINDOW: tl.constexpr):
-    """Return the first split's start, the positions of a split, and the number of splits.
-
-    With a window, the last of the planned splits may be empty.
-    """
-    size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length, MAX_SPLITS)))
-    first = kv_length * 0
-    if HAS_WINDOW:
-        planned = tl.cdiv(kv_length, size)
-        first = tl.maximum(0, kv_length - window) // SPLIT_MULTIPLE * SPLIT_MULTIPLE
-        size = tl.maximum(MIN_SPLIT, _round_up(tl.cdiv(kv_length - first, planned)))
-    return first, size, tl.cdiv(kv_length - first, size)
+def count_splits(positions):
+    """The splits of a decode over so many positions."""
+    return tl.minimum(tl.maximum(positions // MIN_SPLIT, 1), MAX_SPLITS)
 
 
 @triton.jit
-def _round_up(positions):
-    return tl.cdiv(positions, SPLIT_MULTIPLE) * SPLIT_MULTIPLE
+def cut_decode(kv_length, window, KEY_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return a decode's first key tile, its key tiles, and its splits: with a window, no more than without.
+
+    There are at least as many tiles as splits.
+    """
+    first = kv_length * 0
+    positions = kv_length
+    if HAS_WINDOW:
+        first = tl.maximum(0, kv_length - window) // KEY_TILE
+        positions = tl.minimum(kv_length, window)
+    return first, tl.cdiv(kv_length, KEY_TILE) - first, count_splits(positions)
 
 
-_INTERPRETED = tl.constexpr(not isinstance(_round_up, triton.JITFunction))
+@triton.jit
+def start_of_share(number, total, parts):
+    """Where share ``number`` of so many parts begins; the last ones are longer by one."""
+    return number * (total // parts) + tl.maximum(number - parts + total % parts, 0)
+
+
+_INTERPRETED = tl.constexpr(not isinstance(count_splits, triton.JITFunction))
 
 
 @triton.jit
@@ -167,3 +170,29 @@ def attend_tile(
     total = total * decay + tl.sum(weight, 1)
     weighted = _dot(weight.to(value.dtype), value, weighted * decay[:, None])
     return weighted, highest, total
+
+
+@triton.jit
+def join_splits(
+    out,
+    partial,
+    log_sum_exp,
+    num_splits,
+    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+):
+    """Weigh each head's splits by their sums of exponentials. Loads pass the first cache, which may be out of date."""
+    split = tl.arange(0, MAX_SPLITS)
+    component = tl.arange(0, PADDED_HEAD_DIM)
+    held = split < num_splits
+    in_head = component < HEAD_DIM
+    for head in range(GROUP):
+        place = split * NUM_HEADS + head
+        sums = tl.load(log_sum_exp + place, mask=held, other=float("-inf"), cache_modifier=".cg")
+        pointers = partial + place[:, None] * HEAD_DIM + component[None, :]
+        parts = tl.load(pointers, mask=held[:, None] & in_head[None, :], other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(sums - tl.max(sums, 0))
+        result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+        tl.store(out + head * HEAD_DIM + component, result.to(out.dtype.element_ty), mask=in_head)

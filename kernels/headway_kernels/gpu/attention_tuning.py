@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+_REGISTERS = 65536
+"""Of a multiprocessor, and the most of a thread (CUDA C++ Programming Guide, table of technical specifications)."""
+_MOST_REGISTERS = 255
+
 
 @dataclass(frozen=True)
 class KernelTuning:
     """The cut of one kernel; it changes results by rounding at most.
 
-    ``query_tile``: query vectors of a program. ``key_tile``: positions of one turn (in the decode kernel up to 128).
+    ``query_tile``: query vectors of a program. ``key_tile``: positions of one turn.
     Both are powers of two from 16. ``num_stages``: key tiles in the pipeline.
     """
 
@@ -21,6 +25,12 @@ class KernelTuning:
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
+
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread, so that this many programs fit; None: all that a thread can have."""
+        fitting = _REGISTERS // (32 * self.num_warps * self.programs_per_multiprocessor) // 8 * 8
+        return fitting if fitting < _MOST_REGISTERS else None
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,11 @@ _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (8, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 2), KernelTuning(128, 64, 8, 3, 1)),
     (8, 256, 2): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(64, 32, 8, 3, 1)),
     (8, 512, 2): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(32, 16, 4, 3, 1)),
-    (9, 64, 2): AttentionTuning(KernelTuning(16, 128, 4, 3, 3), KernelTuning(128, 128, 8, 3, 1)),
-    (9, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 3), KernelTuning(128, 64, 8, 3, 1)),
+    (9, 64, 2): AttentionTuning(KernelTuning(16, 64, 4, 4, 3), KernelTuning(128, 128, 8, 3, 1)),
+    (9, 128, 2): AttentionTuning(KernelTuning(16, 32, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
     (9, 256, 2): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(128, 32, 8, 3, 1)),
     (9, 512, 2): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(64, 16, 8, 2, 1)),
-    (8, 64, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 3), KernelTuning(32, 32, 4, 3, 2)),
+    (8, 64, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(32, 32, 4, 3, 2)),
     (8, 128, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(32, 32, 8, 3, 1)),
     (8, 256, 4): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(16, 16, 8, 3, 1)),
     (8, 512, 4): AttentionTuning(KernelTuning(16, 16, 8, 2, 1), KernelTuning(16, 16, 8, 2, 1)),

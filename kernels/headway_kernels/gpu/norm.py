@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+
 ELEMENTS_PER_THREAD = 16
 """Elements of a row per thread, as float32 in registers, up to ``MOST_WARPS``."""
 MOST_WARPS = 16
@@ -39,6 +41,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, out: Tens
         BLOCK=block,
         HAS_DELTA=delta is not None,
         num_warps=warps_for(block),
+        **dependent_launch(hidden.device),
     )
 
 
@@ -68,6 +71,7 @@ def add_layer_norm(
         HAS_DELTA=delta is not None,
         HAS_BIAS=bias is not None,
         num_warps=warps_for(block),
+        **dependent_launch(hidden.device),
     )
 
 
@@ -89,7 +93,9 @@ def _add_rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK)
     within = channels < WIDTH
@@ -121,7 +127,9 @@ def _add_layer_norm(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK)
     within = channels < WIDTH

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+
 PAIRS_PER_PROGRAM = 512
 """Rotated pairs of one token per program, as whole heads; 8 heads of 128 channels."""
 NUM_WARPS = 4
@@ -65,6 +67,7 @@ def rotate_and_store(
         BLOCK_PAIRS=block_pairs,
         NORMALISE=normalise,
         num_warps=NUM_WARPS,
+        **dependent_launch(qkv.device),
     )
 
 
@@ -87,7 +90,9 @@ def _rotate_and_store(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pairs = tl.arange(0, BLOCK_PAIRS)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+
 CHANNELS_PER_PROGRAM = 1024
 """Channels of a gathered row; 16 bytes per thread if elements have 2 bytes."""
 ENTRIES_PER_PROGRAM = 128
@@ -34,6 +36,7 @@ def gather_rows(source: Tensor, index: Tensor, out: Tensor) -> None:
         WIDTH=width,
         BLOCK=CHANNELS_PER_PROGRAM,
         num_warps=NUM_WARPS,
+        **dependent_launch(out.device),
     )
 
 
@@ -74,6 +77,7 @@ def expand_rows(
         BLOCK_SIZE=block_size,
         BLOCK=ENTRIES_PER_PROGRAM,
         num_warps=NUM_WARPS,
+        **dependent_launch(rows.device),
     )
 
 
@@ -137,6 +141,7 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
         num_sampled,
         BLOCK=ENTRIES_PER_PROGRAM,
         num_warps=NUM_WARPS,
+        **dependent_launch(sampled.device),
     )
 
 
@@ -145,7 +150,10 @@ def store_sampled(sampled: Tensor, rows: Tensor, positions: Tensor, token_store:
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
-def _gather_rows(source, index, out, source_stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_rows(
+    source, index, out, source_stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_grid(PDL)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(index + row).to(tl.int64)
@@ -175,7 +183,9 @@ def _expand_rows(
     search_steps,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = tokens < num_tokens
     live = within & (tokens < tl.load(query_start + num_rows))
@@ -225,7 +235,10 @@ def _store_tokens(
 
 
 @triton.jit(do_not_specialize=["num_sampled"], do_not_specialize_on_alignment=["sampled", "rows", "positions"])
-def _store_sampled(sampled, rows, positions, token_store, store_stride, num_sampled, BLOCK: tl.constexpr):
+def _store_sampled(
+    sampled, rows, positions, token_store, store_stride, num_sampled, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_grid(PDL)
     samples = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = samples < num_sampled
     row = tl.load(rows + samples, mask=within, other=-1).to(tl.int64)

@@ -17,6 +17,7 @@ are kept, lowest ids first. The stages:
 3. ``survey``, per chunk, for rows with top-k or top-p as 4 and 5: how much lies above each of a few fixed
    probabilities;
 4. ``list``, per chunk: a cutoff that surely keeps enough, and the bits of all probabilities above it, in any order;
+   (``narrow`` and ``gather``, per chunk: what a long list of a top-p needs before one block can search it;)
 5. ``threshold``, per row: a search with several pivots at once over that list;
 6. ``weigh``, per chunk: the weight above the threshold and the number of tokens at it;
 7. ``draw``, per row: the chunk in which the uniform falls, then the token.

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.sampling_layout import RANDOM, RANKED
 from headway_kernels.gpu.sampling_memory import (
     CHUNK_WARPS,
@@ -47,8 +48,10 @@ def statistics_kernel(
     CHUNK: tl.constexpr,
     WITH_SUM: tl.constexpr,
     RAW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sums are relative to the largest logit; RAW: at temperature 1."""
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -88,8 +91,10 @@ def _merge_kernel(
     num_chunks,
     CHUNKS: tl.constexpr,
     RANDOM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge a row's chunks."""
+    await_grid(PDL)
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -144,6 +149,7 @@ def launch_statistics(
         WITH_SUM=with_sum,
         RAW=False,
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )
 
 
@@ -180,4 +186,5 @@ def launch_merge(
         CHUNKS=triton.next_power_of_2(num_chunks),
         RANDOM=random,
         num_warps=1,
+        **dependent_launch(rows.device),
     )

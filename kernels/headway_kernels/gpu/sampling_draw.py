@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.sampling_memory import CHUNK_WARPS, DONE, SamplingColumns, SamplingWorkspace, chunk_grid
 from headway_kernels.gpu.sampling_numbers import (
     NEARLY,
@@ -57,7 +58,9 @@ def _weigh_kernel(
     chunk_ties_ptr,
     vocab_size,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) == DONE:
         return
@@ -98,7 +101,9 @@ def _draw_kernel(
     num_chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) == DONE:
         return
@@ -157,6 +162,7 @@ def draw_tokens(
         work.vocab_size,
         CHUNK=work.chunk,
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )
     _draw_kernel[(len(rows),)](
         logits,
@@ -178,4 +184,5 @@ def draw_tokens(
         CHUNK=work.chunk,
         CHUNKS=triton.next_power_of_2(grid[0]),
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.sampling_distribution import statistics_kernel
 from headway_kernels.gpu.sampling_memory import CHUNK_WARPS, SamplingWorkspace, chunk_grid
 from headway_kernels.gpu.sampling_numbers import finite_or_zero, scale_of, total_of
@@ -23,7 +24,9 @@ def _logprob_kernel(
     out_normalisers_ptr,
     num_chunks,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     i = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids_ptr + i)
     if token_id < 0:
@@ -69,6 +72,7 @@ def row_logprobs(
         WITH_SUM=True,
         RAW=True,
         num_warps=CHUNK_WARPS,
+        **dependent_launch(logits.device),
     )
     _logprob_kernel[(len(token_ids),)](
         logits,
@@ -80,6 +84,7 @@ def row_logprobs(
         out_normalisers,
         work.chunk_max.shape[1],
         CHUNKS=triton.next_power_of_2(work.chunk_max.shape[1]),
+        **dependent_launch(logits.device),
     )
 
 

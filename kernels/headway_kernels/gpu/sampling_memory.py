@@ -19,6 +19,9 @@ DRAWS_RANKED = tl.constexpr(2)
 
 SURVEYED = tl.constexpr(8)
 
+NARROWING_ROUNDS = tl.constexpr(2)
+NARROWING_PIVOTS = tl.constexpr(16)
+
 CHUNK_WARPS = 8
 
 
@@ -85,12 +88,19 @@ class SamplingWorkspace:
     threshold: Tensor
     ties_kept: Tensor
     list_length: Tensor
+    ranges: Tensor
+    range_weight: Tensor
+    pivot_weight: Tensor
+    narrowed: Tensor
+    narrowed_weight: Tensor
+    short_length: Tensor
+    short_words: Tensor
 
     @classmethod
     def allocate(
         cls, *, max_batch: int, vocab_size: int, device: torch.device, chunk: int = 4096
     ) -> "SamplingWorkspace":
-        """Reserve ``8 * max_batch * vocab_size`` bytes."""
+        """Reserve about ``8 * max_batch * vocab_size`` bytes."""
         num_chunks = triton.cdiv(vocab_size, chunk)
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -115,6 +125,13 @@ class SamplingWorkspace:
             threshold=empty(torch.int32),
             ties_kept=empty(torch.int32),
             list_length=empty(torch.int32),
+            ranges=empty(torch.int32, NARROWING_ROUNDS.value, 2),
+            range_weight=empty(torch.int64, NARROWING_ROUNDS.value),
+            pivot_weight=empty(torch.int64, NARROWING_ROUNDS.value, num_chunks, NARROWING_PIVOTS.value),
+            narrowed=empty(torch.int32, 2),
+            narrowed_weight=empty(torch.int64),
+            short_length=empty(torch.int32),
+            short_words=empty(torch.int32, chunk),
         )
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.sampling_layout import PENALTIES
 from headway_kernels.gpu.sampling_memory import CHUNK_WARPS, SamplingColumns, SamplingWorkspace, chunk_grid
 from headway_kernels.gpu.sampling_numbers import WORDS
@@ -19,7 +20,15 @@ _ENTRY_TILE = 256
 
 
 @triton.jit
-def _clear_kernel(rows_ptr, flags_ptr, words_ptr, vocab_size, CHUNK: tl.constexpr):
+def _clear_kernel(
+    rows_ptr,
+    flags_ptr,
+    words_ptr,
+    vocab_size,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -42,8 +51,10 @@ def _count_kernel(
     vocab_size,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Count each generated token, and mark each token of the prompt."""
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
@@ -83,7 +94,9 @@ def _adjust_kernel(
     adjusted_ptr,
     vocab_size,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -117,7 +130,9 @@ def _entries_kernel(
     adjusted_ptr,
     vocab_size,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_grid(PDL)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i)
     if row < 0:
@@ -145,8 +160,8 @@ def adjust_logits(
 ) -> None:
     """Fill ``adjusted`` with the logits to draw from."""
     flags, num_prompt_tokens = columns.column("flags"), columns.column("num_prompt_tokens")
-    grid = chunk_grid(rows, work)
-    _clear_kernel[grid](rows, flags, work.words, work.vocab_size, CHUNK=work.chunk, num_warps=CHUNK_WARPS)
+    grid, dependent = chunk_grid(rows, work), dependent_launch(rows.device)
+    _clear_kernel[grid](rows, flags, work.words, work.vocab_size, CHUNK=work.chunk, num_warps=CHUNK_WARPS, **dependent)
     _count_kernel[_HISTORY_PARTS, len(rows)](
         rows,
         positions,
@@ -158,6 +173,7 @@ def adjust_logits(
         work.vocab_size,
         PARTS=_HISTORY_PARTS,
         TILE=_HISTORY_TILE,
+        **dependent,
     )
     # Without fusion the penalties round as in every other implementation.
     _adjust_kernel[grid](
@@ -174,6 +190,7 @@ def adjust_logits(
         CHUNK=work.chunk,
         num_warps=CHUNK_WARPS,
         enable_fp_fusion=False,
+        **dependent,
     )
     _entries_kernel[(len(rows),)](
         rows,
@@ -187,4 +204,5 @@ def adjust_logits(
         work.adjusted,
         work.vocab_size,
         TILE=_ENTRY_TILE,
+        **dependent,
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.sampling_memory import (
     CHUNK_WARPS,
     DRAWS_RANKED,
@@ -15,6 +16,7 @@ from headway_kernels.gpu.sampling_memory import (
     SamplingWorkspace,
     chunk_grid,
 )
+from headway_kernels.gpu.sampling_narrowing import is_narrowed, narrow_ranges
 from headway_kernels.gpu.sampling_numbers import (
     LARGEST,
     NEARLY,
@@ -51,8 +53,10 @@ def _survey_kernel(
     chunk_survey_ptr,
     vocab_size,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Measure a number of tokens (with top-k), or probability."""
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -61,10 +65,13 @@ def _survey_kernel(
     p = probability_of(logits, tl.load(row_max_ptr + i), tl.load(row_scale_ptr + i), tl.load(row_share_ptr + i))
     counted = tl.load(top_k_ptr + tl.load(rows_ptr + i) * WORDS) > 0
     measured = tl.where(counted, 1.0, p)
-    here = chunk_survey_ptr + (i * tl.num_programs(0) + tl.program_id(0)) * SURVEYED
+    surveyed = tl.arange(0, SURVEYED)
+    found = tl.zeros((SURVEYED,), tl.float32)
     for j in tl.static_range(SURVEYED):
         reach = bits_of(p) >= ((127 - _OCTAVES * (j + 1)) << 23)
-        tl.store(here + j, tl.sum(tl.where(reach, measured, 0.0), 0))
+        found = tl.where(surveyed == j, tl.sum(tl.where(reach, measured, 0.0), 0), found)
+    here = chunk_survey_ptr + (i * tl.num_programs(0) + tl.program_id(0)) * SURVEYED
+    tl.store(here + surveyed, found)
 
 
 @triton.jit
@@ -86,8 +93,10 @@ def _list_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Choose the highest cutoff that surely keeps enough."""
+    await_grid(PDL)
     i = tl.program_id(1).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -121,26 +130,29 @@ def _list_kernel(
 
 
 @triton.jit
-def _search(list_ptr, length, low, high, need, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr):
+def _search(
+    list_ptr, length, low, high, above, need, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr
+):
     """Find the highest threshold at and above which the listed tokens suffice for ``need``, a weight or a number.
 
-    They must not suffice at ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
+    They must not suffice at ``high``, from which on tokens weigh ``above``; other lists end below ``high``. If they do not suffice at ``low`` either, all of them lie above the threshold, or
     more are needed at it than there are. Returns the threshold, and the weight and number of tokens above it.
     """
     steps = tl.arange(0, PIVOTS) + 1
-    above_weight = tl.zeros((), tl.int64)
+    above_weight = above
+    end = high
     above_count = tl.zeros((), tl.int32)
     while high - low > 1:
         pivots = low + (high - low + PIVOTS) // (PIVOTS + 1) * steps
-        weights = tl.zeros((PIVOTS,), tl.int64)
+        weights = tl.zeros((PIVOTS,), tl.int64) + above
         counts = tl.zeros((PIVOTS,), tl.int32)
         least = tl.full((TILE,), LARGEST, tl.int32)
         most = tl.full((TILE,), -1, tl.int32)
         for start in range(0, length, TILE):
             places = start + tl.arange(0, TILE)
-            held = places < length
-            bits = tl.load(list_ptr + places, mask=held, other=0)
-            weight = weight_of(from_bits(bits))
+            bits = tl.load(list_ptr + places, mask=places < length, other=LARGEST)
+            held = bits < end
+            weight = weight_of(from_bits(tl.where(held, bits, 0)))
             reach = held[:, None] & (bits[:, None] >= pivots[None, :])
             counts += tl.sum(reach.to(tl.int32), 0)
             weights += tl.sum(tl.where(reach, weight[:, None], 0), 0)
@@ -173,11 +185,18 @@ def _threshold_kernel(
     words_ptr,
     threshold_ptr,
     ties_kept_ptr,
+    narrowed_ptr,
+    narrowed_weight_ptr,
+    short_length_ptr,
+    short_words_ptr,
     vocab_size,
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Apply top-k, then top-p to the rest; then take the stricter of that and min-p."""
+    await_grid(PDL)
     i = tl.program_id(0).to(tl.int64)
     if tl.load(remaining_ptr + i) != DRAWS_RANKED:
         return
@@ -190,15 +209,24 @@ def _threshold_kernel(
     threshold = tl.load(cutoff_ptr + i)
     ties_kept = tl.full((), LARGEST, tl.int32)
     mass = tl.full((), WEIGHT_OF_ONE, tl.float64)
+    above = tl.zeros((), tl.int64)
+    if is_narrowed(DRAWS_RANKED, top_k, top_p, length, CHUNK):
+        threshold = tl.load(narrowed_ptr + 2 * i)
+        above_all = tl.load(narrowed_ptr + 2 * i + 1)
+        above = tl.load(narrowed_weight_ptr + i)
+        short_length = tl.load(short_length_ptr + i)
+        if short_length <= CHUNK:
+            list_ptr = short_words_ptr + i * CHUNK
+            length = short_length
     if top_k > 0:
         threshold, weight, count = _search(
-            list_ptr, length, threshold, above_all, top_k.to(tl.float64), False, TILE, PIVOTS
+            list_ptr, length, threshold, above_all, above, top_k.to(tl.float64), False, TILE, PIVOTS
         )
         ties_kept = top_k - count
         mass = (weight + ties_kept * weight_of(from_bits(threshold))).to(tl.float64)
     if top_p < 1.0:
         need = top_p * mass
-        threshold, weight, count = _search(list_ptr, length, threshold, above_all, need, True, TILE, PIVOTS)
+        threshold, weight, count = _search(list_ptr, length, threshold, above_all, above, need, True, TILE, PIVOTS)
         whole = need.to(tl.int64)
         whole += (whole.to(tl.float64) < need).to(tl.int64)
         each = tl.maximum(weight_of(from_bits(threshold)), 1)
@@ -225,6 +253,7 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         work.vocab_size,
         CHUNK=work.chunk,
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )
     _list_kernel[grid](
         logits,
@@ -245,7 +274,9 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         CHUNK=work.chunk,
         CHUNKS=triton.next_power_of_2(grid[0]),
         num_warps=CHUNK_WARPS,
+        **dependent_launch(rows.device),
     )
+    narrow_ranges(rows, columns, work)
     _threshold_kernel[(len(rows),)](
         rows,
         top_k,
@@ -257,8 +288,14 @@ def find_thresholds(logits: Tensor, rows: Tensor, columns: SamplingColumns, work
         work.words,
         work.threshold,
         work.ties_kept,
+        work.narrowed,
+        work.narrowed_weight,
+        work.short_length,
+        work.short_words,
         work.vocab_size,
         TILE=_SEARCH_TILE,
         PIVOTS=_PIVOTS,
+        CHUNK=work.chunk,
         num_warps=_SEARCH_WARPS,
+        **dependent_launch(rows.device),
     )

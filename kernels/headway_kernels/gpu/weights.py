@@ -21,12 +21,17 @@ from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
 
 class WeightForm(IntEnum):
-    """Floating numbers; signed codes of 8 bits; E4M3; signed codes of 4 bits, two in a byte."""
+    """Floating numbers; signed codes of 8 bits; E4M3; signed codes of 4 bits, two in a byte; of 8 bits, two in a word.
+
+    A kernel copies words of two bytes 16 bytes at a time, but bytes only 8 at a time.
+    """
 
     DENSE = 0
     INT8 = 1
     FP8 = 2
     INT4 = 3
+    INT8_PAIRS = 4
+    FP8_PAIRS = 5
 
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
@@ -34,7 +39,7 @@ CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 WIDE_ELEMENTS = 2**22
 """Elements of a weight that are float32 at a time while it is quantised: 16 MiB."""
 HALF = 16
-"""Codes of 4 bits come in blocks of 32 inputs: a byte has one of the first 16, low, and one of the others."""
+"""Pairs of codes come in blocks of 32 inputs: a pair has one of the first 16, low, and one of the others."""
 _MIDDLE = 8
 _FP8_SCALE = 256.0
 """An E4M3 code read as float16 has an exponent that is 15 - 7 = 8 too small."""
@@ -43,6 +48,8 @@ _LEAST_STEP = 16
 
 _FP8 = tl.constexpr(int(WeightForm.FP8))
 _INT4 = tl.constexpr(int(WeightForm.INT4))
+"""The first form of pairs."""
+_FP8_PAIRS = tl.constexpr(int(WeightForm.FP8_PAIRS))
 _HALF = tl.constexpr(HALF)
 
 
@@ -50,7 +57,8 @@ _HALF = tl.constexpr(HALF)
 class DeviceWeight:
     """A weight ``[outputs, inputs]``, or with a first dimension one of each expert; all tensors contiguous.
 
-    ``values`` ``[outputs, inputs]``: floating, int8, or the bits of E4M3 as uint8; with INT4 uint8, ``[outputs, bytes]``.
+    ``values`` ``[outputs, inputs]``: floating, int8, or the bits of E4M3 as uint8; with INT4 uint8, ``[outputs, bytes]``,
+    with other pairs int16, ``[outputs, words]``.
     ``scales`` and ``minima`` float32, ``[groups, outputs]``, or None: each ``group`` inputs share them. ``order`` int32,
     ``[inputs]``, or None: which input meets a column.
     """
@@ -146,13 +154,16 @@ def coded(weight: CodedWeight) -> DeviceWeight | None:
 
 def _stored(weight: CodedWeight) -> tuple[WeightForm, Tensor, Tensor, Tensor | None]:
     """Form, values, scales and minima, groups behind outputs."""
+    has_pairs = weight.scales.shape[1] == 1 or weight.group % (2 * HALF) == 0
     if weight.form is CodeForm.FP8:
-        return WeightForm.FP8, _bits(weight.codes), weight.scales * _FP8_SCALE, weight.minima
+        form, values = (WeightForm.FP8_PAIRS, _paired(weight.codes)) if has_pairs else (WeightForm.FP8, weight.codes)
+        return form, values if has_pairs else _bits(values), weight.scales * _FP8_SCALE, weight.minima
     if weight.form is CodeForm.CODES8:
-        return WeightForm.INT8, weight.codes, weight.scales, weight.minima
+        form, values = (WeightForm.INT8_PAIRS, _paired(weight.codes)) if has_pairs else (WeightForm.INT8, weight.codes)
+        return form, values, weight.scales, weight.minima
     # Around the middle code, minima are small and cancel little.
     minima = None if weight.minima is None else weight.minima + _MIDDLE * weight.scales
-    if weight.scales.shape[1] > 1 and weight.group % (2 * HALF):
+    if not has_pairs:
         return WeightForm.INT8, weight.codes.to(torch.int8) - _MIDDLE, weight.scales, minima
     return WeightForm.INT4, _packed(weight.codes), weight.scales, minima
 
@@ -161,11 +172,21 @@ def _bits(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8)
 
 
+def _blocks(codes: Tensor, padding: int) -> Tensor:
+    """``[outputs, inputs]`` codes as ``[outputs, blocks, 2, HALF]``."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (2 * HALF)), value=padding)
+    return padded.view(len(codes), -1, 2, HALF)
+
+
 def _packed(codes: Tensor) -> Tensor:
-    """``[outputs, inputs]`` codes as ``[outputs, bytes]``, whole blocks."""
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (2 * HALF)), value=_MIDDLE)
-    blocks = padded.view(len(codes), -1, 2, HALF)
+    """``[outputs, inputs]`` codes of 4 bits as ``[outputs, bytes]``, whole blocks."""
+    blocks = _blocks(codes, _MIDDLE)
     return (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """``[outputs, inputs]`` codes of 8 bits as ``[outputs, words]``, whole blocks; the low byte of a word comes first."""
+    return _blocks(_bits(codes), 0).transpose(2, 3).contiguous().view(torch.int16).flatten(1)
 
 
 def stacked(weights: Sequence[DeviceWeight]) -> DeviceWeight | None:
@@ -248,16 +269,14 @@ def multiply_tile(
             part = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), dtype=tl.float32)
         else:
             part = sums
-        if FORM == _INT4:
+        if FORM >= _INT4:
             place = tl.arange(0, BLOCK_INPUTS // 2)
-            codes = _loaded(rows, start // 2 + place, ROW, INPUTS % BLOCK_INPUTS != 0)
+            pairs = _loaded(rows, start // 2 + place, ROW, INPUTS % BLOCK_INPUTS != 0)
             low = start + place // _HALF * (2 * _HALF) + place % _HALF
             x_low = _inputs(x_rows, order, low, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
             x_high = _inputs(x_rows, order, low + _HALF, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
-            low_codes = (codes & 15).to(tl.int8) - 8
-            high_codes = (codes >> 4).to(tl.int8) - 8
-            part = tl.dot(low_codes.to(x_low.dtype), x_low, part, input_precision="ieee")
-            part = tl.dot(high_codes.to(x_high.dtype), x_high, part, input_precision="ieee")
+            part = tl.dot(_of_pairs(pairs, x_low.dtype, FORM, False), x_low, part, input_precision="ieee")
+            part = tl.dot(_of_pairs(pairs, x_high.dtype, FORM, True), x_high, part, input_precision="ieee")
         else:
             inputs = start + tl.arange(0, BLOCK_INPUTS)
             codes = _loaded(rows, inputs, INPUTS, INPUTS % BLOCK_INPUTS != 0)
@@ -266,7 +285,7 @@ def multiply_tile(
         if GROUPED:
             sums += part * scale[:, None]
             if HAS_MINIMA:
-                if FORM == _INT4:
+                if FORM >= _INT4:
                     total = tl.sum(x_low.to(tl.float32), 0) + tl.sum(x_high.to(tl.float32), 0)
                 else:
                     total = tl.sum(x_tile.to(tl.float32), 0)
@@ -314,13 +333,25 @@ def _inputs(
 
 
 @triton.jit
+def _of_pairs(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HIGH: tl.constexpr):
+    """One number of each pair."""
+    if FORM == _INT4:
+        codes = ((pairs >> 4) if HIGH else (pairs & 15)).to(tl.int8) - 8
+    else:
+        codes = ((pairs >> 8) if HIGH else pairs).to(tl.int8)
+        if FORM == _FP8_PAIRS:
+            codes = codes.to(tl.uint8, bitcast=True)
+    return _numbers(codes, dtype, FORM)
+
+
+@triton.jit
 def _numbers(codes, dtype: tl.constexpr, FORM: tl.constexpr):
     """Values as numbers of ``dtype``, exactly; those of fp8 too small by ``_FP8_SCALE``.
 
     Processors before sm_89 cannot decode E4M3: its bits are moved to float16's exponent and mantissa, which also fits
     subnormal codes. NaN has no place here: ``quantize`` makes none, and checkpoints with it are refused.
     """
-    if FORM == _FP8:
+    if FORM == _FP8 or FORM == _FP8_PAIRS:  # noqa: PLR1714, SIM109 (constants, no tuple of them)
         bits = codes.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(dtype)

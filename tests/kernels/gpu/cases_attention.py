@@ -5,12 +5,11 @@ from triton_compilation import CompileCase
 from headway_kernels.gpu import attention_kernels, attention_tuning
 
 POINTERS = ("query", "pool", "out")
-LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "tile_ends")
+LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "tile_ends", "splits_per_item", "arrived")
 STRIDES = ("query_stride", "out_stride", "table_stride")
-REDUCE_WARPS = 2
 
 
-def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, **constants):
+def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, max_registers=None, blocks=1, **constants):
     """``constants`` may hold more than the kernel takes."""
     types = {"window": "i32", "factor": "fp32", "cap": "fp32", "num_rows": "i32"}
     types |= dict.fromkeys(POINTERS, element) | dict.fromkeys(("sinks", "partial", "log_sum_exp"), "*fp32")
@@ -24,6 +23,8 @@ def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, **constants):
         num_warps=num_warps,
         num_stages=num_stages,
         aligned=tuple(key for key, kind in signature.items() if kind.startswith("*") or key in STRIDES),
+        max_registers=max_registers,
+        blocks=blocks,
     )
 
 
@@ -34,7 +35,6 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
     constants = {
         "GROUP": group,
         "NUM_KV_HEADS": 8,
-        "NUM_HEADS": 8 * group,
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(16, attention_tuning.power_of_two(head_dim)),
@@ -57,12 +57,14 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
             element,
             getattr(tuning, kind).num_warps,
             getattr(tuning, kind).num_stages,
+            tuning.decode.max_registers if kind == "decode" else None,
+            getattr(tuning, kind).programs_per_multiprocessor,
             QUERY_TILE=vectors[kind],
             KEY_TILE=getattr(tuning, kind).key_tile,
             **constants,
         )
         for kind, kernel in kernels.items()
-    ] + [case(f"reduce {head_dim} {element}", attention_kernels.reduce_kernel, element, REDUCE_WARPS, **constants)]
+    ]
 
 
 def every_entry():
@@ -76,9 +78,9 @@ def every_entry():
 
 
 CASES = [
-    case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096),
+    case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096, MOST_ITEMS=256),
     *model(9, 128, "*bf16"),
-    *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True)[:2],
-    *model(9, 64, "*bf16", group=8, window=True, sinks=True)[:2],
-    *model(8, 12, "*fp32", group=1, block_size=8)[:2],
+    *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True),
+    *model(9, 64, "*bf16", group=8, window=True, sinks=True),
+    *model(8, 12, "*fp32", group=1, block_size=8),
 ]

@@ -58,7 +58,7 @@ CASES = [
     product("Qwen3", QWEN3, "bf16", "DENSE", (1536, 2048)),
     product("Qwen3", QWEN3, "bf16", "INT4", (1536, 2048), 128),
     product("Qwen3", QWEN3, "bf16", "INT4", (2048, 768), 32, gathers=False, minima=True),
-    product("DeepSeek V3", DEEPSEEK, "bf16", "FP8", (4096, 7168), 128),
+    product("DeepSeek V3", DEEPSEEK, "bf16", "FP8_PAIRS", (4096, 7168), 128),
     product("gpt-oss", GPT_OSS, "fp32", "DENSE", (2880, 2880), has_bias=True, gathers=False),
     CompileCase(
         "add_pairs",

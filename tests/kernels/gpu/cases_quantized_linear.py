@@ -8,7 +8,8 @@ from headway_kernels.gpu.weights import DeviceWeight, WeightForm
 
 ATTENTION_OUTPUT, GATE_UP, DOWN = (4096, 4096), (28672, 4096), (4096, 14336)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-POINTERS = {"DENSE": None, "INT8": "*i8", "FP8": "*u8", "INT4": "*u8"}
+POINTERS = {"DENSE": None, "INT8": "*i8", "FP8": "*u8", "INT4": "*u8", "INT8_PAIRS": "*i16", "FP8_PAIRS": "*i16"}
+PAIRS = {"INT4", "INT8_PAIRS", "FP8_PAIRS"}
 
 
 def weight_of(form, shape, group=None, *, minima=False, ordered=False):
@@ -18,7 +19,7 @@ def weight_of(form, shape, group=None, *, minima=False, ordered=False):
     scales = torch.empty(-(-inputs // group) if group else 1, outputs, **empty)
     return DeviceWeight(
         WeightForm[form],
-        torch.empty(outputs, inputs // 2 if form == "INT4" else inputs, **empty),
+        torch.empty(outputs, inputs // 2 if form in PAIRS else inputs, **empty),
         inputs,
         group or inputs,
         None if form == "DENSE" else scales,
@@ -66,20 +67,20 @@ def sums(dtype, form, shape, num_tokens):
 
 
 CASES = [
-    product("bf16", "INT8", ATTENTION_OUTPUT, 16),
-    product("bf16", "FP8", ATTENTION_OUTPUT, 16),
-    product("bf16", "FP8", DOWN, 64),
-    product("bf16", "INT8", GATE_UP, 256),
-    product("bf16", "INT8", GATE_UP, 2048, has_bias=True),
-    product("fp16", "FP8", GATE_UP, 2048),
-    product("fp32", "INT8", ATTENTION_OUTPUT, 16),
+    product("bf16", "INT8_PAIRS", ATTENTION_OUTPUT, 16),
+    product("bf16", "FP8_PAIRS", ATTENTION_OUTPUT, 16),
+    product("bf16", "FP8_PAIRS", DOWN, 64),
+    product("bf16", "INT8_PAIRS", GATE_UP, 256),
+    product("bf16", "INT8_PAIRS", GATE_UP, 2048, has_bias=True),
+    product("fp16", "FP8_PAIRS", GATE_UP, 2048),
+    product("fp32", "INT8_PAIRS", ATTENTION_OUTPUT, 16),
     product("bf16", "INT4", GATE_UP, 16, 128),
     product("bf16", "INT4", DOWN, 16, 32, minima=True),
     product("bf16", "INT4", ATTENTION_OUTPUT, 64, 128, minima=True, ordered=True),
     product("bf16", "INT4", GATE_UP, 2048, 128),
     product("bf16", "INT8", DOWN, 16, 16),
-    product("bf16", "FP8", GATE_UP, 2048, 128),
+    product("bf16", "FP8_PAIRS", GATE_UP, 2048, 128),
     product("fp32", "INT4", ATTENTION_OUTPUT, 16, 32),
-    sums("bf16", "INT8", ATTENTION_OUTPUT, 16),
-    sums("fp32", "FP8", ATTENTION_OUTPUT, 16),
+    sums("bf16", "INT8_PAIRS", ATTENTION_OUTPUT, 16),
+    sums("fp32", "FP8_PAIRS", ATTENTION_OUTPUT, 16),
 ]

@@ -6,6 +6,7 @@ from headway_kernels.gpu import (
     sampling_distribution,
     sampling_draw,
     sampling_logprobs,
+    sampling_narrowing,
     sampling_penalties,
     sampling_truncation,
 )
@@ -18,6 +19,9 @@ _TYPES = {
     "min_p_ptr": "*fp64",
     "chunk_sum_ptr": "*i64",
     "chunk_weight_ptr": "*i64",
+    "range_weight_ptr": "*i64",
+    "pivot_weight_ptr": "*i64",
+    "narrowed_weight_ptr": "*i64",
     "logits_stride": "i32",
     "store_stride": "i32",
     "vocab_size": "i32",
@@ -49,6 +53,7 @@ def case(name, kernel, logits="*bf16", **constants):
         constants,
         num_warps=1 if kernel is sampling_distribution._merge_kernel else 8,
         aligned=aligned,
+        shows_fusion="row_share_ptr" in kernel.arg_names and kernel is not sampling_distribution._merge_kernel,
     )
 
 
@@ -77,7 +82,9 @@ CASES = [
     case("merge random", sampling_distribution._merge_kernel, CHUNKS=32, RANDOM=True),
     case("survey", sampling_truncation._survey_kernel, CHUNK=CHUNK),
     case("list", sampling_truncation._list_kernel, CHUNK=CHUNK, CHUNKS=32),
-    case("threshold", sampling_truncation._threshold_kernel, TILE=1024, PIVOTS=8),
+    *(case(f"narrow {i}", sampling_narrowing._narrow_kernel, CHUNK=CHUNK, CHUNKS=32, ROUND=i) for i in range(2)),
+    case("gather", sampling_narrowing._gather_kernel, CHUNK=CHUNK, CHUNKS=32),
+    case("threshold", sampling_truncation._threshold_kernel, TILE=1024, PIVOTS=8, CHUNK=CHUNK),
     case("weigh", sampling_draw._weigh_kernel, CHUNK=CHUNK),
     case("draw", sampling_draw._draw_kernel, "*fp32", CHUNK=CHUNK, CHUNKS=32),
     case("logprob", sampling_logprobs._logprob_kernel, CHUNKS=32),

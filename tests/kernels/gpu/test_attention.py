@@ -1,16 +1,19 @@
 """The attention kernels beside their oracle, and results that depend on neither company nor grid."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_kernels import reference
+from headway_kernels.gpu import attention
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tiles import MAX_SPLITS
+from headway_kernels.gpu.attention_tiles import MAX_SPLITS, cut_decode, start_of_share
 from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, tokens_per_tile
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -85,7 +88,8 @@ class Batch:
             self.device,
             shape.tuning,
         )
-        return AttentionRows(rows, starts, lengths, tables, torch.empty_like(rows), torch.empty_like(rows), tokens)
+        counts = [torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows[:1])]
+        return AttentionRows(rows, starts, lengths, tables, *counts, tokens)
 
     def alone(self, index):
         """The batch's row ``index`` by itself: its tokens, and rows of a batch of one."""
@@ -112,9 +116,10 @@ class Batch:
         query = self.query if query is None else query
         rows = self.rows if rows is None else rows
         out = torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
-        plan_attention(rows)
+        plan_attention(rows, self.shape.num_kv_heads)
         chosen = {"tuning": self.shape.tuning} | self.options | options
         paged_attention(query, self.pool, out, rows, self.workspace, **chosen)
+        assert not self.workspace.arrived.any()
         return out
 
     def expected(self, **options):
@@ -220,6 +225,20 @@ def test_a_row_alone_is_the_row_in_company(dtype, kernel_device):
         assert torch.equal(alone, together[tokens]), index
 
 
+@pytest.mark.parametrize("window", [None, 700])
+def test_the_number_of_items_changes_nothing(window, kernel_device, monkeypatch):
+    """As in a step of many rows: an item then is several splits, or the whole row."""
+    shape = Shape(((1, 1044), (1, 300), (1, 1537), (1, 513)), num_kv_heads=2, block_size=32, window=window)
+    batch = Batch(shape, kernel_device)
+    usual = batch.attend()
+    assert batch.rows.splits_per_item.item() == 1
+    assert batch.rows.split_ends.tolist() == [4, 5, 11, 13]
+    for most, together in ((20, 2), (8, 4), (1, 13)):
+        monkeypatch.setattr(attention, "MOST_ITEMS", most)
+        assert torch.equal(batch.attend(), usual), most
+        assert batch.rows.splits_per_item.item() == together
+
+
 def test_padding_to_a_larger_batch_changes_nothing(kernel_device):
     """As a graph captured for more rows replays it: with another variant of each kernel, too."""
     batch = Batch(COMPANY, kernel_device)
@@ -259,14 +278,16 @@ def test_only_the_kinds_that_the_step_has(kernel_device):
     assert torch.equal(batch.attend(has_decodes=False), usual.where(~decodes, untouched))
 
 
-def test_plan_counts_splits_and_tiles(kernel_device):
+def test_plan_counts_splits_and_tiles(kernel_device, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 4, (300,), generator=draw) * torch.randint(1, 30, (300,), generator=draw) // 2
     lengths = tokens + torch.randint(0, 200_000, (300,), generator=draw)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])
     batch = Batch(Shape(((1, 1),)), kernel_device)
     rows = batch.with_rows(torch.arange(300), starts, lengths, torch.zeros((300, 1)))
-    plan_attention(rows)
+    monkeypatch.setattr(attention, "MOST_ITEMS", 10**9)
+    plan_attention(rows, 8)
+    assert rows.splits_per_item.item() == 1
     tiles = torch.where(tokens > 1, -(-tokens // rows.tokens_per_tile), 0)
     assert rows.tile_ends.tolist() == tiles.cumsum(0).tolist()
     splits = rows.split_ends.diff(prepend=rows.split_ends.new_zeros(1)).cpu()
@@ -275,8 +296,49 @@ def test_plan_counts_splits_and_tiles(kernel_device):
     # Never more than allowed, never so many that they are short, and all that may be had of a long row.
     assert counts.min() >= 1
     assert counts.max() == MAX_SPLITS.value
-    assert ((counts == 1) | (lengths > 256 * (counts - 1))).all()
-    assert (counts[lengths > 60_000] >= MAX_SPLITS.value - 1).all()
+    assert ((counts == 1) | (lengths >= 256 * counts)).all()
+    assert (counts[lengths > 60_000] == MAX_SPLITS.value).all()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_a_large_batch_has_no_more_items_than_fill_a_device(num_kv_heads, kernel_device):
+    starts = torch.arange(257)
+    rows = Batch(Shape(((1, 1),)), kernel_device).with_rows(
+        torch.arange(256), starts, torch.full((256,), 4100), torch.zeros((256, 1))
+    )
+    plan_attention(rows, num_kv_heads)
+    together = -(-256 * 16 * num_kv_heads // attention.MOST_ITEMS)
+    assert rows.splits_per_item.item() == together
+    assert rows.split_ends[-1].item() == 256 * -(-16 // together)
+
+
+@triton.jit
+def cuts_kernel(lengths, window, counts, starts, KEY_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):  # noqa: N803
+    """The tiles and splits of each length, and where the first 32 splits begin."""
+    place = tl.program_id(0)
+    _, num_tiles, num_splits = cut_decode(tl.load(lengths + place), window, KEY_TILE, HAS_WINDOW)
+    tl.store(counts + 2 * place, num_tiles)
+    tl.store(counts + 2 * place + 1, num_splits)
+    split = tl.arange(0, 32)
+    tl.store(starts + 32 * place + split, start_of_share(split, num_tiles, num_splits))
+
+
+@pytest.mark.parametrize(("window", "key_tile"), [(None, 64), (None, 128), (4096, 16), (300, 64)])
+def test_splits_are_equal_but_for_a_tile(window, key_tile, kernel_device):
+    draw = torch.Generator().manual_seed(0)
+    drawn = torch.randint(1, 200_000, (20,), generator=draw)
+    lengths = torch.cat([torch.tensor([1, 255, 256, 511, 512, 1044, 4097]), drawn]).to(kernel_device, torch.int32)
+    counts, starts = lengths.new_empty(len(lengths), 2), lengths.new_empty(len(lengths), 32)
+    cuts_kernel[(len(lengths),)](lengths, window or 0, counts, starts, key_tile, window is not None)
+    for length, (num_tiles, num_splits), begins in zip(lengths.tolist(), counts.tolist(), starts.tolist(), strict=True):
+        seen = min(length, window or length)
+        assert num_splits == max(1, min(seen // 256, MAX_SPLITS.value))
+        assert begins[0] == 0
+        assert begins[num_splits] == num_tiles
+        sizes = [end - begin for begin, end in pairwise(begins[: num_splits + 1])]
+        assert max(sizes) - min(sizes) <= 1 <= min(sizes)
+    if key_tile == 64 and window is None:
+        assert starts[5, :5].tolist() == [0, 4, 8, 12, 17]  # 1044 positions: three times 256, and 276
 
 
 def test_the_devices_own_tuning(kernel_device):

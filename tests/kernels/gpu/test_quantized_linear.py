@@ -142,11 +142,17 @@ def test_codes_of_checkpoints_are_what_they_stand_for(
     torch.testing.assert_close(found.cpu(), expected, **TOLERANCE[dtype])
 
 
-def test_codes_of_4_bits_take_half_a_byte():
+def test_codes_come_in_pairs_if_groups_are_whole_blocks():
     stored = rounded_to_4_bits(normal(0, 6, 100))
     assert coded(stored).form is WeightForm.INT4
     assert coded(stored).values.shape == (6, 64)
     assert coded(drawn_codes(0, CodeForm.CODES4, 6, 96, 48)).form is WeightForm.INT8
+    assert coded(drawn_codes(0, CodeForm.CODES8, 6, 96, 48)).form is WeightForm.INT8
+    assert coded(drawn_codes(0, CodeForm.FP8, 6, 96, 48)).form is WeightForm.FP8
+    for form, paired in ((CodeForm.CODES8, WeightForm.INT8_PAIRS), (CodeForm.FP8, WeightForm.FP8_PAIRS)):
+        weight = coded(drawn_codes(0, form, 6, 100, 64))
+        assert weight.form is paired
+        assert weight.values.shape == (6, 64)
     uneven = drawn_codes(0, CodeForm.CODES4, 6, 64, 32, has_order=True)
     uneven.group_of[:] = 0
     assert coded(uneven) is None

@@ -40,6 +40,7 @@ class Batch:
     chunk: int = CHUNK
     host: HostColumns = field(init=False)
     columns: SamplingColumns = field(init=False)
+    workspace: SamplingWorkspace = field(init=False)
 
     def __post_init__(self):
         n, vocab_size = self.logits.shape
@@ -60,7 +61,7 @@ class Batch:
         places = list(range(len(self.logits))) if places is None else places
         needs = self.host.needs(np.array([place for place in places if place >= 0]))
         logits = self.logits[places].to(self.device)
-        workspace = SamplingWorkspace.allocate(
+        workspace = self.workspace = SamplingWorkspace.allocate(
             max_batch=len(places), vocab_size=logits.shape[1], device=self.device, chunk=self.chunk
         )
         out = torch.full((2, len(places)), 77, dtype=torch.int32, device=self.device)
@@ -247,6 +248,40 @@ def test_an_errored_token_in_the_history_stays_inside(kernel_device):
     drawn = batch.draw()
     batch.tokens[0, 4] = 0
     assert drawn == batch.draw()
+
+
+def flat_logits(kind):
+    """400 tokens that a top-p cannot leave to a short list."""
+    noise = torch.rand(400, generator=torch.Generator().manual_seed(1))
+    return {
+        "spread": noise * 3,
+        "even": noise * 1e-3,
+        "equal": torch.zeros(400),
+        "few values": (noise * 4).round(),
+        # Too many tokens for a short list share what the rounds make of the range.
+        "bunched": torch.cat([torch.tensor([9.0]), noise[:-2] * 1e-3, torch.tensor([-2.0])]),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["spread", "even", "equal", "few values", "bunched"])
+def test_the_threshold_of_a_long_list_is_exact(kind, kernel_device):
+    logits = flat_logits(kind).expand(2, -1)
+    params = [SamplingParams(temperature=1.0, top_p=top_p, seed=1) for top_p in (0.97, 0.5)]
+    batch = make_batch(kernel_device, logits, params, chunk=64)
+    batch.draw()
+    work = batch.workspace
+    lengths, thresholds, ties = (column.tolist() for column in (work.list_length, work.threshold, work.ties_kept))
+    assert max(lengths) > 64
+    if kind == "bunched":
+        assert (work.short_length > 64).any()
+    for row, asked in enumerate(params):
+        bits = np.sort(work.words[row, : lengths[row]].cpu().numpy())[::-1]
+        weights = [int(float(p) * 2.0**52) for p in bits.view(np.float32).astype(np.float64)]
+        need = asked.top_p * 2.0**52
+        kept = next(count for count in range(1, len(weights) + 1) if sum(weights[:count]) >= need)
+        at = bits[kept - 1]
+        assert thresholds[row] == at
+        assert ties[row] == kept - int((bits > at).sum())
 
 
 def test_logprobs_are_those_of_the_raw_distribution(kernel_device):

@@ -152,6 +152,10 @@ class ConstrainedRows:
             for row in rows.tolist():
                 self._rows.pop(row, None)
 
+    def are_any(self) -> bool:
+        """Whether some row has a constraint."""
+        return bool(self._rows)
+
     def masks(self, rows: Int32Array) -> StepMasks:
         """Return the masks of sampling rows, once they are ready."""
         if not self._rows:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.models.config import Activation, FeedForwardConfig
-from headway_kernels.gpu.activation import clamped_swish_and_multiply, silu_and_multiply
+from headway_kernels.gpu.activation import Gate, clamped_swish_and_multiply, silu_and_multiply
 
 Activate: TypeAlias = Callable[[Tensor, Tensor], None]
 """From ``[tokens, 2 * inner]`` (gates, then ups), or ``[tokens, inner]`` without a gate, to ``[tokens, inner]``."""
@@ -21,6 +21,13 @@ _GATED: Mapping[Activation, Activate] = MappingProxyType(
     {"silu": silu_and_multiply, "clamped_swish": clamped_swish_and_multiply}
 )
 """Those with a kernel of their own."""
+
+_GATES: Mapping[Activation, Gate] = MappingProxyType({"silu": Gate.SILU, "clamped_swish": Gate.CLAMPED})
+
+
+def gate_of(feed: FeedForwardConfig) -> Gate:
+    """The activation that a product may have behind it in the same launch."""
+    return _GATES.get(feed.activation, Gate.NONE) if feed.is_gated else Gate.NONE
 
 
 def activation_of(feed: FeedForwardConfig) -> Activate:

@@ -116,6 +116,7 @@ class Decoder:
         self._space = _Activations(config, max_num_tokens, max_num_rows, dtype, device)
         self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
+        self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
         self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
@@ -218,9 +219,10 @@ class Decoder:
             block_tables=self._rows.block_tables,
             split_ends=self._plan[0, :num_rows],
             tile_ends=self._plan[1, :num_rows],
+            splits_per_item=self._splits_per_item,
             tokens_per_tile=self._tokens_per_tile,
         )
-        plan_attention(rows)
+        plan_attention(rows, self._config.num_kv_heads)
         return rows
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, layer_pool: Tensor, num_tokens: int) -> None:

@@ -14,7 +14,7 @@ from headway_executor.constraints.rows import StepMasks
 from headway_executor.gpu.runtime import Runtime, fetched
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.sampler import BAD_LOGITS
-from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError
+from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError, SamplingNeeds
 from headway_kernels.gpu import sampling
 from headway_kernels.gpu.masks import exclude
 from headway_kernels.gpu.rows import store_sampled
@@ -22,7 +22,7 @@ from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs
 from headway_kernels.gpu.sampling_memory import SamplingColumns as DeviceColumns
 from headway_kernels.gpu.sampling_memory import SamplingWorkspace
 from headway_proto.columns import Int32Array
-from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, SamplingParams
+from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
 from headway_proto.step import RowError, RowLogprobs
 
 _STOP_IDS_PER_ROW = 20
@@ -105,6 +105,20 @@ class DeviceSampler:
         self._columns.write_rows(self._sent(rows), self._sent(self._host.pack(rows)))
         return refused
 
+    def is_greedy(self, rows: Int32Array) -> bool:
+        """Whether the likeliest token is all that each of ``rows`` wants."""
+        needs = self._host.needs(rows)
+        return needs.variant == "greedy" and not needs.adjusted and needs.top_logprobs < 0
+
+    def draw_likeliest(self, logits: Tensor, views: ColumnViews, token_store: Tensor) -> None:
+        """Launch the draws of greedy rows and padding, one for each row of ``logits``; a graph can capture it."""
+        self._draw(logits, views, token_store, SamplingNeeds("greedy", adjusted=False, top_logprobs=NO_LOGPROBS))
+
+    def drawn(self, rows: Int32Array) -> DrawnTokens:
+        """What ``draw_likeliest`` has drawn for ``rows``."""
+        nobody = np.empty(0, dtype=np.int32)
+        return DrawnTokens(rows, self._host.num_logprobs(rows), fetched(self._runtime, self._drawn), None, None, nobody)
+
     def sample(
         self,
         logits: Tensor,
@@ -114,26 +128,13 @@ class DeviceSampler:
         masks: StepMasks | None = None,
     ) -> DrawnTokens:
         """Draw tokens and store them for the next step. Never wait."""
-        count = len(rows)
         needs = self._host.needs(rows)
-        drawn = self._drawn[:, :count]
-        sampling.sample(
-            self._masked(logits, masks.places, masks.words) if masks is not None and len(masks) else logits,
-            views.sampled_row[:count],
-            views.sampled_position[:count],
-            self._columns,
-            token_store,
-            self._workspace,
-            drawn[0],
-            drawn[1],
-            variant=needs.variant,
-            adjusted=needs.adjusted,
-        )
-        store_sampled(drawn[0], views.sampled_row[:count], views.sampled_position[:count], token_store)
+        allowed = self._masked(logits, masks.places, masks.words) if masks is not None and len(masks) else logits
+        self._draw(allowed, views, token_store, needs)
         num_logprobs = self._host.num_logprobs(rows)
         logprobs, top, top_places = None, None, np.flatnonzero(num_logprobs > 0)
         if needs.top_logprobs >= 0:
-            logprobs, top = self._logprobs(logits, drawn[0], top_places)
+            logprobs, top = self._logprobs(logits, self._drawn[0, : len(rows)], top_places)
         return DrawnTokens(
             rows, num_logprobs, fetched(self._runtime, self._drawn), logprobs, top, top_places.astype(np.int32)
         )
@@ -156,6 +157,24 @@ class DeviceSampler:
             self.sample(logits, rows, views, token_store)
         self._masked(logits, np.arange(len(rows)), np.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=np.int32))
         self.forget(rows)
+
+    def _draw(self, logits: Tensor, views: ColumnViews, token_store: Tensor, needs: SamplingNeeds) -> None:
+        count = len(logits)
+        token_ids, status = self._drawn[:, :count]
+        rows, positions = views.sampled_row[:count], views.sampled_position[:count]
+        sampling.sample(
+            logits,
+            rows,
+            positions,
+            self._columns,
+            token_store,
+            self._workspace,
+            token_ids,
+            status,
+            variant=needs.variant,
+            adjusted=needs.adjusted,
+        )
+        store_sampled(token_ids, rows, positions, token_store)
 
     def _logprobs(
         self, logits: Tensor, token_ids: Tensor, top_places: np.ndarray

@@ -56,7 +56,7 @@ class DeviceWeights:
             weight = self._quantised(weight) or weight
         own_bias = None if bias is None else self.here(bias)
         if isinstance(weight, Tensor):
-            return DenseLinear(self.here(weight), own_bias)
+            return DenseLinear(self.here(weight), own_bias, self._workspace)
         return CodedLinear(weight, own_bias, dtype=self._dtype, workspace=self._workspace)
 
     def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway_executor.gpu.activations import Activate, activation_of
-from headway_executor.gpu.linear import DeviceLinear
+from headway_executor.gpu.activations import activation_of, gate_of
+from headway_executor.gpu.linear import AdaptedLinear, DenseLinear, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
+from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
 from headway_kernels.gpu.weights import DeviceWeight
 
@@ -37,17 +38,24 @@ class FeedForwardSpace:
 class DenseFeedForward:
     """All tokens go through ``gate_up``, which gives gates and ups, or only ups, and ``down``."""
 
-    def __init__(self, gate_up: DeviceLinear, activate: Activate, down: DeviceLinear, space: FeedForwardSpace) -> None:
+    def __init__(
+        self, gate_up: DeviceLinear, feed: FeedForwardConfig, down: DeviceLinear, space: FeedForwardSpace
+    ) -> None:
         self._gate_up = gate_up
-        self._activate = activate
+        self._activate = activation_of(feed)
+        self._gate = gate_of(feed)
+        self._together: DenseLinear | AdaptedLinear | None = None
+        if isinstance(gate_up, (DenseLinear, AdaptedLinear)) and self._gate is not Gate.NONE:
+            self._together = gate_up
         self._down = down
         self._space = space
 
     def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:  # noqa: ARG002 - padding costs little
         """See ``DeviceFeedForward``."""
         up, inner = self._space.up[: len(inputs)], self._space.inner[: len(inputs)]
-        self._gate_up(inputs, up)
-        self._activate(up, inner)
+        if self._together is None or not self._together.activate(inputs, inner, self._gate):
+            self._gate_up(inputs, up)
+            self._activate(up, inner)
         self._down(inner, out)
 
 

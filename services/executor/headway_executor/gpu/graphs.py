@@ -21,12 +21,13 @@ _MIXED_STEP = 64
 
 
 class LaunchSize(NamedTuple):
-    """The size of a launch, at least that of the step."""
+    """The size of a launch, at least that of the step. It ``draws``: each row's likeliest token follows, in the same launch."""
 
     num_tokens: int
     num_rows: int
     has_decodes: bool
     has_chunks: bool
+    draws: bool = False
 
 
 class ForwardPass(Protocol):
@@ -58,20 +59,21 @@ class StepSizes:
         self._decode = decode_ladder(min(max_num_rows, max_num_tokens)) if recorded else []
         self._mixed = mixed_ladder(max_num_tokens) if recorded else []
 
-    def of(self, shape: StepShape) -> LaunchSize:
-        """The smallest recorded size that holds ``shape``, else its own, rounded."""
+    def of(self, shape: StepShape, *, draws: bool = False) -> LaunchSize:
+        """The smallest recorded size that holds ``shape``, else its own, rounded. Only a step of decodes ``draws``."""
         if not shape.has_chunks:
             if self._decode:
                 rung = self._decode[bisect.bisect_left(self._decode, shape.num_rows)]
-                return _decode_size(rung)
+                return _decode_size(rung, draws=draws)
         elif self._mixed and shape.num_tokens <= self._mixed[-1]:
             return self._mixed_size(self._mixed[bisect.bisect_left(self._mixed, shape.num_tokens)])
         rounded = min(-(-shape.num_tokens // self._alignment) * self._alignment, self._max_num_tokens)
-        return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks)
+        return LaunchSize(rounded, shape.num_rows, shape.has_decodes, shape.has_chunks, draws)
 
     def recorded(self) -> list[LaunchSize]:
         """Every size to record, largest first: smaller sizes reuse its memory."""
-        sizes = [*map(_decode_size, self._decode), *map(self._mixed_size, self._mixed)]
+        decodes = [_decode_size(rung, draws=draws) for rung in self._decode for draws in (True, False)]
+        sizes = [*decodes, *map(self._mixed_size, self._mixed)]
         return sorted(sizes, key=lambda size: -size.num_tokens)
 
     def _mixed_size(self, num_tokens: int) -> LaunchSize:
@@ -111,5 +113,5 @@ class StepGraphs:
         return graph is not None
 
 
-def _decode_size(num_rows: int) -> LaunchSize:
-    return LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False)
+def _decode_size(num_rows: int, *, draws: bool) -> LaunchSize:
+    return LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False, draws=draws)

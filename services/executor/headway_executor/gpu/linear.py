@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from headway_executor.models.adapted import StepAdapters
+from headway_kernels.gpu import skinny_linear
+from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.quantized_linear import quantized_linear, workspace_elements
 from headway_kernels.gpu.weights import DeviceWeight
 
@@ -21,31 +23,54 @@ class DeviceLinear(Protocol):
         ...
 
 
-class DenseLinear:
-    """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, in the model's dtype."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._transposed = weight.t()
-        self._bias = bias
-
-    def __call__(self, inputs: Tensor, out: Tensor) -> None:
-        """See ``DeviceLinear``."""
-        if self._bias is None:
-            torch.mm(inputs, self._transposed, out=out)
-        else:
-            torch.addmm(self._bias, inputs, self._transposed, out=out)
-
-
 class SplitWorkspace:
-    """Shared memory for partial sums."""
+    """Shared memory for partial sums, and counters of those that are there: int32, zeros between products."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def grow(self, num_elements: int) -> None:
+    def grow(self, num_elements: int, num_counters: int = 0) -> None:
         """Call before any step."""
         if self.memory.numel() < num_elements:
             self.memory = torch.empty(num_elements, dtype=torch.float32, device=self.memory.device)
+        if self.arrived.numel() < num_counters:
+            self.arrived = torch.zeros(num_counters, dtype=torch.int32, device=self.arrived.device)
+
+
+class DenseLinear:
+    """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, in the model's dtype.
+
+    A few tokens of 16-bit numbers are multiplied so that each has the same result in any number of them; of more, or of
+    float32, torch's library decides by their number how it adds.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, workspace: SplitWorkspace) -> None:
+        self._weight = weight.contiguous()
+        self._bias = bias
+        self._workspace = workspace
+        if weight.dtype.itemsize == 2:
+            workspace.grow(*skinny_linear.workspace_sizes(*weight.shape))
+
+    def __call__(self, inputs: Tensor, out: Tensor) -> None:
+        """See ``DeviceLinear``."""
+        if skinny_linear.takes(len(inputs), inputs.dtype):
+            self._skinny(inputs, out, Gate.NONE)
+        elif self._bias is None:
+            torch.mm(inputs, self._weight.t(), out=out)
+        else:
+            torch.addmm(self._bias, inputs, self._weight.t(), out=out)
+
+    def activate(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
+        """Multiply to gates and ups, and those to ``out``, ``[tokens, out / 2]``; False: nothing is done, they are too many."""
+        if not skinny_linear.takes(len(inputs), inputs.dtype):
+            return False
+        self._skinny(inputs, out, gate)
+        return True
+
+    def _skinny(self, inputs: Tensor, out: Tensor, gate: Gate) -> None:
+        space = self._workspace
+        skinny_linear.skinny_linear(inputs, self._weight, self._bias, out, space.memory, space.arrived, gate)
 
 
 class CodedLinear:
@@ -77,3 +102,11 @@ class AdaptedLinear:
         """See ``DeviceLinear``."""
         self._product(inputs, out)
         self._step.add(self._layer, self._site, inputs, out)
+
+    def activate(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
+        """See ``DenseLinear``; what adapters add comes between the product and the activation."""
+        return (
+            not self._step.groups
+            and isinstance(self._product, DenseLinear)
+            and self._product.activate(inputs, out, gate)
+        )

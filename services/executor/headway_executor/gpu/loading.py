@@ -9,7 +9,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from headway_executor.gpu.activations import activation_of
 from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
 from headway_executor.gpu.device_weights import DeviceWeights, QuantizationKind
 from headway_executor.gpu.feed_forward import (
@@ -171,7 +170,7 @@ class _Loader:
             return self._experts(index, feed, feed.experts)
         return DenseFeedForward(
             self._projection(index, GATE_UP, lambda read: read.gate_up(index)),
-            activation_of(feed),
+            feed,
             self._projection(index, DOWN, lambda read: read.down(index)),
             self._dense_space(feed.intermediate_size, feed.is_gated),
         )
@@ -193,7 +192,7 @@ class _Loader:
         if config.shared_size:
             shared = DenseFeedForward(
                 self._weights.linear(partial(_gate_up, index, None)),
-                activation_of(feed),
+                feed,
                 self._weights.linear(partial(_down, index, None)),
                 self._dense_space(config.shared_size, feed.is_gated),
             )

@@ -171,7 +171,9 @@ class OpenModel:
             )
         if not shape.num_rows:
             return _nothing_drawn
-        self._launch(batch, shape)
+        sampled_rows = batch.rows[batch.samples != 0]
+        has_drawn = self._may_draw(shape, sampled_rows)
+        self._launch(batch, shape, draws=has_drawn)
         chunks = self._prompts.chunks(batch)
         prompts = _no_prompts
         if chunks:
@@ -179,12 +181,7 @@ class OpenModel:
             prompts = self._prompt_reader.launch(self._decoder, self._rows.token_store, chunks, counts)
         if not shape.num_sampled:
             return lambda: StepResult(sampled_token_ids=EMPTY_COLUMN, prompt_logprobs=prompts())
-        sampled_rows = batch.rows[batch.samples != 0]
-        logits = self._decoder.logits(shape.num_sampled)
-        masks = self._masks(sampled_rows)
-        drawn = self._sampler.sample(logits, sampled_rows, self._upload.views, self._rows.token_store, masks)
-        if len(masks):
-            self._unread.append((self.runtime.mark(), masks, drawn))
+        drawn = self._sampler.drawn(sampled_rows) if has_drawn else self._sampled(sampled_rows)
         refused = self._refusals.among(sampled_rows)
 
         def build() -> StepResult:
@@ -193,6 +190,23 @@ class OpenModel:
             return StepResult(sampled_token_ids=token_ids, logprobs=logprobs, errors=errors, prompt_logprobs=prompts())
 
         return build
+
+    def _may_draw(self, shape: StepShape, sampled_rows: Int32Array) -> bool:
+        """Whether a launch may have the draws behind it: the host has nothing to say in between."""
+        return (
+            not shape.has_chunks
+            and shape.num_sampled == shape.num_rows
+            and not self._constraints.are_any()
+            and self._sampler.is_greedy(sampled_rows)
+        )
+
+    def _sampled(self, rows: Int32Array) -> DrawnTokens:
+        logits = self._decoder.logits(len(rows))
+        masks = self._masks(rows)
+        drawn = self._sampler.sample(logits, rows, self._upload.views, self._rows.token_store, masks)
+        if len(masks):
+            self._unread.append((self.runtime.mark(), masks, drawn))
+        return drawn
 
     def loaded_adapters(self) -> ModelAdapters:
         """Those that rows may name. Raises ``BackendConfigError``: the model takes none."""
@@ -240,8 +254,8 @@ class OpenModel:
         if self._step_log is not None:
             self._step_log.close()
 
-    def _launch(self, batch: StepBatch, shape: StepShape) -> None:
-        size = self._sizes.of(shape)
+    def _launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
+        size = self._sizes.of(shape, draws=draws)
         self._upload.send(batch, shape, size.num_rows)
         if self._adapters is not None:
             self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
@@ -266,6 +280,9 @@ class OpenModel:
             has_decodes=size.has_decodes,
             has_chunks=size.has_chunks,
         )
+        if size.draws:
+            logits = self._decoder.logits(size.num_rows)
+            self._sampler.draw_likeliest(logits, self._upload.views, self._rows.token_store)
 
     def _open_pool(self, num_blocks: int, *, swap_space_mib: int) -> None:
         config = self._model_config

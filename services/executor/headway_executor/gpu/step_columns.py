@@ -43,7 +43,8 @@ class ColumnViews(NamedTuple):
     - ``rows`` and ``kv_length`` ``[m]``, ``query_start`` ``[m + 1]``: see ``AttentionRows`` of the kernels;
     - ``first_position`` ``[m]``: the position of a row's first token;
     - ``sampled_token`` ``[m]``: a sampling row's last token in the flat batch;
-    - ``sampled_row``, ``sampled_position`` ``[m]``: the sampling row, and the position of its draw.
+    - ``sampled_row``, ``sampled_position`` ``[m]``: the sampling row, and the position of its draw. Padding is -1, up to
+      the number of padded rows.
     """
 
     rows: Tensor
@@ -83,6 +84,8 @@ class StepColumns:
         first_position[padding] = 0
         np.add(batch.num_computed_tokens, batch.num_scheduled_tokens, out=kv_length[:count])
         kv_length[padding] = 0
+        for column in sampling:
+            column[shape.num_sampled : num_padded_rows] = -1
         self._fill_sampling(sampling, batch, shape, query_start[1 : count + 1] - 1, kv_length[:count])
 
     @staticmethod

@@ -27,3 +27,4 @@ class StepUpload:
     def clear(self) -> None:
         """Make the columns those of an empty step."""
         self._columns.zero_()
+        self.views.sampled_row.fill_(-1)

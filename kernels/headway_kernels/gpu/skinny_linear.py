@@ -1,0 +1,237 @@
+"""Products of a few tokens with a weight of 16-bit numbers, in one launch, perhaps with the gated activation behind them.
+
+Owns: the product, its cut. Must not know: a layer's use, codes.
+
+Reading the weight takes the time. A narrow layer's inputs are cut into *splits*, so that all processors read. The block
+that ends last adds the splits of its tile, first to last. The weight's shape alone decides the cut: a token's result
+depends neither on the number of tokens nor on the block that ends last.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway_kernels.gpu.activation import Gate, activated
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+from headway_kernels.gpu.weights import WeightForm, multiply_tile
+
+MOST_TOKENS = 64
+"""Beyond it, tensor cores bound a product, and the library's are better."""
+BLOCK_OUTPUTS = 64
+BLOCK_INPUTS = 128
+NUM_WARPS = 4
+MAX_REGISTERS = 255
+"""Of a thread: all that two blocks per processor leave. The assembler for sm_100 would spare them and use memory."""
+PROGRAMS = 264
+"""Two per processor of an H100 or H200 run at a time."""
+MOST_SPLITS = 8
+BLOCKS_TO_START = 4
+"""What a program costs before its loads flow, in steps of ``BLOCK_INPUTS``."""
+
+_DENSE = tl.constexpr(int(WeightForm.DENSE))
+_UNGATED = tl.constexpr(int(Gate.NONE))
+_CLAMPED = tl.constexpr(int(Gate.CLAMPED))
+_LINE = tl.constexpr(64)
+"""Elements of a line of the cache, 128 bytes."""
+_LINES_AHEAD = tl.constexpr(8)
+"""Lines of each output that are on their way while the grid before ends."""
+
+
+def takes(num_tokens: int, dtype: torch.dtype) -> bool:
+    """Whether ``skinny_linear`` multiplies so many tokens of this dtype."""
+    return 0 < num_tokens <= MOST_TOKENS and dtype.itemsize == 2
+
+
+def workspace_sizes(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    """Elements of ``partial`` and of ``arrived`` for a weight."""
+    splits, _ = cut(num_outputs, num_inputs)
+    tiles = triton.cdiv(num_outputs, BLOCK_OUTPUTS)
+    return (splits * tiles * BLOCK_OUTPUTS * MOST_TOKENS, tiles) if splits > 1 else (0, 0)
+
+
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, partial: Tensor, arrived: Tensor, gate: "Gate"
+) -> None:
+    """``out = x @ weight.T + bias``, or with a gate the activation of that.
+
+    ``x`` ``[T, K]`` and ``out`` ``[T, N]``, any row stride; ``weight`` ``[N, K]``, contiguous; ``bias`` ``[N]`` or None;
+    one dtype of 16 bits, ``T`` up to ``MOST_TOKENS``. With a gate, ``out`` is ``[T, N / 2]``: see ``activation``.
+    ``partial`` float32, ``arrived`` int32, zeros before and after: see ``workspace_sizes``. Sums are float32; the result
+    is rounded once, with a gate as by two operators.
+    """
+    num_tokens = x.shape[0]
+    num_outputs, num_inputs = weight.shape
+    tiles, splits = triton.cdiv(num_outputs, BLOCK_OUTPUTS), cut(num_outputs, num_inputs)[0]
+    partial_size, arrived_size = workspace_sizes(num_outputs, num_inputs)
+    assert takes(num_tokens, x.dtype), "few tokens of 16-bit numbers"
+    assert partial.numel() >= partial_size, "the workspace holds all splits"
+    assert arrived.numel() >= arrived_size, "the workspace counts all tiles"
+    something = bias if bias is not None else weight
+    num_stages, constants = product_constants(num_tokens, num_outputs, num_inputs, gate, has_bias=bias is not None)
+    skinny_kernel[(tiles, splits)](
+        x,
+        weight,
+        something,
+        out,
+        partial if splits > 1 else something,
+        arrived if splits > 1 else something,
+        x.stride(0),
+        out.stride(0),
+        num_tokens,
+        **constants,
+        # Triton's interpreter knows no bfloat16 products; those of float32 are the same.
+        WIDE=not x.is_cuda,
+        num_warps=NUM_WARPS,
+        num_stages=num_stages,
+        maxnreg=MAX_REGISTERS,
+        **dependent_launch(x.device),
+    )
+
+
+def product_constants(
+    num_tokens: int, num_outputs: int, num_inputs: int, gate: Gate, *, has_bias: bool
+) -> tuple[int, dict[str, int | bool]]:
+    """Pipeline stages and constants of the kernel: two blocks fit a processor's shared memory."""
+    splits, split_inputs = cut(num_outputs, num_inputs)
+    block_tokens, num_stages = (16, 5) if num_tokens <= 16 else (MOST_TOKENS, 3)
+    return num_stages, {
+        "OUTPUTS": num_outputs if gate is Gate.NONE else num_outputs // 2,
+        "INPUTS": num_inputs,
+        "SPLIT_INPUTS": split_inputs,
+        "SPLITS": splits,
+        "GATE": int(gate),
+        "HAS_BIAS": has_bias,
+        "BLOCK_TOKENS": block_tokens,
+        "BLOCK_OUTPUTS": BLOCK_OUTPUTS,
+        "BLOCK_INPUTS": BLOCK_INPUTS,
+    }
+
+
+def cut(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    """The number of splits, none of them empty, and the inputs of each: those that should take the least time."""
+    tiles, blocks = triton.cdiv(num_outputs, BLOCK_OUTPUTS), triton.cdiv(num_inputs, BLOCK_INPUTS)
+
+    def time(splits: int) -> int:
+        return int(triton.cdiv(tiles * splits, PROGRAMS) * (triton.cdiv(blocks, splits) + BLOCKS_TO_START))
+
+    split_blocks = triton.cdiv(blocks, min(range(1, min(MOST_SPLITS, blocks) + 1), key=time))
+    return triton.cdiv(blocks, split_blocks), split_blocks * BLOCK_INPUTS
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def skinny_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    arrived,
+    x_stride,
+    out_stride,
+    num_tokens,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPLIT_INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program multiplies a split of a tile of outputs. With a gate, a tile has gates and ups in turn."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    lanes = tl.arange(0, BLOCK_OUTPUTS)
+    # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
+    if GATE == _UNGATED:
+        row = tl.minimum(tile * BLOCK_OUTPUTS + lanes, OUTPUTS - 1)
+    else:
+        row = tl.minimum(tile * (BLOCK_OUTPUTS // 2) + lanes // 2, OUTPUTS - 1) + lanes % 2 * OUTPUTS
+    first = split * SPLIT_INPUTS
+    if PDL:
+        ahead = tl.minimum(first + tl.arange(0, _LINES_AHEAD) * _LINE, INPUTS - 1)
+        _fetch_ahead(weight + row.to(tl.int64)[:, None] * INPUTS + ahead[None, :])
+    await_grid(PDL)
+    tokens = tl.arange(0, BLOCK_TOKENS)
+    x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
+    sums = multiply_tile(
+        x_rows,
+        weight,
+        weight,
+        weight,
+        weight,
+        row,
+        first,
+        tl.minimum(first + SPLIT_INPUTS, INPUTS),
+        OUTPUTS,
+        INPUTS,
+        INPUTS,
+        _DENSE,
+        INPUTS,
+        False,
+        False,
+        False,
+        WIDE,
+        BLOCK_TOKENS,
+        BLOCK_OUTPUTS,
+        BLOCK_INPUTS,
+    )
+    if SPLITS == 1:
+        _store(sums, bias, out, out_stride, row, tile, tokens, num_tokens, OUTPUTS, GATE, HAS_BIAS, BLOCK_OUTPUTS)
+    else:
+        place = lanes[:, None] * BLOCK_TOKENS + tokens[None, :]
+        parts = partial + tile.to(tl.int64) * (SPLITS * BLOCK_OUTPUTS * BLOCK_TOKENS) + place
+        tl.store(parts + split * (BLOCK_OUTPUTS * BLOCK_TOKENS), sums)
+        # All threads have stored before one of them tells.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
+            # Past the first cache, which other processors' stores do not reach.
+            sums = tl.load(parts, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                sums += tl.load(parts + other * (BLOCK_OUTPUTS * BLOCK_TOKENS), cache_modifier=".cg")
+            _store(sums, bias, out, out_stride, row, tile, tokens, num_tokens, OUTPUTS, GATE, HAS_BIAS, BLOCK_OUTPUTS)
+            tl.store(arrived + tile, 0)
+
+
+@triton.jit
+def _fetch_ahead(pointers):
+    """Bring lines to the second cache; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _store(
+    sums,
+    bias,
+    out,
+    out_stride,
+    row,
+    tile,
+    tokens,
+    num_tokens,
+    OUTPUTS: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+):
+    """``sums`` ``[BLOCK_OUTPUTS, tokens]``."""
+    dtype = out.dtype.element_ty
+    if HAS_BIAS:
+        sums += tl.load(bias + row).to(tl.float32)[:, None]
+    if GATE == _UNGATED:
+        results = sums
+    else:
+        rounded = sums.to(dtype).to(tl.float32)
+        pairs = tl.permute(tl.reshape(rounded, (BLOCK_OUTPUTS // 2, 2, sums.shape[1])), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        results = activated(gate, up, dtype, GATE == _CLAMPED)
+    columns = tile * results.shape[0] + tl.arange(0, results.shape[0])
+    place = out + tokens[:, None].to(tl.int64) * out_stride + columns[None, :]
+    within = (tokens < num_tokens)[:, None] & (columns < OUTPUTS)[None, :]
+    tl.store(place, tl.trans(results).to(dtype), mask=within)
