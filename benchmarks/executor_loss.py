@@ -38,7 +38,7 @@ import psutil
 
 from headway.client import AsyncClient
 from headway_lab.percentiles import percentiles
-from headway_process.logs import EXECUTOR_VARIABLE
+from headway_process.fleet_numbers import EXECUTOR_VARIABLE
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.flight.log import FlightLog
 from headway_scheduler.flight.records import Adopted, Answered, Arrived, ExecutorGone, InCell

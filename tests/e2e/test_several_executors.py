@@ -9,7 +9,7 @@ import psutil
 
 from e2e.running_server import Command, command, eventually, free_ports
 from headway.client import AsyncClient
-from headway_process.logs import EXECUTOR_VARIABLE
+from headway_process.fleet_numbers import EXECUTOR_VARIABLE
 
 NUM_STREAMS = 16
 NUM_TOKENS = 100

@@ -16,7 +16,7 @@ from headway.configuration import build
 from headway.deployment import read_deployment
 from headway.services import SERVICES, load
 from headway.settings import ConfigurationError
-from headway_process.logs import EXECUTOR_VARIABLE
+from headway_process.fleet_numbers import EXECUTOR_VARIABLE
 
 TEXT = """
 [serve]

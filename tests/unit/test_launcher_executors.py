@@ -12,7 +12,7 @@ from headway.health import Target
 from headway.plan import Plan, make_plan
 from headway.pulse_watch import PulseWatch
 from headway.settings import ConfigurationError
-from headway_process.logs import fleet_fields
+from headway_process.fleet_numbers import fleet_fields
 from headway_process.pulse import Pulse
 from headway_proto import generation_pb2
 

@@ -15,7 +15,7 @@ from headway.processes import ChildExited, Children
 from headway.pulse_watch import PulseWatch
 from headway.replicas import Layout, Member, free_ports
 from headway.settings import ConfigurationError
-from headway_process.logs import REPLICA_VARIABLE, fleet_fields
+from headway_process.fleet_numbers import REPLICA_VARIABLE, fleet_fields
 
 THREE = ("--replicas", "3", "--grpc-address", "127.0.0.1:50900")
 

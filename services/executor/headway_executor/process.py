@@ -44,8 +44,9 @@ from headway_executor.ranks.whole_group import Group
 from headway_executor.seams import Link, Ranks
 from headway_executor.step_link import StepLink
 from headway_process.collector import relax_collector
+from headway_process.fleet_numbers import fleet_fields
 from headway_process.log_sink import LogSink, notice_of
-from headway_process.logs import fleet_fields, make_logger
+from headway_process.logs import make_logger
 from headway_process.parent import LAUNCHER_VARIABLE, end_with_parent
 from headway_process.pulse import pulse_of
 from headway_process.snapshots import Snapshots

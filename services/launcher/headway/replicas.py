@@ -12,7 +12,7 @@ import msgspec
 
 from headway.configuration import Given, Layer
 from headway.settings import ConfigurationError, shown
-from headway_process.logs import EXECUTOR_VARIABLE, REPLICA_VARIABLE
+from headway_process.fleet_numbers import EXECUTOR_VARIABLE, REPLICA_VARIABLE
 
 REPLICA_NAMES = "replica-"
 LAST_PORT = 65535

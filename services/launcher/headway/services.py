@@ -189,7 +189,7 @@ def announce(name: str, config: msgspec.Struct) -> None:
     """Log the effective configuration at level debug."""
     import structlog
 
-    from headway_process.logs import fleet_fields
+    from headway_process.fleet_numbers import fleet_fields
 
     settings = effective(config)
     if settings.get("log_level") != "debug":

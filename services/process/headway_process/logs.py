@@ -7,19 +7,13 @@ JSON has ``event``, ``level``, ``timestamp`` (UTC), ``process``; perhaps ``repli
 
 import logging
 import os
-from collections.abc import Mapping
 from typing import TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
 
+from headway_process.fleet_numbers import fleet_fields
 from headway_process.log_sink import LogSink
-
-REPLICA_VARIABLE = "_HEADWAY_REPLICA"
-"""The number of this process's replica, if there are several."""
-EXECUTOR_VARIABLE = "_HEADWAY_EXECUTOR"
-"""The number of this executor, if its scheduler has several."""
-_FIELDS = (("replica", REPLICA_VARIABLE), ("executor", EXECUTOR_VARIABLE))
 
 
 def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> FilteringBoundLogger:
@@ -30,12 +24,6 @@ def make_logger(process: str, *, level: str, log_format: str, sink: LogSink) -> 
         wrapper_class=_wrapper_class(level),
     )
     return logger.bind(process=process, **fleet_fields(os.environ))
-
-
-def fleet_fields(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return ``replica`` and ``executor``, each if there are several."""
-    given = ((field, environment.get(variable, "")) for field, variable in _FIELDS)
-    return {field: int(number) for field, number in given if number.isascii() and number.isdigit()}
 
 
 def configure(process: str, *, level: str, log_format: str, sink: LogSink) -> None:

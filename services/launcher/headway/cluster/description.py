@@ -19,7 +19,7 @@ from headway.plan import STOP_GRACE_S
 from headway.services import SERVICES, Service
 from headway.settings import ConfigurationError, as_text, settings_of
 from headway_process.addresses import is_loopback
-from headway_process.logs import EXECUTOR_VARIABLE
+from headway_process.fleet_numbers import EXECUTOR_VARIABLE
 
 SCHEDULER, EXECUTOR, GATEWAY = "scheduler", "executor", "gateway"
 STOP_ORDER = (GATEWAY, SCHEDULER, EXECUTOR)
