@@ -104,7 +104,7 @@ static void pack_task(void *work, int64_t task) {
         adapt_row(of, task - of->inputs.num_tiles);
         return;
     }
-    pack_tile(&of->inputs, of->with->form, task, of->from, of->from_stride, of->norm);
+    pack_tile(&of->inputs, of->with, task, of->from, of->from_stride, of->norm);
 }
 
 /* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
@@ -377,7 +377,7 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     const rms_norm no_norm = {0};
     const int activates = layer->activation == SILU && layer->is_gated;
     const int packs =
-        activates && layer->down->form != FORM_INT8 && now->step->shared == NULL && now->step->adapters == NULL;
+        activates && packs_for(layer->gate_up, layer->down) && now->step->shared == NULL && now->step->adapters == NULL;
     float *out = activates ? of->rows.activations + of->shape.activation_start : space->gate_up;
     const int64_t stride = packs ? layer->down->inputs : activates ? of->activation_stride : of->gate_up_stride;
     const enum epilogue epilogue = packs ? GATED_PACKED : activates ? GATED : STORE;
