@@ -12,7 +12,7 @@
 #include "products.h"
 
 #include <assert.h>
-#include <stdlib.h>
+#include <float.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -23,15 +23,6 @@
 #define BLOCK_OF_CODES4 32
 #define MOST_BLOCK 32
 #define SMALL_BLOCK 16
-
-/* Rows whose sums stay in registers. */
-#if LANES == 16
-#define SUMMED_ROWS 8
-#define EACH_COUNT(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8)
-#else
-#define SUMMED_ROWS 4
-#define EACH_COUNT(DO) DO(1) DO(2) DO(3) DO(4)
-#endif
 
 /* Weights of 8 bits are stored with 128 added where the instruction takes them as unsigned. */
 #if MULTIPLIES_BYTES
@@ -147,28 +138,31 @@ typedef struct {
     float *sum;
 } block_numbers;
 
-/* Round a block of a row, symmetrically. A value that is not finite makes the scale NaN, and so all outputs. */
+/* Round a block of a row, symmetrically. A value that is not finite makes the scale NaN, and so all outputs: its bits
+ * are larger than those of any other. */
 INLINE void pack_block(const int block, const float *row, const float *weight, int64_t k, int64_t inputs, float factor,
                        int32_t added, int8_t *codes, block_numbers numbers) {
-    vec values[MOST_BLOCK / LANES], magnitudes = splat(TINY), not_finite = {0};
-    ivec sums = {0};
+    vec values[MOST_BLOCK / LANES];
+    ivec magnitudes = (ivec)splat(TINY), sums = {0};
     UNROLLED
     for (int i = 0; i < block / LANES; i++) {
         values[i] = normed_inputs(row, weight, k + i * LANES, inputs);
-        magnitudes = larger(magnitudes, magnitude_of(values[i]));
-        not_finite += values[i] * 0.0f;
+        magnitudes = __builtin_elementwise_max(magnitudes, (ivec)magnitude_of(values[i]));
     }
-    const float largest = largest_of(magnitudes), scale = INT8_MAX_VALUE / largest;
+    const int32_t largest_bits = __builtin_reduce_max(magnitudes);
+    float largest;
+    memcpy(&largest, &largest_bits, sizeof largest);
+    const int is_finite = largest <= FLT_MAX;
+    const float scale = is_finite ? INT8_MAX_VALUE / largest : 0.0f;
     UNROLLED
     for (int i = 0; i < block / LANES; i++) {
-        const vec scaled = values[i] * scale;
-        const vec finite = choose(scaled == scaled, scaled, (vec){0});
-        const ivec rounded = __builtin_convertvector(__builtin_elementwise_rint(finite), ivec);
+        const vec scaled = is_finite ? values[i] * scale : (vec){0};
+        const ivec rounded = __builtin_convertvector(__builtin_elementwise_rint(scaled), ivec);
         *(few_codes *)(codes + i * LANES) = __builtin_convertvector(rounded, few_codes);
         sums += rounded;
     }
     const int32_t sum = __builtin_reduce_add(sums);
-    *numbers.scale = (largest / INT8_MAX_VALUE + sum_of(not_finite)) * factor;
+    *numbers.scale = (is_finite ? largest / INT8_MAX_VALUE : NAN) * factor;
     *numbers.excess = -added * sum;
     *numbers.sum = *numbers.scale * (float)sum;
 }
@@ -198,11 +192,10 @@ void pack_tile_in_blocks(const packed_inputs *to, const linear *with, int64_t ti
 
 /* ---- sums of a block ---- */
 
-/* LANES outputs of a block: `sums` of each row begin with the row's excess. */
+/* LANES outputs of a block, and the inputs of some rows, which are a block apart. */
 typedef struct {
     const char *weights;
-    const int8_t *codes; /* of the first row; rows are a block apart */
-    const int32_t *excess;
+    const int8_t *codes;
 } half_block;
 
 INLINE ivec quad_of(const int8_t *codes) {
@@ -254,7 +247,7 @@ INLINE ivec upper_codes(ivec pairs) { return (pairs >> 4) & splat_int(0x0f0f0f0f
 INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
     const int quads = BLOCK_OF_CODES4 / QUAD / 2;
 #if !MULTIPLIES_BYTES && defined(__AVX2__) && LANES == 8
-    __m256i shorts[SUMMED_ROWS];
+    __m256i shorts[TILE_ROWS];
     UNROLLED
     for (int row = 0; row < rows; row++) shorts[row] = _mm256_setzero_si256();
 #endif
@@ -309,11 +302,10 @@ INLINE void add_block(const int rows, const int form, const int block, const lin
                       const char *weights, const block_rows *inputs, vec (*sums)[2]) {
     UNROLLED
     for (int half = 0; half < 2; half++) {
-        const half_block of = {weights + half * LANES * block / (form == FORM_BLOCKS4 ? 2 : 1), inputs->codes,
-                               inputs->excess};
-        ivec integers[SUMMED_ROWS];
+        const half_block of = {weights + half * LANES * block / (form == FORM_BLOCKS4 ? 2 : 1), inputs->codes};
+        ivec integers[TILE_ROWS];
         UNROLLED
-        for (int row = 0; row < rows; row++) integers[row] = splat_int(of.excess[row]);
+        for (int row = 0; row < rows; row++) integers[row] = splat_int(inputs->excess[row]);
         if (form == FORM_BLOCKS4)
             sum_codes4(rows, &of, integers);
         else
@@ -364,7 +356,7 @@ INLINE void sum_blocks(const int rows, const int form, const int block, const bl
     const int64_t per_group = blocks_per_group(with), values_bytes = bytes_of_values(with);
     const int64_t block_bytes = bytes_of_block(with), packed_bytes = of->tile_rows * bytes_of_packed_block(block);
     const char *tile = of->tile + of->begin * packed_bytes;
-    vec sums[SUMMED_ROWS][2];
+    vec sums[TILE_ROWS][2];
     UNROLLED
     for (int row = 0; row < rows; row++) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
     for (int64_t at = of->begin; at < of->end;) {
@@ -395,11 +387,11 @@ INLINE void sum_blocks(const int rows, const int form, const int block, const bl
         break;
 
 static void sum_rows(int64_t rows, const block_range *of, fetching ahead, vec (*kept)[2]) {
-    switch (rows) { EACH_COUNT(CASE) }
+    switch (rows) { EACH_TILE_SIZE(CASE) }
 }
 
 /* Rows are summed a part of a tile at a time. */
-static int64_t parts_of(int64_t rows) { return (rows + SUMMED_ROWS - 1) / SUMMED_ROWS; }
+static int64_t parts_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 
 static int64_t place_in_panel(const linear *of, int64_t block) {
     return block * bytes_of_block(of) + block / blocks_per_group(of) * bytes_of_values(of);
