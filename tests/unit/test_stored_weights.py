@@ -83,6 +83,27 @@ def test_the_kernels_round_inputs_of_w8a8_row_by_row_if_the_checkpoint_asks_for_
 
 
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_rounded_if_that_is_asked_for_and_the_format_lets_them(tmp_path, kind):
+    reference = written(tmp_path / "model", kind)
+    sequences = Sequences(num_rows=1, length=20, vocab_size=96, block_size=8)
+    exact, widened, rounded = (
+        sequences.logits_of_all_tokens(
+            compiled_model(path, load_library(), sequences, activations=activations), [Span(0, 0, 20)]
+        )
+        for path, activations in (
+            (reference, "auto"),
+            (tmp_path / "model", "exact"),
+            (tmp_path / "model", "int8"),
+        )
+    )
+    stays_exact = kind.startswith(("fp8", "float")) or kind in ("gptq-act-order", "gptq-own-orders")
+    error = float((rounded - exact).norm() / exact.norm())
+    assert float((widened - exact).norm() / exact.norm()) < 1e-5
+    assert error < 1e-5 if stays_exact else 1e-3 < error < 0.05
+
+
+@pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
 @pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 24}, {"num_key_value_heads": 4}])
 def test_heads_that_the_kernels_pad_are_right_too(tmp_path, changes):
     reference = written(tmp_path / "model", "awq", **{"num_attention_heads": 4} | changes)

@@ -19,7 +19,7 @@
 
 #define MOST_TILES 10
 #define LINES_AHEAD 128
-#define DEPTH 16 /* blocks that all tiles take before the next ones: so much of a panel stays in the L1 cache */
+#define DEPTH 24 /* blocks that all tiles take before the next ones: so much of a panel stays in the L1 cache */
 #define BLOCK_OF_CODES4 32
 #define MOST_BLOCK 32
 #define SMALL_BLOCK 16
