@@ -98,9 +98,9 @@ def test_activations_are_rounded_if_that_is_asked_for_and_the_format_lets_them(t
         )
     )
     stays_exact = kind.startswith(("fp8", "float")) or kind in ("gptq-act-order", "gptq-own-orders")
-    error = float((rounded - exact).norm() / exact.norm())
-    assert float((widened - exact).norm() / exact.norm()) < 1e-5
-    assert error < 1e-5 if stays_exact else 1e-3 < error < 0.05
+    torch.testing.assert_close(widened, exact, rtol=1e-3, atol=1e-3)
+    assert torch.equal(rounded, widened) == stays_exact
+    assert float((rounded - exact).norm() / exact.norm()) < 0.5
 
 
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")

@@ -30,6 +30,14 @@
 #else
 #define ADDED_TO_CODES8 0
 #endif
+
+/* An instruction adds two products of bytes in 16 bits. */
+#if !MULTIPLIES_BYTES && defined(__AVX2__)
+#define MULTIPLIES_SMALL_BYTES 1
+#else
+#define MULTIPLIES_SMALL_BYTES 0
+#endif
+
 #define MIDDLE_OF_CODES4 8 /* stands for zero without minima */
 
 typedef _Float16 few_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
@@ -198,15 +206,17 @@ typedef struct {
     const int8_t *codes;
 } half_block;
 
+INLINE ivec weights_at(const half_block *of, const int quad) {
+    return *(const unaligned_ivec *)(of->weights + quad * LANES * QUAD);
+}
+
+#if MULTIPLIES_BYTES || MULTIPLIES_SMALL_BYTES
 INLINE ivec quad_of(const int8_t *codes) {
     int32_t four;
     memcpy(&four, codes, QUAD);
     return splat_int(four);
 }
-
-INLINE ivec weights_at(const half_block *of, const int quad) {
-    return *(const unaligned_ivec *)(of->weights + quad * LANES * QUAD);
-}
+#endif
 
 #if MULTIPLIES_BYTES
 
@@ -214,7 +224,7 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)quad_of(codes));
 }
 
-#elif defined(__AVX2__) && LANES == 8
+#elif MULTIPLIES_SMALL_BYTES
 
 /* Of codes of 4 bits a whole block fits 16 bits: 16 products of 15 and 127. */
 INLINE __m256i add_small_products(__m256i sum, ivec weights, const int8_t *codes) {
@@ -246,7 +256,7 @@ INLINE ivec upper_codes(ivec pairs) { return (pairs >> 4) & splat_int(0x0f0f0f0f
 
 INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
     const int quads = BLOCK_OF_CODES4 / QUAD / 2;
-#if !MULTIPLIES_BYTES && defined(__AVX2__) && LANES == 8
+#if MULTIPLIES_SMALL_BYTES
     __m256i shorts[TILE_ROWS];
     UNROLLED
     for (int row = 0; row < rows; row++) shorts[row] = _mm256_setzero_si256();
@@ -257,7 +267,7 @@ INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
         UNROLLED
         for (int row = 0; row < rows; row++) {
             const int8_t *codes = of->codes + row * BLOCK_OF_CODES4 + quad * QUAD;
-#if !MULTIPLIES_BYTES && defined(__AVX2__) && LANES == 8
+#if MULTIPLIES_SMALL_BYTES
             shorts[row] = add_small_products(shorts[row], lower, codes);
             shorts[row] = add_small_products(shorts[row], upper, codes + quads * QUAD);
 #else
@@ -266,7 +276,7 @@ INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
 #endif
         }
     }
-#if !MULTIPLIES_BYTES && defined(__AVX2__) && LANES == 8
+#if MULTIPLIES_SMALL_BYTES
     UNROLLED
     for (int row = 0; row < rows; row++) sums[row] += pairs_added(shorts[row]);
 #endif
