@@ -130,12 +130,12 @@ def test_a_value_that_is_not_finite_spoils_its_row_alone(library, team):
 
 
 def test_scales_that_float16_does_not_hold_stay_float32(library, team):
-    weight = rounded_to_4_bits(torch.randn(20, 96))
-    fine = replace(weight, scales=weight.scales * (1 + 2**-20))
-    rows = torch.randn(3, 96)
+    draw = torch.Generator().manual_seed(0)
+    weight, rows = rounded_to_4_bits(torch.randn(20, 96, generator=draw)), torch.randn(3, 96, generator=draw)
+    fine = replace(weight, scales=weight.scales * (1 + 2**-13))
     coarse, found = (PackedLinear(library, one, None)(team, rows) for one in (weight, fine))
-    torch.testing.assert_close(found, coarse * (1 + 2**-20), rtol=1e-6, atol=1e-6)
-    assert not torch.equal(found, coarse)
+    torch.testing.assert_close(found, coarse * (1 + 2**-13), rtol=1e-5, atol=1e-5)
+    assert (found - coarse).abs().max() > 1e-3
 
 
 def test_which_weights_are_for_blocks():
