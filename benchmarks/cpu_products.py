@@ -10,17 +10,50 @@ memory, as in a model. The best of ``--repetitions`` rounds, in which the varian
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import Tensor
 
-from headway_kernels.cpu.coded_weight import rounded_to_4_bits
+from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm, rounded_to_4_bits
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 from program import count, counts, parser_of, provenance, write_result
 
 BYTES_OF_WEIGHTS = 300e6
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 5 / 8}
-"""By form; int4 with its scales."""
+SCALED = 32
+"""Inputs that share a scale in a GGUF file."""
+
+
+def q8_0(weight: Tensor) -> CodedWeight:
+    """Bytes with a scale for 32 inputs, as in a GGUF file; ``weight`` has whole groups."""
+    groups = weight.unflatten(1, (-1, SCALED))
+    scales = (groups.abs().amax(2) / 127).half().float()
+    codes = (groups / scales[..., None]).round().flatten(1).to(torch.int8)
+    return CodedWeight(CodeForm.CODES8, codes, scales, SCALED, rounds_inputs=True)
+
+
+@dataclass(frozen=True)
+class Form:
+    """``bytes`` of a weight, with its scales; ``coded`` rounds it to codes."""
+
+    kind: WeightForm
+    bytes: float
+    coded: Callable[[Tensor], CodedWeight] | None = None
+
+
+FORMS = {
+    "float32": Form(WeightForm.FLOAT32, 4),
+    "bfloat16": Form(WeightForm.BFLOAT16, 2),
+    "int8": Form(WeightForm.INT8, 1),
+    "int4": Form(WeightForm.FLOAT32, 9 / 16, rounded_to_4_bits),
+    "int4-exact": Form(
+        WeightForm.FLOAT32, 5 / 8, lambda weight: replace(rounded_to_4_bits(weight), rounds_inputs=False)
+    ),
+    "q8_0": Form(WeightForm.FLOAT32, 17 / 16, q8_0),
+    "q8_0-exact": Form(WeightForm.FLOAT32, 9 / 8, lambda weight: replace(q8_0(weight), rounds_inputs=False)),
+}
+"""With "exact", codes are widened, and inputs stay float32."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +96,12 @@ def measure(
     weight = torch.randn(shape.outputs, shape.inputs) * 0.02
     if form == "bfloat16":
         weight = weight.bfloat16().float()
-    kind = WeightForm[form.upper()] if form != "int4" else WeightForm.FLOAT32
-    held = rounded_to_4_bits(weight) if form == "int4" else weight
-    num_copies = max(1, int(arguments.bytes_of_weights / (weight.numel() * WEIGHT_BYTES[form])))
+    held = FORMS[form].coded(weight) if FORMS[form].coded else weight
+    num_copies = max(1, int(arguments.bytes_of_weights / (weight.numel() * FORMS[form].bytes)))
     products = {
-        name: [PackedLinear(variant.library, held, None, kind, gated=shape.gated) for _ in range(num_copies)]
+        name: [
+            PackedLinear(variant.library, held, None, FORMS[form].kind, gated=shape.gated) for _ in range(num_copies)
+        ]
         for name, variant in chosen.items()
     }
     records: list[dict[str, object]] = []
@@ -83,13 +117,13 @@ def measure(
         operations = 2 * rows * weight.numel()
         rates = {name: float(f"{operations / taken / 1e9:.3g}") for name, taken in seconds.items()}
         records.append({**asdict(shape), "form": form, "rows": rows, "giga_operations_per_s": rates})
-        print(f"{form:>8} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
+        print(f"{form:>10} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
     return records
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, seed=0)
-    parser.add_argument("--forms", default="float32,bfloat16,int8,int4", help="how weights are held")
+    parser.add_argument("--forms", default=",".join(FORMS), help="how weights are held")
     parser.add_argument("--rows", type=counts, default="1,8,32,128,256")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--threads", type=count, default=2)
@@ -104,7 +138,7 @@ def main() -> None:
     chosen = variants(arguments.threads)
     shapes = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
     all_rows = arguments.rows
-    print("billions of operations per second\n    form  product  rows" + "".join(f"{name:>9}" for name in chosen))
+    print("billions of operations per second\n      form  product  rows" + "".join(f"{name:>9}" for name in chosen))
     results = [
         record
         for form in arguments.forms.split(",")

@@ -4,6 +4,9 @@ Owns: scoring a text with the executor's own model code, decode steps in turns. 
 
     python benchmarks/quantized_weights.py --json result.json
     python benchmarks/quantized_weights.py --model DIR --text held_out.txt --rounds 0
+    python benchmarks/quantized_weights.py --threads 1 --clock processor
+
+With the processor's clock, a second is one of this process's own, so other programs disturb less.
 
 The loss is the mean negative log-likelihood per token, in nats, over consecutive windows of the text. The embedded demo
 model is the default; its relative difference has to stay below 1%. The speeds are of a random model of 135M parameters,
@@ -44,6 +47,7 @@ class Form:
     name: str
     quantization: str
     checkpoint: str
+    activations: str = "auto"
 
 
 FORMS = (
@@ -51,10 +55,14 @@ FORMS = (
     Form("bfloat16", "none", "bfloat16"),
     Form("int8", "int8", "float32"),
     Form("int4", "int4", "float32"),
+    Form("int4, exact activations", "int4", "float32", "exact"),
 )
+CLOCKS = {"wall": time.perf_counter, "processor": time.thread_time}
 
 
-def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], quantization: str, window: int) -> float:
+def held_out_loss(
+    library: CpuLibrary, model: Path, token_ids: list[int], quantization: str, window: int, activations: str = "auto"
+) -> float:
     """Return the mean loss per token in nats; every window of ``window`` tokens is scored alone."""
     config = read_model_config(model)
     num_threads = len(os.sched_getaffinity(0))
@@ -67,6 +75,7 @@ def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], quanti
             max_model_len=window,
             block_size=window,
             num_threads=num_threads,
+            activations=activations,
         )
         pool = torch.zeros(config.num_layers, 1, decoder.block_floats)
         total, count = 0.0, 0
@@ -100,6 +109,7 @@ def decode_rates(
             max_model_len=CONTEXT,
             block_size=CONTEXT,
             num_threads=arguments.threads,
+            activations=form.activations,
         )
     pool = torch.zeros(config.num_layers, max(sizes), decoder.block_floats)
 
@@ -115,12 +125,13 @@ def decode_rates(
 
     def measure() -> dict[int, float]:
         rates = {}
+        clock = CLOCKS[arguments.clock]
         for rows in sizes:
             step(rows, 0)
-            started = time.perf_counter()
+            started = clock()
             for position in range(1, 1 + arguments.steps):
                 step(rows, position)
-            rates[rows] = rows * arguments.steps / (time.perf_counter() - started)
+            rates[rows] = rows * arguments.steps / (clock() - started)
         return rates
 
     return measure
@@ -149,11 +160,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
     parser.add_argument("--window", type=count, default=256, help="tokens per window")
     parser.add_argument("--tokens", type=int, default=0, help="score only the first so many tokens; 0: all")
-    parser.add_argument("--rows", type=counts, default="1,8", help="rows of a decode step")
+    parser.add_argument("--rows", type=counts, default="1,8,32", help="rows of a decode step")
     parser.add_argument("--steps", type=count, default=16, help="decode steps of a round")
     parser.add_argument("--rounds", type=count_or_none, default=7, help="0: only the losses")
     parser.add_argument("--threads", type=count, default=2)
-    return parser.parse_args()
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: only with --threads 1")
+    arguments = parser.parse_args()
+    if arguments.clock == "processor" and arguments.threads > 1:
+        parser.error(f"--clock processor measures one thread; --threads is {arguments.threads}; allowed: 1")
+    return arguments
 
 
 def main() -> None:
@@ -164,22 +179,23 @@ def main() -> None:
     if library is None:
         raise SystemExit("the CPU kernels are not installed, or do not run on this processor")
     losses = {
-        name: held_out_loss(library, arguments.model, token_ids, name, arguments.window)
-        for name in ("none", "int8", "int4")
+        kind: held_out_loss(library, arguments.model, token_ids, kind[0], arguments.window, kind[1])
+        for kind in dict.fromkeys((form.quantization, form.activations) for form in FORMS)
     }
-    exact = losses["none"]
+    exact = losses["none", "auto"]
     rates = speeds(library, arguments) if arguments.rounds else {}
     result: dict[str, object] = {
         "benchmark": "quantized_weights",
         "variant": library.variant,
         "tokens": len(token_ids),
         "threads": arguments.threads,
+        "clock": arguments.clock,
         **provenance(arguments.seed),
         "results": [
             {
                 "form": form.name,
-                "nats_per_token": round(losses[form.quantization], 5),
-                "relative_difference": round(losses[form.quantization] / exact - 1, 5),
+                "nats_per_token": round(losses[form.quantization, form.activations], 5),
+                "relative_difference": round(losses[form.quantization, form.activations] / exact - 1, 5),
                 "decode_tokens_per_s": rates.get(form.name),
             }
             for form in FORMS

@@ -114,7 +114,13 @@ class Sequences:
 
 
 def compiled_decoder(
-    directory: Path, library: CpuLibrary, *, block_size: int, quantization: str = "none", num_threads: int = 1
+    directory: Path,
+    library: CpuLibrary,
+    *,
+    block_size: int,
+    quantization: str = "none",
+    num_threads: int = 1,
+    activations: str = "auto",
 ) -> Decoder:
     """The checkpoint on the kernels."""
     config = read_model_config(directory)
@@ -127,6 +133,7 @@ def compiled_decoder(
             max_model_len=config.context,
             block_size=block_size,
             num_threads=num_threads,
+            activations=activations,
         )
 
 
@@ -177,8 +184,9 @@ def exercise(library_path: Path, *directories: Path) -> None:
                 assert product(team, torch.randn(rows, inputs), torch.rand(inputs), 1e-5).isfinite().all()
     for form, dtype in CODE_DTYPES.items():
         codes = torch.randint(0, 16, (34, 40), dtype=torch.uint8).view(dtype)
-        coded = CodedWeight(form, codes, torch.rand(34, 2), 32, torch.rand(34, 2))
-        assert PackedLinear(library, coded, None)(team, torch.randn(13, 40)).isfinite().all()
+        for minima, rounds_inputs in ((torch.rand(34, 2), False), (torch.rand(34, 2), True), (None, True)):
+            coded = CodedWeight(form, codes, torch.rand(34, 2), 32, minima, rounds_inputs=rounds_inputs)
+            assert PackedLinear(library, coded, None)(team, torch.randn(13, 40)).isfinite().all()
     for quantization, block_size in (("none", 4), ("none", 32), ("int8", 4), ("int8", 32), ("int4", 32)):
         for directory in directories:
             sequences = Sequences(num_rows=3, length=150, vocab_size=90, block_size=block_size)

@@ -20,8 +20,8 @@ ENGINES = ("headway", "vllm", "openvino", "llama.cpp")
 
 @dataclass(frozen=True)
 class Contender:
-    """``form``: of the weights, in ``checkpoints.Forms``. ``detail``: Headway's ``--quantization``, vLLM's ``--dtype``,
-    OpenVINO's precision of inference.
+    """``form``: of the weights, in ``checkpoints.Forms``. ``detail``: Headway's ``--quantization``, perhaps with a colon and
+    the option ``activations``, vLLM's ``--dtype``, OpenVINO's precision of inference.
     """
 
     name: str
@@ -50,6 +50,7 @@ PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
         Contender("OpenVINO GenAI, float32", "openvino", "openvino:int8", "f32"),
         Contender("llama.cpp Q8_0", "llama.cpp", "gguf:Q8_0"),
         Contender("Headway, llama.cpp's Q8_0 file", "headway", "of_gguf:Q8_0", "none"),
+        Contender("Headway, llama.cpp's Q8_0 file, activations=int8", "headway", "of_gguf:Q8_0", "none:int8"),
     ),
     "int4": (
         Contender("Headway", "headway", "float32", "int4"),
@@ -57,6 +58,7 @@ PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
         Contender("OpenVINO GenAI, float32", "openvino", "openvino:int4", "f32"),
         Contender("llama.cpp Q4_0", "llama.cpp", "gguf:Q4_0"),
         Contender("Headway, llama.cpp's Q4_0 file", "headway", "of_gguf:Q4_0", "none"),
+        Contender("Headway, llama.cpp's Q4_0 file, activations=int8", "headway", "of_gguf:Q4_0", "none:int8"),
     ),
 }
 """The first of each precision is what the others are compared with."""

@@ -1,6 +1,6 @@
 """Headway's turns: the real scheduler, batch state and backend in one process.
 
-headway_driver.py MODEL QUANTIZATION THREADS
+headway_driver.py MODEL QUANTIZATION[:ACTIVATIONS] THREADS
 """
 
 import sys
@@ -24,7 +24,8 @@ class HeadwayEngine:
     version = commit_of(Path(__file__).parent)
 
     def __init__(self, model: str, quantization: str, num_threads: int) -> None:
-        self._model, self._quantization = Path(model), quantization
+        quantization, _, activations = quantization.partition(":")
+        self._model, self._quantization, self._activations = Path(model), quantization, activations or "auto"
         self._engine = OfflineEngine(
             BackendConfig(
                 model=model,
@@ -33,6 +34,7 @@ class HeadwayEngine:
                 max_num_seqs=64,
                 num_kv_blocks=_KV_BLOCKS,
                 num_threads=num_threads,
+                options={"activations": self._activations},
             )
         )
 
@@ -45,7 +47,8 @@ class HeadwayEngine:
         library = load_library()
         assert library is not None
         count = len(token_ids) - 1
-        return held_out_loss(library, self._model, token_ids, self._quantization, window) * count, count
+        nats = held_out_loss(library, self._model, token_ids, self._quantization, window, self._activations)
+        return nats * count, count
 
 
 if __name__ == "__main__":

@@ -226,13 +226,18 @@ def test_ranks_that_begin_different_steps_are_found(library, tmp_path):
     assert errors == ["the ranks of this executor began different steps"] * 2
 
 
-@pytest.mark.parametrize("kind", ["awq", "gptq-act-order", "fp8-blocks"])
-def test_ranks_of_a_quantised_checkpoint_give_the_bits_of_one_rank(library, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    [("awq", "auto"), ("gptq-act-order", "auto"), ("fp8-blocks", "auto"), ("awq", "int8"), ("w8a16", "int8")],
+)
+def test_ranks_of_a_quantised_checkpoint_give_the_bits_of_one_rank(library, tmp_path, kind, activations):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     directory = write_checkpoint(tmp_path / "model", **sizes)
     quantise(directory, kind)
     sequences = Sequences(num_rows=3, length=100, vocab_size=90, block_size=8)
-    alone, ranks = one_rank(directory, library, sequences), Ranks(directory, library, sequences, 2)
+    settings = {"activations": activations}
+    alone = one_rank(directory, library, sequences, **settings)
+    ranks = Ranks(directory, library, sequences, 2, **settings)
     for spans in STEPS:
         expected = sequences.last_logits(alone, spans)
         assert all(torch.equal(found, expected) for found in ranks.logits(spans))

@@ -78,11 +78,12 @@ def test_cpu_products(tmp_path):
         pytest.skip("no CPU kernels that run here")
     result = tmp_path / "result.json"
     load = ("--shapes", "output,gate_up", "--rows", "1,3", "--repetitions", "1", "--bytes-of-weights", "1")
-    printed = run("cpu_products.py", *load, "--forms", "float32,int8", "--json", str(result), cwd=tmp_path)
+    forms = ("float32", "int8", "int4", "q8_0-exact")
+    printed = run("cpu_products.py", *load, "--forms", ",".join(forms), "--json", str(result), cwd=tmp_path)
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
     assert [(row["form"], row["name"], row["rows"]) for row in record["results"]] == [
-        (form, name, rows) for form in ("float32", "int8") for name in ("output", "gate_up") for rows in (1, 3)
+        (form, name, rows) for form in forms for name in ("output", "gate_up") for rows in (1, 3)
     ]
     for row in record["results"]:
         assert len(row["giga_operations_per_s"]) == len(variants)

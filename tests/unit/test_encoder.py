@@ -149,6 +149,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[s
         ({"quantization": "int8"}, "quantization 'int8' is not allowed for an encoder; allowed: none"),
         ({"speculation": "ngram"}, "speculation 'ngram' is not allowed for an encoder; allowed: off"),
         ({"options": {"kernels": "compiled"}}, "kernels 'compiled' is not allowed for an encoder"),
+        (
+            {"options": {"activations": "int8"}},
+            "activations 'int8' is not allowed for an encoder; allowed: auto, exact",
+        ),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len {CONTEXT + 1} is not allowed; allowed: 1 to"),
         ({"num_kv_blocks": 3}, "num_kv_blocks 3 is not allowed"),
         ({"dtype": "int4"}, "dtype 'int4' is not allowed"),

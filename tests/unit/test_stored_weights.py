@@ -83,6 +83,29 @@ def test_the_kernels_round_inputs_of_w8a8_row_by_row_if_the_checkpoint_asks_for_
 
 
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
+@pytest.mark.parametrize(
+    "kind", ["gptq", "gptq-8", "gptq-act-order", "awq", "w4a16-channel", "w8a16", "w8a8-zeros", "fp8-blocks"]
+)
+def test_activations_are_rounded_if_that_is_asked_for_and_the_format_lets_them(tmp_path, kind):
+    reference = written(tmp_path / "model", kind)
+    sequences = Sequences(num_rows=1, length=20, vocab_size=96, block_size=8)
+    exact, widened, rounded = (
+        sequences.logits_of_all_tokens(
+            compiled_model(path, load_library(), sequences, activations=activations), [Span(0, 0, 20)]
+        )
+        for path, activations in (
+            (reference, "auto"),
+            (tmp_path / "model", "exact"),
+            (tmp_path / "model", "int8"),
+        )
+    )
+    stays_exact = kind in ("gptq-act-order", "fp8-blocks")
+    torch.testing.assert_close(widened, exact, rtol=1e-3, atol=1e-3)
+    assert torch.equal(rounded, widened) == stays_exact
+    assert float((rounded - exact).norm() / exact.norm()) < 0.5
+
+
+@pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
 @pytest.mark.parametrize("changes", [{"head_dim": 8}, {"head_dim": 24}, {"num_key_value_heads": 4}])
 def test_heads_that_the_kernels_pad_are_right_too(tmp_path, changes):
     reference = written(tmp_path / "model", "awq", **{"num_attention_heads": 4} | changes)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend_driver import BackendDriver, Request
@@ -58,15 +59,24 @@ def reference(model: PreTrainedModel, prompt: list[int], num_output: int = NUM_O
 
 def round_to_8_bits(model: PreTrainedModel):
     """Let every product of ``model`` round its weights per output and its inputs per token, to 127 steps a side."""
+    round_products(model, round_to_bytes, round_to_bytes)
 
-    def rounded(values):
-        step = values.abs().amax(-1, keepdim=True) / 127
-        return (values / step).round() * step
 
+def round_to_bytes(values):
+    step = values.abs().amax(-1, keepdim=True) / 127
+    return (values / step).round() * step
+
+
+def round_blocks_to_bytes(values):
+    blocks = round_to_bytes(functional.pad(values, (0, -values.shape[-1] % 32)).unflatten(-1, (-1, 32)))
+    return blocks.nan_to_num().flatten(-2)[..., : values.shape[-1]]
+
+
+def round_products(model: PreTrainedModel, of_weight, of_inputs):
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight = torch.nn.Parameter(rounded(module.weight.detach()), requires_grad=False)
-            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
+            module.weight = torch.nn.Parameter(of_weight(module.weight.detach()), requires_grad=False)
+            module.register_forward_pre_hook(lambda _, inputs: (of_inputs(inputs[0]), *inputs[1:]))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -346,6 +356,11 @@ def test_nan_in_one_row_stays_there(llama):
         ),
         ({"options": {"kernels": "eager"}, "quantization": "int8"}, "quantization 'int8' needs the CPU kernels"),
         ({"options": {"kernels": "compiled"}, "dtype": "bfloat16"}, "kernels 'compiled' needs the CPU kernels"),
+        (
+            {"options": {"kernels": "eager", "activations": "int8"}},
+            "activations 'int8' needs the CPU kernels: .*; allowed here: auto, exact",
+        ),
+        ({"options": {"activations": "int4"}}, "activations 'int4' is not allowed; allowed: auto, exact, int8"),
     ],
 )
 def test_impossible_settings_are_refused_in_one_line(llama, settings, message):
@@ -375,21 +390,23 @@ def test_info_describes_the_model_and_close_may_be_called_twice(llama):
         run((backend, info), [1, 2, 3])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral"])
-def test_int4_is_what_rounding_weights_gives_and_does_not_depend_on_the_batch(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "activations", "limit"),
+    [("qwen3", "exact", 1e-3), ("mistral", "exact", 1e-3), ("qwen3", "auto", 0.1), ("mistral", "auto", 0.1)],
+)
+def test_int4_is_what_rounding_gives_and_does_not_depend_on_the_batch(tmp_path, name, activations, limit):
     model = make_checkpoint(tmp_path, name)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight = torch.nn.Parameter(rounded_to_4_bits(module.weight.detach()).float(), requires_grad=False)
+    of_inputs = round_blocks_to_bytes if activations == "auto" else torch.Tensor.contiguous
+    round_products(model, lambda weight: rounded_to_4_bits(weight).float(), of_inputs)
     model.generation_config.eos_token_id = None
-    settings = {"quantization": "int4", "dtype": "float32"}
+    settings = {"quantization": "int4", "dtype": "float32", "options": {"activations": activations}}
     together = [Request(prompt, 6, GREEDY_WITH_LOGPROBS) for prompt in prompts()]
     BackendDriver(*open_backend(tmp_path, **settings)).run(together, budget=32)
     for request in together:
         alone = run(open_backend(tmp_path, **settings), request.prompt, 6, sampling=GREEDY_WITH_LOGPROBS)
         assert alone.output == request.output
         expected = reference(model, request.prompt, 1)[1][0]
-        assert request.logprobs[0].logprob == pytest.approx(float(expected[request.output[0]]), abs=1e-3)
+        assert request.logprobs[0].logprob == pytest.approx(float(expected[request.output[0]]), abs=limit)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3-bias", "mistral", "gemma2", "gpt_neox"])

@@ -26,6 +26,10 @@ CODE_DTYPES = {CodeForm.CODES4: torch.uint8, CodeForm.CODES8: torch.int8, CodeFo
 _MIDDLE = 8.0
 """The code of 4 bits that stands for zero without minima."""
 
+_BLOCK = 32
+_SMALL_BLOCK = 16
+"""Inputs that are rounded to 8 bits with one scale."""
+
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
@@ -35,8 +39,8 @@ class CodedWeight:
     ``minima`` None: 0, or ``-8 * scale`` with codes of 4 bits. ``group_of`` int32, ``[inputs]``: the group of each input;
     None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
 
-    ``rounds_inputs``: the weight is meant for inputs that are rounded to 8 bits row by row, symmetrically. Whoever can
-    multiply so may; others compute more exactly.
+    ``rounds_inputs``: inputs may be rounded to 8 bits, symmetrically: whole rows if each output has one scale, else in
+    blocks. Whoever can multiply so may; others compute more exactly.
     """
 
     form: CodeForm
@@ -52,6 +56,14 @@ class CodedWeight:
         """Whether an int8 product computes what the weight is meant for."""
         is_plain = self.minima is None and self.group_of is None and self.scales.shape[1] == 1
         return self.rounds_inputs and self.form is CodeForm.CODES8 and is_plain
+
+    @property
+    def is_for_blocks(self) -> bool:
+        """Whether inputs may be rounded in blocks, of which a group of the weight has one or several."""
+        if not self.rounds_inputs or self.is_for_int8 or self.group_of is not None or self.form is CodeForm.FP8:
+            return False
+        has_small_groups = self.form is CodeForm.CODES8 and self.group == _SMALL_BLOCK
+        return has_small_groups or self.scales.shape[1] == 1 or self.group % _BLOCK == 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,6 +141,8 @@ def _of_bytes(change: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
 
 
 _LEAST = torch.finfo(torch.float32).tiny
+_LEAST_HALF = 2.0**-24
+_MOST_OF_8_BITS = 127.0
 _ROUNDED_GROUP = 32
 _EXTREME_CODES = (-8.0, -9.0, -7.0)
 """Where the scale may put a group's largest value: at the end of the codes, or a little beyond or inside it."""
@@ -137,14 +151,34 @@ _CHUNK = 1 << 22
 
 
 def rounded_to_4_bits(weight: Tensor) -> CodedWeight:
-    """The nearest codes, symmetric, with a scale for 32 inputs; of some scales, the one with the least squared error.
+    """The nearest codes, symmetric, with a scale for 32 inputs, for inputs that are rounded too.
+
+    Of some scales, each a float16, it is the one with the least squared error. ``weight`` floating, ``[outputs, inputs]``.
+    """
+    codes, scales = _in_chunks(_rounded_rows, weight)
+    return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP, rounds_inputs=True)
+
+
+def rounded_to_8_bits(weight: Tensor) -> CodedWeight:
+    """The nearest codes, symmetric, with a scale for each output, for inputs that are rounded too.
 
     ``weight`` floating, ``[outputs, inputs]``.
     """
+    codes, scales = _in_chunks(_bytes_of_rows, weight)
+    return CodedWeight(CodeForm.CODES8, codes, scales, weight.shape[1], rounds_inputs=True)
+
+
+def _in_chunks(rounded: Callable[[Tensor], tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round some rows at a time, to save memory."""
     step = max(1, _CHUNK // weight.shape[1])
-    chunks = [_rounded_rows(weight[first : first + step].float()) for first in range(0, max(1, len(weight)), step)]
+    chunks = [rounded(weight[first : first + step].float()) for first in range(0, max(1, len(weight)), step)]
     codes, scales = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP)
+    return codes, scales
+
+
+def _bytes_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (rows.abs().amax(1, keepdim=True) / _MOST_OF_8_BITS).clamp_(min=_LEAST)
+    return (rows / scales).round_().to(torch.int8), scales
 
 
 def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,8 +189,7 @@ def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for extreme in _EXTREME_CODES:
-        scales = extremes / extreme
-        scales = torch.where(scales.abs() < _LEAST, _LEAST, scales)
+        scales = _nearest_halves(extremes / extreme)
         codes = (groups / scales).round_().clamp_(-_MIDDLE, _MIDDLE - 1)
         errors = (codes * scales - groups).square_().sum(-1, keepdim=True)
         if best is not None:
@@ -167,3 +200,10 @@ def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     assert best is not None
     codes = best[2].add_(_MIDDLE).to(torch.uint8).flatten(1)[:, :inputs]
     return codes, best[1].squeeze(-1)
+
+
+def _nearest_halves(scales: Tensor) -> Tensor:
+    """Float16s, but none that is 0 or infinite: a product reads less memory for them than for float32s."""
+    halves = scales.half().float()
+    halves = torch.where(halves.abs() < _LEAST_HALF, _LEAST_HALF, halves)
+    return torch.where(halves.isinf(), scales, halves)

@@ -69,6 +69,7 @@ static void pack_group_values(float *to, int64_t column, const float *row, int64
 linear *linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                         int64_t gated) {
     if (form == FORM_INT8) return linear_of_int8(from, bias, outputs, inputs, gated);
+    if (form >= FORM_BLOCKS4) return linear_of_blocks(from, bias, outputs, inputs, form, gated);
     linear *made = linear_empty(outputs, inputs, form, gated);
     if (made == NULL) return NULL;
     made->group = from->group;

@@ -2,7 +2,9 @@
 
 #include <stdlib.h>
 
-#define FEW_TILES 4 /* a product with no more tiles than this waits for memory */
+#define FEW_TILES 4           /* a product with no more tiles than this waits for memory */
+#define SMALL_TASK (64 << 10) /* bytes of panels */
+#define TASKS_OF_MEMBER 4     /* at least, so that members end at about the same time */
 /* Four products of two phases, placing, attending, two norms, activating, adding twice; experts instead of two
  * products, three products instead of one. */
 #define PHASES_PER_LAYER (15 + EXPERT_PHASES)
@@ -104,24 +106,42 @@ static void pack_task(void *work, int64_t task) {
         adapt_row(of, task - of->inputs.num_tiles);
         return;
     }
-    pack_tile(&of->inputs, of->with->form, task, of->from, of->from_stride, of->norm);
+    pack_tile(&of->inputs, of->with, task, of->from, of->from_stride, of->norm);
+}
+
+/* Panels of a task: to take a task, members wait for each other, longer than a small panel takes with a few rows. */
+static int64_t panels_at_once(const linear *with, int64_t num_members) {
+    const int64_t small = SMALL_TASK / (panel_at(with, 1) - panel_at(with, 0));
+    const int64_t most = with->num_panels / (TASKS_OF_MEMBER * num_members);
+    return larger_of(small < most ? small : most, 1);
+}
+
+static int64_t tasks_per_block(const linear *with, int64_t num_members) {
+    const int64_t panels = panels_at_once(with, num_members);
+    return (with->num_panels + panels - 1) / panels;
 }
 
 /* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
 static void multiply_task(void *work, int64_t task) {
     const product *of = work;
-    int64_t at_once = tiles_per_block(of->with, of->inputs.num_tiles), first = task / of->with->num_panels * at_once;
+    const int64_t num_panels = of->with->num_panels, panels = panels_at_once(of->with, of->num_members);
+    const int64_t num_tasks = tasks_per_block(of->with, of->num_members);
+    int64_t at_once = tiles_per_block(of->with, of->inputs.num_tiles), first = task / num_tasks * at_once;
     int64_t end = first + at_once < of->inputs.num_tiles ? first + at_once : of->inputs.num_tiles;
-    int64_t panel = task % of->with->num_panels;
-    /* Members take turns, more or less: this is the probable next panel of this member. */
-    int64_t next = (panel + of->num_members) % of->with->num_panels;
-    multiply(of->with, &of->inputs, panel, panel_at(of->with, next), first, end, of->epilogue, of->out, of->out_stride);
+    const int64_t begin = task % num_tasks * panels, last = begin + panels < num_panels ? begin + panels : num_panels;
+    for (int64_t panel = begin; panel < last; panel++) {
+        /* Members take turns, more or less: this is the probable next panel of this member. */
+        int64_t next = panel + 1 < last ? panel + 1 : (begin + of->num_members * panels) % num_panels;
+        multiply(of->with, &of->inputs, panel, panel_at(of->with, next), first, end, of->epilogue, of->out,
+                 of->out_stride);
+    }
 }
 
 /* A product of few rows keeps the memory busy, but between two products the memory is idle. So the next weights are
  * fetched beforehand. With many rows this is not needed, and the cache has better uses. */
 static void fetch_first_panel(const member *self, const linear *of, int64_t num_rows) {
-    if (tiles_of(num_rows) <= FEW_TILES && self->number < of->num_panels) fetch_panel(of, self->number);
+    const int64_t panel = self->number * panels_at_once(of, team_size(self->of));
+    if (tiles_of(num_rows) <= FEW_TILES && panel < of->num_panels) fetch_panel(of, panel);
 }
 
 static void run_product(member *self, product *of, const linear *next) {
@@ -129,7 +149,7 @@ static void run_product(member *self, product *of, const linear *next) {
     if (of->adapted != NULL) of->inputs.added = &of->added;
     if (of->from != NULL)
         team_phase(self, pack_task, of, of->inputs.num_tiles + (of->adapted == NULL ? 0 : of->inputs.num_rows));
-    int64_t num_tasks = blocks_of(of->with, of->inputs.num_tiles) * of->with->num_panels;
+    int64_t num_tasks = blocks_of(of->with, of->inputs.num_tiles) * tasks_per_block(of->with, of->num_members);
     team_take(self, multiply_task, of, num_tasks);
     if (next != NULL) fetch_first_panel(self, next, of->inputs.num_rows);
     team_wait(self, num_tasks);
@@ -377,7 +397,7 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     const rms_norm no_norm = {0};
     const int activates = layer->activation == SILU && layer->is_gated;
     const int packs =
-        activates && layer->down->form != FORM_INT8 && now->step->shared == NULL && now->step->adapters == NULL;
+        activates && packs_for(layer->gate_up, layer->down) && now->step->shared == NULL && now->step->adapters == NULL;
     float *out = activates ? of->rows.activations + of->shape.activation_start : space->gate_up;
     const int64_t stride = packs ? layer->down->inputs : activates ? of->activation_stride : of->gate_up_stride;
     const enum epilogue epilogue = packs ? GATED_PACKED : activates ? GATED : STORE;

@@ -158,7 +158,7 @@ static void sort_task(void *work, int64_t task) {
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
     const int activates = layer->activation == SILU;
-    const int packs = activates && layer->down[0]->form != FORM_INT8 && now->part->pairs == NULL;
+    const int packs = activates && packs_for(layer->gate_up[0], layer->down[0]) && now->part->pairs == NULL;
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
     int64_t counts[MOST_EXPERTS + 1] = {0};
     place_pairs(now, counts);

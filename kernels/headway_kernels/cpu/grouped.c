@@ -27,7 +27,7 @@ static const product_group *group_of(const grouped_product *of, int64_t task, co
 static void pack_task(void *work, int64_t task) {
     const grouped_product *of = work;
     const product_group *group = group_of(of, task, 1);
-    pack_tile(&group->inputs, group->with->form, task - group->first_tile, group->from, of->from_stride, of->norm);
+    pack_tile(&group->inputs, group->with, task - group->first_tile, group->from, of->from_stride, of->norm);
 }
 
 static int64_t panel_of(const product_group *group, int64_t task) {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway_kernels.cpu.coded_weight import CodedWeight
+from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
 _DIRECTORY = Path(__file__).parent
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni")
@@ -38,6 +38,13 @@ class WeightForm(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+
+
+class BlockForm(IntEnum):
+    """Codes that are multiplied as integers, with inputs that are rounded to 8 bits in blocks."""
+
+    CODES4 = 6
+    CODES8 = 7
 
 
 class CpuLibrary:
@@ -153,8 +160,8 @@ class _CodedStruct(ctypes.Structure):
 class PackedLinear:
     """Weights of one product in the library's layout; ``weight`` and ``bias`` are copied.
 
-    ``weight`` floating, ``[outputs, inputs]``, held in ``form``, or codes, held as they are (as int8, if they are for that); ``bias`` ``[outputs]`` or
-    None. With ``gated``, outputs are gates, then ups, and the product gives ``silu(gate) * up``.
+    ``weight`` floating, ``[outputs, inputs]``, held in ``form``, or codes, which are not changed; ``bias``
+    ``[outputs]`` or None. With ``gated``, outputs are gates, then ups, and the product gives ``silu(gate) * up``.
     """
 
     def __init__(
@@ -174,7 +181,7 @@ class PackedLinear:
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
             struct = _coded_struct(kept)
-            held = WeightForm.INT8 if kept.is_for_int8 else kept.form
+            held = _held_form(kept)
             handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(held), int(gated))
         else:
             wide = weight.float().contiguous()
@@ -202,6 +209,14 @@ class PackedLinear:
         )
         made(done, "a product")
         return out[:, : self.outputs // 2 if self._gated else self.outputs]
+
+
+def _held_form(weight: CodedWeight) -> IntEnum:
+    if weight.is_for_int8:
+        return WeightForm.INT8
+    if weight.is_for_blocks:
+        return BlockForm.CODES4 if weight.form is CodeForm.CODES4 else BlockForm.CODES8
+    return weight.form
 
 
 def _coded_struct(weight: CodedWeight) -> _CodedStruct:

@@ -23,6 +23,7 @@ void *stream_alloc(int64_t bytes) {
 }
 
 int64_t panel_bytes(const linear *of) {
+    if (is_in_blocks(of)) return block_panel_bytes(of);
     if (is_coded(of)) return coded_panel_bytes(of);
     int64_t padded = steps_of(of->inputs, of->form) * inputs_per_step(of->form);
     return padded * PANEL * (of->form == FORM_FLOAT32 ? 4 : of->form == FORM_BFLOAT16 ? 2 : 1);
@@ -226,6 +227,24 @@ int64_t most_packed_bytes(int64_t num_rows, int64_t inputs) {
     const int64_t floats = packed_bytes(num_rows, inputs, FORM_FLOAT32);
     const int64_t codes = packed_bytes(num_rows, inputs, FORM_INT8);
     return floats > codes ? floats : codes;
+}
+
+void pack_tile(const packed_inputs *to, const linear *with, int64_t tile, const float *from, int64_t stride,
+               rms_norm norm) {
+    if (is_in_blocks(with))
+        pack_tile_in_blocks(to, with, tile, from, stride, norm);
+    else
+        pack_tile_whole(to, with->form, tile, from, stride, norm);
+}
+
+int64_t tiles_at_once(const linear *with) {
+    return is_in_blocks(with) ? tiles_at_once_in_blocks() : tiles_at_once_whole(with);
+}
+
+void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
+              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
+    (is_in_blocks(with) ? multiply_in_blocks : multiply_whole)(with, from, panel, next, first_tile, end_tile, epilogue,
+                                                               out, stride);
 }
 
 const char *panel_at(const linear *of, int64_t panel) { return (const char *)of->panels + panel * panel_bytes(of); }

@@ -8,7 +8,7 @@
  * high-performance matrix multiplication"). Inputs [rows, in] are cut into tiles of at most INPUT_ROWS rows. A tile
  * stores, stretch after stretch, the inputs of each row. The order of the additions of an output depends only on the
  * number of inputs, not on other rows or their number. A library has one of two ways to multiply: vector_products.c or
- * tile_products.c.
+ * tile_products.c; products in blocks are block_products.c in each.
  */
 #ifndef HEADWAY_LINEAR_H
 #define HEADWAY_LINEAR_H
@@ -28,8 +28,18 @@
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
  * the memory to read, and the same result to the last bit. CODES4, CODES8 and FP8 are codes with scales (codes.c):
- * unsigned, signed, and floats of 8 bits. */
-enum weight_form { FORM_FLOAT32 = 0, FORM_BFLOAT16 = 1, FORM_INT8 = 2, FORM_CODES4 = 3, FORM_CODES8 = 4, FORM_FP8 = 5 };
+ * unsigned, signed, and floats of 8 bits. INT8 and BLOCKS multiply codes as integers, with inputs that are rounded to 8
+ * bits: whole rows, or block by block (block_products.c). */
+enum weight_form {
+    FORM_FLOAT32 = 0,
+    FORM_BFLOAT16 = 1,
+    FORM_INT8 = 2,
+    FORM_CODES4 = 3,
+    FORM_CODES8 = 4,
+    FORM_FP8 = 5,
+    FORM_BLOCKS4 = 6,
+    FORM_BLOCKS8 = 7
+};
 
 typedef struct shared_memory shared_memory;
 
@@ -45,7 +55,8 @@ typedef struct {
     int64_t group;         /* codes: inputs that share a scale, and how many such groups there are */
     int64_t num_groups;
     int64_t has_minima;
-    int32_t *group_of; /* [inputs], or NULL: groups are consecutive */
+    int64_t has_half_scales; /* BLOCKS: float16 holds them */
+    int32_t *group_of;       /* [inputs], or NULL: groups are consecutive */
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
@@ -75,7 +86,7 @@ typedef struct {
 
 /* The use of the sums. STORE: out = sums. ADD: out += sums. GATED: out = silu(first half of a panel) * second half,
  * for weights packed with `gated`; out has LANES columns per panel. GATED_PACKED: the same, packed as inputs of as
- * many rows and columns for a next product that is not int8. */
+ * many rows and columns for a next product: see `packs_for`. */
 enum epilogue { STORE, ADD, GATED, GATED_PACKED };
 
 /* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
@@ -84,6 +95,9 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
                    int64_t gated);
 /* FORM_INT8 of signed codes with one scale an output; `from` has neither minima nor groups. */
 linear *linear_of_int8(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t gated);
+/* FORM_BLOCKS: groups are consecutive, and one or of whole blocks. */
+linear *linear_of_blocks(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                         int64_t gated);
 linear *linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                         int64_t gated);
 void linear_free(linear *the_linear);
@@ -103,7 +117,16 @@ static inline int64_t row_taken(const packed_inputs *inputs, int64_t row) {
     return inputs->rows == NULL ? row : inputs->rows[row];
 }
 
-/* Bytes that the tiles of `num_rows` rows need in a form. */
+/* Whether inputs are rounded block by block. */
+static inline int is_in_blocks(const linear *of) { return of->form >= FORM_BLOCKS4; }
+
+/* Whether a gated product can pack its results as the inputs of the next: not if one of both rounds its inputs, as that
+ * takes more of a row than a panel gives. */
+static inline int packs_for(const linear *gated, const linear *next) {
+    return next->form != FORM_INT8 && !is_in_blocks(next) && !is_in_blocks(gated);
+}
+
+/* Bytes that the tiles of `num_rows` rows need in a form; in blocks they need fewer than in float32. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
 
 /* The most that they need in any form, for so many inputs or fewer. */
@@ -116,8 +139,9 @@ typedef struct {
     float eps;
 } rms_norm;
 
-/* Pack tile `tile` of the rows of `from`, which are `stride` apart, normalised. */
-void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm);
+/* Pack tile `tile` of the rows of `from`, which are `stride` apart, normalised, for a product. */
+void pack_tile(const packed_inputs *to, const linear *with, int64_t tile, const float *from, int64_t stride,
+               rms_norm norm);
 
 /* How many tiles to multiply with a panel at once at most, so that their inputs fit the L2 cache. */
 int64_t tiles_at_once(const linear *with);

@@ -40,13 +40,14 @@ static inline int64_t steps_of(int64_t inputs, int64_t form) {
 }
 
 /* Whether weights are widened to float32 where they are multiplied. */
-static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4; }
+static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4 && of->form <= FORM_FP8; }
 
 #define FP8_FACTOR 256.0f
 
 /* Bytes of one panel. */
 int64_t panel_bytes(const linear *of);
 int64_t coded_panel_bytes(const linear *of);
+int64_t block_panel_bytes(const linear *of);
 
 /* The number of the panel at `place`. */
 static inline int64_t panel_number(const linear *of, const char *place) {
@@ -55,6 +56,19 @@ static inline int64_t panel_number(const linear *of, const char *place) {
 
 /* The weights of `count` inputs of a panel of codes, from input `first` on, as float32: [count, PANEL]. */
 void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to);
+
+/* The two kinds of `pack_tile`, `tiles_at_once` and `multiply`: rows that are rounded whole or not at all, and rows
+ * that are rounded block by block. */
+void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride,
+                     rms_norm norm);
+int64_t tiles_at_once_whole(const linear *with);
+void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
+                    int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
+void pack_tile_in_blocks(const packed_inputs *to, const linear *with, int64_t tile, const float *from, int64_t stride,
+                         rms_norm norm);
+int64_t tiles_at_once_in_blocks(void);
+void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t panel, const char *next,
+                        int64_t first_tile, int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
 
 /* A product whose panels, and scales of outputs, are still to be filled. NULL when memory is short. */
 linear *linear_empty(int64_t outputs, int64_t inputs, int64_t form, int64_t gated);

@@ -96,7 +96,8 @@ static void pack_float32_row(char *tile, int64_t place, const float *row, int64_
     }
 }
 
-void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
+void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride,
+                     rms_norm norm) {
     int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
     int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
     char *start = (char *)to->tiles + tile * packed_tile_bytes(to->inputs, form);
@@ -338,13 +339,13 @@ static fetching what_to_fetch(const char *weights, const char *next, int64_t byt
     return ahead;
 }
 
-int64_t tiles_at_once(const linear *with) {
+int64_t tiles_at_once_whole(const linear *with) {
     int64_t fitting = INPUT_BYTES / packed_tile_bytes(with->inputs, with->form) / 2 * 2;
     return fitting > MOST_TILES ? MOST_TILES : fitting < LEAST_TILES ? LEAST_TILES : fitting;
 }
 
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
-              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
+void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
+                    int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
     const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = panel_bytes(with);
     const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
     const char *weights = panel_at(with, panel);

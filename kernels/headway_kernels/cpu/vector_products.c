@@ -36,7 +36,8 @@ static void pack_float32_row(float *tile, int64_t rows, int64_t place, const flo
     }
 }
 
-void pack_tile(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride, rms_norm norm) {
+void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride,
+                     rms_norm norm) {
     int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
     int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
     char *start = (char *)to->tiles + first * packed_row_bytes(to->inputs, form);
@@ -314,7 +315,7 @@ static fetching what_to_fetch(const char *current, const char *end, const char *
     return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
 }
 
-int64_t tiles_at_once(const linear *with) {
+int64_t tiles_at_once_whole(const linear *with) {
     (void)with;
     return MOST_TILES;
 }
@@ -325,8 +326,8 @@ int64_t tiles_at_once(const linear *with) {
                       row_step);                                                                                       \
         break;
 
-void multiply(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
-              int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
+void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
+                    int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
     assert(end_tile - first_tile <= MOST_TILES);
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;

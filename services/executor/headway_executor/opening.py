@@ -51,7 +51,7 @@ class Opening:
             transports,
             place=config.step_address if place.is_alone else f"{config.step_address} rank {place.rank}",
             number=number,
-            variant=variant_of(place, " ".join((config.quantization, *_form_of_products(config, place)))),
+            variant=variant_of(place, " ".join((config.quantization, *_forms_of_products(config, place)))),
             uses_shared_memory=config.host_pool == "shm",
             warn=log.warning,
         )
@@ -82,9 +82,11 @@ class Opening:
         self.store.close()
 
 
-def _form_of_products(config: ExecutorConfig, place: RankPlace) -> tuple[str, ...]:
-    """It decides about the last bits of what several ranks compute."""
-    return () if place.is_alone else (config.backend_options.get("tensor_parallel_form", ""),)
+def _forms_of_products(config: ExecutorConfig, place: RankPlace) -> tuple[str, ...]:
+    """They decide about the last bits of keys and values."""
+    activations = config.backend_options.get("activations", "auto")
+    of_ranks = () if place.is_alone else (config.backend_options.get("tensor_parallel_form", ""),)
+    return of_ranks if activations == "auto" else (*of_ranks, activations)
 
 
 class _Progress:

@@ -34,6 +34,7 @@ TORCH = Takes(
             "kernels": ("auto", "compiled", "eager"),
             "tensor_parallel_form": ("exact", "fast"),
             "rank_transport": ("auto", "shared", "gloo", "zmq"),
+            "activations": ("auto", "exact", "int8"),
         }
     ),
     speculates=True,

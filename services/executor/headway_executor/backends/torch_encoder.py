@@ -120,10 +120,11 @@ def _check(config: BackendConfig) -> None:
     ):
         if value != allowed:
             raise BackendConfigError(f"{field} {value!r} is not allowed for an encoder; allowed: {allowed}")
-    if option_of(config, TORCH, "kernels") == "compiled":
-        raise BackendConfigError(
-            "backend_options kernels 'compiled' is not allowed for an encoder; allowed: auto, eager"
-        )
+    for name, value, allowed in (("kernels", "compiled", "auto, eager"), ("activations", "int8", "auto, exact")):
+        if option_of(config, TORCH, name) == value:
+            raise BackendConfigError(
+                f"backend_options {name} {value!r} is not allowed for an encoder; allowed: {allowed}"
+            )
     if config.adapters:
         raise BackendConfigError(f"adapter {min(config.adapters)!r:.66} is not allowed for an encoder; allowed: none")
     if not config.place.is_alone:

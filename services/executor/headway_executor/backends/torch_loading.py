@@ -133,6 +133,7 @@ def load(
         block_size=config.block_size,
         num_threads=num_threads,
         stage=stage,
+        activations=option_of(config, TORCH, "activations"),
     )
     adapters = adapters_for(library, model_config, part) if has_adapters else None
     return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
@@ -198,6 +199,8 @@ def _kernels(
         missing = "needs the CPU kernels: installed, on a processor they know, dtype float32, device cpu"
         if asked == "compiled":
             raise BackendConfigError(f"backend_options kernels 'compiled' {missing}; allowed here: auto, eager")
+        if option_of(config, TORCH, "activations") == "int8":
+            raise BackendConfigError(f"backend_options activations 'int8' {missing}; allowed here: auto, exact")
         if config.quantization != "none":
             raise BackendConfigError(f"quantization {config.quantization!r} {missing}; allowed here: none")
     return library

@@ -6,6 +6,7 @@ A row's logits have the same bits in any step and with any chunks, but not with 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -28,7 +29,7 @@ from headway_executor.models.stage import Stage
 from headway_executor.ranks.place import ALONE, RankPlace
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter
-from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits
+from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
     Decoder,
     DecoderShape,
@@ -49,6 +50,9 @@ from headway_kernels.experts import Expert
 _ENOUGH_TO_TELL = 1024
 """Values of a matrix to check first: weights in full precision show in a few."""
 
+
+_ROUNDED = MappingProxyType({"int8": rounded_to_8_bits, "int4": rounded_to_4_bits})
+"""By quantization."""
 
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -133,10 +137,12 @@ def load_compiled(
     block_size: int,
     num_threads: int,
     stage: Stage | None = None,
+    activations: str = "auto",
 ) -> Decoder:
     """Load a checked checkpoint, or a stage's part of it. ``quantization`` is "none", "int8" or "int4".
 
-    Weights that are stored as codes stay so, with "none".
+    Weights that are stored as codes stay so, with "none". ``activations`` of such weights are "exact", rounded to "int8"
+    where the kernels can, or "auto": rounded with a quantization, or if the checkpoint asks for that.
     """
     part = part_for(library, config, ALONE) if stage is None else stage.part
 
@@ -145,7 +151,7 @@ def load_compiled(
 
     tensors = tensors_of(checkpoint)
     coded = CodedTensors(checkpoint, tensors_of)
-    loader = _Loader(config, part, tensors, coded, library, quantization, max_model_len)
+    loader = _Loader(config, part, tensors, coded, library, quantization, activations, max_model_len)
     attention, scalings = config.attention, config.scalings
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -226,6 +232,7 @@ class _Loader:
         coded: CodedTensors,
         library: CpuLibrary,
         quantization: str,
+        activations: str,
         max_model_len: int,
     ) -> None:
         self._config = config
@@ -234,6 +241,7 @@ class _Loader:
         self._coded = coded
         self._library = library
         self._quantization = quantization
+        self._activations = activations
         self._rotations = {rope: _table(config, rope, max_model_len) for rope in config.ropes}
         self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
 
@@ -330,13 +338,13 @@ class _Loader:
         return self._coded.read(read) or read(self._tensors)
 
     def _linear(self, weight: Tensor | CodedWeight, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
-        form = WeightForm.FLOAT32
+        if isinstance(weight, Tensor) and self._quantization == "none":
+            return PackedLinear(self._library, weight, bias, _exact_form(weight), gated=gated)
         if isinstance(weight, Tensor):
-            if self._quantization == "int4":
-                weight = rounded_to_4_bits(weight)
-            else:
-                form = WeightForm.INT8 if self._quantization == "int8" else _exact_form(weight)
-        return PackedLinear(self._library, weight, bias, form, gated=gated)
+            weight = _ROUNDED[self._quantization](weight)
+        if self._activations != "auto":
+            weight = replace(weight, rounds_inputs=self._activations == "int8")
+        return PackedLinear(self._library, weight, bias, gated=gated)
 
     def _padded(self, heads: Tensor) -> Tensor:
         return _with_padded_heads(heads, self._config.head_dim, self._padding)

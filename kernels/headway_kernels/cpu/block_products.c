@@ -1,0 +1,295 @@
+/* Products of integer codes with inputs that are rounded to 8 bits block by block, on the vector unit.
+ *
+ * The products of a block are added exactly, in integers; the sum times both scales is added to the output in float32,
+ * block after block. So a row's result depends on the row alone. */
+#include "adapters.h"
+#include "blocks.h"
+
+#include <assert.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define MOST_TILES 10
+#define LINES_AHEAD 128
+#define DEPTH 24 /* blocks that all tiles take before the next ones: so much of a panel stays in the L1 cache */
+
+/* An instruction adds two products of bytes in 16 bits. */
+#if !MULTIPLIES_BYTES && defined(__AVX2__)
+#define MULTIPLIES_SMALL_BYTES 1
+#else
+#define MULTIPLIES_SMALL_BYTES 0
+#endif
+
+typedef _Float16 few_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+/* ---- sums of a block ---- */
+
+/* LANES outputs of a block, and the inputs of some rows, which are a block apart. */
+typedef struct {
+    const char *weights;
+    const int8_t *codes;
+} half_block;
+
+INLINE ivec weights_at(const half_block *of, const int quad) {
+    return *(const unaligned_ivec *)(of->weights + quad * LANES * QUAD);
+}
+
+#if MULTIPLIES_BYTES || MULTIPLIES_SMALL_BYTES
+INLINE ivec quad_of(const int8_t *codes) {
+    int32_t four;
+    memcpy(&four, codes, QUAD);
+    return splat_int(four);
+}
+#endif
+
+#if MULTIPLIES_BYTES
+
+INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)quad_of(codes));
+}
+
+#elif MULTIPLIES_SMALL_BYTES
+
+/* Of codes of 4 bits a whole block fits 16 bits: 16 products of 15 and 127. */
+INLINE __m256i add_small_products(__m256i sum, ivec weights, const int8_t *codes) {
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)quad_of(codes)));
+}
+
+INLINE ivec pairs_added(__m256i shorts) { return (ivec)_mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
+
+/* Both operands are signed, and the instruction wants one that is not: the sign goes to the other. */
+INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
+    const __m256i signed_codes = _mm256_sign_epi8((__m256i)quad_of(codes), (__m256i)weights);
+    return sum + pairs_added(_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), signed_codes));
+}
+
+#else
+
+/* One byte of each lane at a time, with its sign. */
+INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
+    UNROLLED
+    for (int i = 0; i < QUAD; i++) sum += ((weights << (24 - 8 * i)) >> 24) * (int32_t)codes[i];
+    return sum;
+}
+
+#endif
+
+/* The first half of a block is in the lower bits. */
+INLINE ivec lower_codes(ivec pairs) { return pairs & splat_int(0x0f0f0f0f); }
+INLINE ivec upper_codes(ivec pairs) { return (pairs >> 4) & splat_int(0x0f0f0f0f); }
+
+INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
+    const int quads = BLOCK / QUAD / 2;
+#if MULTIPLIES_SMALL_BYTES
+    __m256i shorts[TILE_ROWS];
+    UNROLLED
+    for (int row = 0; row < rows; row++) shorts[row] = _mm256_setzero_si256();
+#endif
+    UNROLLED
+    for (int quad = 0; quad < quads; quad++) {
+        const ivec pairs = weights_at(of, quad), lower = lower_codes(pairs), upper = upper_codes(pairs);
+        UNROLLED
+        for (int row = 0; row < rows; row++) {
+            const int8_t *codes = of->codes + row * BLOCK + quad * QUAD;
+#if MULTIPLIES_SMALL_BYTES
+            shorts[row] = add_small_products(shorts[row], lower, codes);
+            shorts[row] = add_small_products(shorts[row], upper, codes + quads * QUAD);
+#else
+            sums[row] = add_quad_products(sums[row], lower, codes);
+            sums[row] = add_quad_products(sums[row], upper, codes + quads * QUAD);
+#endif
+        }
+    }
+#if MULTIPLIES_SMALL_BYTES
+    UNROLLED
+    for (int row = 0; row < rows; row++) sums[row] += pairs_added(shorts[row]);
+#endif
+}
+
+INLINE void sum_codes8(const int rows, const int block, const half_block *of, ivec *sums) {
+    UNROLLED
+    for (int quad = 0; quad < block / QUAD; quad++) {
+        const ivec weights = weights_at(of, quad);
+        UNROLLED
+        for (int row = 0; row < rows; row++)
+            sums[row] = add_quad_products(sums[row], weights, of->codes + row * block + quad * QUAD);
+    }
+}
+
+/* ---- products ---- */
+
+INLINE vec scales_at(const linear *of, const char *values, const int half) {
+    if (!of->has_half_scales) return load((const float *)values + half * LANES);
+    return __builtin_convertvector(*(const few_halves *)(values + half * LANES * 2), vec);
+}
+
+/* The numbers of rows from one on, in a packed block. */
+typedef struct {
+    const int8_t *codes;
+    const float *scales;
+    const int32_t *excess;
+    const float *sums;
+} block_rows;
+
+/* Add the products of a block to `sums`. `values` are of its group. */
+INLINE void add_block(const int rows, const int form, const int block, const linear *with, const char *values,
+                      const char *weights, const block_rows *inputs, vec (*sums)[2]) {
+    UNROLLED
+    for (int half = 0; half < 2; half++) {
+        const half_block of = {weights + half * LANES * block / (form == FORM_BLOCKS4 ? 2 : 1), inputs->codes};
+        ivec integers[TILE_ROWS];
+        UNROLLED
+        for (int row = 0; row < rows; row++) integers[row] = splat_int(inputs->excess[row]);
+        if (form == FORM_BLOCKS4)
+            sum_codes4(rows, &of, integers);
+        else
+            sum_codes8(rows, block, &of, integers);
+        const vec scales = scales_at(with, values, half);
+        UNROLLED
+        for (int row = 0; row < rows; row++)
+            sums[row][half] += (scales * inputs->scales[row]) * __builtin_convertvector(integers[row], vec);
+        if (!with->has_minima) continue;
+        const vec minima = load((const float *)(values + bytes_of_scales(with)) + half * LANES);
+        UNROLLED
+        for (int row = 0; row < rows; row++) sums[row][half] += minima * inputs->sums[row];
+    }
+}
+
+/* Memory that is fetched meanwhile, `lines` of it with each block; from `end` on it goes on at `then`, or not if that
+ * is NULL. */
+typedef struct {
+    const char *at;
+    const char *end;
+    const char *then;
+    int64_t lines;
+} fetching;
+
+INLINE void fetch(fetching *ahead) {
+    if (ahead->at >= ahead->end) {
+        if (ahead->then == NULL) return;
+        ahead->at = ahead->then;
+        ahead->end = ahead->then + ((int64_t)1 << 40);
+    }
+    for (int64_t line = 0; line < ahead->lines; line++, ahead->at += LINE) __builtin_prefetch(ahead->at);
+}
+
+/* Some rows of a tile, and some blocks of a panel. */
+typedef struct {
+    const linear *with;
+    const char *panel;
+    const char *tile;  /* packed, from its first block on */
+    int64_t tile_rows; /* all of the tile */
+    int64_t first_row; /* of the tile */
+    int64_t begin;     /* blocks */
+    int64_t end;
+} block_range;
+
+INLINE void sum_blocks(const int rows, const int form, const int block, const block_range *of, fetching ahead,
+                       vec (*kept)[2]) {
+    const linear *with = of->with;
+    const int64_t per_group = blocks_per_group(with), values_bytes = bytes_of_values(with);
+    const int64_t block_bytes = bytes_of_block(with), packed_bytes = of->tile_rows * bytes_of_packed_block(block);
+    const char *tile = of->tile + of->begin * packed_bytes;
+    vec sums[TILE_ROWS][2];
+    UNROLLED
+    for (int row = 0; row < rows; row++) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
+    for (int64_t at = of->begin; at < of->end;) {
+        const int64_t group = at / per_group, end = (group + 1) * per_group;
+        const char *values = of->panel + group * values_bytes + group * per_group * block_bytes;
+        const char *weights = values + values_bytes + (at - group * per_group) * block_bytes;
+        const int64_t last = end < of->end ? end : of->end;
+        for (; at < last; at++, weights += block_bytes, tile += packed_bytes) {
+            const float *scales = (const float *)(tile + of->tile_rows * block) + of->first_row;
+            const block_rows inputs = {(const int8_t *)tile + of->first_row * block, scales,
+                                       (const int32_t *)scales + of->tile_rows, scales + 2 * of->tile_rows};
+            fetch(&ahead);
+            add_block(rows, form, block, with, values, weights, &inputs, sums);
+        }
+    }
+    UNROLLED
+    for (int row = 0; row < rows; row++) kept[row][0] = sums[row][0], kept[row][1] = sums[row][1];
+}
+
+#define CASE(rows)                                                                                                     \
+    case rows:                                                                                                         \
+        if (of->with->form == FORM_BLOCKS4)                                                                            \
+            sum_blocks(rows, FORM_BLOCKS4, BLOCK, of, ahead, kept);                                                    \
+        else if (block_of(of->with) == BLOCK)                                                                          \
+            sum_blocks(rows, FORM_BLOCKS8, BLOCK, of, ahead, kept);                                                    \
+        else                                                                                                           \
+            sum_blocks(rows, FORM_BLOCKS8, SMALL_BLOCK, of, ahead, kept);                                              \
+        break;
+
+static void sum_rows(int64_t rows, const block_range *of, fetching ahead, vec (*kept)[2]) {
+    switch (rows) { EACH_TILE_SIZE(CASE) }
+}
+
+/* Rows are summed a part of a tile at a time. */
+static int64_t parts_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+static int64_t place_in_panel(const linear *of, int64_t block) {
+    return block * bytes_of_block(of) + block / blocks_per_group(of) * bytes_of_values(of);
+}
+
+/* What part `place` of `count` fetches while it takes blocks [begin, end): alone it fetches a little ahead, near the
+ * end from the next panel; several parts, which bring their weights into the nearest cache, fetch a share each of what
+ * follows. */
+static fetching what_to_fetch(const linear *with, const char *panel, const char *next, int64_t begin, int64_t end,
+                              int64_t place, int64_t count) {
+    const int64_t num_blocks = blocks_in(with), bytes = block_panel_bytes(with);
+    if (count == 1) {
+        const int64_t lines = (bytes / num_blocks + LINE - 1) / LINE;
+        return (fetching){panel + place_in_panel(with, begin) + LINES_AHEAD * LINE, panel + bytes, next, lines};
+    }
+    const char *from = end < num_blocks ? panel + place_in_panel(with, end) : next;
+    const int64_t following = place_in_panel(with, end - begin) / count;
+    return (fetching){from + place * following, from + (place + 1) * following, NULL,
+                      (following / (end - begin) + LINE - 1) / LINE};
+}
+
+int64_t tiles_at_once_in_blocks(void) { return MOST_TILES; }
+
+static void finish_rows(const packed_inputs *from, int64_t panel, int64_t first, int64_t rows, vec (*sums)[2],
+                        enum epilogue epilogue, float *out, int64_t stride) {
+    const int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
+    for (int64_t i = 0; i < rows; i++) {
+        vec low = sums[i][0], high = sums[i][1];
+        if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
+        finish_row(epilogue, low, high, out + (first + i) * stride + column);
+    }
+}
+
+void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t panel, const char *next,
+                        int64_t first_tile, int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
+    assert(end_tile - first_tile <= MOST_TILES && epilogue != GATED_PACKED);
+    const int64_t num_blocks = blocks_in(with), first_row = tile_start(first_tile, from->num_tiles, from->num_rows);
+    const int64_t end_row = tile_start(end_tile, from->num_tiles, from->num_rows);
+    int64_t num_parts = 0;
+    vec sums[MOST_TILES * INPUT_ROWS][2];
+    if (from->added != NULL) fetch_additions(from->added, panel_number(with, next), first_row, end_row - first_row);
+    const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
+    for (int64_t i = 0; i < end_row - first_row; i++) sums[i][0] = low_bias, sums[i][1] = high_bias;
+    for (int64_t tile = first_tile; tile < end_tile; tile++)
+        num_parts += parts_of(tile_start(tile + 1, from->num_tiles, from->num_rows) -
+                              tile_start(tile, from->num_tiles, from->num_rows));
+    block_range of = {.with = with, .panel = panel_at(with, panel)};
+    const int64_t depth = num_parts > 1 ? DEPTH : num_blocks;
+    for (of.begin = 0; of.begin < num_blocks; of.begin = of.end) {
+        of.end = of.begin + depth < num_blocks ? of.begin + depth : num_blocks;
+        int64_t place = 0;
+        for (int64_t tile = first_tile; tile < end_tile; tile++) {
+            const int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
+            of.tile_rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
+            of.tile = (const char *)from->tiles + first * bytes_of_packed_row(with);
+            const int64_t parts = parts_of(of.tile_rows);
+            for (int64_t part = 0; part < parts; part++, place++) {
+                of.first_row = tile_start(part, parts, of.tile_rows);
+                sum_rows(tile_start(part + 1, parts, of.tile_rows) - of.first_row, &of,
+                         what_to_fetch(with, of.panel, next, of.begin, of.end, place, num_parts),
+                         &sums[first - first_row + of.first_row]);
+            }
+        }
+    }
+    finish_rows(from, panel, first_row, end_row - first_row, sums, epilogue, out, stride);
+}

@@ -1,0 +1,55 @@
+/* Weights kept as integer codes for inputs that are rounded to 8 bits block by block: where everything lies.
+ *
+ * Owns: the layout of such panels, and of packed rows.
+ * Must not know: how a product multiplies, what codes a checkpoint has, or when inputs may be rounded.
+ *
+ * The inputs of a row are cut into blocks of 32, or of 16 where the weight's groups are that small, each with a scale
+ * of its own, as llama.cpp does (Q8_0 of ggml).
+ *
+ * A panel stores group after group: the scales of its outputs, then their minima if there are any, then the codes of
+ * each block. Of a block stand first the codes of one half of the panel, a QUAD of inputs of each output side by side,
+ * then of the other half. A byte of 4-bit codes has an input of the first half of the block below, of the second above.
+ */
+#ifndef HEADWAY_BLOCKS_H
+#define HEADWAY_BLOCKS_H
+
+#include "products.h"
+
+#define BLOCK 32 /* inputs that are rounded with one scale */
+#define SMALL_BLOCK 16
+
+/* Weights of 8 bits are stored with 128 added where the instruction takes them as unsigned. */
+#if MULTIPLIES_BYTES
+#define ADDED_TO_CODES8 128
+#else
+#define ADDED_TO_CODES8 0
+#endif
+
+static inline int64_t block_of(const linear *of) {
+    return of->form == FORM_BLOCKS8 && of->group == SMALL_BLOCK ? SMALL_BLOCK : BLOCK;
+}
+
+static inline int64_t blocks_in(const linear *of) { return (of->inputs + block_of(of) - 1) / block_of(of); }
+
+static inline int64_t blocks_per_group(const linear *of) {
+    return of->num_groups == 1 ? blocks_in(of) : of->group / block_of(of);
+}
+
+static inline int64_t bytes_of_scales(const linear *of) { return PANEL * (of->has_half_scales ? 2 : 4); }
+
+static inline int64_t bytes_of_values(const linear *of) {
+    return bytes_of_scales(of) + (of->has_minima ? PANEL * 4 : 0);
+}
+
+static inline int64_t bytes_of_block(const linear *of) {
+    return PANEL * block_of(of) / (of->form == FORM_BLOCKS4 ? 2 : 1);
+}
+
+/* Of a row of a packed tile. A tile stores, block after block, the codes of each row, then three numbers of each row:
+ * the scale; what the sum of unsigned codes has too much, negative; and the sum of the inputs, for minima. */
+static inline int64_t bytes_of_packed_block(int64_t block) { return block + 12; }
+static inline int64_t bytes_of_packed_row(const linear *of) {
+    return blocks_in(of) * bytes_of_packed_block(block_of(of));
+}
+
+#endif

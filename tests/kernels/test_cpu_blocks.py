@@ -1,0 +1,173 @@
+"""Products of integer codes with inputs that are rounded block by block, in every variant that runs here."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm, rounded_to_4_bits, rounded_to_8_bits
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, installed_variants, runs_here
+
+VARIANTS = [path for path in installed_variants() if runs_here(path)]
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
+
+NORM_EPS = 1e-5
+WHOLE = 0
+GROUPS = {CodeForm.CODES4: (32, 64, 128, WHOLE), CodeForm.CODES8: (16, 32, 64, WHOLE)}
+SHAPES = ((1, 16), (15, 32), (33, 97), (70, 300))
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda path: path.stem)
+def library(request):
+    return CpuLibrary(request.param)
+
+
+@pytest.fixture(scope="module")
+def team(library):
+    return Team(library, 2)
+
+
+def coded(form, outputs, inputs, group, draw, *, has_minima, is_exact=False):
+    """A weight; ``is_exact``: its scales and minima are powers of two, so that float32 holds all sums of small products."""
+    size = group or inputs
+    values = (outputs, -(-inputs // size))
+    if form is CodeForm.CODES4:
+        codes = torch.randint(0, 16, (outputs, inputs), generator=draw, dtype=torch.uint8)
+    else:
+        codes = torch.randint(-128, 128, (outputs, inputs), generator=draw, dtype=torch.int8)
+    if is_exact:
+        scales, minima = (0.5 ** torch.randint(0, 3, values, generator=draw) for _ in range(2))
+    else:
+        scales, minima = torch.rand(values, generator=draw) * 0.01 + 1e-4, torch.randn(values, generator=draw) * 0.02
+    return CodedWeight(form, codes, scales, size, minima if has_minima else None, rounds_inputs=True)
+
+
+def kinds():
+    for number, (form, has_minima) in enumerate(itertools.product(GROUPS, (False, True))):
+        for place, (outputs, inputs) in enumerate(SHAPES):
+            yield form, has_minima, outputs, inputs, GROUPS[form][(place + number) % 4], number * len(SHAPES) + place
+
+
+def wide(weight):
+    """Float64."""
+    groups = torch.arange(weight.shape[1]) // weight.group
+    middle = 8.0 if weight.form is CodeForm.CODES4 and weight.minima is None else 0.0
+    dense = (weight.codes.double() - middle) * weight.scales.double()[:, groups]
+    return dense if weight.minima is None else dense + weight.minima.double()[:, groups]
+
+
+def rounded_inputs(rows, norm, block):
+    """What the kernels multiply, in float64: codes as float32 gives them, times scales."""
+    weighted = rows if norm is None else rows * norm
+    blocks = functional.pad(weighted, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    codes = (blocks * torch.full_like(largest, 127.0).div(largest)).round()
+    scaled = (codes.double() * largest.double() / 127).flatten(1)[:, : rows.shape[1]]
+    if norm is None:
+        return scaled
+    return scaled * (rows.double().square().mean(1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_is_what_float64_gives_of_the_same_rounding(library, team, gated):
+    for form, has_minima, half, inputs, group, seed in kinds():
+        draw = torch.Generator().manual_seed(seed)
+        weight = coded(form, half * (1 + gated), inputs, group, draw, has_minima=has_minima)
+        assert weight.is_for_blocks or weight.is_for_int8
+        weight = replace(weight, minima=torch.zeros_like(weight.scales)) if weight.is_for_int8 else weight
+        bias = torch.randn(len(weight.codes), generator=draw) if seed % 2 else None
+        norm = torch.rand(inputs, generator=draw) + 0.5 if seed % 3 else None
+        rows = torch.randn(13, inputs, generator=draw)
+        dense, rounded = wide(weight), rounded_inputs(rows, norm, 16 if group == 16 else 32)
+        expected, sizes = rounded @ dense.t(), rounded.abs() @ dense.abs().t() + 1e-6
+        if bias is not None:
+            expected, sizes = expected + bias, sizes + bias.abs()
+        if gated:
+            (gates, ups), (gate_sizes, up_sizes) = expected.chunk(2, 1), sizes.chunk(2, 1)
+            expected = functional.silu(gates) * ups
+            sizes = gate_sizes * up_sizes + gate_sizes + up_sizes
+        found = PackedLinear(library, weight, bias, gated=gated)(team, rows, norm, NORM_EPS)
+        # A block's sum is exact; its scales are rounded, and so are the additions of blocks.
+        assert ((found - expected).abs() / sizes).max() < 2e-7 * (inputs / 16 + 12), (form, has_minima, half, inputs)
+
+
+def test_sums_are_exact_integers(library, team):
+    for form, has_minima, outputs, inputs, group, seed in kinds():
+        draw = torch.Generator().manual_seed(seed)
+        weight = coded(form, outputs, min(inputs, 160), group, draw, has_minima=has_minima, is_exact=True)
+        rows = torch.randint(-127, 128, (7, weight.shape[1]), generator=draw).float()
+        rows[:, ::16] = 127.0  # So the scale of every block is 1, and the codes are these numbers.
+        expected = (rows.double() @ wide(weight).t()).float()
+        assert torch.equal(PackedLinear(library, weight, None)(team, rows), expected)
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_others(library, team):
+    norm = torch.rand(300) + 0.5
+    for form, group, has_minima in (
+        (CodeForm.CODES4, 32, False),
+        (CodeForm.CODES4, 128, True),
+        (CodeForm.CODES8, 16, True),
+    ):
+        draw = torch.Generator().manual_seed(group)
+        weight = coded(form, 70, 300, group, draw, has_minima=has_minima)
+        rows = torch.randn(200, 300, generator=draw)
+        for gated in (False, True):
+            product = PackedLinear(library, weight, None, gated=gated)
+            together = product(team, rows, norm, NORM_EPS)
+            for count in (*range(1, 41), 121, 199):
+                assert torch.equal(product(team, rows[:count], norm, NORM_EPS), together[:count])
+
+
+def test_a_value_that_is_not_finite_spoils_its_row_alone(library, team):
+    rows = torch.randn(5, 96)
+    rows[1, 40], rows[3, 95], rows[4] = float("nan"), float("-inf"), 0.0
+    found = PackedLinear(library, rounded_to_4_bits(torch.randn(20, 96)), torch.arange(20.0))(team, rows)
+    assert found[[1, 3]].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+    assert torch.equal(found[4], torch.arange(20.0))
+
+
+def test_scales_that_float16_does_not_hold_stay_float32(library, team):
+    draw = torch.Generator().manual_seed(0)
+    weight, rows = rounded_to_4_bits(torch.randn(20, 96, generator=draw)), torch.randn(3, 96, generator=draw)
+    fine = replace(weight, scales=weight.scales * (1 + 2**-13))
+    coarse, found = (PackedLinear(library, one, None)(team, rows) for one in (weight, fine))
+    torch.testing.assert_close(found, coarse * (1 + 2**-13), rtol=1e-5, atol=1e-5)
+    assert (found - coarse).abs().max() > 1e-3
+
+
+def test_which_weights_are_for_blocks():
+    draw = torch.Generator().manual_seed(0)
+    weight = coded(CodeForm.CODES4, 8, 96, 32, draw, has_minima=False)
+    assert weight.is_for_blocks
+    assert not replace(weight, rounds_inputs=False).is_for_blocks
+    assert not replace(weight, group_of=torch.zeros(96, dtype=torch.int32)).is_for_blocks
+    assert not coded(CodeForm.CODES4, 8, 96, 16, draw, has_minima=False).is_for_blocks
+    assert coded(CodeForm.CODES8, 8, 96, 16, draw, has_minima=False).is_for_blocks
+    assert not coded(CodeForm.CODES8, 8, 96, 48, draw, has_minima=False).is_for_blocks
+    plain = coded(CodeForm.CODES8, 8, 96, WHOLE, draw, has_minima=False)
+    assert (plain.is_for_int8, plain.is_for_blocks) == (True, False)
+    floats = replace(weight, form=CodeForm.FP8, codes=torch.zeros(8, 96).to(torch.float8_e4m3fn))
+    assert not floats.is_for_blocks
+
+
+def test_rounding_gives_scales_that_float16_holds_unless_they_are_too_large():
+    weight = torch.randn(6, 64)
+    weight[1], weight[2], weight[3] = 0.0, weight[2] * 1e-7, weight[3] * 1e7
+    rounded = rounded_to_4_bits(weight)
+    halves = rounded.scales.half().float()
+    assert torch.equal(halves[[0, 1, 2, 4, 5]], rounded.scales[[0, 1, 2, 4, 5]])
+    assert not rounded.float()[1].any()
+    assert (rounded.float() - weight)[2].abs().max() < 2**-24
+    assert (rounded.float() - weight)[3].norm() < 0.1 * weight[3].norm()
+
+
+def test_rounding_to_8_bits_takes_the_nearest_codes():
+    weight = torch.randn(6, 80)
+    weight[2] = 0
+    rounded = rounded_to_8_bits(weight)
+    assert rounded.is_for_int8
+    assert ((rounded.float() - weight).abs() <= 0.5001 * rounded.scales).all()
+    assert rounded.codes.abs().amax(1).tolist() == [127, 127, 0, 127, 127, 127]
