@@ -82,7 +82,11 @@ class Seen(NamedTuple):
 
 
 class LearnedCosts:
-    """Step times of this machine, for the simulator: linear in a step's shape, none of the parts negative."""
+    """Step times of this machine, for the simulator: linear in a step's shape, none of the parts negative.
+
+    A real step takes more or less time than that, and a scheduler that learns step times keeps more distance from an
+    objective the more they vary. So each time is multiplied by what a recorded step, drawn from all, took over its own.
+    """
 
     model_name, device_name = "random-28m", "this machine"
     accelerator = ACCELERATORS["compute-bound"]
@@ -95,14 +99,17 @@ class LearnedCosts:
         self._parts = _mean_times(features, times)
         between = [step.record.end_s - step.record.start_s - step.device_s - step.record.swap_s for step in steps]
         self._between_s = max(0.0, float(np.mean(between)))
-        self.median_error = float(np.median(np.abs(features @ self._parts / times - 1.0)))
+        self._variations = times / np.maximum(features @ self._parts, 1e-9)
+        self._drawn = np.random.default_rng(0)
+        self.median_error = float(np.median(np.abs(1.0 / self._variations - 1.0)))
 
     def step_time(
         self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array, num_samples: int
     ) -> StepTime:
         """See ``StepCosts``."""
         del num_samples
-        device_s = float(_features(shape_of(num_scheduled_tokens, num_computed_tokens)) @ self._parts)
+        mean_s = float(_features(shape_of(num_scheduled_tokens, num_computed_tokens)) @ self._parts)
+        device_s = mean_s * float(self._drawn.choice(self._variations))
         return StepTime(device_s, 0.0, 0.0, 0.0, 0.0, self._between_s)
 
     def swap_time(self, num_blocks: int, block_size: int, host_bandwidth: float) -> float:

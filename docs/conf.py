@@ -19,7 +19,8 @@ root_doc = INDEX
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md"]
 exclude_patterns = ["docs/pictures"]
 source_suffix = {".md": "markdown"}
-html_theme = "furo"
+html_theme = "alabaster"
+html_theme_options = {"page_width": "1200px", "fixed_sidebar": True}
 html_title = "Headway"
 html_static_path: list[str] = []
 
