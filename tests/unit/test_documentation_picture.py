@@ -21,3 +21,9 @@ def test_the_first_screen_of_the_readme_is_drawn_and_begins_with_a_picture(tmp_p
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_picture_of_the_commands_shows_those_that_there_are(tmp_path: Path) -> None:
+    drawn = tmp_path / "help.svg"
+    subprocess.run([sys.executable, ROOT / "tools" / "picture_help.py", "--output", drawn], check=True)
+    assert drawn.read_text(encoding="utf-8") == (ROOT / "docs" / "pictures" / "help.svg").read_text(encoding="utf-8")
