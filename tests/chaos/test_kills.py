@@ -4,9 +4,11 @@ Owns: the rows of the table that begin with kill -9. Must not know: how the prod
 """
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -17,6 +19,7 @@ from chaos.harness import (
     Traffic,
     assert_equal_to_undisturbed,
     deployed,
+    free_port,
     jobs,
     until,
     until_quiet,
@@ -71,6 +74,38 @@ async def test_killed_at_random_moments(victim, kills, num_streams, within_s, ro
     assert max(delays) <= within_s
     assert max(mib for mib, _ in grown.values()) <= 32
     assert max(files for _, files in grown.values()) <= 4
+
+
+@pytest.mark.chaos_quick
+async def test_killed_under_streams_over_http(row):
+    row.about("kill -9 the executor, then the scheduler, 12 streams over HTTP", "every stream completes equal")
+    address, prompts = f"127.0.0.1:{free_port()}", [f"Number {number}" for number in range(12)]
+    wanted = {"max_tokens": 120, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+    async with deployed(executor=SIMULATED, gateway=("--http-address", address)) as (processes, client):
+        results = await asyncio.gather(*(client.generate(prompt, **wanted).result() for prompt in prompts))
+        begun: set[str] = set()
+
+        async def follow(session: aiohttp.ClientSession, prompt: str) -> str:
+            texts, body = [], {"prompt": prompt, "stream": True, **wanted}
+            async with session.post(f"http://{address}/v1/completions", json=body) as response:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        begun.add(prompt)
+                        texts += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+            return "".join(texts)
+
+        async with aiohttp.ClientSession() as session:
+            streams = [asyncio.create_task(follow(session, prompt)) for prompt in prompts]
+            await until(lambda: len(begun) == len(prompts), 20, "tokens")
+            for victim in ("executor", "scheduler"):
+                processes.kill(victim)
+                processes.start(victim)
+                await processes.ready(victim)
+                await asyncio.sleep(0.3)
+            assert not all(stream.done() for stream in streams), "nobody was disturbed"
+            texts = await asyncio.gather(*streams)
+    assert texts == [result.text for result in results]
+    row.note(f"{len(texts)} streams equal")
 
 
 async def _read_to_the_end(call) -> None:
