@@ -426,7 +426,7 @@ def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
     model, sizes = backend._model, []
     model._sizes = model._step_sizes(recorded=True)
     launch = model._graphs.launch
-    monkeypatch.setattr(model._graphs, "launch", lambda size: (sizes.append(size), launch(size)))
+    monkeypatch.setattr(model._graphs, "launch", lambda size: sizes.append(size) or launch(size))
     plain = SamplingParams(temperature=0.0)
     requests = [Request(prompt(length, seed=length), 3, plain) for length in (5, 2)]
     requests.append(Request(prompt(4), 2, GREEDY))
