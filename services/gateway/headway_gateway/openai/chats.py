@@ -11,14 +11,13 @@ import msgspec
 
 from headway_gateway.openai.bodies import ChatBody, read
 from headway_gateway.openai.completions import TokenText
+from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
-    DONE,
     LEAST_LOGPROB,
     StreamUsage,
     Tally,
     Usage,
-    event_of,
     new_id,
     reason_of,
     run,
@@ -258,23 +257,18 @@ class StreamedMessages:
 
     def __init__(self, call: HttpCall, frame: ChatCompletionChunk, num_choices: int, usage: StreamUsage) -> None:
         """``frame`` is an event without choices."""
-        self._usage = usage
         self._call = call
-        self._frame = frame
+        self._events = EventFrame(call, frame, usage)
         self._num_choices = num_choices
         self._num_calls = [0] * num_choices
-        # An event with text alone, which most are, in two parts around the text.
-        mark = "\0"
-        self._plain = [
-            self._event(ChatChoiceDelta(index, MessageDelta(content=mark))).split(msgspec.json.encode(mark))
-            for index in range(num_choices)
-        ]
+        marked = (ChatChoiceDelta(index, MessageDelta(content=TEXT)) for index in range(num_choices))
+        self._texts = [self._events.around_text(choice) for choice in marked]
 
     async def begin(self) -> None:
         """See ``ChatSink``."""
         await self._call.begin_events()
         roles = (
-            self._event(ChatChoiceDelta(index, MessageDelta(role="assistant", content="")))
+            self._events.event(ChatChoiceDelta(index, MessageDelta(role="assistant", content="")))
             for index in range(self._num_choices)
         )
         await self._call.send_event(b"".join(roles))
@@ -283,34 +277,26 @@ class StreamedMessages:
         """See ``ChatSink``."""
         if isinstance(piece, Thought):
             delta = MessageDelta(reasoning_content=piece.text)
-            await self._call.send_event(self._event(ChatChoiceDelta(index, delta)))
+            await self._events.send(ChatChoiceDelta(index, delta))
             return
         if isinstance(piece, ToolCall):
             call = _message_call(piece)
             call.index, self._num_calls[index] = self._num_calls[index], self._num_calls[index] + 1
-            await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(tool_calls=[call]))))
+            await self._events.send(ChatChoiceDelta(index, MessageDelta(tool_calls=[call])))
             return
-        if tokens is None and not self._usage.is_each:
-            before, behind = self._plain[index]
-            await self._call.send_event(before + msgspec.json.encode(piece) + behind)
+        if tokens is None and self._events.is_constant:
+            await self._events.send_text(self._texts[index], piece)
             return
         logprobs = None if tokens is None else ChatLogprobs(tokens)
-        await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(content=piece), logprobs)))
+        await self._events.send(ChatChoiceDelta(index, MessageDelta(content=piece), logprobs))
 
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
-        await self._call.send_event(self._event(ChatChoiceDelta(index, MessageDelta(), None, reason)))
+        await self._events.send(ChatChoiceDelta(index, MessageDelta(), None, reason))
 
     async def close(self) -> None:
-        """Send the last event, with the usage if it is wanted."""
-        last = b""
-        if self._usage.is_last:
-            last = event_of(msgspec.structs.replace(self._frame, usage=self._usage.tally.usage()))
-        await self._call.send_event(last + DONE)
-        await self._call.end_events()
-
-    def _event(self, choice: ChatChoiceDelta) -> bytes:
-        return event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
+        """Send the last event."""
+        await self._events.close()
 
 
 def _message_call(call: ToolCall) -> MessageCall:

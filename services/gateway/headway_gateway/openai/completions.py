@@ -9,14 +9,13 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from headway_gateway.openai.bodies import CompletionBody, read
+from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
-    DONE,
     LEAST_LOGPROB,
     StreamUsage,
     Tally,
     Usage,
-    event_of,
     new_id,
     reason_of,
     run,
@@ -225,16 +224,10 @@ class StreamedChoices:
         self, call: HttpCall, frame: Completion, num_choices: int, token_text: TokenText, usage: StreamUsage
     ) -> None:
         """``frame`` is an event without choices."""
-        self._usage = usage
         self._call = call
-        self._frame = frame
+        self._events = EventFrame(call, frame, usage)
         self._columns = [LogprobColumns(token_text) for _ in range(num_choices)]
-        # An event with text alone, which most are, in three parts around the text.
-        mark = "\0"
-        self._plain = [
-            self._event(Choice(index, mark, None, None)).split(msgspec.json.encode(mark))
-            for index in range(num_choices)
-        ]
+        self._texts = [self._events.around_text(Choice(index, TEXT, None, None)) for index in range(num_choices)]
 
     async def begin(self) -> None:
         """See ``Sink``."""
@@ -243,27 +236,19 @@ class StreamedChoices:
 
     async def add(self, piece: Piece) -> None:
         """See ``Sink``."""
-        if piece.tokens is None and not self._usage.is_each:
-            before, behind = self._plain[piece.choice]
-            await self._call.send_event(before + msgspec.json.encode(piece.text) + behind)
+        if piece.tokens is None and self._events.is_constant:
+            await self._events.send_text(self._texts[piece.choice], piece.text)
             return
         columns = None if piece.tokens is None else self._columns[piece.choice].of(piece.tokens)
-        await self._call.send_event(self._event(Choice(piece.choice, piece.text, columns, None)))
+        await self._events.send(Choice(piece.choice, piece.text, columns, None))
 
     async def end(self, index: int, reason: str) -> None:
         """See ``Sink``."""
-        await self._call.send_event(self._event(Choice(index, "", None, reason)))
+        await self._events.send(Choice(index, "", None, reason))
 
     async def close(self) -> None:
-        """Send the last event, with the usage if it is wanted."""
-        last = b""
-        if self._usage.is_last:
-            last = event_of(msgspec.structs.replace(self._frame, usage=self._usage.tally.usage()))
-        await self._call.send_event(last + DONE)
-        await self._call.end_events()
-
-    def _event(self, choice: Choice) -> bytes:
-        return event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
+        """Send the last event."""
+        await self._events.close()
 
 
 class Completions:

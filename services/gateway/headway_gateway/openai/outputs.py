@@ -19,9 +19,6 @@ Write: TypeAlias = Callable[[api.GenerateResponse], Awaitable[None]]
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of most streams."""
-
 _REASONS = {api.FINISH_REASON_STOP: "stop", api.FINISH_REASON_LENGTH: "length"}
 
 
@@ -86,11 +83,6 @@ class StreamUsage(NamedTuple):
         if self.is_each:
             return self.tally.usage()
         return None if self.is_last else msgspec.UNSET
-
-
-def event_of(value: msgspec.Struct) -> bytes:
-    """Return an event's bytes."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def new_id() -> str:
