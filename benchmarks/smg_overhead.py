@@ -8,18 +8,13 @@ ways take turns, and the best of ``--rounds`` counts. Latency: one stream at a t
 medians. The processor time of every process is per token, because all share this machine's cores.
 """
 
-import argparse
-import asyncio
 import contextlib
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -27,18 +22,15 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from by_way import Way, run
 from gateway import DEMO_MODEL, PROMPT, Chain, running_chain
 from headway import openai_front
 from headway.replicas import free_ports
 from headway_gateway.tokenization import load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
-from program import count, parser_of, provenance, write_result
 
 _START_S = 60.0
-
-Way = Callable[[int, int], Awaitable[list[float]]]
-"""Streams so many tokens with a seed; answers when each token came, in seconds of the clock."""
 
 
 class Ways:
@@ -127,27 +119,6 @@ def running_smg(
         process.wait()
 
 
-async def throughput(way: Way, chain: Chain, streams: int, tokens: int) -> dict[str, float]:
-    """Return a round of ``streams`` at once. Processor time is in microseconds per token."""
-    before, started = chain.cpu_seconds(), time.perf_counter()
-    await asyncio.gather(*(way(tokens, seed) for seed in range(streams)))
-    wall_s = time.perf_counter() - started
-    num_tokens = streams * tokens
-    used = {name: (now - before[name]) / num_tokens * 1e6 for name, now in chain.cpu_seconds().items()}
-    return {"tokens_per_s": num_tokens / wall_s, **{f"{name}_cpu_us_per_token": us for name, us in used.items()}}
-
-
-async def latencies(way: Way, requests: int, tokens: int) -> dict[str, float]:
-    """Return medians over requests, one stream at a time."""
-    firsts, gaps = [], []
-    for seed in range(requests):
-        started = time.perf_counter()
-        arrivals = await way(tokens, seed)
-        firsts.append(arrivals[0] - started)
-        gaps += [after - before for before, after in pairwise(arrivals) if after > before]
-    return {"ttft_ms": statistics.median(firsts) * 1e3, "itl_ms": statistics.median(gaps) * 1e3}
-
-
 @contextlib.asynccontextmanager
 async def connected(address: str, url: str) -> AsyncIterator[Ways]:
     connector = aiohttp.TCPConnector(limit=0)
@@ -169,52 +140,8 @@ async def serving(step_us: float, streams: int) -> AsyncIterator[tuple[Ways, Cha
         del chain.processes["smg"]
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure every way; the first round only warms up."""
-    rows: dict[str, dict[str, float]] = {}
-    async with serving(0.0, arguments.streams) as (ways, chain):
-        for round_number in range(arguments.rounds + 1):
-            for name, way in ways.by_name().items():
-                row = await throughput(way, chain, arguments.streams, arguments.tokens)
-                if round_number and row["tokens_per_s"] > rows.get(name, {}).get("tokens_per_s", 0.0):
-                    rows[name] = row
-    async with serving(arguments.gap_ms * 1e3, 1) as (ways, _):
-        for name, way in ways.by_name().items():
-            await way(4, 0)
-            rows[name] |= await latencies(way, arguments.requests, arguments.latency_tokens)
-    return rows
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    base = rows["native"]
-    lines = [
-        f"{'way':<20}{'tokens/s':>10}{'ratio':>7}{'TTFT ms':>9}{'added':>7}{'ITL ms':>8}{'gateway us':>12}{'smg us':>8}"
-    ]
-    for name, row in rows.items():
-        lines.append(
-            f"{name:<20}{row['tokens_per_s']:>10.0f}{row['tokens_per_s'] / base['tokens_per_s']:>7.2f}"
-            f"{row['ttft_ms']:>9.2f}{row['ttft_ms'] - base['ttft_ms']:>7.2f}{row['itl_ms']:>8.2f}"
-            f"{row['gateway_cpu_us_per_token']:>12.1f}{row['smg_cpu_us_per_token']:>8.1f}"
-        )
-    return "\n".join(lines)
-
-
 def main(words: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--streams", type=count, default=64, help="streams at a time (default: 64)")
-    parser.add_argument("--tokens", type=count, default=128, help="tokens of each (default: 128)")
-    parser.add_argument("--rounds", type=count, default=3, help="rounds after the first, which warms up (default: 3)")
-    parser.add_argument("--requests", type=count, default=40, help="streams measured one at a time (default: 40)")
-    parser.add_argument("--latency-tokens", type=count, default=32, help="tokens of each of those (default: 32)")
-    parser.add_argument("--gap-ms", type=float, default=5.0, help="time of a step for those (default: 5)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "smg_overhead.json")
-    arguments = parser.parse_args(words)
-    rows = asyncio.run(measure(arguments))
-    print(table(rows))
-    settings = {name: value for name, value in vars(arguments).items() if name != "output"}
-    result = {**provenance(seed=0), "settings": settings, "load_average": os.getloadavg()[0], "rows": rows}
-    write_result(arguments.output, result)
-    return 0
+    return run(words, __doc__, serving, beside="smg")
 
 
 if __name__ == "__main__":

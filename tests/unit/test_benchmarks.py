@@ -216,8 +216,7 @@ def test_gateway(tmp_path, unused_tcp_port):
 
 @pytest.mark.deep
 def test_http_or_grpc(tmp_path):
-    for module in ("smg_grpc_proto", "aiohttp"):
-        pytest.importorskip(module, reason="shares its load with smg_overhead.py (extra dev)")
+    pytest.importorskip("aiohttp", reason="needs a client over HTTP (extra bench)")
     result = tmp_path / "result.json"
     load = ("--streams", "2", "--tokens", "8", "--rounds", "1", "--requests", "2", "--latency-tokens", "4")
     printed = run("http_or_grpc.py", *load, "--gap-ms", "1", "--output", str(result), cwd=tmp_path)
