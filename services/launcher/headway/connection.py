@@ -4,7 +4,7 @@ import argparse
 
 from headway.client import DEFAULT_ADDRESS, DEFAULT_RETRY_S, AsyncClient
 from headway.health import client_certificate
-from headway.settings import bytes_of_file, token_of_file
+from headway.settings import ConfigurationError, bytes_of_file, token_of_file
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,18 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--root-certificates", metavar="FILE", help="use TLS and trust these certificates (PEM)")
     server.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
     server.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
+
+
+def check_patience(arguments: argparse.Namespace) -> None:
+    """Check ``--concurrency`` and ``--retry-s`` of a command that sends many requests.
+
+    Raises:
+        ConfigurationError: one is out of range.
+    """
+    if arguments.concurrency < 1:
+        raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
+    if not arguments.retry_s >= 0:
+        raise ConfigurationError(f"--retry-s: {arguments.retry_s} is not allowed; allowed: 0 or more seconds")
 
 
 def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -> AsyncClient:

@@ -17,7 +17,7 @@ from headway.client import (
     GenerateOptions,
     HeadwayError,
 )
-from headway.connection import add_connection_flags, client_of
+from headway.connection import add_connection_flags, check_patience, client_of
 from headway.reporting import Screen, prompt_table, table
 from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway.streaming import Job, answer, answer_all, texts_of
@@ -138,10 +138,7 @@ _FLAG_TYPES: dict[str, type[int | float]] = {
 def run(arguments: argparse.Namespace) -> int:
     """See ``Command``."""
     jobs = list(jobs_of(arguments))
-    if arguments.concurrency < 1:
-        raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
-    if not arguments.retry_s >= 0:
-        raise ConfigurationError(f"--retry-s: {arguments.retry_s} is not allowed; allowed: 0 or more seconds")
+    check_patience(arguments)
     try:
         return asyncio.run(_generate(arguments, jobs))
     except HeadwayError as error:

@@ -19,6 +19,7 @@ from headway.batch.answers_file import AnswersFile
 from headway.batch.lines import check, read_lines
 from headway.batch.runner import OK, Server, ServerGoneError, ServerRefusedError
 from headway.child_server import ChildServer, ServingError
+from headway.connection import check_patience
 from headway.model_source import ALLOWED, DEMO_MODEL
 from headway.progress import ProgressLine
 from headway.settings import ConfigurationError, shown, token_of_file
@@ -54,10 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer every line that has no answer yet; see ``Command``."""
-    if arguments.concurrency < 1:
-        raise ConfigurationError(f"--concurrency: {arguments.concurrency} is not allowed; allowed: 1 or more")
-    if not arguments.retry_s >= 0:
-        raise ConfigurationError(f"--retry-s: {arguments.retry_s} is not allowed; allowed: 0 or more seconds")
+    check_patience(arguments)
     if arguments.url and (arguments.model or arguments.config):
         raise ConfigurationError(
             "--url is not allowed beside --model or --config; allowed: a server of its own, or --url"
