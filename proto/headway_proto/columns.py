@@ -29,7 +29,7 @@ def decode_column(data: bytes) -> Int32Array:
     Raises:
         ValueError: the length is not a multiple of 4.
     """
-    return np.frombuffer(data, dtype=INT32)
+    return np.frombuffer(data, INT32)
 
 
 def encode_columns(columns: Iterable[NDArray[np.integer]]) -> bytes:
@@ -43,7 +43,7 @@ def decode_columns(data: bytes, num_columns: int) -> Int32Array:
     Raises:
         ValueError: the length is not a multiple of ``4 * num_columns``.
     """
-    return np.frombuffer(data, dtype=INT32).reshape(num_columns, -1)
+    return np.frombuffer(data, INT32).reshape(num_columns, -1)
 
 
 def encode_floats(values: NDArray[np.floating] | Sequence[float]) -> bytes:
@@ -57,4 +57,4 @@ def decode_floats(data: bytes) -> Float32Array:
     Raises:
         ValueError: the length is not a multiple of 4.
     """
-    return np.frombuffer(data, dtype=FLOAT32)
+    return np.frombuffer(data, FLOAT32)

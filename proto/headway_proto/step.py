@@ -392,7 +392,7 @@ def executor_frame_reader() -> FrameReader:
 def state_digest(
     rows: NDArray[np.integer],
     num_computed_tokens: Int32Array,
-    num_blocks: Int32Array,
+    num_blocks: NDArray[np.integer],
     block_table: NDArray[np.integer],
     lanes: NDArray[np.integer] | None = None,
 ) -> int:

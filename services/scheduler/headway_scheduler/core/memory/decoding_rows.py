@@ -1,19 +1,18 @@
 """The rows of one lane, which decode: one token per step of the lane, until they need a block or have nothing left to
 compute.
 
-Owns: which rows of the lane decode, are stalled or idle, and their *due ticks*: the steps of the lane, counted from 0, in
-which they need attention. Must not know: where blocks come from, or other lanes.
+Owns: which rows of the lane decode, are stalled or idle, and in which steps of the lane, counted from 0 (*ticks*), they
+need a block (*due*) or have nothing left to compute (*end*). Must not know: where blocks come from, or other lanes.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_scheduler.core.memory.row_table import RowTable
 from headway_scheduler.core.state.indices import NO_ROWS, ONE, RowIndices
 from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.state.step_shape import StepShape
 
-NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int32).max
 
 
 class DecodingRows:
@@ -27,9 +26,14 @@ class DecodingRows:
         """All rows of the lane."""
         self._rows = rows
         self._tick = 0
-        # Shape [max_rows]: 1 while the row runs one token in each step of the lane, until its due tick.
+        self._now = np.array(0, dtype=np.int32)
+        """``_tick`` for array operations."""
+        # Shape [max_rows]: 1 while the row runs one token in each step of the lane, until its due or end tick.
         self._decodes = np.zeros(rows.max_rows, dtype=np.int32)
-        self._due_tick = np.full(rows.max_rows, NEVER, dtype=np.int64)
+        self._due_tick = np.full(rows.max_rows, NEVER, dtype=np.int32)
+        self._end_tick = np.full(rows.max_rows, NEVER, dtype=np.int32)
+        self._next_end = NEVER
+        """No row ends before this tick."""
         self._indices = NO_ROWS
         self._is_changed = False
         # What was summed last, and the tick: until the rows change, each of them has one token more at each tick.
@@ -49,9 +53,19 @@ class DecodingRows:
         return bool((self._rows.num_computed_tokens[decoding] < self._rows.last_position[decoding]).any())
 
     def due(self) -> RowIndices:
-        """The rows that need a block or end in the lane's next step, ascending."""
-        found: RowIndices = (self._due_tick[: self._rows.end] == np.array(self._tick, dtype=np.int64)).nonzero()[0]
+        """The rows that need a block for the lane's next step, ascending, once those that end are stopped."""
+        found: RowIndices = (self._due_tick[: self._rows.end] == self._now).nonzero()[0]
         return found
+
+    def stop_ended(self) -> None:
+        """Let the rows idle that have nothing left to compute; they wait for their last token."""
+        if self._tick < self._next_end:
+            return
+        decoding = self.indices()
+        for row in decoding[self._end_tick[decoding] == self._now].tolist():
+            self.stop(row)
+            self.idle.add(row)
+        self._next_end = int(self._end_tick[self.indices()].min(initial=NEVER))
 
     def shape(self) -> StepShape:
         """A step of these rows alone; O(rows) when they have changed."""
@@ -66,8 +80,10 @@ class DecodingRows:
     def advance(self) -> None:
         """A step of the lane is sent: every row that decodes computes one token more."""
         end = self._rows.end
-        self._rows.num_computed_tokens[:end] += self._decodes[:end]
+        num_computed = self._rows.num_computed_tokens[:end]
+        num_computed += self._decodes[:end]
         self._tick += 1
+        self._now = np.array(self._tick, dtype=np.int32)
 
     def enter(self, starting: list[int]) -> None:
         """These rows, whose prompts are complete, decode in this lane from its next step on."""
@@ -79,8 +95,10 @@ class DecodingRows:
         """Let these rows decode from the lane's next step on."""
         rows = self._rows
         indices = np.asarray(starting)
-        end = np.minimum(rows.num_blocks[indices] * rows.tokens_per_block, rows.last_position[indices])
-        self._due_tick[indices] = end - rows.num_computed_tokens[indices] + np.array(self._tick, dtype=np.int64)
+        since = self._now - rows.num_computed_tokens[indices]
+        self._due_tick[indices] = rows.num_blocks[indices] * rows.tokens_per_block + since
+        self._end_tick[indices] = rows.last_position[indices] + since
+        self._expect_end_of(indices)
         self._decodes[indices] = 1
         self._is_changed = True
 
@@ -90,20 +108,20 @@ class DecodingRows:
         self._due_tick[row] = NEVER
         self._is_changed = True
 
-    def go_on(self, served: RowIndices, num_left: NDArray[np.int32]) -> None:
-        """Each of these due rows, with ``num_left`` tokens to compute, has one block more."""
-        tick = np.array(self._tick, dtype=np.int64)
-        self._due_tick[served] = np.minimum(num_left, self._rows.tokens_per_block) + tick
+    def go_on(self, served: RowIndices) -> None:
+        """Each of these rows, which were due or stalled, has one block more."""
         if self.stalled:
-            self._decodes[served] = 1
-            self._is_changed = True
+            self.start(served.tolist())
             self.stalled.difference_update(served.tolist())
+        else:
+            self._due_tick[served] = self._now + self._rows.tokens_per_block
 
     def hold_back(self, plan: StepPlan, decoding: list[int]) -> None:
         """Let decoding rows sit out this step."""
         if decoding:
             self._decodes[decoding] = 0
             self._due_tick[decoding] += ONE
+            self._end_tick[decoding] += ONE
             plan.held_back = plan.held_back + decoding
             self._is_changed = True
 
@@ -113,7 +131,12 @@ class DecodingRows:
             self._decodes[held_back] = 1
             if in_this_step:
                 self._due_tick[held_back] -= ONE
+                self._end_tick[held_back] -= ONE
+            self._expect_end_of(held_back)
             self._is_changed = True
+
+    def _expect_end_of(self, rows: RowIndices | list[int]) -> None:
+        self._next_end = min(self._next_end, *self._end_tick[rows].tolist())
 
     def give_up(self, row: int) -> None:
         """Forget a row of the lane, which is being released."""

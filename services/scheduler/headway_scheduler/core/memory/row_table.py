@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headway_proto.columns import Int32Array
 from headway_proto.step import NO_LANE
 from headway_scheduler.core.memory.memory_forecast import horizons
-from headway_scheduler.core.state.indices import ONE, BlockIndices, RowIndices
+from headway_scheduler.core.state.indices import ONE_PLACE, BlockIndices, RowIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.speculation_record import SpeculationRecord
 
@@ -43,7 +43,7 @@ class RowTable:
         """One past the highest row that was ever live: array operations stop here."""
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
-        self.num_blocks = np.zeros(max_rows, dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.intp)
         self.last_position = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         self.owner = np.zeros(max_rows, dtype=np.int32)
@@ -63,12 +63,11 @@ class RowTable:
         # np.empty: untouched pages cost no memory.
         self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
         self.block_table = np.empty((max_rows, max_blocks), dtype=np.intp)
-        # One flat index costs less than a pair.
+        # One flat index costs less than a pair. ``_first_token``, ``_first_block``: where each row begins.
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._flat_block_table = self.block_table.reshape(-1)
-        self.first_token = np.arange(max_rows, dtype=np.int64) * max_model_len
-        """Where each row begins in the flat ``token_ids``."""
-        self._first_block = np.arange(max_rows, dtype=np.int64) * max_blocks
+        self._first_token = np.arange(max_rows) * max_model_len
+        self._first_block = np.arange(max_rows) * max_blocks
 
     def take(self, request: Request, blocks: BlockIndices) -> int:
         """Give ``request`` the lowest free row, with ``blocks`` as its table."""
@@ -128,7 +127,7 @@ class RowTable:
         """Extend several block tables by one block each."""
         num_blocks = self.num_blocks[rows]
         self._flat_block_table[self._first_block[rows] + num_blocks] = blocks
-        self.num_blocks[rows] = num_blocks + ONE
+        self.num_blocks[rows] = num_blocks + ONE_PLACE
 
     def blocks_of(self, row: int) -> BlockIndices:
         """A copy of one row's block table."""
@@ -142,9 +141,13 @@ class RowTable:
         """The tokens of a live request."""
         return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
 
-    def append_tokens(self, rows: RowIndices, token_ids: Int32Array, first_token: NDArray[np.int64]) -> Int32Array:
-        """Append a token to each row; return their positions, shape ``[len(rows)]``."""
-        positions = self.num_tokens[rows]
-        self._flat_token_ids[first_token + positions] = token_ids
-        self.num_tokens[rows] = positions + ONE
-        return positions
+    def next_places(self, rows: RowIndices) -> NDArray[np.intp]:
+        """Where in the flat ``token_ids`` the next token of each row goes."""
+        places: NDArray[np.intp] = self._first_token[rows] + self.num_tokens[rows]
+        return places
+
+    def append_tokens(self, places: NDArray[np.intp], counts: Int32Array, token_ids: Int32Array) -> None:
+        """Append a token to some rows. ``counts``: 1 for these rows, 0 for the others, shape ``[last of them + 1]``."""
+        self._flat_token_ids[places] = token_ids
+        num_tokens = self.num_tokens[: len(counts)]
+        num_tokens += counts

@@ -18,3 +18,4 @@ NO_BLOCKS: BlockIndices = np.empty(0, dtype=np.intp)
 
 # For array operations: to make an array of a Python number takes NumPy as long as the operation itself.
 ONE: NDArray[np.int32] = np.array(1, dtype=np.int32)
+ONE_PLACE: NDArray[np.intp] = np.array(1, dtype=np.intp)

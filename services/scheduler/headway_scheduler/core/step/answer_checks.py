@@ -21,6 +21,8 @@ class StateMismatch(Exception):  # noqa: N818 - named for what was found
     """An answer that cannot follow from the steps sent; only a new epoch helps."""
 
 
+_UNSIGNED, _PLACE = np.dtype(np.uint32), np.dtype(np.intp)
+
 Answer: TypeAlias = tuple[InFlightStep, Int32Array, NDArray[np.bool_], list[AcceptedTokens]]
 """The step, a token per sampling row, whether a running request stops at it, and accepted proposals."""
 
@@ -61,10 +63,9 @@ class AnswerChecks:
             for row in (*stale, *(error.row for error in output.errors)):
                 token_ids[step.places_of(row)] = 0  # valid for the check below, and dropped later
         try:
-            # As unsigned, a negative id is outside the vocabulary too.
-            stops_some = self._ends_some.take(token_ids.view(np.uint32))
+            stops_some = self._ends_some[_as_places(token_ids)]
             for entry in accepted:
-                self._ends_some[np.asarray(entry.token_ids, dtype=np.int32).view(np.uint32)]
+                self._ends_some[_as_places(np.asarray(entry.token_ids, dtype=np.int32))]
         except IndexError:
             raise StateMismatch(f"a sampled token in step {step.step} is outside the vocabulary") from None
         self._in_flight.popleft()
@@ -90,6 +91,11 @@ class AnswerChecks:
             _require_prompts(step, output.prompt_logprobs)
         if isinstance(output, PooledOutput):
             _require_vectors(step, output.vectors)
+
+
+def _as_places(token_ids: Int32Array) -> NDArray[np.intp]:
+    """As unsigned, a negative id is outside the vocabulary too."""
+    return token_ids.view(_UNSIGNED).astype(_PLACE)
 
 
 def _require_prompts(step: InFlightStep, reported: Iterable[RowPromptLogprobs]) -> None:

@@ -32,7 +32,7 @@ from headway_scheduler.core.step.answer_checks import AnswerChecks
 from headway_scheduler.core.step.gap_guard import GapGuard
 from headway_scheduler.core.step.handing_off import HandingOff
 from headway_scheduler.core.step.speculation import SpeculationPolicy
-from headway_scheduler.core.step.token_columns import SamplingOrigins, TokenColumns
+from headway_scheduler.core.step.token_columns import SamplingRows, TokenColumns
 
 
 class Answers:
@@ -63,7 +63,7 @@ class Answers:
         self._speculation = speculation
         self._gaps = gaps
         self._checks = AnswerChecks(epoch, running.stop_tokens)
-        self._origins = [SamplingOrigins(epoch.rows) for _ in epoch.lanes]
+        self._sampling = [SamplingRows(epoch.rows) for _ in epoch.lanes]
 
     def take(self, output: ExecutorOutput, now: float) -> StepEvents:
         """Take in the answer to the oldest step in flight.
@@ -101,11 +101,12 @@ class Answers:
             sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
         if self._gaps.is_on:
             self._gaps.record_tokens(sampling_rows, now)
-        columns = self._append_tokens(self._origins[step.lane], sampling_rows, token_ids, stops_some, finished)
+        columns = self._append_tokens(self._sampling[step.lane], sampling_rows, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)
         if accepted:
             columns = self._append_accepted(step, accepted, columns, finished)
+            self._sampling[step.lane].forget()
             ends = {end.origin: end.num_output_tokens for end in finished}
             logprobs = tuple(event for event in logprobs if event.index < ends.get(event.origin, event.index + 1))
         self._counters.num_output_tokens += len(columns.token_ids)
@@ -225,23 +226,21 @@ class Answers:
 
     def _append_tokens(
         self,
-        origins: SamplingOrigins,
+        sampling: SamplingRows,
         sampling_rows: RowIndices,
         token_ids: Int32Array,
         stops_some: NDArray[np.bool_],
         finished: list[FinishedEvent],
     ) -> TokenColumns:
         rows = self._rows
-        origins.look_up(sampling_rows)
-        positions = rows.append_tokens(sampling_rows, token_ids, origins.first_token)
+        columns = sampling.append(sampling_rows, token_ids)
         self._queue.charge_rows(rows.tenant, sampling_rows)
-        at_end = stops_some | (positions == origins.last_position)
-        for entry in at_end.nonzero()[0].tolist():
-            request = rows.request_in(int(sampling_rows[entry]))
-            end = self._end_at(request, int(positions[entry]) + 1, int(token_ids[entry]))
+        for entry in sampling.ending(stops_some):
+            row = int(sampling_rows[entry])
+            end = self._end_at(rows.request_in(row), int(rows.num_tokens[row]), int(token_ids[entry]))
             if end is not None:
                 finished.append(end)
-        return origins.columns(positions, token_ids)
+        return columns
 
     def _append_late_tokens(
         self, columns: TokenColumns, late: list[tuple[Request, int]], finished: list[FinishedEvent]

@@ -5,7 +5,6 @@ Owns: which rows are due. Must not know: prompts, or how a row is preempted.
 
 import numpy as np
 
-from headway_proto.columns import Int32Array
 from headway_scheduler.core.admission.making_way import MakingWay
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.state.indices import RowIndices
@@ -24,30 +23,22 @@ class DecodePass:
     def serve(self, plan: StepPlan) -> None:
         """Give each due row a block, let it wait for one, or stop it at its end."""
         rows, decoding = self._rows, self._epoch.decoding
+        decoding.stop_ended()
         due = decoding.due()
         if decoding.stalled:
             stalled = sorted(decoding.stalled.difference(plan.sits_out))
             due = np.sort(np.concatenate((due, np.asarray(stalled, dtype=np.intp))))
-        if not len(due):
-            return
-        num_left = rows.last_position[due] - rows.num_computed_tokens[due]
-        if np.count_nonzero(num_left) < len(due):
-            for row in due[num_left == 0].tolist():
-                decoding.stop(row)
-                decoding.idle.add(row)
-            due, num_left = due[num_left > 0], num_left[num_left > 0]
         if len(due) > self._pool.num_free:
             self._extend_one_by_one(plan, due[rows.order_key[due].argsort()].tolist())
         elif len(due):
             # There is a block for each row, so their order does not matter.
-            self._extend(plan, due, num_left)
+            self._extend(plan, due)
 
-    def _extend(self, plan: StepPlan, due: RowIndices, num_left: Int32Array) -> None:
-        rows = self._rows
+    def _extend(self, plan: StepPlan, due: RowIndices) -> None:
         blocks = self._pool.allocate(len(due))
-        rows.append_one_block_each(due, blocks)
+        self._rows.append_one_block_each(due, blocks)
         plan.add_blocks(due, blocks)
-        self._epoch.decoding.go_on(due, num_left)
+        self._epoch.decoding.go_on(due)
 
     def _extend_one_by_one(self, plan: StepPlan, due: list[int]) -> None:
         decoding = self._epoch.decoding
