@@ -256,7 +256,7 @@ class Admission:
 
     def _keeps_objective(self, plan: StepPlan, request: Request) -> bool:
         is_due = plan.is_prompt_due and not plan.chunks
-        is_first = not len(self._epoch.decoding.indices())
+        is_first = not self._epoch.decoding.num_decoding
         if is_due or is_first or request.stored is not None:
             return True  # for a client whose stream goes on here, waiting would be a longer gap than any step
         self._joining = request

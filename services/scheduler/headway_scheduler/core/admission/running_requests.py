@@ -97,7 +97,7 @@ class RunningRequests:
         fence = self._fence_of(row)
         for step in epoch.in_flight:
             if row not in step.leavers:
-                samples = step.samples(row)
+                samples = step.place_of(row) >= 0
                 step.leavers[row] = request if samples and owed_tokens else None
                 if samples and owed_tokens:
                     request.num_unreturned += 1

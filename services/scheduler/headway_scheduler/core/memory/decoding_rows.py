@@ -24,6 +24,8 @@ class DecodingRows:
         self.idle: set[int] = set()
         self.num_rows = 0
         """All rows of the lane."""
+        self.num_decoding = 0
+        """Those that run a token in the lane's next step: ``len(indices())``, without looking."""
         self._rows = rows
         self._tick = 0
         self._now = np.array(0, dtype=np.int32)
@@ -70,7 +72,7 @@ class DecodingRows:
     def shape(self) -> StepShape:
         """A step of these rows alone; O(rows) when they have changed."""
         decoding = self.indices()
-        num_rows = len(decoding)
+        num_rows = self.num_decoding
         if decoding is not self._summed:
             self._summed, self._summed_tick = decoding, self._tick
             self._num_summed_tokens = int(self._rows.num_computed_tokens[decoding].sum())
@@ -87,26 +89,33 @@ class DecodingRows:
 
     def enter(self, starting: list[int]) -> None:
         """These rows, whose prompts are complete, decode in this lane from its next step on."""
-        self._rows.lane[starting] = self.lane
+        for row in starting:
+            self._rows.lane[row] = self.lane
         self.num_rows += len(starting)
         self.start(starting)
 
     def start(self, starting: list[int]) -> None:
         """Let these rows decode from the lane's next step on."""
+        # One by one: nearly always it is one, and many come only after speculation.
         rows = self._rows
-        indices = np.asarray(starting)
-        since = self._now - rows.num_computed_tokens[indices]
-        self._due_tick[indices] = rows.num_blocks[indices] * rows.tokens_per_block + since
-        self._end_tick[indices] = rows.last_position[indices] + since
-        self._expect_end_of(indices)
-        self._decodes[indices] = 1
+        for row in starting:
+            since = self._tick - int(rows.num_computed_tokens[row])
+            end = int(rows.last_position[row]) + since
+            self._due_tick[row] = int(rows.num_blocks[row]) * rows.block_size + since
+            self._end_tick[row] = end
+            self._next_end = min(self._next_end, end)
+            if not self._decodes[row]:
+                self._decodes[row] = 1
+                self.num_decoding += 1
         self._is_changed = True
 
     def stop(self, row: int) -> None:
         """Stop a row's decoding."""
-        self._decodes[row] = 0
         self._due_tick[row] = NEVER
-        self._is_changed = True
+        if self._decodes[row]:
+            self._decodes[row] = 0
+            self.num_decoding -= 1
+            self._is_changed = True
 
     def go_on(self, served: RowIndices) -> None:
         """Each of these rows, which were due or stalled, has one block more."""
@@ -120,6 +129,7 @@ class DecodingRows:
         """Let decoding rows sit out this step."""
         if decoding:
             self._decodes[decoding] = 0
+            self.num_decoding -= len(decoding)
             self._due_tick[decoding] += ONE
             self._end_tick[decoding] += ONE
             plan.held_back = plan.held_back + decoding
@@ -129,14 +139,12 @@ class DecodingRows:
         """Undo ``hold_back``, before (``in_this_step``) or after that step."""
         if held_back:
             self._decodes[held_back] = 1
+            self.num_decoding += len(held_back)
             if in_this_step:
                 self._due_tick[held_back] -= ONE
                 self._end_tick[held_back] -= ONE
-            self._expect_end_of(held_back)
+            self._next_end = min(self._next_end, *self._end_tick[held_back].tolist())
             self._is_changed = True
-
-    def _expect_end_of(self, rows: RowIndices | list[int]) -> None:
-        self._next_end = min(self._next_end, *self._end_tick[rows].tolist())
 
     def give_up(self, row: int) -> None:
         """Forget a row of the lane, which is being released."""

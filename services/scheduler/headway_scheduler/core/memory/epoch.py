@@ -98,7 +98,7 @@ class Epoch:
 
     def budget_left(self, plan: StepPlan) -> int:
         """Tokens that the step may still get."""
-        return plan.budget - plan.num_chunk_tokens - len(self.decoding.indices())
+        return plan.budget - plan.num_chunk_tokens - self.decoding.num_decoding
 
     def extend(self, plan: StepPlan, row: int, count: int) -> None:
         """Append ``count`` blocks to the table of ``row``."""

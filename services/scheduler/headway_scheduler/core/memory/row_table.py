@@ -44,10 +44,9 @@ class RowTable:
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.intp)
-        self.last_position = np.zeros(max_rows, dtype=np.int32)
-        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
-        self.owner = np.zeros(max_rows, dtype=np.int32)
-        self.handle = np.zeros(max_rows, dtype=np.int32)
+        # What stays as it is while a request has the row lies together: it is read together.
+        self._lasting = np.zeros((max_rows, 4), dtype=np.int32)
+        self.owner, self.handle, self.num_prompt_tokens, self.last_position = self._lasting.T
         self.lane = np.full(max_rows, NO_LANE, dtype=np.int32)
         self.order_key = np.full(max_rows, -1, dtype=np.int64)
         self.priority = np.zeros(max_rows, dtype=np.int32)
@@ -141,13 +140,15 @@ class RowTable:
         """The tokens of a live request."""
         return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
 
-    def next_places(self, rows: RowIndices) -> NDArray[np.intp]:
-        """Where in the flat ``token_ids`` the next token of each row goes."""
-        places: NDArray[np.intp] = self._first_token[rows] + self.num_tokens[rows]
+    def lasting_of(self, rows: RowIndices) -> Int32Array:
+        """Owner, handle, number of prompt tokens and last position of these rows, shape ``[len(rows), 4]``."""
+        return self._lasting.take(rows, 0)
+
+    def places_of(self, rows: RowIndices, positions: Int32Array) -> NDArray[np.intp]:
+        """Where the tokens at these positions, one of each row, are in the flat table of tokens."""
+        places: NDArray[np.intp] = self._first_token[rows] + positions
         return places
 
-    def append_tokens(self, places: NDArray[np.intp], counts: Int32Array, token_ids: Int32Array) -> None:
-        """Append a token to some rows. ``counts``: 1 for these rows, 0 for the others, shape ``[last of them + 1]``."""
+    def append_tokens(self, places: NDArray[np.intp], token_ids: Int32Array) -> None:
+        """Write the next token of some rows, one each, at its place. The caller adds them to ``num_tokens``."""
         self._flat_token_ids[places] = token_ids
-        num_tokens = self.num_tokens[: len(counts)]
-        num_tokens += counts

@@ -59,9 +59,7 @@ class AnswerChecks:
             raise StateMismatch(f"state digest {output.state_digest} in step {step.step}, not {step.digest}")
         stale = self._stale_rows(step, output)
         if output.errors or stale:
-            token_ids = token_ids.copy()
-            for row in (*stale, *(error.row for error in output.errors)):
-                token_ids[step.places_of(row)] = 0  # valid for the check below, and dropped later
+            token_ids = _without_tokens_of((*stale, *(error.row for error in output.errors)), step, token_ids)
         try:
             stops_some = self._ends_some[_as_places(token_ids)]
             for entry in accepted:
@@ -84,13 +82,22 @@ class AnswerChecks:
             if not 0 <= error.row < self._max_rows:
                 raise StateMismatch(f"an error of row {error.row}, which does not exist, in step {step.step}")
         for values in output.logprobs:
-            place = step.places_of(values.row) if 0 <= values.row < self._max_rows else slice(0, 0)
-            if place.start == place.stop:
+            if not 0 <= values.row < self._max_rows or step.place_of(values.row) < 0:
                 raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
         if output.prompt_logprobs:
             _require_prompts(step, output.prompt_logprobs)
         if isinstance(output, PooledOutput):
             _require_vectors(step, output.vectors)
+
+
+def _without_tokens_of(rows: Iterable[int], step: InFlightStep, token_ids: Int32Array) -> Int32Array:
+    """What these rows got is dropped later; until then it is valid."""
+    token_ids = token_ids.copy()
+    for row in rows:
+        place = step.place_of(row)
+        if place >= 0:
+            token_ids[place] = 0
+    return token_ids
 
 
 def _as_places(token_ids: Int32Array) -> NDArray[np.intp]:

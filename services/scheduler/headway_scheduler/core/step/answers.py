@@ -91,9 +91,11 @@ class Answers:
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
-            is_gone = np.zeros(self._rows.max_rows, dtype=np.bool_)
-            is_gone[[*failed, *step.leavers]] = True
-            stays = (~is_gone[sampling_rows]).nonzero()[0]
+            stays = np.ones(len(sampling_rows), dtype=np.bool_)
+            for row in (*failed, *step.leavers):
+                place = step.place_of(row)
+                if place >= 0:
+                    stays[place] = False
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, {row: failed[row] for row in failed if row not in stale}, finished)
             if stale:
@@ -213,7 +215,7 @@ class Answers:
         for row, request in sorted((row, request) for row, request in step.leavers.items() if request is not None):
             request.num_unreturned -= 1
             if row not in failed and request.status is not RequestStatus.FINISHED:
-                late.append((request, int(token_ids[step.places_of(row)][0])))
+                late.append((request, int(token_ids[step.place_of(row)])))
         return late
 
     def _fail_rows(self, step: InFlightStep, failed: dict[int, str], finished: list[FinishedEvent]) -> None:

@@ -67,7 +67,7 @@ class Passes:
         """Fill the plan; return its tokens without proposals. Without any, nothing is left of it."""
         self._fill(plan)
         epoch = self._epoch
-        total = len(epoch.decoding.indices()) + plan.num_chunk_tokens
+        total = epoch.decoding.num_decoding + plan.num_chunk_tokens
         if not total:
             epoch.swapping.complete_plan()
             epoch.decoding.let_decode(plan.held_back, in_this_step=True)
@@ -85,7 +85,7 @@ class Passes:
                 self._prefill.serve(plan, rules)
         elif not self._run_prompts_alone(plan, rules):
             self._serve_decodes(plan)
-        if self._gaps.is_on and not plan.chunks and not len(self._epoch.decoding.indices()) and self._end_hold(plan):
+        if self._gaps.is_on and not plan.chunks and not self._epoch.decoding.num_decoding and self._end_hold(plan):
             # The rows for which others sat out lack blocks.
             self._decode.serve(plan)
 

@@ -44,10 +44,10 @@ class TokenColumns(NamedTuple):
 
 
 class SamplingRows:
-    """The rows that sampled last, and where their next tokens go.
+    """The rows that sampled last, and where their tokens went.
 
-    While they stay the same, every place and index is one more with each token. So a lookup, which costs as much as five
-    tokens, is only for rows that have changed.
+    While they stay the same, every place and index is one more with each token. Only rows that have changed are looked up,
+    which takes twice as long.
     """
 
     def __init__(self, rows: RowTable) -> None:
@@ -55,46 +55,54 @@ class SamplingRows:
         self._sampling_rows: RowIndices | None = None
         self._owners = self._handles = self._indices = self._num_left = self._counts = EMPTY_COLUMN
         self._places = NO_ROWS
-        self._num_appended = 0
+        self._num_before = 0
+        """Tokens that these same rows got before the newest."""
         self._first_end = 0
+        """With so many before it, the newest token is the last of some row."""
 
     def forget(self) -> None:
         """Some row may have got tokens in another way."""
         self._sampling_rows = None
 
     def append(self, sampling_rows: RowIndices, token_ids: Int32Array) -> TokenColumns:
-        """Append a token to each of these rows; the same array as before means that nothing has changed."""
+        """Append a token to each of these rows; the same array as before means that nothing else has changed."""
+        rows = self._rows
         if self._sampling_rows is not sampling_rows:
             self._look_up(sampling_rows)
-        self._rows.append_tokens(self._places, self._counts, token_ids)
-        columns = TokenColumns(self._owners, self._handles, self._indices, token_ids)
-        self._places += ONE_PLACE
-        self._indices = self._indices + ONE
-        self._num_appended += 1
-        return columns
+        else:
+            if not self._num_before:
+                self._prepare(sampling_rows)
+            self._num_before += 1
+            self._places += ONE_PLACE
+            self._indices = self._indices + ONE
+            num_tokens = rows.num_tokens[: len(self._counts)]
+            num_tokens += self._counts
+        rows.append_tokens(self._places, token_ids)
+        return TokenColumns(self._owners, self._handles, self._indices, token_ids)
 
     def ending(self, stops_some: NDArray[np.bool_]) -> list[int]:
         """The places in the newest columns of the tokens after which a row may end.
 
         Such a token is the last that its row may have, or some row stops at it (``stops_some``, one entry per token).
         """
-        num_before = self._num_appended - 1
-        if num_before == 1:
-            # Not sought at once, since rows often change with every token.
-            self._first_end = int(self._num_left.min(initial=NEVER))
-        if num_before >= self._first_end:
-            stops_some = stops_some | (self._num_left == np.array(num_before, dtype=np.int32))
+        if self._num_before >= self._first_end:
+            stops_some = stops_some | (self._num_left == np.array(self._num_before, dtype=np.int32))
         ending: list[int] = stops_some.nonzero()[0].tolist()
         return ending
 
     def _look_up(self, sampling_rows: RowIndices) -> None:
-        rows = self._rows
-        self._sampling_rows = sampling_rows
-        self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
+        rows, lasting = self._rows, self._rows.lasting_of(sampling_rows)
         num_tokens = rows.num_tokens[sampling_rows]
-        self._indices = num_tokens - rows.num_prompt_tokens[sampling_rows]
-        self._num_left = rows.last_position[sampling_rows] - num_tokens
-        self._places = rows.next_places(sampling_rows)
-        self._counts = np.zeros(rows.end, dtype=np.int32)
+        rows.num_tokens[sampling_rows] = num_tokens + ONE
+        self._sampling_rows = sampling_rows
+        self._owners, self._handles = lasting[:, 0], lasting[:, 1]
+        self._indices = num_tokens - lasting[:, 2]
+        self._num_left = lasting[:, 3] - num_tokens
+        self._places = rows.places_of(sampling_rows, num_tokens)
+        self._num_before = self._first_end = 0
+
+    def _prepare(self, sampling_rows: RowIndices) -> None:
+        """These rows go on: find what makes it cheaper."""
+        self._counts = np.zeros(self._rows.end, dtype=np.int32)
         self._counts[sampling_rows] = ONE
-        self._num_appended = self._first_end = 0
+        self._first_end = int(self._num_left.min(initial=NEVER))
