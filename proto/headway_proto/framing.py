@@ -8,10 +8,11 @@ MessagePack still decodes. ``epoch`` numbers a link's lives; ``sequence`` counts
 """
 
 import struct
-import zlib
 from collections.abc import Mapping
 
 import msgspec
+
+from headway_proto.checksum import crc32
 
 MAGIC = b"HW"
 PROTOCOL_VERSION = 1
@@ -56,7 +57,7 @@ class FrameWriter:
             MAGIC, PROTOCOL_VERSION, self._kinds[type(body)], self.epoch, self.next_sequence, len(payload)
         )
         self.next_sequence += 1
-        checksum = zlib.crc32(payload, zlib.crc32(fields))
+        checksum = crc32(payload, crc32(fields))
         return b"".join((fields, _CRC.pack(checksum), payload))
 
 
@@ -85,7 +86,7 @@ class FrameReader:
         if length != len(data) - HEADER_BYTES:
             raise FramingError(f"frame announces {length} body bytes and carries {len(data) - HEADER_BYTES}")
         payload = memoryview(data)[HEADER_BYTES:]
-        expected = zlib.crc32(payload, zlib.crc32(data[: _HEADER_FIELDS.size]))
+        expected = crc32(payload, crc32(data[: _HEADER_FIELDS.size]))
         if checksum != expected:
             raise FramingError(f"checksum {checksum:#010x}; expected {expected:#010x}")
         decoder = self._decoders.get(kind)

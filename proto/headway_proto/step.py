@@ -44,13 +44,12 @@ error: there are no rows, steps count from 0, other epochs' messages are ignored
 fields go to the end, with defaults for other versions.
 """
 
-import zlib
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter, RowAdapter
+from headway_proto.checksum import crc32
 from headway_proto.columns import INT32, Int32Array
 from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.pooling import NO_POOLING, POOL_CLS
@@ -401,13 +400,13 @@ def state_digest(
     ``rows`` ascending; ``num_computed_tokens`` and ``num_blocks`` of them, shape ``[n]``; ``block_table`` whole, shape
     ``[max rows, max blocks per row]``. ``lanes``, of these rows, -1 for none: only if the executor has several.
     """
-    digest = zlib.crc32(rows.astype(INT32, copy=False).tobytes())
-    digest = zlib.crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)
-    digest = zlib.crc32(num_blocks.astype(INT32, copy=False).tobytes(), digest)
+    digest = crc32(rows.astype(INT32, copy=False).tobytes())
+    digest = crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)
+    digest = crc32(num_blocks.astype(INT32, copy=False).tobytes(), digest)
     if len(rows):
         width = int(num_blocks.max())
         used = np.arange(width, dtype=np.int32) < num_blocks[:, None]
-        digest = zlib.crc32(block_table[rows, :width][used].astype(INT32, copy=False).tobytes(), digest)
+        digest = crc32(block_table[rows, :width][used].astype(INT32, copy=False).tobytes(), digest)
     if lanes is not None:
-        digest = zlib.crc32(lanes.astype(INT32, copy=False).tobytes(), digest)
+        digest = crc32(lanes.astype(INT32, copy=False).tobytes(), digest)
     return digest

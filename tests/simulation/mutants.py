@@ -458,7 +458,7 @@ def row_not_reset(original):
 def checksums_ignored(original):
     def decode(self, data):
         payload = memoryview(data)[framing.HEADER_BYTES :]
-        checksum = framing.zlib.crc32(payload, framing.zlib.crc32(memoryview(data)[: framing._HEADER_FIELDS.size]))
+        checksum = framing.crc32(payload, framing.crc32(memoryview(data)[: framing._HEADER_FIELDS.size]))
         start, end = framing._HEADER_FIELDS.size, framing.HEADER_BYTES
         return original(self, bytes(data[:start]) + framing._CRC.pack(checksum) + bytes(data[end:]))
 

@@ -4,7 +4,6 @@ Owns: their memory, moving them. Must not know: rows.
 """
 
 import math
-import zlib
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError, HostMemorySource
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
+from headway_proto.checksum import crc32
 from headway_proto.columns import Int32Array
 
 HostBytes: TypeAlias = NDArray[np.uint8]
@@ -91,7 +91,7 @@ class HostPool:
     def check_all(self, host_blocks: Int32Array) -> None:
         """Compute the checksums that records of these blocks need."""
         for host_block in host_blocks.tolist():
-            zlib.crc32(self._blocks[host_block].view(torch.uint8).numpy().data)
+            crc32(self._blocks[host_block].view(torch.uint8).numpy().data)
 
     def _parts(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self._in_one_go):

@@ -326,7 +326,8 @@ class Cell:
         self.recorder.answered(now, event.output, events.finished)
         self.num_answers += 1
         self._pause.count_answer()
-        self._leaving.update(dict.fromkeys(events.left))
+        if events.left:
+            self._leaving.update(dict.fromkeys(events.left))
         released = self.take_released()
         if self.is_draining and self.core.num_waiting:
             released += self.release_waiting()  # it was preempted before it could leave

@@ -173,9 +173,6 @@ class Fleet:
             self.transit.relieve(now, is_paused=self._is_paused)
         if len(self.placement) and not self._is_paused:
             self._place(now)
-        if len(self.cells) == 1:
-            self.cells[0].schedule_steps(now)
-            return
         for cell in list(self.cells) if self.brake.has_suspects else self._cells_with_news():
             cell.schedule_steps(now)
 

@@ -4,12 +4,12 @@ Owns: the order of writing, checksums. Must not know: where the memory is, who c
 """
 
 import threading
-import zlib
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway_executor.block_store.transport import RECORD, Bytes
+from headway_proto.checksum import crc32
 from headway_proto.columns import Int32Array
 
 
@@ -46,7 +46,7 @@ class BlockRecords:
 
 def checksum(contents: Bytes, host_block: int) -> int:
     """CRC32 of a block's bytes, contiguous, that begins with its place: another block with its record is never right."""
-    return zlib.crc32(contents.data, host_block)
+    return crc32(contents.data, host_block)
 
 
 def checksums_fit(records: NDArray[np.void], blocks: Bytes, host_blocks: Int32Array) -> NDArray[np.bool_]:

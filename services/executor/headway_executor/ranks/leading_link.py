@@ -7,7 +7,6 @@ answer whose digest is due waits until all ranks have given theirs, and later an
 adapter is relayed as it comes, and answered once all ranks have answered.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,12 +22,13 @@ from headway_executor.ranks.messages import OWN_CHANGE
 from headway_executor.ranks.watched_backend import WatchedBackend
 from headway_executor.step_link import AdapterAsked, EpochBegan, LinkEvent, LinkOutcome, MustEnd, StepLink, StepReady
 from headway_proto.adapters import AdapterChange, AdapterChanged
+from headway_proto.checksum import crc32
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, encode_column
 
 
 def checksum_of(result: StepResult, tokens: int) -> int:
     """Continue a checksum of drawn tokens."""
-    return zlib.crc32(encode_column(result.sampled_token_ids), tokens)
+    return crc32(encode_column(result.sampled_token_ids), tokens)
 
 
 class _Answer(NamedTuple):

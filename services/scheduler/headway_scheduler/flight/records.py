@@ -5,11 +5,11 @@ The core is deterministic, so a log holds whole calls, but of a decision only en
 scheduler's monotonic clock in seconds. A new field goes to the end of its record, with a default.
 """
 
-import zlib
 from typing import TypeAlias
 
 import msgspec
 
+from headway_proto.checksum import crc32
 from headway_proto.framing import HEADER_BYTES
 from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import SamplingParams
@@ -244,7 +244,7 @@ def decision_of(message: bytes | memoryview) -> Decision:
     """Record an encoded ``SchedulerOutput``."""
     num_bytes = len(message)
     whole = bytes(message) if num_bytes <= WHOLE_DECISION_BYTES else b""
-    return Decision(num_bytes, zlib.crc32(message), whole)
+    return Decision(num_bytes, crc32(message), whole)
 
 
 def decision_in_frame(frame: bytes) -> Decision:

@@ -141,8 +141,8 @@ class RowTable:
         return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
 
     def lasting_of(self, rows: RowIndices) -> Int32Array:
-        """Owner, handle, number of prompt tokens and last position of these rows, shape ``[len(rows), 4]``."""
-        return self._lasting.take(rows, 0)
+        """Owner, handle, number of prompt tokens and last position of these rows, shape ``[4, len(rows)]``."""
+        return self._lasting.take(rows, 0).T.copy()
 
     def places_of(self, rows: RowIndices, positions: Int32Array) -> NDArray[np.intp]:
         """Where the tokens at these positions, one of each row, are in the flat table of tokens."""

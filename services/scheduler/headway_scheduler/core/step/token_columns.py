@@ -3,31 +3,36 @@
 Owns: these columns. Must not know: how a request ends.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
+from headway_scheduler.core.memory.decoding_rows import NEVER
 from headway_scheduler.core.memory.row_table import RowTable
 from headway_scheduler.core.state.indices import NO_ROWS, ONE, ONE_PLACE, RowIndices
 from headway_scheduler.core.state.request import Request
 
-NEVER = np.iinfo(np.int32).max
 
-
-class TokenColumns(NamedTuple):
+class TokenColumns:
     """One entry per new token; ``indices`` count output tokens."""
 
-    owners: Int32Array
-    handles: Int32Array
-    indices: Int32Array
-    token_ids: Int32Array
+    __slots__ = ("handles", "indices", "owners", "token_ids")
+
+    def __init__(self, owners: Int32Array, handles: Int32Array, indices: Int32Array, token_ids: Int32Array) -> None:
+        self.owners = owners
+        self.handles = handles
+        self.indices = indices
+        self.token_ids = token_ids
 
     def with_further(self, entries: list[tuple[int, int, int, int]]) -> "TokenColumns":
         """Append (owner, handle, output index, token id) entries."""
-        columns = np.asarray(entries, dtype=np.int32).T
-        return TokenColumns(*(np.concatenate(pair) for pair in zip(self, columns, strict=True)))
+        owners, handles, indices, token_ids = np.asarray(entries, dtype=np.int32).T
+        return TokenColumns(
+            np.concatenate((self.owners, owners)),
+            np.concatenate((self.handles, handles)),
+            np.concatenate((self.indices, indices)),
+            np.concatenate((self.token_ids, token_ids)),
+        )
 
     def with_late(self, late: list[tuple[Request, int]]) -> "TokenColumns":
         """Append the newest tokens of requests that lost their row."""
@@ -91,13 +96,14 @@ class SamplingRows:
         return ending
 
     def _look_up(self, sampling_rows: RowIndices) -> None:
-        rows, lasting = self._rows, self._rows.lasting_of(sampling_rows)
+        rows = self._rows
+        owners, handles, num_prompt_tokens, last_position = rows.lasting_of(sampling_rows)
         num_tokens = rows.num_tokens[sampling_rows]
         rows.num_tokens[sampling_rows] = num_tokens + ONE
         self._sampling_rows = sampling_rows
-        self._owners, self._handles = lasting[:, 0], lasting[:, 1]
-        self._indices = num_tokens - lasting[:, 2]
-        self._num_left = lasting[:, 3] - num_tokens
+        self._owners, self._handles = owners, handles
+        self._indices = num_tokens - num_prompt_tokens
+        self._num_left = last_position - num_tokens
         self._places = rows.places_of(sampling_rows, num_tokens)
         self._num_before = self._first_end = 0
 
