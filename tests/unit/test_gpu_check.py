@@ -212,7 +212,7 @@ def test_the_rehearsal_holds(tmp_path):
         check=False,
     )
     assert done.stdout.splitlines()[-1].startswith(
-        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels; lacks: memcheck "
+        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, kv loss; lacks: memcheck "
     )
     assert done.returncode == 3
 
@@ -233,7 +233,7 @@ def test_without_git_a_commit_is_unknown(monkeypatch):
 def test_a_floor_is_that_of_each_phase():
     """A step that is bound by memory in one phase and by products in another takes the sum of both."""
     limits = gpu_floors.Limits(bandwidth=4e12, product_rate=8e14, out_bandwidth=1e10, in_bandwidth=1e10)
-    floors = gpu_floors.Floors(config_of(SHAPES["llama3-8b"]), torch.bfloat16, "none", limits)
+    floors = gpu_floors.Floors(config_of(SHAPES["llama3-8b"]), torch.bfloat16, "none", "auto", limits)
     line = floors.line("mixed", 10.0, [1024] * 64, 1024, 0.85)
     weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert line.phases_ms == pytest.approx(
@@ -245,7 +245,7 @@ def test_a_floor_is_that_of_each_phase():
     )
     assert line.floor_ms == pytest.approx(sum(line.phases_ms.values()))
     assert line.share == pytest.approx(line.floor_ms / 10)
-    mixture = gpu_floors.Floors(config_of(SHAPES["tiny-mixture"]), torch.float32, "none", limits)
+    mixture = gpu_floors.Floors(config_of(SHAPES["tiny-mixture"]), torch.float32, "none", "auto", limits)
     assert [phase.name for phase in mixture.phases([32])] == ["products", "experts", "attention", "head"]
 
 

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from headway_kernels.gpu.expert_kernels import add_pairs_kernel, choose_kernel, multiply_pairs_kernel, sort_pairs_kernel
+from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
 from headway_kernels.gpu.weights import DeviceWeight, WeightForm, tile_constants, tile_tensors
 from headway_kernels.routing import Routing, Scoring
@@ -134,6 +135,7 @@ def multiply_pairs(
         **pair_constants(
             weight, tiling, len(pairs.ends), pairs.chosen.shape[1], has_bias=bias is not None, gathers=gathers
         ),
+        HAS_E4M3=has_e4m3(x.device),
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.weights import (
     DeviceWeight,
     WeightForm,
@@ -102,6 +103,7 @@ def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: 
         out.stride(0),
         num_tokens,
         **constants,
+        HAS_E4M3=has_e4m3(x.device),
         # Triton's interpreter knows no bfloat16 products; those of float32 are the same.
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
@@ -184,6 +186,7 @@ def _product(
     SPLITS: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
@@ -216,6 +219,7 @@ def _product(
         GROUPED,
         HAS_MINIMA,
         HAS_ORDER,
+        HAS_E4M3,
         WIDE,
         BLOCK_TOKENS,
         BLOCK_OUTPUTS,

@@ -175,6 +175,7 @@ def skinny_kernel(
         False,
         False,
         False,
+        False,
         WIDE,
         BLOCK_TOKENS,
         BLOCK_OUTPUTS,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from headway_executor.backend import BackendConfig, BackendConfigError
 
+KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATIONS = ("off", "ngram", "draft")
 MOST_SPECULATIVE_TOKENS = 64
 
@@ -59,6 +60,10 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
     if config.quantization not in takes.quantizations:
         raise BackendConfigError(
             f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(takes.quantizations)}"
+        )
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise BackendConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r:.64} is not allowed; allowed: {', '.join(KV_CACHE_DTYPES)}"
         )
     if config.max_num_seqs > takes.most_rows:
         raise BackendConfigError(

@@ -10,7 +10,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_kernels import reference
+from headway_kernels import kv_codes, reference
 from headway_kernels.gpu import attention
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tiles import MAX_SPLITS, cut_decode, start_of_share
@@ -39,6 +39,7 @@ class Shape:
     query_tile: int = 16
     key_tile: int = 64
     seed: int = 0
+    has_codes: bool = False
 
     @property
     def tuning(self):
@@ -71,6 +72,8 @@ class Batch:
         projected = torch.randn((sum(tokens) + SPARE_TOKENS, width), generator=draw)
         self.query = projected.to(device, shape.dtype)[:, : num_heads * shape.head_dim]
         self.pool = pool.to(device, shape.dtype)
+        if shape.has_codes:
+            self.pool = kv_codes.encoded(self.pool)
         starts = torch.tensor([0, *accumulate(tokens)])
         lengths = torch.tensor([length for _, length in shape.rows])
         self.rows = self.with_rows(rows, starts, lengths, tables)
@@ -171,6 +174,7 @@ def shapes(draw, head_dims, longest, max_kv_heads):
         has_sinks=draw(st.booleans()),
         query_tile=draw(st.sampled_from([16, 64])),
         key_tile=draw(st.sampled_from([32, 64])),
+        has_codes=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -192,6 +196,31 @@ def test_matches_reference_with_usual_heads(shape, kernel_device):
 def test_matches_reference_in_16_bits(dtype, soft_cap, kernel_device):
     rows = ((1, 5), (0, 0), (20, 70), (1, 300), (9, 9))
     check(Shape(rows, head_dim=80, num_kv_heads=1, group=3, dtype=dtype, soft_cap=soft_cap, window=270), kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(dtype, kernel_device):
+    rows = ((1, 5), (0, 0), (20, 70), (1, 600), (9, 9))
+    shape = Shape(rows, head_dim=24, num_kv_heads=2, group=3, dtype=dtype, window=300, has_sinks=True, has_codes=True)
+    batch = Batch(shape, kernel_device)
+    found = batch.attend()
+    batch.pool = kv_codes.decoded(batch.pool, dtype)
+    assert torch.equal(found, batch.attend())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_key_that_is_no_number_spoils_the_queries_that_see_it(kernel_device):
+    """As it does where it is stored as it is: its row fails, and no other."""
+    batch = Batch(Shape(((1, 40), (10, 30)), has_codes=True), kernel_device)
+    usual, (_, exponents) = batch.attend(), kv_codes.parts(batch.pool)
+    place = batch.rows.block_tables[batch.rows.rows[1], 25 // batch.shape.block_size]
+    exponents[place.long(), 0, 25 % batch.shape.block_size] = 255
+    spoilt = batch.attend()
+    first_head = slice(0, batch.shape.group * batch.shape.head_dim)
+    # The last of the tokens 20 to 29 see position 25.
+    assert spoilt[6:11, first_head].isnan().all()
+    assert torch.equal(spoilt[:6], usual[:6])
+    assert torch.equal(spoilt[6:11, first_head.stop :], usual[6:11, first_head.stop :])
 
 
 @pytest.mark.parametrize("group", [9, 16, 20])

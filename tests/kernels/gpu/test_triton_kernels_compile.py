@@ -66,4 +66,6 @@ def check_the_binary(entry, capability):
     if name.startswith(("skinny", "chunk")) and "fp32" not in name:
         assert entry["group_products"] > 0, entry
     if name.startswith(COPIES_WIDELY) and "fp32" not in name:
-        assert set(entry["copied_bytes"]) == {"0x10"}, entry
+        # As codes, the keys of a decode take as many copies as numbers of 16 bits, of half as much. Exponents may be copied.
+        narrower = {"0x8", "0x4"} if name.endswith("codes") else set()
+        assert set(entry["copied_bytes"]) - narrower == {"0x10"}, entry

@@ -72,7 +72,9 @@ class TorchBackend:
         block_bytes_beside = 0
         if config.speculation == "draft":
             draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
-            block_bytes_beside = block_bytes_of(draft.model_config, config.block_size, settings.dtype)
+            block_bytes_beside = block_bytes_of(
+                draft.model_config, config.block_size, settings.dtype, config.kv_cache_dtype
+            )
         self._group = joined(config)
         with (
             parting_on_error(self._group),

@@ -95,7 +95,7 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model."""
+    """A loaded model; ``is_coded``: its keys and values are stored as codes."""
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class Decoder:
         *,
         max_num_tokens: int,
         dtype: torch.dtype,
+        is_coded: bool,
     ) -> None:
         device = rows.token_store.device
         max_num_rows = rows.token_store.shape[0]
@@ -117,12 +118,14 @@ class Decoder:
         self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
-        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        self._tokens_per_tile = tokens_per_tile(
+            config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, is_coded=is_coded
+        )
 
     def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
         """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``.
 
-        ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
+        ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider.
         """
         config, space, weights = self._config, self._space, self._weights
         rows = self._expand(num_tokens, num_rows)

@@ -28,7 +28,7 @@ from headway_executor.gpu.runtime import Mark, Runtime
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
 from headway_executor.gpu.step_upload import StepUpload
-from headway_executor.kv_pool import num_pool_blocks
+from headway_executor.kv_pool import CODES, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters
@@ -88,7 +88,13 @@ class OpenModel:
         )
         max_num_tokens = config.max_num_batched_tokens
         self._decoder = Decoder(
-            model_config, weights, self._rows, self._upload.views, max_num_tokens=max_num_tokens, dtype=dtype
+            model_config,
+            weights,
+            self._rows,
+            self._upload.views,
+            max_num_tokens=max_num_tokens,
+            dtype=dtype,
+            is_coded=config.kv_cache_dtype == CODES,
         )
         self._readback = Readback() if runtime.is_cuda else None
         self._swap_ends: Readback | None = None
@@ -286,11 +292,12 @@ class OpenModel:
 
     def _open_pool(self, num_blocks: int, *, swap_space_mib: int) -> None:
         config = self._model_config
-        shape = (config.num_layers, num_blocks, 2 * config.num_kv_heads, self._config.block_size, config.head_dim)
+        shape = (2 * config.num_kv_heads, self._config.block_size, config.head_dim)
         self._pool, self.mover = open_pool(
             self.runtime,
-            shape,
-            self._dtype,
+            stored_block(self._config.kv_cache_dtype, shape, self._dtype),
+            num_layers=config.num_layers,
+            num_blocks=num_blocks,
             swap_space_mib=swap_space_mib,
             host_memory=self._config.host_memory,
         )
