@@ -44,6 +44,7 @@ DEEP_IF_INTERPRETED = {
     "moved_within_one_step",
     "host_blocks_keep_what_was_last_written",
     "host_blocks_of_a_new_epoch",
+    "proposals_change_no_token",
     "constrained_rows_among_others",
     "family_llama",
     "family_mistral",
@@ -60,7 +61,6 @@ NEEDS_A_MODEL = {
 }
 
 
-NEEDS_SPECULATION = {"proposals_change_no_token"}
 NEEDS_VECTORS = {scenario.name for scenario in pooling.SCENARIOS}
 
 
@@ -99,7 +99,7 @@ def test_built_in_backends(backend, scenario, checkpoints):
 def test_the_triton_backend(scenario, checkpoints):
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
     outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
-    assert outcome is expected_of(scenario, NEEDS_SPECULATION | NEEDS_VECTORS)
+    assert outcome is expected_of(scenario, NEEDS_VECTORS)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

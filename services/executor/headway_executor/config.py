@@ -74,7 +74,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["off", "ngram", "draft"],
         Meta(
             description="source of proposed tokens, which one step verifies; ngram: the text so far (prompt lookup), "
-            "draft: draft_model; only with the torch backend"
+            "draft: draft_model"
         ),
     ] = "off"
     draft_model: Annotated[

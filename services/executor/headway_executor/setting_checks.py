@@ -22,7 +22,6 @@ class Takes(NamedTuple):
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
-    speculates: bool
     groups: bool
     most_rows: int = 1 << 16
 
@@ -38,14 +37,12 @@ TORCH = Takes(
             "activations": ("auto", "exact", "int8"),
         }
     ),
-    speculates=True,
     groups=True,
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
     quantizations=("none", "int8", "int4", "fp8"),
     options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
-    speculates=False,
     groups=False,
     # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,
     # table of technical specifications).
@@ -70,12 +67,7 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
             f"max_num_seqs {config.max_num_seqs} is not allowed with this backend; allowed: 1 to {takes.most_rows}"
         )
     _check_options(config.options, takes.options)
-    if takes.speculates:
-        _check_speculation(config)
-    elif config.speculation != "off":
-        raise BackendConfigError(
-            f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
-        )
+    _check_speculation(config)
     _check_group(config, takes)
 
 

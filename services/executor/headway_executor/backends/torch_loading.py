@@ -36,7 +36,7 @@ from headway_executor.models.stage import stage_of
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampler import Sampler
 from headway_executor.setting_checks import TORCH, option_of
-from headway_executor.speculation.draft_model import DraftModel
+from headway_executor.speculation.draft_model import DraftForward, DraftModel
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from headway_process.addresses import is_loopback
@@ -153,7 +153,12 @@ def draft_proposer(
     )
     with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
         forward = load(own, checked(checkpoint, draft, own), checkpoint, device)
-    return DraftModel(forward, sampler, draft.max_model_len)
+    return DraftModel(
+        DraftForward(forward, sampler),
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        max_model_len=draft.max_model_len,
+    )
 
 
 def _check_threads(num_threads: int) -> None:

@@ -95,7 +95,7 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model; ``is_coded``: its keys and values are stored as codes."""
+    """A loaded model. ``max_num_rows``: of a step; ``is_coded``: its keys and values are stored as codes."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class Decoder:
         columns: ColumnViews,
         *,
         max_num_tokens: int,
+        max_num_rows: int,
         dtype: torch.dtype,
         is_coded: bool,
     ) -> None:
         device = rows.token_store.device
-        max_num_rows = rows.token_store.shape[0]
         self._config = config
         self._weights = weights
         self._rows = rows
@@ -121,6 +121,11 @@ class Decoder:
         self._tokens_per_tile = tokens_per_tile(
             config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, is_coded=is_coded
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self._config.num_layers
 
     def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
         """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``.
