@@ -104,6 +104,7 @@ def test_a_recorded_step_allocates_nothing_and_passes_the_same_memory(model, one
     assert logs[0].allocations == logs[1].allocations == []
     assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
     assert len(logs[0].launches) > 5
+    assert {launch.kernel for launch in logs[0].launches if not launch.may_overlap} == set()
 
 
 def test_nothing_is_compiled_while_serving(model):

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import dependent_launch
 from headway_kernels.gpu.expert_kernels import add_pairs_kernel, choose_kernel, multiply_pairs_kernel, sort_pairs_kernel
 from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
@@ -77,6 +78,7 @@ def choose(logits: Tensor, slots: Tensor, correction: Tensor | None, pairs: Expe
         routing.scaling,
         **choice_constants(routing, has_correction=correction is not None),
         num_warps=1,
+        **dependent_launch(logits.device),
     )
 
 
@@ -100,7 +102,13 @@ def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int
 def sort_pairs(pairs: ExpertPairs) -> None:
     """Write ``pairs.order``: the pairs expert after expert; and ``pairs.ends``: behind each expert's last."""
     sort_pairs_kernel[(len(pairs.ends),)](
-        pairs.chosen, pairs.order, pairs.ends, pairs.chosen.numel(), BLOCK=PAIRS_PER_TURN, num_warps=NUM_WARPS
+        pairs.chosen,
+        pairs.order,
+        pairs.ends,
+        pairs.chosen.numel(),
+        BLOCK=PAIRS_PER_TURN,
+        num_warps=NUM_WARPS,
+        **dependent_launch(pairs.chosen.device),
     )
 
 
@@ -139,6 +147,7 @@ def multiply_pairs(
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **dependent_launch(x.device),
     )
 
 
@@ -193,4 +202,5 @@ def add_pairs(given: Tensor, pairs: ExpertPairs, out: Tensor, *, shared: Tensor 
         HAS_GATE=gates is not None,
         BLOCK=CHANNELS_PER_PROGRAM,
         num_warps=NUM_WARPS,
+        **dependent_launch(out.device),
     )

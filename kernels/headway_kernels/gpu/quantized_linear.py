@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.weights import (
     DeviceWeight,
     WeightForm,
+    fetch_ahead,
     finished,
     multiply_tile,
     tile_constants,
@@ -58,6 +60,8 @@ BLOCKS_PER_SPLIT = 4
 MOST_SPLITS = 16
 OUTPUT_TILES_PER_BAND = 8
 """Output tiles whose programs are neighbours and share inputs and codes in the cache."""
+_FEW_TOKENS = tl.constexpr(64)
+"""Of a tile: memory then bounds the product, and programs begin with fetching weights."""
 SUMS_PER_PROGRAM = 512
 SUM_WARPS = 4
 
@@ -108,6 +112,7 @@ def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: 
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **dependent_launch(x.device),
     )
     if splits > 1:
         _add_splits[(num_tokens, triton.cdiv(num_outputs, SUMS_PER_PROGRAM))](
@@ -123,6 +128,7 @@ def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: 
             HAS_BIAS=bias is not None,
             BLOCK=SUMS_PER_PROGRAM,
             num_warps=SUM_WARPS,
+            **dependent_launch(x.device),
         )
 
 
@@ -192,6 +198,7 @@ def _product(
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     BAND: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token_tile, output_tile = _tile_of(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
@@ -200,15 +207,19 @@ def _product(
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
-    x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
+    rows = tl.minimum(outputs, OUTPUTS - 1)
     first = split * SPLIT_INPUTS
+    if PDL and BLOCK_TOKENS <= _FEW_TOKENS:
+        fetch_ahead(values, rows, first, ROW, FORM)
+    await_grid(PDL)
+    x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
     sums = multiply_tile(
         x_rows,
         values,
         scales,
         minima,
         order,
-        tl.minimum(outputs, OUTPUTS - 1),
+        rows,
         first,
         tl.minimum(first + SPLIT_INPUTS, INPUTS),
         OUTPUTS,
@@ -249,8 +260,10 @@ def _add_splits(
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Splits are added first to last."""
+    await_grid(PDL)
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = outputs < OUTPUTS

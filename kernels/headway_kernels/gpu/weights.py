@@ -50,6 +50,10 @@ _INT4 = tl.constexpr(int(WeightForm.INT4))
 """The first form of pairs."""
 _FP8_PAIRS = tl.constexpr(int(WeightForm.FP8_PAIRS))
 _HALF = tl.constexpr(HALF)
+_LINE_BITS = tl.constexpr(1024)
+"""Of a line of the cache."""
+_LINES_AHEAD = tl.constexpr(8)
+"""Lines of each output that are on their way while the grid before ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,18 @@ def tile_tensors(weight: DeviceWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts: tuple[Any, ...] = (weight.scales, weight.minima, weight.order)
     scales, minima, order = (something if part is None else part for part in parts)
     return weight.values, scales, minima, order
+
+
+@triton.jit
+def fetch_ahead(values, outputs, first, ROW: tl.constexpr, FORM: tl.constexpr):
+    """Bring the beginning of a tile's weights, from input ``first`` on, to the second cache; nothing waits for it."""
+    line: tl.constexpr = _LINE_BITS // values.dtype.element_ty.primitive_bitwidth
+    place = first // 2 if FORM >= _INT4 else first
+    ahead = tl.minimum(place + tl.arange(0, _LINES_AHEAD) * line, ROW - 1)
+    pointers = values + outputs.to(tl.int64)[:, None] * ROW + ahead[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

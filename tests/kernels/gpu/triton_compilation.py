@@ -24,7 +24,7 @@ class CompileCase:
     "fp32"); ``constants`` its ``tl.constexpr`` arguments; ``aligned`` the arguments whose values are known multiples of
     16, as Triton finds of pointers and sizes at run time. ``blocks`` shall fit a multiprocessor at a time.
     ``shows_fusion``: the binary is read for fused multiply-adds, which takes a while. ``below``: later processors have
-    another variant.
+    another variant. ``fetches_ahead``: weights, while the grid before ends.
     """
 
     name: str
@@ -38,6 +38,7 @@ class CompileCase:
     blocks: int = 1
     shows_fusion: bool = False
     below: int = 1000
+    fetches_ahead: bool = False
 
 
 def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "blocks": case.blocks,
         "num_warps": case.num_warps,
+        "fetches_ahead": case.fetches_ahead and bool(constants.get("PDL")),
         "before_wait": before_wait(compiled.asm["ptx"]) if constants.get("PDL") else [],
         "copied_bytes": dict(
             Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], (0x[0-9a-f]+)", compiled.asm["ptx"]))
