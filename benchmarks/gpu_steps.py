@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from gpu_attention import AttentionLoad
 from gpu_device import Device
 from gpu_floors import BYTES_OF_CODES, Floors, Limits, Line
 from gpu_parts import Parts, measure_parts
@@ -35,13 +36,11 @@ from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_speed import measure_device, measure_host
 from headway_executor.kv_pool import CODES, block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
-from headway_kernels import kv_codes
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import tokens_per_tile
 from program import add_line, parser_of, provenance, write_result
 
 SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
@@ -165,7 +164,7 @@ class AttentionBenchmark:
     def _decode(self, batch: int, context: int, bandwidth: float) -> Line:
         """Run ``batch`` decodes after ``context`` positions each."""
         config = self._config
-        work = self._attention(batch, context, 1)
+        work = self._load(batch, context, 1)
         measured = self._device.seconds(work, self._repetitions)
         num_bytes = batch * context * block_bytes_of(config, 1, self._dtype, self._kv_cache_dtype) / config.num_layers
         return Line(f"attention, {batch} decodes after {context}", measured * 1e3, num_bytes / bandwidth * 1e3, 0.85)
@@ -173,7 +172,7 @@ class AttentionBenchmark:
     def _prefill(self, length: int) -> Line:
         """Run one prompt of ``length`` tokens, beside torch's fused attention over contiguous keys and values."""
         config = self._config
-        work = self._attention(1, length, length)
+        work = self._load(1, length, length)
         measured = self._device.seconds(work, self._repetitions)
         query, key, value = (
             torch.randn(1, heads, length, config.head_dim, dtype=self._dtype, device=self._device.device)
@@ -185,46 +184,19 @@ class AttentionBenchmark:
         )
         return Line(f"attention, prompt of {length} (floor: torch's)", measured * 1e3, beside * 1e3, 0.8)
 
-    def _attention(self, batch: int, context: int, num_queries: int) -> Callable[[], None]:
-        config, device = self._config, self._device.device
-        blocks_each = -(-context // BLOCK_SIZE)
-        num_blocks = batch * blocks_each
-        pool = torch.randn(
-            num_blocks, 2 * config.num_kv_heads, BLOCK_SIZE, config.head_dim, dtype=self._dtype, device=device
+    def _load(self, batch: int, context: int, num_queries: int) -> Callable[[], None]:
+        load = AttentionLoad(
+            self._config,
+            self._device.device,
+            self._dtype,
+            self._kv_cache_dtype,
+            batch=batch,
+            context=context,
+            num_queries=num_queries,
         )
+        tunings = tunings_of(AUTO, self._device.device)
         is_coded = self._kv_cache_dtype == CODES
-        if is_coded:
-            pool = kv_codes.encoded(pool)
-        tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(batch, blocks_each)
-        width = config.num_heads * config.head_dim
-        query = torch.randn(batch * num_queries, width, dtype=self._dtype, device=device)
-        out = torch.empty_like(query)
-        plan = torch.zeros(2, batch, dtype=torch.int32, device=device)
-        rows = AttentionRows(
-            rows=torch.arange(batch, dtype=torch.int32, device=device),
-            query_start=torch.arange(batch + 1, dtype=torch.int32, device=device) * num_queries,
-            kv_length=torch.full((batch,), context, dtype=torch.int32, device=device),
-            block_tables=tables,
-            split_ends=plan[0],
-            tile_ends=plan[1],
-            splits_per_item=torch.ones(1, dtype=torch.int32, device=device),
-            tokens_per_tile=tokens_per_tile(
-                config.num_heads, config.num_kv_heads, config.head_dim, self._dtype, device, is_coded=is_coded
-            ),
-        )
-        plan_attention(rows, config.num_kv_heads)
-        workspace = AttentionWorkspace.allocate(batch, config.num_heads, config.head_dim, device)
-        return lambda: paged_attention(
-            query,
-            pool,
-            out,
-            rows,
-            workspace,
-            num_kv_heads=config.num_kv_heads,
-            scale=config.head_dim**-0.5,
-            has_decodes=num_queries == 1,
-            has_chunks=num_queries > 1,
-        )
+        return load.launching(tunings.of_attention(self._config.head_dim, self._dtype, is_coded=is_coded))
 
 
 def swap_lines(

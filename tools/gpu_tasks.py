@@ -75,6 +75,7 @@ def _other_speeds() -> list[Task]:
         _steps("steps int8", 150, 330, "--sections", "decode", "--quantization", "int8"),
         _steps("steps int4", 150, 330, "--sections", "decode", "--quantization", "int4"),
         _steps("steps kv fp8", 150, 330, "--sections", "decode,attention", "--kv-cache-dtype", "fp8"),
+        Task("tune", ("benchmarks/gpu_tune.py",), 400, 580, adds_lines=True),
         _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
         _stack("peer", 300, 540),
     ]
@@ -112,6 +113,7 @@ def _rehearsed() -> list[Task]:
         ),
         _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens and qwen2"), 60, 300, _COMPARED),
         _pytest("kernels", ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_trial.py"), 60, 300, _TESTS),
+        Task("tune", ("benchmarks/gpu_tune.py", *tiny, "--most", "1", "--rounds", "1"), 30, 300, adds_lines=True),
         _kv_loss(*("--tokens", "14", "--window", "12", "--chunk", "8", "--dtypes", "float32")),
         _sanitized("memcheck", _SANITIZED[0]),
     ]

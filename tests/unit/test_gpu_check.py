@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpu_attention
 import gpu_floors
 import gpu_stack
 import gpu_steps
@@ -212,7 +213,7 @@ def test_the_rehearsal_holds(tmp_path):
         check=False,
     )
     assert done.stdout.splitlines()[-1].startswith(
-        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, kv loss; lacks: memcheck "
+        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, tune, kv loss; lacks: memcheck "
     )
     assert done.returncode == 3
 
@@ -253,7 +254,7 @@ def test_a_floor_is_that_of_each_phase():
 def test_a_section_that_fails_costs_its_own_lines_only(monkeypatch, tmp_path, capsys):
     limits = gpu_floors.Limits(1e10, 1e10, 1e10, 1e10)
     monkeypatch.setattr(gpu_steps, "measure_limits", lambda device: limits)
-    monkeypatch.setattr(gpu_steps, "paged_attention", failing_after(paged_attention, 3 + TINY.repetitions))
+    monkeypatch.setattr(gpu_attention, "paged_attention", failing_after(paged_attention, 3 + TINY.repetitions))
 
     def refused(*_):
         raise ValueError("no\nmemory")

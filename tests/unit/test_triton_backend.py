@@ -319,7 +319,10 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
         ({"device": "cuda"}, "device 'cuda' is not allowed; this host has 0 CUDA devices"),
         ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
-        ({"options": {"graph": "off"}}, "backend_options 'graph' is not allowed; allowed: graphs, step_log, weights"),
+        (
+            {"options": {"graph": "off"}},
+            "backend_options 'graph' is not allowed; allowed: graphs, step_log, tuning, weights",
+        ),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (
             {"options": {"weights": "none"}},

@@ -10,7 +10,7 @@ Nothing is added in an order that chance decides, and one tiling serves any numb
 its own numbers alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -19,7 +19,8 @@ from torch import Tensor
 from headway_kernels.gpu.dependence import dependent_launch
 from headway_kernels.gpu.expert_kernels import add_pairs_kernel, choose_kernel, multiply_pairs_kernel, sort_pairs_kernel
 from headway_kernels.gpu.float8 import has_e4m3
-from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
+from headway_kernels.gpu.quantized_linear import Tiling
+from headway_kernels.gpu.tunings import shipped_pair_tiling
 from headway_kernels.gpu.weights import DeviceWeight, WeightForm, tile_constants, tile_tensors
 from headway_kernels.routing import Routing, Scoring
 
@@ -113,9 +114,16 @@ def sort_pairs(pairs: ExpertPairs) -> None:
 
 
 def multiply_pairs(
-    x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, pairs: ExpertPairs, *, gathers: bool
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    pairs: ExpertPairs,
+    *,
+    gathers: bool,
+    tiling: Tiling | None = None,
 ) -> None:
-    """Multiply the row of each pair with its expert's weight, and add its bias.
+    """Multiply the row of each pair with its expert's weight, and add its bias; ``tiling``: instead of the one that ships.
 
     ``weight`` has a first dimension of experts; ``bias`` ``[experts, outputs]``, contiguous, or None. If it ``gathers``:
     ``x`` ``[T, inputs]`` has a row for each token, ``out`` ``[pairs, outputs]`` its results in sorted order. Else ``x``
@@ -125,7 +133,7 @@ def multiply_pairs(
     num_pairs = len(pairs.order)
     if num_pairs == 0:
         return
-    tiling = pair_tiling(weight, x.dtype)
+    tiling = pair_tiling(weight, x.dtype, tiling)
     tiles = num_pairs // tiling.tokens + min(len(pairs.ends), num_pairs)
     values, scales, minima, order = tile_tensors(weight)
     multiply_pairs_kernel[(tiles, triton.cdiv(weight.num_outputs, tiling.outputs))](
@@ -151,10 +159,10 @@ def multiply_pairs(
     )
 
 
-def pair_tiling(weight: DeviceWeight, dtype: torch.dtype) -> Tiling:
-    """One for any number of pairs. With few, memory bounds the product, and columns of a tile that go to waste cost little."""
-    tiling = FLOAT32_TILINGS[1] if dtype == torch.float32 else TILINGS[2]
-    return Tiling(None, tiling.tokens, tiling.outputs, weight.step(tiling.inputs), 0, 4, tiling.num_stages)
+def pair_tiling(weight: DeviceWeight, dtype: torch.dtype, tiling: Tiling | None = None) -> Tiling:
+    """One for any number of pairs, in steps that fit the weight's groups."""
+    tiling = tiling or shipped_pair_tiling(dtype)
+    return replace(tiling, inputs=weight.step(tiling.inputs))
 
 
 def pair_constants(

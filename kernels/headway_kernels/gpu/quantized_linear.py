@@ -76,16 +76,23 @@ def workspace_elements(weight: DeviceWeight, dtype: torch.dtype) -> int:
     return max(sizes)
 
 
-def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, workspace: Tensor) -> None:
+def quantized_linear(
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    workspace: Tensor,
+    tilings: tuple[Tiling, ...] | None = None,
+) -> None:
     """``out = x @ weight.T + bias``.
 
     ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``bias`` ``[N]`` in that dtype or None;
-    ``workspace`` float32, contiguous. The result is rounded once.
+    ``workspace`` float32, contiguous. The result is rounded once. ``tilings``: instead of those that ship.
     """
     num_tokens = x.shape[0]
     if num_tokens == 0:
         return
-    tiling = choose_tiling(num_tokens, weight, x.dtype)
+    tiling = choose_tiling(num_tokens, weight, x.dtype, tilings)
     constants = product_constants(weight, tiling, has_bias=bias is not None)
     splits, num_outputs = constants["SPLITS"], weight.num_outputs
     if splits > 1 and workspace.numel() < splits * tiling.tokens * num_outputs:
@@ -132,10 +139,12 @@ def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: 
         )
 
 
-def choose_tiling(num_tokens: int, weight: DeviceWeight, dtype: torch.dtype) -> Tiling:
+def choose_tiling(
+    num_tokens: int, weight: DeviceWeight, dtype: torch.dtype, tilings: tuple[Tiling, ...] | None = None
+) -> Tiling:
     """The first tiling for so many tokens, in steps that fit the weight's groups."""
-    tilings = _tilings(weight, dtype)
-    return next(tiling for tiling in tilings if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
+    fitting = _tilings(weight, dtype, tilings)
+    return next(tiling for tiling in fitting if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
 
 
 def product_constants(weight: DeviceWeight, tiling: Tiling, *, has_bias: bool) -> dict[str, int | bool]:
@@ -153,8 +162,8 @@ def product_constants(weight: DeviceWeight, tiling: Tiling, *, has_bias: bool) -
     }
 
 
-def _tilings(weight: DeviceWeight, dtype: torch.dtype) -> list[Tiling]:
-    tilings = FLOAT32_TILINGS if dtype == torch.float32 else TILINGS
+def _tilings(weight: DeviceWeight, dtype: torch.dtype, tilings: tuple[Tiling, ...] | None = None) -> list[Tiling]:
+    tilings = tilings or (FLOAT32_TILINGS if dtype == torch.float32 else TILINGS)
     return [replace(tiling, inputs=weight.step(tiling.inputs)) for tiling in tilings]
 
 

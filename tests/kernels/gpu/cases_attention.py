@@ -110,6 +110,7 @@ CASES = [
     *model(9, 128, "*bf16"),
     *model(9, 128, "*bf16", codes=True, below=100),
     *model(10, 128, "*bf16", codes=True),
+    *model(10, 256, "*bf16"),
     *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True),
     *model(9, 64, "*bf16", group=8, window=True, sinks=True),
     *model(8, 12, "*fp32", group=1, block_size=8),

@@ -83,14 +83,7 @@ class Batch:
     def with_rows(self, rows, starts, lengths, tables):
         rows, starts, lengths, tables = (held.to(self.device, torch.int32) for held in (rows, starts, lengths, tables))
         shape = self.shape
-        tokens = tokens_per_tile(
-            shape.group * shape.num_kv_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            self.device,
-            shape.tuning,
-        )
+        tokens = tokens_per_tile(shape.group * shape.num_kv_heads, shape.num_kv_heads, shape.tuning)
         counts = [torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows[:1])]
         return AttentionRows(rows, starts, lengths, tables, *counts, tokens)
 

@@ -44,7 +44,7 @@ class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
     Options: ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
-    a file with a line per step.
+    a file with a line per step; ``tuning``: see ``gpu.tuning_file``.
     """
 
     reads_block_table = False

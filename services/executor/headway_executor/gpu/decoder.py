@@ -20,7 +20,7 @@ from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
 from headway_executor.models.loading import NormTensors
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, tokens_per_tile
+from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, AttentionTuning, tokens_per_tile
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
@@ -95,7 +95,7 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model. ``max_num_rows``: of a step; ``is_coded``: its keys and values are stored as codes."""
+    """A loaded model. ``max_num_rows``: of a step; ``tuning``: of its attention, over keys and values as they are stored."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Decoder:
         max_num_tokens: int,
         max_num_rows: int,
         dtype: torch.dtype,
-        is_coded: bool,
+        tuning: AttentionTuning,
     ) -> None:
         device = rows.token_store.device
         self._config = config
@@ -118,9 +118,8 @@ class Decoder:
         self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
-        self._tokens_per_tile = tokens_per_tile(
-            config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, is_coded=is_coded
-        )
+        self._tuning = tuning
+        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
 
     @property
     def num_layers(self) -> int:
@@ -158,6 +157,7 @@ class Decoder:
                 sinks=layer.sinks,
                 has_decodes=has_decodes,
                 has_chunks=has_chunks,
+                tuning=self._tuning,
             )
             layer.output(attended, delta)
             self._finish(delta, layer.attention_post_norm)

@@ -31,6 +31,7 @@ from headway_executor.gpu.speculation import DeviceSpeculation, Drafted, LookedU
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
 from headway_executor.gpu.step_upload import StepUpload
+from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_pool import HostBytes
 from headway_executor.kv_pool import CODES, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
@@ -75,6 +76,7 @@ class OpenModel:
         self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
         self._config = config
         self._max_model_len = max_model_len
+        self._tunings = tunings_of(config.options.get("tuning", AUTO), runtime.device)
         max_num_rows, vocab_size = config.max_num_seqs, model_config.vocab_size
         num_proposals = 0 if config.speculation == "off" else config.num_speculative_tokens
         self._most_rows = most_rows_of(max_num_rows, config.max_num_batched_tokens, num_proposals)
@@ -302,7 +304,7 @@ class OpenModel:
             files.weights,
             max_model_len=max_model_len,
             dtype=dtype,
-            device=self.runtime.device,
+            tunings=self._tunings,
             quantization=_QUANTIZATIONS[config.quantization],
             adapters=adapters,
             max_num_tokens=config.max_num_batched_tokens,
@@ -316,7 +318,7 @@ class OpenModel:
             max_num_tokens=config.max_num_batched_tokens,
             max_num_rows=most_rows,
             dtype=dtype,
-            is_coded=config.kv_cache_dtype == CODES,
+            tuning=self._tunings.of_attention(model_config.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES),
         )
         shape = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
         sampler, views, store = self._sampler, self._upload.views, self._rows.token_store
