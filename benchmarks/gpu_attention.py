@@ -15,6 +15,7 @@ from headway_executor.models.config import ModelConfig
 from headway_kernels import kv_codes
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tuning import AttentionTuning, tokens_per_tile
+from headway_kernels.gpu.flash_attention import FlashAttention
 
 
 class AttentionLoad:
@@ -70,4 +71,19 @@ class AttentionLoad:
             has_decodes=self._num_queries == 1,
             has_chunks=self._num_queries > 1,
             tuning=tuning,
+        )
+
+    def launching_library(self, library: FlashAttention) -> Callable[[], None]:
+        """What launches the same by FlashAttention."""
+        is_real = torch.ones(len(self.out), dtype=torch.bool, device=self.out.device)
+        return lambda: library(
+            self._query,
+            self._pool,
+            self.out,
+            self._rows,
+            tables=self._rows.block_tables,
+            is_real=is_real,
+            longest=self._num_queries,
+            num_kv_heads=self._config.num_kv_heads,
+            scale=self._config.head_dim**-0.5,
         )

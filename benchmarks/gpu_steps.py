@@ -17,6 +17,7 @@ then 1.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -36,11 +37,13 @@ from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.chunk_library import lacking
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_speed import measure_device, measure_host
 from headway_executor.kv_pool import CODES, block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
+from headway_kernels.gpu.flash_attention import FlashLacking, find_flash_attention
 from program import add_line, parser_of, provenance, write_result
 
 SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
@@ -157,23 +160,23 @@ class AttentionBenchmark:
         self._repetitions = repetitions
 
     def lines(self, shape: Shape, limits: Limits) -> Iterator[Line]:
-        """Both, in the sizes of ``shape``."""
+        """Decodes and prompts, in the sizes of ``shape``; prompts also by FlashAttention, if it is there."""
         yield self._decode(*shape.attention_decode, limits.bandwidth)
-        yield self._prefill(shape.attention_prefill)
+        yield from self._prefill(shape.attention_prefill)
 
     def _decode(self, batch: int, context: int, bandwidth: float) -> Line:
         """Run ``batch`` decodes after ``context`` positions each."""
         config = self._config
-        work = self._load(batch, context, 1)
+        work = self._launching(self._load(batch, context, 1))
         measured = self._device.seconds(work, self._repetitions)
         num_bytes = batch * context * block_bytes_of(config, 1, self._dtype, self._kv_cache_dtype) / config.num_layers
         return Line(f"attention, {batch} decodes after {context}", measured * 1e3, num_bytes / bandwidth * 1e3, 0.85)
 
-    def _prefill(self, length: int) -> Line:
+    def _prefill(self, length: int) -> Iterator[Line]:
         """Run one prompt of ``length`` tokens, beside torch's fused attention over contiguous keys and values."""
         config = self._config
-        work = self._load(1, length, length)
-        measured = self._device.seconds(work, self._repetitions)
+        load = self._load(1, length, length)
+        measured = self._device.seconds(self._launching(load), self._repetitions)
         query, key, value = (
             torch.randn(1, heads, length, config.head_dim, dtype=self._dtype, device=self._device.device)
             for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -182,10 +185,15 @@ class AttentionBenchmark:
             lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
             self._repetitions,
         )
-        return Line(f"attention, prompt of {length} (floor: torch's)", measured * 1e3, beside * 1e3, 0.8)
+        yield Line(f"attention, prompt of {length} (floor: torch's)", measured * 1e3, beside * 1e3, 0.8)
+        is_coded = self._kv_cache_dtype == CODES
+        if not lacking(config, self._dtype, self._device.device, is_coded=is_coded):
+            with contextlib.suppress(FlashLacking):
+                flash = self._device.seconds(load.launching_library(find_flash_attention()), self._repetitions)
+                yield Line(f"attention, prompt of {length} by FlashAttention 3", flash * 1e3, beside * 1e3, 0.8)
 
-    def _load(self, batch: int, context: int, num_queries: int) -> Callable[[], None]:
-        load = AttentionLoad(
+    def _load(self, batch: int, context: int, num_queries: int) -> AttentionLoad:
+        return AttentionLoad(
             self._config,
             self._device.device,
             self._dtype,
@@ -194,6 +202,8 @@ class AttentionBenchmark:
             context=context,
             num_queries=num_queries,
         )
+
+    def _launching(self, load: AttentionLoad) -> Callable[[], None]:
         tunings = tunings_of(AUTO, self._device.device)
         is_coded = self._kv_cache_dtype == CODES
         return load.launching(tunings.of_attention(self._config.head_dim, self._dtype, is_coded=is_coded))

@@ -321,7 +321,7 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
         (
             {"options": {"graph": "off"}},
-            "backend_options 'graph' is not allowed; allowed: graphs, step_log, tuning, weights",
+            "backend_options 'graph' is not allowed; allowed: chunk_attention, graphs, step_log",
         ),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (

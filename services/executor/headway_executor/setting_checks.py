@@ -43,7 +43,13 @@ TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
     quantizations=("none", "int8", "int4", "fp8"),
     options=MappingProxyType(
-        {"graphs": ("auto", "off"), "step_log": (), "tuning": (), "weights": ("checkpoint", "random")}
+        {
+            "chunk_attention": ("triton", "flash", "auto"),
+            "graphs": ("auto", "off"),
+            "step_log": (),
+            "tuning": (),
+            "weights": ("checkpoint", "random"),
+        }
     ),
     groups=False,
     # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,

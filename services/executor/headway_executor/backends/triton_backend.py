@@ -43,7 +43,7 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Options: ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
+    Options: ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
     a file with a line per step; ``tuning``: see ``gpu.tuning_file``.
     """
 

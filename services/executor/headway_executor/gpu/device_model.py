@@ -42,6 +42,7 @@ class DeviceModel:
         self._most_tokens = most_tokens
         self._draw = draw
         self._graphs = StepGraphs(runtime)
+        self._recorded: frozenset[LaunchSize] = frozenset()
         self.sizes = self.step_sizes(recorded=False)
 
     @property
@@ -70,21 +71,24 @@ class DeviceModel:
         """The size in which a step is launched; only one of decodes ``draws``."""
         return self.sizes.of(shape, draws=draws)
 
-    def launch(self, size: LaunchSize, *, as_recorded: bool = True) -> None:
-        """Launch the step in the columns, as a graph if there is one and it may be."""
+    def launch(self, size: LaunchSize, *, as_recorded: bool = True, longest: int = 0) -> None:
+        """Launch the step in the columns, as a graph if there is one and it may be; ``longest``: see ``Decoder.run``."""
         if not as_recorded or not self._graphs.launch(size):
-            self.forward(size)
+            # What a graph would record computes as in the graph.
+            is_recorded = size in self._recorded
+            self.forward(size, longest=0 if is_recorded else longest)
 
-    def forward(self, size: LaunchSize) -> None:
+    def forward(self, size: LaunchSize, *, longest: int = 0) -> None:
         """Launch the step kernel by kernel."""
         kinds = {"has_decodes": size.has_decodes, "has_chunks": size.has_chunks}
-        self.decoder.run(self._pool, size.num_tokens, size.num_rows, **kinds)
+        self.decoder.run(self._pool, size.num_tokens, size.num_rows, longest=longest, **kinds)
         if size.draws:
             self._draw(self.decoder.logits(size.num_rows))
 
     def record(self, progress: Callable[[int, int], None]) -> None:
         """Record the graphs of all sizes; the step in the columns must be harmless."""
         self.sizes = self.step_sizes(recorded=True)
+        self._recorded = frozenset(self.sizes.recorded())
         self._graphs.record(self.forward, self.sizes.recorded(), progress)
 
     def step_sizes(self, *, recorded: bool) -> StepSizes:

@@ -17,6 +17,7 @@ from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigEr
 from headway_executor.constraints.rows import ConstrainedRows, StepMasks
 from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import BlockMover
+from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, chunk_library
 from headway_executor.gpu.decoder import Decoder
 from headway_executor.gpu.device_model import DeviceModel
 from headway_executor.gpu.device_rows import DeviceRows
@@ -40,6 +41,7 @@ from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.loading import TensorSource
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.refusals import Refusals, with_refusals
+from headway_executor.setting_checks import TRITON, option_of
 from headway_executor.speculation.draft_model import DraftModel
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
@@ -90,9 +92,9 @@ class OpenModel:
         self._refusals = Refusals(vocab_size)
         self._prompts = PromptReports()
         self._prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
-        self._target = self._loaded(files, self._most_rows, adapters)
+        self._target = self._loaded(files, self._most_rows, adapters, option_of(config, TRITON, OPTION))
         self._draft_model_len = 0 if draft is None else draft.settings.max_model_len
-        self._draft = None if draft is None else self._loaded(draft, max_num_rows, None)
+        self._draft = None if draft is None else self._loaded(draft, max_num_rows, None, OWN_KERNEL)
         self._speculation: DeviceSpeculation | None = None
         self._readback = Readback() if runtime.is_cuda else None
         self._swap_ends: Readback | None = None
@@ -290,13 +292,16 @@ class OpenModel:
             self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
         # No graph has what adapters add.
         has_adapters = self._adapters is not None and bool(self._adapters.groups)
-        self._target.launch(size, as_recorded=not has_adapters)
+        longest = int(batch.num_scheduled_tokens.max())
+        self._target.launch(size, as_recorded=not has_adapters, longest=longest)
 
     @property
     def _both(self) -> tuple[DeviceModel, ...]:
         return (self._target,) if self._draft is None else (self._target, self._draft)
 
-    def _loaded(self, files: ModelFiles, most_rows: int, adapters: StepAdapters | None) -> DeviceModel:
+    def _loaded(
+        self, files: ModelFiles, most_rows: int, adapters: StepAdapters | None, chunk_attention: str
+    ) -> DeviceModel:
         """A model over the rows and columns of this one."""
         config, (model_config, dtype, max_model_len) = self._config, files.settings
         weights = load_decoder(
@@ -310,6 +315,8 @@ class OpenModel:
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
         )
+        is_coded = config.kv_cache_dtype == CODES
+        tuning = self._tunings.of_attention(model_config.head_dim, dtype, is_coded=is_coded)
         decoder = Decoder(
             model_config,
             weights,
@@ -318,7 +325,10 @@ class OpenModel:
             max_num_tokens=config.max_num_batched_tokens,
             max_num_rows=most_rows,
             dtype=dtype,
-            tuning=self._tunings.of_attention(model_config.head_dim, dtype, is_coded=config.kv_cache_dtype == CODES),
+            tuning=tuning,
+            library=chunk_library(
+                chunk_attention, model_config, dtype, tuning, self.runtime.device, is_coded=is_coded, warn=config.warn
+            ),
         )
         shape = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
         sampler, views, store = self._sampler, self._upload.views, self._rows.token_store
