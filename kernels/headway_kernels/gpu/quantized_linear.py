@@ -3,7 +3,7 @@
 Owns: the product, its cut. Must not know: a layer's use, how weights become codes.
 
 With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The
-number of tokens only selects the tiling.
+number of tokens only selects the tiling, and up to 64 of 16-bit numbers the cut is that of the weight's shape alone.
 """
 
 from dataclasses import dataclass, replace
@@ -43,13 +43,15 @@ class Tiling:
     num_stages: int
 
 
+PROGRAMS = 264
+"""Two per processor of an H100 or H200, for all that are few tokens: so a token's sums are cut alike in any such step."""
 TILINGS = (
-    Tiling(max_tokens=16, tokens=16, outputs=64, inputs=128, programs=528, num_warps=4, num_stages=5),
-    Tiling(max_tokens=64, tokens=64, outputs=64, inputs=128, programs=264, num_warps=4, num_stages=4),
+    Tiling(max_tokens=16, tokens=16, outputs=64, inputs=128, programs=PROGRAMS, num_warps=4, num_stages=5),
+    Tiling(max_tokens=64, tokens=64, outputs=64, inputs=128, programs=PROGRAMS, num_warps=4, num_stages=4),
     Tiling(max_tokens=256, tokens=64, outputs=128, inputs=64, programs=0, num_warps=4, num_stages=4),
     Tiling(max_tokens=None, tokens=128, outputs=128, inputs=64, programs=0, num_warps=8, num_stages=4),
 )
-"""For 2-byte inputs. 528 programs are four per processor of an H100 or H200."""
+"""For 2-byte inputs."""
 FLOAT32_TILINGS = (
     Tiling(max_tokens=16, tokens=16, outputs=32, inputs=32, programs=528, num_warps=4, num_stages=3),
     Tiling(max_tokens=None, tokens=32, outputs=64, inputs=32, programs=0, num_warps=4, num_stages=3),
