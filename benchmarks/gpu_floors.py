@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from headway_executor.kv_pool import block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import expected_tensors
 
@@ -67,9 +68,12 @@ class Line:
 class Floors:
     """Bytes and operations of a model's steps over the limits of a device."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, quantization: str, limits: Limits) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, quantization: str, kv_cache_dtype: str, limits: Limits
+    ) -> None:
         self._config = config
         self._element = dtype.itemsize
+        self._kv_bytes = block_bytes_of(config, 1, dtype, kv_cache_dtype)
         self._limits = limits
         # The embedding is looked up, not multiplied with; where it is the head too, it is read as that.
         self._num_head = config.vocab_size * config.hidden_size
@@ -84,8 +88,7 @@ class Floors:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one position, all layers."""
-        config = self._config
-        return config.num_layers * 2 * config.num_kv_heads * config.head_dim * self._element
+        return self._kv_bytes
 
     def line(self, name: str, measured_ms: float, contexts: list[int], chunk: int, asked: float) -> Line:
         """Return a step's line; see ``phases``."""

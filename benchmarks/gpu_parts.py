@@ -55,11 +55,11 @@ def measure_parts(backend: TritonBackend, device: Device, num_rows: int) -> dict
     """Return milliseconds by kind of a decode step of rows ``0 .. num_rows - 1``, which the last step was."""
     model = backend._model  # noqa: SLF001 (the step from inside)
     assert model is not None
-    decoder, sampler, views = model._decoder, model._sampler, model._upload.views  # noqa: SLF001
+    decoder, sampler, views = model._target.decoder, model._sampler, model._upload.views  # noqa: SLF001
     rows = np.arange(num_rows, dtype=np.int32)
     with torch.inference_mode(), model.runtime.on_stream():
         with written_down(decoder) as calls:
-            model._forward(LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False))  # noqa: SLF001
+            model._target.forward(LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False))  # noqa: SLF001
         found = {kind: _alone(device, works) for kind, works in calls.items()}
         logits = decoder.logits(num_rows)
         found["head"] = device.seconds(lambda: decoder.logits(num_rows), REPETITIONS)

@@ -17,6 +17,7 @@ then 1.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from gpu_attention import AttentionLoad
 from gpu_device import Device
 from gpu_floors import BYTES_OF_CODES, Floors, Limits, Line
 from gpu_parts import Parts, measure_parts
@@ -35,14 +37,17 @@ from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.chunk_library import lacking
+from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_speed import measure_device, measure_host
+from headway_executor.kv_pool import CODES, block_bytes_of
 from headway_executor.models.config import ModelConfig
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import tokens_per_tile
+from headway_executor.setting_checks import KV_CACHE_DTYPES
+from headway_kernels.gpu.flash_attention import FlashLacking, find_flash_attention
 from program import add_line, parser_of, provenance, write_result
 
 SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
-_NAMED = ("shape", "dtype", "quantization")
+_NAMED = ("shape", "dtype", "quantization", "kv_cache_dtype")
 """What a line says of its origin; the line of limits says the rest."""
 
 
@@ -63,7 +68,9 @@ def measure_limits(device: Device) -> Limits:
 class StepBenchmark:
     """One open backend, and its lines of the table."""
 
-    def __init__(self, shape: Shape, device: Device, dtype: str, seed: int, quantization: str) -> None:
+    def __init__(
+        self, shape: Shape, device: Device, dtype: str, seed: int, quantization: str, kv_cache_dtype: str
+    ) -> None:
         self._shape = shape
         self._device = device
         self._max_num_rows = max(*shape.decode_batches, shape.mixed[0] + 1)
@@ -78,6 +85,7 @@ class StepBenchmark:
                     device=str(device.device),
                     dtype=dtype,
                     quantization=quantization,
+                    kv_cache_dtype=kv_cache_dtype,
                     block_size=BLOCK_SIZE,
                     max_num_seqs=self._max_num_rows,
                     max_num_batched_tokens=self._max_num_tokens,
@@ -142,30 +150,33 @@ class StepBenchmark:
 class AttentionBenchmark:
     """The attention kernels alone, over random keys and values of one layer."""
 
-    def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype, repetitions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, device: Device, dtype: torch.dtype, kv_cache_dtype: str, repetitions: int
+    ) -> None:
         self._config = config
         self._device = device
         self._dtype = dtype
+        self._kv_cache_dtype = kv_cache_dtype
         self._repetitions = repetitions
 
     def lines(self, shape: Shape, limits: Limits) -> Iterator[Line]:
-        """Both, in the sizes of ``shape``."""
+        """Decodes and prompts, in the sizes of ``shape``; prompts also by FlashAttention, if it is there."""
         yield self._decode(*shape.attention_decode, limits.bandwidth)
-        yield self._prefill(shape.attention_prefill)
+        yield from self._prefill(shape.attention_prefill)
 
     def _decode(self, batch: int, context: int, bandwidth: float) -> Line:
         """Run ``batch`` decodes after ``context`` positions each."""
         config = self._config
-        work = self._attention(batch, context, 1)
+        work = self._launching(self._load(batch, context, 1))
         measured = self._device.seconds(work, self._repetitions)
-        num_bytes = batch * context * 2 * config.num_kv_heads * config.head_dim * self._dtype.itemsize
+        num_bytes = batch * context * block_bytes_of(config, 1, self._dtype, self._kv_cache_dtype) / config.num_layers
         return Line(f"attention, {batch} decodes after {context}", measured * 1e3, num_bytes / bandwidth * 1e3, 0.85)
 
-    def _prefill(self, length: int) -> Line:
+    def _prefill(self, length: int) -> Iterator[Line]:
         """Run one prompt of ``length`` tokens, beside torch's fused attention over contiguous keys and values."""
         config = self._config
-        work = self._attention(1, length, length)
-        measured = self._device.seconds(work, self._repetitions)
+        load = self._load(1, length, length)
+        measured = self._device.seconds(self._launching(load), self._repetitions)
         query, key, value = (
             torch.randn(1, heads, length, config.head_dim, dtype=self._dtype, device=self._device.device)
             for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -174,45 +185,28 @@ class AttentionBenchmark:
             lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
             self._repetitions,
         )
-        return Line(f"attention, prompt of {length} (floor: torch's)", measured * 1e3, beside * 1e3, 0.8)
+        yield Line(f"attention, prompt of {length} (floor: torch's)", measured * 1e3, beside * 1e3, 0.8)
+        is_coded = self._kv_cache_dtype == CODES
+        if not lacking(config, self._dtype, self._device.device, is_coded=is_coded):
+            with contextlib.suppress(FlashLacking):
+                flash = self._device.seconds(load.launching_library(find_flash_attention()), self._repetitions)
+                yield Line(f"attention, prompt of {length} by FlashAttention 3", flash * 1e3, beside * 1e3, 0.8)
 
-    def _attention(self, batch: int, context: int, num_queries: int) -> Callable[[], None]:
-        config, device = self._config, self._device.device
-        blocks_each = -(-context // BLOCK_SIZE)
-        num_blocks = batch * blocks_each
-        pool = torch.randn(
-            num_blocks, 2 * config.num_kv_heads, BLOCK_SIZE, config.head_dim, dtype=self._dtype, device=device
+    def _load(self, batch: int, context: int, num_queries: int) -> AttentionLoad:
+        return AttentionLoad(
+            self._config,
+            self._device.device,
+            self._dtype,
+            self._kv_cache_dtype,
+            batch=batch,
+            context=context,
+            num_queries=num_queries,
         )
-        tables = torch.randperm(num_blocks, device=device).to(torch.int32).view(batch, blocks_each)
-        width = config.num_heads * config.head_dim
-        query = torch.randn(batch * num_queries, width, dtype=self._dtype, device=device)
-        out = torch.empty_like(query)
-        plan = torch.zeros(2, batch, dtype=torch.int32, device=device)
-        rows = AttentionRows(
-            rows=torch.arange(batch, dtype=torch.int32, device=device),
-            query_start=torch.arange(batch + 1, dtype=torch.int32, device=device) * num_queries,
-            kv_length=torch.full((batch,), context, dtype=torch.int32, device=device),
-            block_tables=tables,
-            split_ends=plan[0],
-            tile_ends=plan[1],
-            splits_per_item=torch.ones(1, dtype=torch.int32, device=device),
-            tokens_per_tile=tokens_per_tile(
-                config.num_heads, config.num_kv_heads, config.head_dim, self._dtype, device
-            ),
-        )
-        plan_attention(rows, config.num_kv_heads)
-        workspace = AttentionWorkspace.allocate(batch, config.num_heads, config.head_dim, device)
-        return lambda: paged_attention(
-            query,
-            pool,
-            out,
-            rows,
-            workspace,
-            num_kv_heads=config.num_kv_heads,
-            scale=config.head_dim**-0.5,
-            has_decodes=num_queries == 1,
-            has_chunks=num_queries > 1,
-        )
+
+    def _launching(self, load: AttentionLoad) -> Callable[[], None]:
+        tunings = tunings_of(AUTO, self._device.device)
+        is_coded = self._kv_cache_dtype == CODES
+        return load.launching(tunings.of_attention(self._config.head_dim, self._dtype, is_coded=is_coded))
 
 
 def swap_lines(
@@ -261,6 +255,7 @@ class Run:
             "shape": arguments.shape,
             "dtype": dtype,
             "quantization": arguments.quantization,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
         }
 
     def result(self) -> dict[str, object]:
@@ -278,7 +273,9 @@ class Run:
     def _without_model(self, sections: list[str], limits: Limits) -> None:
         """Before one takes the memory."""
         if "attention" in sections:
-            attention = AttentionBenchmark(self._config, self._device, self._dtype, self._shape.repetitions)
+            attention = AttentionBenchmark(
+                self._config, self._device, self._dtype, self._arguments.kv_cache_dtype, self._shape.repetitions
+            )
             self._attempt("attention", lambda: self._add(attention.lines(self._shape, limits)))
         if "swap" in sections and self._device.is_cuda:
             tokens = self._shape.swapped_tokens
@@ -288,8 +285,9 @@ class Run:
 
     def _steps(self, sections: list[str], limits: Limits) -> None:
         arguments = self._arguments
-        steps = StepBenchmark(self._shape, self._device, arguments.dtype, arguments.seed, arguments.quantization)
-        floors = Floors(self._config, steps.dtype, arguments.quantization, limits)
+        forms = arguments.quantization, arguments.kv_cache_dtype
+        steps = StepBenchmark(self._shape, self._device, arguments.dtype, arguments.seed, *forms)
+        floors = Floors(self._config, steps.dtype, *forms, limits)
         for section in ("decode", "prefill", "mixed"):
             if section in sections:
                 lines: Iterator[Line | Parts] = getattr(steps, section)(floors)
@@ -327,7 +325,8 @@ def table(result: dict[str, object]) -> str:
         f"pinned memory {limits['out_bandwidth'] / 1e9:.1f} GB/s out, {limits['in_bandwidth'] / 1e9:.1f} GB/s in"
     )
     rows = [
-        f"{result['device']}, {result['shape']}, {result['dtype']}, quantization {result['quantization']}",
+        ", ".join(str(result[name]) for name in ("device", "shape", "dtype")),
+        f"quantization {result['quantization']}, KV cache {result['kv_cache_dtype']}",
         rates,
         "",
         f"{'step':48} {'measured ms':>11} {'floor ms':>9} {'share':>6} {'asked':>6}",
@@ -348,6 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none", choices=["none", *BYTES_OF_CODES])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     arguments = parser.parse_args(argv)
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Scheduler, mirror and torch backend in one process, with and without speculation over the same loaded model.
+"""Scheduler, mirror and a backend in one process, with and without speculation over the same loaded model.
 
 Owns: the loop, and draft models that are a model's first layers. Must not know: who proposes, or what is measured.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from headway_executor.backend import BackendConfig, StepResult
+from headway_executor.backend import BackendConfig, ExecutorBackend, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
 from headway_proto.columns import encode_column, encode_columns
@@ -60,10 +60,15 @@ class SpeculativeEngine:
     """
 
     def __init__(
-        self, config: BackendConfig, *, clock: Callable[[], float] = time.perf_counter, always: bool = False
+        self,
+        config: BackendConfig,
+        *,
+        backend: ExecutorBackend | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        always: bool = False,
     ) -> None:
         self._always = always
-        self._backend = TorchBackend()
+        self._backend = TorchBackend() if backend is None else backend
         info = self._backend.open(config)
         self._clock = clock
         self._state = BatchState(info)

@@ -59,6 +59,7 @@ class BackendDriver:
         random.Random(seed + 2).shuffle(self._free_host_blocks)
         self._swap_out: list[tuple[int, int]] = []
         self._swap_in: list[tuple[int, int]] = []
+        self._held_blocks: list[tuple[int, int]] = []
         self._finished_rows: list[int] = []
         self._step = 0
 
@@ -84,7 +85,7 @@ class BackendDriver:
     def swap_in(self, request: Request) -> Request:
         """With the next step, of which it is an arrival, bring back a request that was swapped out."""
         request.row = self._free_rows.pop()
-        self._grow(request, 0)
+        self._held_blocks += self._grow(request, 0)
         self._swap_in += zip(request.host_blocks, request.blocks, strict=True)
         request.host_blocks = []
         return request
@@ -104,7 +105,8 @@ class BackendDriver:
                 budget -= count
         by_row = {request.row: request for request in running}
         rows = sorted(scheduled)
-        new_blocks = [pair for row in rows for pair in self._grow(by_row[row], scheduled[row])]
+        new_blocks = self._held_blocks + [pair for row in rows for pair in self._grow(by_row[row], scheduled[row])]
+        self._held_blocks = []
         columns = np.array(
             [
                 (row, scheduled[row], by_row[row].num_computed, int(self._catches_up(by_row[row], scheduled[row])))

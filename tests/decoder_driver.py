@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway_executor.kv_pool import KvPool
+from headway_executor.kv_pool import KvPool, StoredBlock
 from headway_executor.models.compiled import CompiledModel, load_compiled
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
@@ -158,7 +158,7 @@ def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
             config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU
         )
     block_shape = (2 * config.num_kv_heads, sequences.block_size, config.head_dim)
-    return EagerModel(config, decoder, embedding, _pool(directory, sequences, block_shape))
+    return EagerModel(config, decoder, embedding, _pool(directory, sequences, block_shape), torch.float32)
 
 
 def _pool(directory: Path, sequences: Sequences, block_shape: tuple[int, ...]) -> KvPool:
@@ -166,8 +166,7 @@ def _pool(directory: Path, sequences: Sequences, block_shape: tuple[int, ...]) -
         num_layers=read_model_config(directory).num_layers,
         num_blocks=sequences.num_blocks,
         block_size=sequences.block_size,
-        block_shape=block_shape,
-        dtype=torch.float32,
+        block=StoredBlock(block_shape, torch.float32),
         device=CPU,
     )
 

@@ -20,11 +20,14 @@ from triton.runtime import interpreter
 
 @dataclass(frozen=True)
 class Launch:
-    """``passed``: what a graph would record; ``key``: what a compiled kernel is found by."""
+    """``passed``: what a graph would record; ``key``: what a compiled kernel is found by. ``may_overlap``: it waits for the
+    grid before it by itself.
+    """
 
     kernel: str
     passed: tuple[object, ...]
     key: tuple[object, ...]
+    may_overlap: bool
 
 
 @dataclass
@@ -72,6 +75,7 @@ def logged() -> Iterator[LaunchLog]:
                     *[_specialised(kernel, place, *pair) for place, pair in enumerate(given.items())],
                     *sorted(options.items()),
                 ),
+                "PDL" in kernel.arg_names,
             )
         )
 

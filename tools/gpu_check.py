@@ -286,6 +286,7 @@ def show_figures(folder: Folder) -> None:
         print(f"\n{'measured':60} {'ms':>9} {'floor ms':>9} {'share':>6} {'asked':>6}")
     for line in lines:
         name = line["name"] if line["quantization"] == "none" else f"{line['name']}, {line['quantization']}"
+        name += "" if line.get("kv_cache_dtype", "auto") == "auto" else f", KV cache {line['kv_cache_dtype']}"
         name += "" if line["shape"] == "llama3-8b" else f", {line['shape']}"
         missed = "" if line["share"] >= line["asked"] else "  missed"
         print(

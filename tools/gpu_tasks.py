@@ -74,6 +74,8 @@ def _other_speeds() -> list[Task]:
     return [
         _steps("steps int8", 150, 330, "--sections", "decode", "--quantization", "int8"),
         _steps("steps int4", 150, 330, "--sections", "decode", "--quantization", "int4"),
+        _steps("steps kv fp8", 150, 330, "--sections", "decode,attention", "--kv-cache-dtype", "fp8"),
+        Task("tune", ("benchmarks/gpu_tune.py",), 400, 580, adds_lines=True),
         _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
         _stack("peer", 300, 540),
     ]
@@ -90,6 +92,7 @@ def _slow_checks() -> list[Task]:
         ],
         _pytest("moves", ("tests/unit/test_device_moves.py",), 30, 120, _TESTS),
         _pytest("truth over grpc", truth, 120, 400, (*_COMPARED, "pytest_asyncio", *_SERVICES)),
+        _kv_loss("--device", "cuda", "--dtypes", "bfloat16"),
         Task("doctor", ("-m", "headway", "doctor", "--shape", "llama-3-8b"), 40, 120, ("headway_lab.doctor.command",)),
     ]
 
@@ -110,6 +113,8 @@ def _rehearsed() -> list[Task]:
         ),
         _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens and qwen2"), 60, 300, _COMPARED),
         _pytest("kernels", ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_trial.py"), 60, 300, _TESTS),
+        Task("tune", ("benchmarks/gpu_tune.py", *tiny, "--most", "1", "--rounds", "1"), 30, 300, adds_lines=True),
+        _kv_loss(*("--tokens", "14", "--window", "12", "--chunk", "8", "--dtypes", "float32")),
         _sanitized("memcheck", _SANITIZED[0]),
     ]
 
@@ -125,6 +130,11 @@ def _steps(name: str, seconds: int, limit: int, *arguments: str) -> Task:
 
 def _stack(name: str, seconds: int, limit: int, *arguments: str) -> Task:
     return Task(name, ("benchmarks/gpu_stack.py", *arguments), seconds, limit, _SERVICES, adds_lines=True)
+
+
+def _kv_loss(*arguments: str) -> Task:
+    command = ("benchmarks/kv_cache_loss.py", "--backend", "triton", *arguments)
+    return Task("kv loss", command, 60, 300, ("tokenizers", "headway"), adds_lines=True)
 
 
 def _conformance(name: str, seconds: int, limit: int, *arguments: str) -> Task:

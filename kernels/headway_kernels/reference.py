@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway_kernels import kv_codes
+
 # ---- layers: norm, activation, rotary ---------------------------------------------------------------------------------
 
 
@@ -68,9 +70,14 @@ def rotate_and_store(
     cosine, sine = (table[positions.long(), None] for table in (cosines, sines))
     queries.copy_(_rotated(rotated_queries, cosine, sine))
     stored = torch.cat([_rotated(keys, cosine, sine), values], dim=1)
+    targets: tuple[Tensor, ...] = (pool_layer,)
+    sources: tuple[Tensor, ...] = (stored,)
+    if kv_codes.is_coded(pool_layer):
+        targets, sources = kv_codes.parts(pool_layer), kv_codes.encode(stored)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            pool_layer[slot // block_size, :, slot % block_size] = stored[token]
+            for target, source in zip(targets, sources, strict=True):
+                target[slot // block_size, :, slot % block_size] = source[token]
 
 
 def _rms_normalised(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -216,6 +223,8 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """``gpu.attention.paged_attention`` in float64: ``[query_start[-1], heads * head_dim]``."""
+    if kv_codes.is_coded(pool_layer):
+        pool_layer = kv_codes.decoded(pool_layer, query.dtype)
     _, _, block_size, head_dim = pool_layer.shape
     num_heads = query.shape[1] // head_dim
     starts = query_start.tolist()

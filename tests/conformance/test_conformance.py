@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 import headway_conformance.__main__ as command
 from broken_backends import BROKEN, WrappedBackend
-from headway_conformance import SCENARIOS, SMALL, ConformanceFailure, Outcome, Scenario, check, scenario_named
+from headway_conformance import SCENARIOS, SMALL, ConformanceFailure, Outcome, Scenario, check, oracles, scenario_named
 from headway_conformance.answers import AskedStep, check_answer
 from headway_conformance.checkpoints import write_checkpoint
 from headway_conformance.scenarios import constraints, pooling
@@ -44,6 +44,7 @@ DEEP_IF_INTERPRETED = {
     "moved_within_one_step",
     "host_blocks_keep_what_was_last_written",
     "host_blocks_of_a_new_epoch",
+    "proposals_change_no_token",
     "constrained_rows_among_others",
     "family_llama",
     "family_mistral",
@@ -60,7 +61,6 @@ NEEDS_A_MODEL = {
 }
 
 
-NEEDS_SPECULATION = {"proposals_change_no_token"}
 NEEDS_VECTORS = {scenario.name for scenario in pooling.SCENARIOS}
 
 
@@ -99,7 +99,7 @@ def test_built_in_backends(backend, scenario, checkpoints):
 def test_the_triton_backend(scenario, checkpoints):
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
     outcome = check(scenario, lambda: create_backend("triton"), directory=checkpoints, device=device)
-    assert outcome is expected_of(scenario, NEEDS_SPECULATION | NEEDS_VECTORS)
+    assert outcome is expected_of(scenario, NEEDS_VECTORS)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
@@ -114,6 +114,39 @@ def test_a_backend_that_executes_inline_conforms_on_a_thread_too(scenario, check
 )
 def test_low_precision_is_held_to_log_probabilities(name, dtype, checkpoints):
     check(scenario_named(name), WrappedBackend, directory=checkpoints, dtype=dtype)
+
+
+MOVES_OF_CODES = [
+    "every_split_of_a_prompt",
+    "prompts_beside_decodes",
+    "a_prefix_that_is_there",
+    "copied_blocks",
+    "preempted_and_computed_again",
+    "swapped_out_and_in",
+    "moved_within_one_step",
+    "steps_in_flight_2",
+    "proposals_change_no_token",
+]
+
+
+@pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", MOVES_OF_CODES)
+def test_a_kv_cache_of_8_bits_gives_each_request_the_tokens_that_it_gives_it_alone(
+    backend, name, checkpoints, monkeypatch
+):
+    # Operators round by the size of a step.
+    monkeypatch.setattr(oracles, "_without_row", lambda entry: None)
+
+    def create():
+        inner = create_backend(backend)
+        original = inner.open
+        inner.open = lambda config: original(replace(config, kv_cache_dtype="fp8"))
+        return inner
+
+    device = "cuda" if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+    outcome = check(scenario_named(name), create, directory=checkpoints, device=device, numerics=False)
+    assert outcome is Outcome.PASSED
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoder_driver import Sequences, Span, compiled_pool, write_checkpoint
-from headway_executor.kv_pool import KvPool
+from headway_executor.kv_pool import KvPool, StoredBlock
 from headway_executor.models.compiled import CompiledModel, load_compiled, part_for
 from headway_executor.models.families import read_model_config
 from headway_executor.models.stage import Stage
@@ -63,8 +63,7 @@ class Ranks:
                 num_layers=config.num_layers,
                 num_blocks=sequences.num_blocks,
                 block_size=sequences.block_size,
-                block_shape=(decoder.block_floats,),
-                dtype=torch.float32,
+                block=StoredBlock((decoder.block_floats,), torch.float32),
                 device=torch.device("cpu"),
             )
             self.models.append(CompiledModel(decoder, pool, stage))

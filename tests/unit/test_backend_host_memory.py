@@ -10,7 +10,7 @@ from headway_executor import host_pool, kv_pool
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.host_pool import memory_for
-from headway_executor.kv_pool import KvPool
+from headway_executor.kv_pool import KvPool, StoredBlock
 from headway_executor.simulated.pool import SimulatedPool
 from headway_executor.threaded_backend import ThreadedBackend
 from step_columns import NO_PAIRS, pair_columns
@@ -36,8 +36,7 @@ def make_pool(memory=None, num_host_blocks=5) -> KvPool:
         num_layers=3,
         num_blocks=7,
         block_size=4,
-        block_shape=(2, 4, 5),
-        dtype=torch.float32,
+        block=StoredBlock((2, 4, 5), torch.float32),
         device=CPU,
         num_host_blocks=num_host_blocks,
         host_memory=memory,
@@ -88,8 +87,7 @@ def test_layouts_that_differ_have_other_names_and_no_host_blocks_are_asked_for_t
         num_layers=3,
         num_blocks=7,
         block_size=4,
-        block_shape=(4, 2, 5),
-        dtype=torch.float32,
+        block=StoredBlock((4, 2, 5), torch.float32),
         device=CPU,
         host_memory=memory,
     )

@@ -51,6 +51,18 @@ def test_torch_cpu(tmp_path):
         assert str(row["output_rate"]) in printed
 
 
+def test_kv_cache_loss(tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--tokens", "40", "--window", "20", "--chunk", "8", "--dtypes", "float32")
+    printed = run("kv_cache_loss.py", *load, "--json", str(result), cwd=tmp_path)
+    record = json.loads(result.read_text())
+    assert PROVENANCE | {"backend", "tokens", "results"} <= record.keys()
+    exact, coded = record["results"]
+    assert 1 < exact["nats_per_token"] < 8
+    assert 0 < abs(coded["relative_difference"]) < 0.05
+    assert f"{coded['nats_per_token']:.5f}" in printed
+
+
 def test_adapters(tmp_path):
     result = tmp_path / "result.json"
     load = ("--rank", "2", "--requests", "2", "--output", "4", "--rounds", "1", "--model", str(DEMO_MODEL))

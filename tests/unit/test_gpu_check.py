@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpu_attention
 import gpu_floors
 import gpu_stack
 import gpu_steps
@@ -212,7 +213,7 @@ def test_the_rehearsal_holds(tmp_path):
         check=False,
     )
     assert done.stdout.splitlines()[-1].startswith(
-        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels; lacks: memcheck "
+        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, tune, kv loss; lacks: memcheck "
     )
     assert done.returncode == 3
 
@@ -233,7 +234,7 @@ def test_without_git_a_commit_is_unknown(monkeypatch):
 def test_a_floor_is_that_of_each_phase():
     """A step that is bound by memory in one phase and by products in another takes the sum of both."""
     limits = gpu_floors.Limits(bandwidth=4e12, product_rate=8e14, out_bandwidth=1e10, in_bandwidth=1e10)
-    floors = gpu_floors.Floors(config_of(SHAPES["llama3-8b"]), torch.bfloat16, "none", limits)
+    floors = gpu_floors.Floors(config_of(SHAPES["llama3-8b"]), torch.bfloat16, "none", "auto", limits)
     line = floors.line("mixed", 10.0, [1024] * 64, 1024, 0.85)
     weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert line.phases_ms == pytest.approx(
@@ -245,7 +246,7 @@ def test_a_floor_is_that_of_each_phase():
     )
     assert line.floor_ms == pytest.approx(sum(line.phases_ms.values()))
     assert line.share == pytest.approx(line.floor_ms / 10)
-    mixture = gpu_floors.Floors(config_of(SHAPES["tiny-mixture"]), torch.float32, "none", limits)
+    mixture = gpu_floors.Floors(config_of(SHAPES["tiny-mixture"]), torch.float32, "none", "auto", limits)
     assert [phase.name for phase in mixture.phases([32])] == ["products", "experts", "attention", "head"]
 
 
@@ -253,7 +254,7 @@ def test_a_floor_is_that_of_each_phase():
 def test_a_section_that_fails_costs_its_own_lines_only(monkeypatch, tmp_path, capsys):
     limits = gpu_floors.Limits(1e10, 1e10, 1e10, 1e10)
     monkeypatch.setattr(gpu_steps, "measure_limits", lambda device: limits)
-    monkeypatch.setattr(gpu_steps, "paged_attention", failing_after(paged_attention, 3 + TINY.repetitions))
+    monkeypatch.setattr(gpu_attention, "paged_attention", failing_after(paged_attention, 3 + TINY.repetitions))
 
     def refused(*_):
         raise ValueError("no\nmemory")

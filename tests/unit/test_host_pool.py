@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway_executor import host_pool
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError
 from headway_executor.host_pool import HostPool, num_host_blocks
-from headway_executor.kv_pool import KvPool
+from headway_executor.kv_pool import KvPool, StoredBlock
 from step_columns import NO_PAIRS, pair_columns
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,8 +24,7 @@ def make_pool(dtype=torch.float32, num_host_blocks=NUM_HOST_BLOCKS, device=CPU) 
         num_layers=3,
         num_blocks=NUM_BLOCKS,
         block_size=4,
-        block_shape=(2, 4, 5),
-        dtype=dtype,
+        block=StoredBlock((2, 4, 5), dtype),
         device=device,
         num_host_blocks=num_host_blocks,
     )

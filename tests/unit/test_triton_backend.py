@@ -22,7 +22,7 @@ from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu import open_model
+from headway_executor.gpu import device_model, open_model
 from headway_executor.gpu.linear import CodedLinear
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -195,7 +195,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
             [entry.logprob for entry in other.logprobs], abs=1e-3
         )
     if sizes != "latent" and kind != "gptq-own-orders":
-        qkv = backend._model._decoder._weights.layers[0].qkv
+        qkv = backend._model._target.decoder._weights.layers[0].qkv
         assert isinstance(
             getattr(qkv, "_product", qkv), CodedLinear
         )  # Where there may be adapters, they are around it.
@@ -287,7 +287,7 @@ def test_a_step_beyond_memory_says_how_many_tokens_it_had(llama, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
 
-    monkeypatch.setattr(backend._model._decoder, "run", exhausted)
+    monkeypatch.setattr(backend._model._target.decoder, "run", exhausted)
     with pytest.raises(
         StepOutOfMemoryError, match=r"out of memory with 7 tokens: CUDA out of memory\. Tried"
     ) as caught:
@@ -319,7 +319,10 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"device": "tpu"}, "device 'tpu' is not allowed; allowed: cpu, cuda"),
         ({"device": "cuda"}, "device 'cuda' is not allowed; this host has 0 CUDA devices"),
         ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
-        ({"options": {"graph": "off"}}, "backend_options 'graph' is not allowed; allowed: graphs, step_log, weights"),
+        (
+            {"options": {"graph": "off"}},
+            "backend_options 'graph' is not allowed; allowed: chunk_attention, graphs, step_log",
+        ),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (
             {"options": {"weights": "none"}},
@@ -381,7 +384,6 @@ class NoGraphs:
 def test_behind_its_graphs_a_model_takes_the_memory_of_the_largest_step_again(llama, monkeypatch, fits):
     """Entering a graph has given it back: else the first steps allocate while they serve."""
     warned = []
-    backend, _ = open_backend(llama[0], warn=warned.append)
 
     def largest(self):
         NoGraphs.said.append("largest")
@@ -389,8 +391,9 @@ def test_behind_its_graphs_a_model_takes_the_memory_of_the_largest_step_again(ll
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(NoGraphs, "said", [])
-    monkeypatch.setattr(open_model, "StepGraphs", NoGraphs)
+    monkeypatch.setattr(device_model, "StepGraphs", NoGraphs)
     monkeypatch.setattr(open_model.OpenModel, "try_largest_step", largest)
+    backend, _ = open_backend(llama[0], warn=warned.append)
     with torch.inference_mode():
         backend._model.prepare(record_graphs=True)
     assert NoGraphs.said == ["recorded", "largest"]
@@ -401,7 +404,7 @@ def test_closing_gives_the_pool_back_at_once(llama):
     """On a device it is nearly all memory, and the next model may be opened before Python looks for circles."""
     backend, info = open_backend(llama[0])
     BackendDriver(backend, info).run([Request(prompt(3), 2)], budget=8)
-    held = [weakref.ref(backend._model), weakref.ref(backend._model._pool)]
+    held = [weakref.ref(backend._model), weakref.ref(backend._model._target.pool)]
     gc.disable()
     try:
         backend.close()
@@ -413,7 +416,7 @@ def test_closing_gives_the_pool_back_at_once(llama):
 def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
     backend, info = open_backend(llama[0], max_num_batched_tokens=64)
     model = backend._model
-    model._sizes = model._step_sizes(recorded=True)
+    model._target.sizes = model._target.step_sizes(recorded=True)
     requests = [Request(prompt(length, seed=length), 3, GREEDY) for length in (5, 11, 2)]
     BackendDriver(backend, info).run(requests, budget=12)
     for request in requests:
@@ -424,9 +427,9 @@ def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
     """Also padded; with a row that wants more, or a chunk, the draw comes after."""
     backend, info = open_backend(llama[0])
     model, sizes = backend._model, []
-    model._sizes = model._step_sizes(recorded=True)
-    launch = model._graphs.launch
-    monkeypatch.setattr(model._graphs, "launch", lambda size: sizes.append(size) or launch(size))
+    model._target.sizes = model._target.step_sizes(recorded=True)
+    launch = model._target._graphs.launch
+    monkeypatch.setattr(model._target._graphs, "launch", lambda size: sizes.append(size) or launch(size))
     plain = SamplingParams(temperature=0.0)
     requests = [Request(prompt(length, seed=length), 3, plain) for length in (5, 2)]
     requests.append(Request(prompt(4), 2, GREEDY))
@@ -445,9 +448,9 @@ def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
         "__call__",
         lambda self, *arguments, **named: (launched.append(self.fn.__name__), launch(self, *arguments, **named)),
     )
-    run = backend._model._decoder.run
+    run = backend._model._target.decoder.run
     monkeypatch.setattr(
-        backend._model._decoder, "run", lambda *sizes, **kinds: (launched.clear(), run(*sizes, **kinds))
+        backend._model._target.decoder, "run", lambda *sizes, **kinds: (launched.clear(), run(*sizes, **kinds))
     )
     driver.run([Request(prompt(5), 3, SamplingParams(temperature=0.0))], budget=16)
     layer = ["_add_rms_norm", "skinny_kernel", "_rotate_and_store", "decode_kernel", "skinny_kernel"]

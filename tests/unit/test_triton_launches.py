@@ -18,6 +18,7 @@ from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.step_columns import shape_of
 from headway_proto.sampling import SamplingParams
 from launch_log import logged
+from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
 
 pytestmark = [
@@ -57,9 +58,9 @@ def model(request, tmp_path_factory):
     config = {"quantization": quantization, "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
     info = backend.open(BackendConfig(model=str(directory), **config))
     opened = backend._model
-    opened._sizes = opened._step_sizes(recorded=True)
+    opened._target.sizes = opened._target.step_sizes(recorded=True)
     with torch.inference_mode():
-        opened._decoder._space.token_ids.zero_()  # No kernel will fill them.
+        opened._target.decoder._space.token_ids.zero_()  # No kernel will fill them.
     return opened, backend, info
 
 
@@ -77,7 +78,7 @@ def send(opened, counts, computed):
         block_table=np.empty((0, 0), dtype=np.int32),
     )
     shape = shape_of(batch)
-    size = opened._sizes.of(shape)
+    size = opened._target.sizes.of(shape)
     opened._upload.send(batch, shape, size.num_rows)
     return size
 
@@ -98,11 +99,12 @@ def test_a_recorded_step_allocates_nothing_and_passes_the_same_memory(model, one
         for counts, computed in ((one, 0), (other, 9)):
             assert send(opened, counts, computed) == size
             with logged() as log:
-                opened._forward(size)
+                opened._target.forward(size)
             logs.append(log)
     assert logs[0].allocations == logs[1].allocations == []
     assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
     assert len(logs[0].launches) > 5
+    assert {launch.kernel for launch in logs[0].launches if not launch.may_overlap} == set()
 
 
 def test_nothing_is_compiled_while_serving(model):
@@ -110,8 +112,8 @@ def test_nothing_is_compiled_while_serving(model):
     opened, backend, info = model
     with torch.inference_mode(), logged() as opening:
         opened.try_largest_step()
-        for size in opened._sizes.recorded():
-            opened._forward(size)
+        for size in opened._target.sizes.recorded():
+            opened._target.forward(size)
     with logged() as serving:
         driver = BackendDriver(backend, info)
         for number, sampling in enumerate(PARAMETERS):
@@ -121,7 +123,33 @@ def test_nothing_is_compiled_while_serving(model):
         with torch.inference_mode():
             # Beyond the recorded sizes, each step is launched in its own.
             for num_tokens in range(16, MOST_TOKENS + 1, 112):
-                opened._forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
+                opened._target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
+    assert serving.keys <= opening.keys
+    assert len(serving.launches) > 500
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "draft"])
+def test_speculation_launches_nothing_new(speculation, tmp_path):
+    make_checkpoint(tmp_path, "llama3")
+    backend = TritonBackend()
+    draft = {"speculation": speculation, "draft_model": str(tmp_path) if speculation == "draft" else ""}
+    config = BackendConfig(
+        model=str(tmp_path), max_num_batched_tokens=64, num_speculative_tokens=4, **SETTINGS, **draft
+    )
+    engine = SpeculativeEngine(config, backend=backend, clock=lambda: 0.0, always=True)
+    opened = backend._model
+    with torch.inference_mode(), logged() as opening:
+        for model in opened._both:
+            model.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        opened.try_largest_step()
+        for model in opened._both:
+            model.sizes = model.step_sizes(recorded=True)
+            for size in model.sizes.recorded():
+                model.forward(size)
+    with logged() as serving, torch.inference_mode():
+        prompts = [prompt(3 + 9 * i % 20) * 2 for i in range(24)]
+        engine.run(prompts, 9, speculates=True, sampling=lambda place: PARAMETERS[place % len(PARAMETERS)])
+    assert engine.counters().num_draft_tokens > 20
     assert serving.keys <= opening.keys
     assert len(serving.launches) > 500
 
@@ -131,16 +159,16 @@ def test_the_parts_of_a_step_that_are_timed_alone_are_the_whole_step(model):
     size = LaunchSize(8, 8, has_decodes=True, has_chunks=False)
     with torch.inference_mode():
         assert send(opened, [1] * 8, 3) == size
-        with logged() as whole, gpu_parts.written_down(opened._decoder) as calls:
-            opened._forward(size)
+        with logged() as whole, gpu_parts.written_down(opened._target.decoder) as calls:
+            opened._target.forward(size)
         with logged() as again:
             for works in calls.values():
                 for work in works:
                     work()
         with logged() as after:
-            opened._forward(size)
+            opened._target.forward(size)
     assert Counter(launch.passed for launch in again.launches) == Counter(launch.passed for launch in whole.launches)
-    assert len(calls["qkv"]) == len(calls["feed_forward"]) == len(opened._decoder._weights.layers)
+    assert len(calls["qkv"]) == len(calls["feed_forward"]) == len(opened._target.decoder._weights.layers)
     assert after.launches == whole.launches
 
 

@@ -26,6 +26,8 @@ from headway_kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, p
 from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, MIN_SPLIT
 from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
 from headway_kernels.gpu.dependence import dependent_launch
+from headway_kernels.gpu.float8 import has_e4m3
+from headway_kernels.kv_codes import is_coded
 
 MOST_ITEMS = 2048
 """Decode items of a step, about: five for each program of an H100 or H200."""
@@ -119,7 +121,8 @@ def paged_attention(
 
     ``query`` and ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. ``pool_layer``
     ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads first, block_size a power of two;
-    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8.
+    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. The pool may hold codes
+    instead: see ``headway_kernels.kv_codes``.
 
     A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
     product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. ``sinks`` (float32, ``[heads]``) are logits without
@@ -127,13 +130,15 @@ def paged_attention(
     to the dtype before they meet the values.
     """
     num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
-    tuning = tuning or attention_tuning(query.device, head_dim, query.dtype)
+    tuning = tuning or attention_tuning(query.device, head_dim, query.dtype, is_coded=is_coded(pool_layer))
     constants = {
         "GROUP": num_heads // num_kv_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": pool_layer.shape[2],
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(_DOT_ROWS, power_of_two(head_dim)),
+        "CODED": int(is_coded(pool_layer)),
+        "HAS_E4M3": has_e4m3(pool_layer.device),
         "PADDED_ROWS": _padded_rows(rows.rows.shape[0]),
         "HAS_WINDOW": window is not None,
         "HAS_SOFT_CAP": soft_cap is not None,
@@ -151,12 +156,14 @@ def paged_attention(
 def _check(
     query: Tensor, pool_layer: Tensor, out: Tensor, rows: AttentionRows, num_kv_heads: int, scale: float
 ) -> tuple[int, int]:
-    _, pool_heads, block_size, head_dim = pool_layer.shape
+    _, pool_heads, block_size, width = pool_layer.shape
+    head_dim = width - is_coded(pool_layer)
     num_heads = query.shape[1] // head_dim
     assert pool_heads == 2 * num_kv_heads, "the pool holds key heads, then value heads"
     assert query.shape[1] == out.shape[1] == num_heads * head_dim, "queries are whole heads"
     assert num_heads % num_kv_heads == 0, "heads come in whole groups"
-    assert query.dtype == out.dtype == pool_layer.dtype, "one dtype"
+    assert query.dtype == out.dtype, "one dtype"
+    assert is_coded(pool_layer) or query.dtype == pool_layer.dtype, "numbers are of that dtype"
     assert query.stride(1) == out.stride(1) == rows.block_tables.stride(1) == 1, "rows may lie apart, elements not"
     assert pool_layer.is_contiguous(), "the pool is contiguous"
     assert block_size == power_of_two(block_size), "blocks hold a power of two of positions"

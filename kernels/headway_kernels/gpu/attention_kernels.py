@@ -14,8 +14,11 @@ from headway_kernels.gpu.attention_tiles import (
     count_splits,
     cut_decode,
     find_row,
+    head_in_block,
     join_splits,
     load_blocks,
+    load_exponents,
+    load_first,
     start_of_share,
 )
 from headway_kernels.gpu.dependence import await_grid
@@ -87,6 +90,8 @@ def chunk_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    CODED: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -138,8 +143,10 @@ def chunk_kernel(
 
         weighted = tl.zeros([QUERY_TILE, PADDED_HEAD_DIM], dtype=tl.float32)
         maximum, total = _begin(sinks, kv_head * GROUP + vector % GROUP, HAS_SINKS, QUERY_TILE)
-        keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
-        block = load_blocks(table, full_low, begin, end, BLOCK_SIZE, KEY_TILE)
+        keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        block, of_keys, of_values = load_first(
+            table, exponents, full_low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+        )
         for tile in range(full_low, full_high):
             following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
             weighted, maximum, total = attend_tile(
@@ -150,6 +157,8 @@ def chunk_kernel(
                 total,
                 keys,
                 block,
+                of_keys,
+                of_values,
                 tile,
                 begin,
                 end,
@@ -161,13 +170,20 @@ def chunk_kernel(
                 BLOCK_SIZE,
                 HEAD_DIM,
                 PADDED_HEAD_DIM,
+                CODED,
+                HAS_E4M3,
                 KEY_TILE,
                 HAS_WINDOW,
                 HAS_SOFT_CAP,
             )
             block = following
+            of_keys, of_values = load_exponents(
+                exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+            )
         tile = tl.where(low < full_low, low, full_high)
-        block = load_blocks(table, tile, begin, end, BLOCK_SIZE, KEY_TILE)
+        block, of_keys, of_values = load_first(
+            table, exponents, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+        )
         for _ in range(num_masked):
             next_tile = tl.where(tile + 1 == full_low, full_high, tile + 1)
             following = load_blocks(table, next_tile, begin, end, BLOCK_SIZE, KEY_TILE)
@@ -179,6 +195,8 @@ def chunk_kernel(
                 total,
                 keys,
                 block,
+                of_keys,
+                of_values,
                 tile,
                 begin,
                 end,
@@ -190,12 +208,17 @@ def chunk_kernel(
                 BLOCK_SIZE,
                 HEAD_DIM,
                 PADDED_HEAD_DIM,
+                CODED,
+                HAS_E4M3,
                 KEY_TILE,
                 HAS_WINDOW,
                 HAS_SOFT_CAP,
             )
             tile = next_tile
             block = following
+            of_keys, of_values = load_exponents(
+                exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+            )
         pointers = out + (line * out_stride + column)[:, None] + component[None, :]
         result = (weighted / total[:, None]).to(out.dtype.element_ty)
         tl.store(pointers, result, mask=real[:, None] & in_head[None, :])
@@ -228,6 +251,8 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    CODED: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -261,7 +286,7 @@ def decode_kernel(
             last_head = kv_head * GROUP + GROUP - 1
             columns = head[:, None] * HEAD_DIM + component[None, :]
             queries = tl.load(query + token * query_stride + columns, mask=real, other=0.0)
-            keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
+            keys, exponents = head_in_block(pool, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
             for split in range(
                 start_of_share(number, num_splits, row_items), start_of_share(number + 1, num_splits, row_items)
             ):
@@ -281,6 +306,7 @@ def decode_kernel(
                     maximum,
                     total,
                     keys,
+                    exponents,
                     table,
                     low,
                     high,
@@ -293,6 +319,8 @@ def decode_kernel(
                     BLOCK_SIZE,
                     HEAD_DIM,
                     PADDED_HEAD_DIM,
+                    CODED,
+                    HAS_E4M3,
                     KEY_TILE,
                     HAS_SOFT_CAP,
                 )
@@ -332,6 +360,7 @@ def _attend_split(
     maximum,
     total,
     keys,
+    exponents,
     table,
     low,
     high,
@@ -344,6 +373,8 @@ def _attend_split(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    CODED: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     KEY_TILE: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
 ):
@@ -351,7 +382,9 @@ def _attend_split(
     weighted = tl.zeros([queries.shape[0], PADDED_HEAD_DIM], dtype=tl.float32)
     # A decode sees every position from begin on.
     query_position = tl.full([queries.shape[0]], NEVER, dtype=tl.int32)
-    block = load_blocks(table, low, begin, end, BLOCK_SIZE, KEY_TILE)
+    block, of_keys, of_values = load_first(
+        table, exponents, low, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+    )
     for tile in range(low, high):
         following = load_blocks(table, tile + 1, begin, end, BLOCK_SIZE, KEY_TILE)
         # Always masked: memory bounds the kernel anyway.
@@ -363,6 +396,8 @@ def _attend_split(
             total,
             keys,
             block,
+            of_keys,
+            of_values,
             tile,
             begin,
             end,
@@ -374,9 +409,14 @@ def _attend_split(
             BLOCK_SIZE,
             HEAD_DIM,
             PADDED_HEAD_DIM,
+            CODED,
+            HAS_E4M3,
             KEY_TILE,
             False,
             HAS_SOFT_CAP,
         )
         block = following
+        of_keys, of_values = load_exponents(
+            exponents, block, tile + 1, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+        )
     return weighted / total[:, None], maximum, total

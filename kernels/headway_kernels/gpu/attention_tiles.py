@@ -8,6 +8,8 @@ import math
 import triton
 import triton.language as tl
 
+from headway_kernels.gpu.float8 import factor_of, numbers_of
+
 MIN_SPLIT = tl.constexpr(256)
 """The fewest positions of each of several splits; joining fewer would cost more than it saves."""
 MAX_SPLITS = tl.constexpr(16)
@@ -76,6 +78,62 @@ def load_blocks(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.
 
 
 @triton.jit
+def head_in_block(pool, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Pointers to a head's keys in block 0, and to their exponents, if there are any."""
+    keys = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    return keys, pool + 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + kv_head * BLOCK_SIZE
+
+
+@triton.jit
+def load_exponents(
+    exponents,
+    block,
+    tile,
+    begin,
+    end,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODED: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """The exponents of a tile's keys and values, 0 outside ``begin`` to ``end``; of a pool of numbers, anything.
+
+    ``exponents`` points to the head's in block 0. They are too narrow for Triton's pipeliner: loops load them a turn ahead.
+    """
+    of_keys = tile
+    of_values = tile
+    if CODED:
+        position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
+        wanted = (position >= begin) & (position < end)
+        place = block.to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + CODED)) + position % BLOCK_SIZE
+        of_keys = tl.load(exponents + place, mask=wanted, other=0)
+        of_values = tl.load(exponents + NUM_KV_HEADS * BLOCK_SIZE + place, mask=wanted, other=0)
+    return of_keys, of_values
+
+
+@triton.jit
+def load_first(
+    table,
+    exponents,
+    tile,
+    begin,
+    end,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODED: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """The block ids and the exponents of the tile with which a loop begins."""
+    block = load_blocks(table, tile, begin, end, BLOCK_SIZE, KEY_TILE)
+    of_keys, of_values = load_exponents(
+        exponents, block, tile, begin, end, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, CODED, KEY_TILE
+    )
+    return block, of_keys, of_values
+
+
+@triton.jit
 def _load_vectors(pointers, wanted, in_head, SOME: tl.constexpr, PADDED: tl.constexpr):
     """Unwanted vectors are not read: a zero weight would not hide a NaN."""
     if SOME:
@@ -120,6 +178,8 @@ def attend_tile(
     total,
     keys,
     block,
+    key_exponents,
+    value_exponents,
     tile,
     begin,
     end,
@@ -131,6 +191,8 @@ def attend_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    CODED: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     KEY_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -138,20 +200,27 @@ def attend_tile(
     """Let each query attend to the positions of a key tile from ``begin`` up to ``end``.
 
     ``keys`` points to the key head in block 0. The state is FlashAttention's, with logits to base 2. Keys and values
-    are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way.
+    are read first, so that Triton's pipeliner keeps ``num_stages`` - 1 tiles on their way. If they are ``CODED``, their
+    exponents multiply logits and weights, which rounds nothing: see ``headway_kernels.kv_codes``.
     """
     position = tile * KEY_TILE + tl.arange(0, KEY_TILE)
     wanted = (position >= begin) & (position < end)
     # int64: pools have more elements than an int32 counts.
-    place = block.to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + position % BLOCK_SIZE * HEAD_DIM
+    stride = 2 * NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + CODED)
+    place = block.to(tl.int64) * stride + position % BLOCK_SIZE * HEAD_DIM
     component = tl.arange(0, PADDED_HEAD_DIM)
     in_head = component < HEAD_DIM
     pointers = keys + place[:, None] + component[None, :]
     key = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
     pointers += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     value = _load_vectors(pointers, wanted, in_head, MASKED, HEAD_DIM != PADDED_HEAD_DIM)
+    if CODED:
+        key = numbers_of(key, query.dtype, HAS_E4M3)
+        value = numbers_of(value, query.dtype, HAS_E4M3)
 
     logit = _dot(query, tl.trans(key), tl.zeros([query.shape[0], KEY_TILE], dtype=tl.float32))
+    if CODED:
+        logit *= factor_of(key_exponents)[None, :]
     if HAS_SOFT_CAP:
         logit = _capped(logit * factor, cap)
     if MASKED:
@@ -168,6 +237,8 @@ def attend_tile(
         weight = tl.exp2(logit * factor - highest[:, None])
     decay = tl.exp2(maximum - highest)
     total = total * decay + tl.sum(weight, 1)
+    if CODED:
+        weight *= factor_of(value_exponents)[None, :]
     weighted = _dot(weight.to(value.dtype), value, weighted * decay[:, None])
     return weighted, highest, total
 

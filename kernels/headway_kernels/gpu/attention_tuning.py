@@ -27,10 +27,10 @@ class KernelTuning:
     programs_per_multiprocessor: int
 
     @property
-    def max_registers(self) -> int | None:
-        """Of a thread, so that this many programs fit; None: all that a thread can have."""
+    def max_registers(self) -> int:
+        """Of a thread, so that this many programs fit. Without a number, the assembler may spare them and use memory."""
         fitting = _REGISTERS // (32 * self.num_warps * self.programs_per_multiprocessor) // 8 * 8
-        return fitting if fitting < _MOST_REGISTERS else None
+        return min(fitting, _MOST_REGISTERS)
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,12 @@ class AttentionTuning:
 MOST_CHANNELS = 512
 """Of a head."""
 
-# (compute capability's first number, padded head size, bytes of an element) -> tuning. Memory bounds decodes: their
+# (compute capability's first number, padded head size, bytes of an element of the pool) -> tuning: the largest tiles that
+# need no local memory, by what compilers say. 9 is H100 and H200; B200 (10) takes their tiles where it has none of its own.
+# Memory bounds decodes: their
 # tiles keep some 64 KiB in flight per multiprocessor. The tensor cores bound chunks: their accumulators fill the
 # registers (128 query vectors by 128 components for 8 warps). float32 has no tensor cores of full precision; its tiles
-# are small, since each thread holds its operands in registers.
+# are small, since each thread holds its operands in registers. Elements of one byte are codes of a model of 16 bits.
 _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (8, 64, 2): AttentionTuning(KernelTuning(16, 64, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
     (8, 128, 2): AttentionTuning(KernelTuning(16, 64, 4, 3, 2), KernelTuning(128, 64, 8, 3, 1)),
@@ -57,6 +59,18 @@ _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
     (9, 128, 2): AttentionTuning(KernelTuning(16, 32, 4, 4, 3), KernelTuning(128, 64, 8, 3, 1)),
     (9, 256, 2): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(128, 32, 8, 3, 1)),
     (9, 512, 2): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(64, 16, 8, 2, 1)),
+    (10, 256, 2): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(64, 16, 8, 3, 1)),
+    (10, 512, 2): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(32, 32, 8, 2, 1)),
+    (8, 64, 1): AttentionTuning(KernelTuning(16, 64, 4, 4, 2), KernelTuning(64, 64, 4, 3, 1)),
+    (8, 128, 1): AttentionTuning(KernelTuning(16, 64, 4, 4, 2), KernelTuning(64, 64, 8, 3, 1)),
+    (8, 256, 1): AttentionTuning(KernelTuning(16, 32, 4, 4, 2), KernelTuning(64, 32, 8, 3, 1)),
+    (8, 512, 1): AttentionTuning(KernelTuning(16, 16, 4, 4, 2), KernelTuning(32, 16, 4, 3, 1)),
+    (9, 64, 1): AttentionTuning(KernelTuning(16, 64, 4, 5, 3), KernelTuning(128, 64, 8, 3, 1)),
+    (9, 128, 1): AttentionTuning(KernelTuning(16, 32, 4, 5, 3), KernelTuning(128, 64, 8, 3, 1)),
+    (9, 256, 1): AttentionTuning(KernelTuning(16, 32, 4, 4, 2), KernelTuning(64, 32, 8, 3, 1)),
+    (9, 512, 1): AttentionTuning(KernelTuning(16, 16, 4, 4, 2), KernelTuning(32, 16, 8, 2, 1)),
+    (10, 64, 1): AttentionTuning(KernelTuning(16, 64, 4, 5, 3), KernelTuning(64, 64, 8, 3, 1)),
+    (10, 128, 1): AttentionTuning(KernelTuning(16, 32, 4, 5, 3), KernelTuning(64, 64, 8, 3, 1)),
     (8, 64, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(32, 32, 4, 3, 2)),
     (8, 128, 4): AttentionTuning(KernelTuning(16, 32, 4, 3, 2), KernelTuning(32, 32, 8, 3, 1)),
     (8, 256, 4): AttentionTuning(KernelTuning(16, 16, 4, 3, 2), KernelTuning(16, 16, 8, 3, 1)),
@@ -65,32 +79,40 @@ _TUNING: dict[tuple[int, int, int], AttentionTuning] = {
 _ON_CPU = AttentionTuning(KernelTuning(16, 64, 1, 1, 2), KernelTuning(64, 64, 1, 1, 2))
 
 
-def attention_tuning(device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionTuning:
-    """The table's entry for this device, head size and dtype."""
+def attention_tuning(
+    device: torch.device, head_dim: int, dtype: torch.dtype, *, is_coded: bool = False
+) -> AttentionTuning:
+    """The table's entry for this device, head size and dtype of the model, and for a pool of codes."""
     if device.type != "cuda":
         return _ON_CPU
-    return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize)
+    return tuning_for(torch.cuda.get_device_capability(device)[0], head_dim, dtype.itemsize, is_coded=is_coded)
 
 
-def tuning_for(major: int, head_dim: int, element_bytes: int) -> AttentionTuning:
+def tuning_for(major: int, head_dim: int, element_bytes: int, *, is_coded: bool = False) -> AttentionTuning:
     """The nearest entry: of the newest generation up to ``major``, of the next padded head size."""
-    padded = min(MOST_CHANNELS, max(64, power_of_two(head_dim)))
-    known = [entry for entry in _TUNING if entry[0] <= major and entry[1:] == (padded, element_bytes)]
+    element_bytes = _stored_bytes(element_bytes, is_coded=is_coded)
+    known = [entry for entry in _TUNING if entry[0] <= major and entry[1:] == (padded_head(head_dim), element_bytes)]
     if not known:
         raise ValueError(f"no attention kernel for elements of {element_bytes} bytes on compute capability {major}.x")
     return _TUNING[max(known)]
 
 
-def tokens_per_tile(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tuning: AttentionTuning | None = None,
-) -> int:
+def padded_head(head_dim: int) -> int:
+    """The head size whose tiles serve ``head_dim``."""
+    return min(MOST_CHANNELS, max(64, power_of_two(head_dim)))
+
+
+def stored_bytes(dtype: torch.dtype, *, is_coded: bool) -> int:
+    """Bytes of an element of the pool, as far as tiles differ by them; ``dtype`` is the model's."""
+    return _stored_bytes(dtype.itemsize, is_coded=is_coded)
+
+
+def _stored_bytes(element_bytes: int, *, is_coded: bool) -> int:
+    return 1 if is_coded and element_bytes == 2 else element_bytes
+
+
+def tokens_per_tile(num_heads: int, num_kv_heads: int, tuning: AttentionTuning) -> int:
     """Tokens of a query tile with all heads of a group."""
-    tuning = tuning or attention_tuning(device, head_dim, dtype)
     return max(1, tuning.chunk.query_tile // (num_heads // num_kv_heads))
 
 

@@ -6,6 +6,7 @@ Owns: how a grid goes through tokens, experts and tiles. Must not know: launches
 import triton
 import triton.language as tl
 
+from headway_kernels.gpu.dependence import await_grid
 from headway_kernels.gpu.weights import finished, multiply_tile
 
 _GONE = tl.constexpr(float("-inf"))
@@ -31,8 +32,10 @@ def choose_kernel(
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program chooses for a token. Experts lie ``[groups, size]``; row after row is their order."""
+    await_grid(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     member = tl.arange(0, BLOCK_SIZE)
@@ -97,8 +100,9 @@ def _largest(values):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def sort_pairs_kernel(chosen, order, ends, num_pairs, BLOCK: tl.constexpr):
+def sort_pairs_kernel(chosen, order, ends, num_pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program finds the places of an expert's pairs: behind those of lower experts, in their own order."""
+    await_grid(PDL)
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -143,12 +147,18 @@ def multiply_pairs_kernel(
     GATHERS: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Programs that run together have all tiles of one span of outputs, so an expert's weights are read once."""
+    """Programs that run together have all tiles of one span of outputs, so an expert's weights are read once.
+
+    Which weights a program needs, only the grid before says.
+    """
+    await_grid(PDL)
     expert, begin, end = _tile_of_pairs(tl.program_id(0), ends, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_TOKENS)
     if begin < end:
         places = begin + tl.arange(0, BLOCK_TOKENS)
@@ -180,6 +190,7 @@ def multiply_pairs_kernel(
             GROUPED,
             HAS_MINIMA,
             HAS_ORDER,
+            HAS_E4M3,
             WIDE,
             BLOCK_TOKENS,
             BLOCK_OUTPUTS,
@@ -230,8 +241,10 @@ def add_pairs_kernel(
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program has some channels of a token."""
+    await_grid(PDL)
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channels < WIDTH

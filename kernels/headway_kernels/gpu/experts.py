@@ -10,14 +10,17 @@ Nothing is added in an order that chance decides, and one tiling serves any numb
 its own numbers alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import dependent_launch
 from headway_kernels.gpu.expert_kernels import add_pairs_kernel, choose_kernel, multiply_pairs_kernel, sort_pairs_kernel
-from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
+from headway_kernels.gpu.float8 import has_e4m3
+from headway_kernels.gpu.quantized_linear import Tiling
+from headway_kernels.gpu.tunings import shipped_pair_tiling
 from headway_kernels.gpu.weights import DeviceWeight, WeightForm, tile_constants, tile_tensors
 from headway_kernels.routing import Routing, Scoring
 
@@ -76,6 +79,7 @@ def choose(logits: Tensor, slots: Tensor, correction: Tensor | None, pairs: Expe
         routing.scaling,
         **choice_constants(routing, has_correction=correction is not None),
         num_warps=1,
+        **dependent_launch(logits.device),
     )
 
 
@@ -99,14 +103,27 @@ def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int
 def sort_pairs(pairs: ExpertPairs) -> None:
     """Write ``pairs.order``: the pairs expert after expert; and ``pairs.ends``: behind each expert's last."""
     sort_pairs_kernel[(len(pairs.ends),)](
-        pairs.chosen, pairs.order, pairs.ends, pairs.chosen.numel(), BLOCK=PAIRS_PER_TURN, num_warps=NUM_WARPS
+        pairs.chosen,
+        pairs.order,
+        pairs.ends,
+        pairs.chosen.numel(),
+        BLOCK=PAIRS_PER_TURN,
+        num_warps=NUM_WARPS,
+        **dependent_launch(pairs.chosen.device),
     )
 
 
 def multiply_pairs(
-    x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, pairs: ExpertPairs, *, gathers: bool
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    pairs: ExpertPairs,
+    *,
+    gathers: bool,
+    tiling: Tiling | None = None,
 ) -> None:
-    """Multiply the row of each pair with its expert's weight, and add its bias.
+    """Multiply the row of each pair with its expert's weight, and add its bias; ``tiling``: instead of the one that ships.
 
     ``weight`` has a first dimension of experts; ``bias`` ``[experts, outputs]``, contiguous, or None. If it ``gathers``:
     ``x`` ``[T, inputs]`` has a row for each token, ``out`` ``[pairs, outputs]`` its results in sorted order. Else ``x``
@@ -116,7 +133,7 @@ def multiply_pairs(
     num_pairs = len(pairs.order)
     if num_pairs == 0:
         return
-    tiling = pair_tiling(weight, x.dtype)
+    tiling = pair_tiling(weight, x.dtype, tiling)
     tiles = num_pairs // tiling.tokens + min(len(pairs.ends), num_pairs)
     values, scales, minima, order = tile_tensors(weight)
     multiply_pairs_kernel[(tiles, triton.cdiv(weight.num_outputs, tiling.outputs))](
@@ -134,16 +151,18 @@ def multiply_pairs(
         **pair_constants(
             weight, tiling, len(pairs.ends), pairs.chosen.shape[1], has_bias=bias is not None, gathers=gathers
         ),
+        HAS_E4M3=has_e4m3(x.device),
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **dependent_launch(x.device),
     )
 
 
-def pair_tiling(weight: DeviceWeight, dtype: torch.dtype) -> Tiling:
-    """One for any number of pairs. With few, memory bounds the product, and columns of a tile that go to waste cost little."""
-    tiling = FLOAT32_TILINGS[1] if dtype == torch.float32 else TILINGS[2]
-    return Tiling(None, tiling.tokens, tiling.outputs, weight.step(tiling.inputs), 0, 4, tiling.num_stages)
+def pair_tiling(weight: DeviceWeight, dtype: torch.dtype, tiling: Tiling | None = None) -> Tiling:
+    """One for any number of pairs, in steps that fit the weight's groups."""
+    tiling = tiling or shipped_pair_tiling(dtype)
+    return replace(tiling, inputs=weight.step(tiling.inputs))
 
 
 def pair_constants(
@@ -191,4 +210,5 @@ def add_pairs(given: Tensor, pairs: ExpertPairs, out: Tensor, *, shared: Tensor 
         HAS_GATE=gates is not None,
         BLOCK=CHANNELS_PER_PROGRAM,
         num_warps=NUM_WARPS,
+        **dependent_launch(out.device),
     )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+
 _TOKENS_PER_PROGRAM = 1024
 _NUM_WARPS = 4
 
@@ -29,11 +31,22 @@ def exclude(logits: Tensor, places: Tensor, words: Tensor) -> None:
         VOCAB=vocab_size,
         BLOCK=_TOKENS_PER_PROGRAM,
         num_warps=_NUM_WARPS,
+        **dependent_launch(logits.device),
     )
 
 
 @triton.jit
-def _exclude(logits, places, words, logits_stride, words_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _exclude(
+    logits,
+    places,
+    words,
+    logits_stride,
+    words_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_grid(PDL)
     number = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < VOCAB

@@ -3,7 +3,7 @@
 Owns: the product, its cut. Must not know: a layer's use, how weights become codes.
 
 With few tokens, narrow layers cut their inputs into *splits*, whose sums a second kernel adds in a fixed order. The
-number of tokens only selects the tiling.
+number of tokens only selects the tiling, and up to 64 of 16-bit numbers the cut is that of the weight's shape alone.
 """
 
 from dataclasses import dataclass, replace
@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway_kernels.gpu.dependence import await_grid, dependent_launch
+from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.weights import (
     DeviceWeight,
     WeightForm,
+    fetch_ahead,
     finished,
     multiply_tile,
     tile_constants,
@@ -40,13 +43,15 @@ class Tiling:
     num_stages: int
 
 
+PROGRAMS = 264
+"""Two per processor of an H100 or H200, for all that are few tokens: so a token's sums are cut alike in any such step."""
 TILINGS = (
-    Tiling(max_tokens=16, tokens=16, outputs=64, inputs=128, programs=528, num_warps=4, num_stages=5),
-    Tiling(max_tokens=64, tokens=64, outputs=64, inputs=128, programs=264, num_warps=4, num_stages=4),
+    Tiling(max_tokens=16, tokens=16, outputs=64, inputs=128, programs=PROGRAMS, num_warps=4, num_stages=5),
+    Tiling(max_tokens=64, tokens=64, outputs=64, inputs=128, programs=PROGRAMS, num_warps=4, num_stages=4),
     Tiling(max_tokens=256, tokens=64, outputs=128, inputs=64, programs=0, num_warps=4, num_stages=4),
     Tiling(max_tokens=None, tokens=128, outputs=128, inputs=64, programs=0, num_warps=8, num_stages=4),
 )
-"""For 2-byte inputs. 528 programs are four per processor of an H100 or H200."""
+"""For 2-byte inputs."""
 FLOAT32_TILINGS = (
     Tiling(max_tokens=16, tokens=16, outputs=32, inputs=32, programs=528, num_warps=4, num_stages=3),
     Tiling(max_tokens=None, tokens=32, outputs=64, inputs=32, programs=0, num_warps=4, num_stages=3),
@@ -57,6 +62,8 @@ BLOCKS_PER_SPLIT = 4
 MOST_SPLITS = 16
 OUTPUT_TILES_PER_BAND = 8
 """Output tiles whose programs are neighbours and share inputs and codes in the cache."""
+_FEW_TOKENS = tl.constexpr(64)
+"""Of a tile: memory then bounds the product, and programs begin with fetching weights."""
 SUMS_PER_PROGRAM = 512
 SUM_WARPS = 4
 
@@ -71,16 +78,23 @@ def workspace_elements(weight: DeviceWeight, dtype: torch.dtype) -> int:
     return max(sizes)
 
 
-def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor, workspace: Tensor) -> None:
+def quantized_linear(
+    x: Tensor,
+    weight: DeviceWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    workspace: Tensor,
+    tilings: tuple[Tiling, ...] | None = None,
+) -> None:
     """``out = x @ weight.T + bias``.
 
     ``x`` ``[T, K]`` and ``out`` ``[T, N]`` in one floating dtype, any row stride; ``bias`` ``[N]`` in that dtype or None;
-    ``workspace`` float32, contiguous. The result is rounded once.
+    ``workspace`` float32, contiguous. The result is rounded once. ``tilings``: instead of those that ship.
     """
     num_tokens = x.shape[0]
     if num_tokens == 0:
         return
-    tiling = choose_tiling(num_tokens, weight, x.dtype)
+    tiling = choose_tiling(num_tokens, weight, x.dtype, tilings)
     constants = product_constants(weight, tiling, has_bias=bias is not None)
     splits, num_outputs = constants["SPLITS"], weight.num_outputs
     if splits > 1 and workspace.numel() < splits * tiling.tokens * num_outputs:
@@ -102,10 +116,12 @@ def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: 
         out.stride(0),
         num_tokens,
         **constants,
+        HAS_E4M3=has_e4m3(x.device),
         # Triton's interpreter knows no bfloat16 products; those of float32 are the same.
         WIDE=x.dtype == torch.float32 or not x.is_cuda,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **dependent_launch(x.device),
     )
     if splits > 1:
         _add_splits[(num_tokens, triton.cdiv(num_outputs, SUMS_PER_PROGRAM))](
@@ -121,13 +137,16 @@ def quantized_linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: 
             HAS_BIAS=bias is not None,
             BLOCK=SUMS_PER_PROGRAM,
             num_warps=SUM_WARPS,
+            **dependent_launch(x.device),
         )
 
 
-def choose_tiling(num_tokens: int, weight: DeviceWeight, dtype: torch.dtype) -> Tiling:
+def choose_tiling(
+    num_tokens: int, weight: DeviceWeight, dtype: torch.dtype, tilings: tuple[Tiling, ...] | None = None
+) -> Tiling:
     """The first tiling for so many tokens, in steps that fit the weight's groups."""
-    tilings = _tilings(weight, dtype)
-    return next(tiling for tiling in tilings if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
+    fitting = _tilings(weight, dtype, tilings)
+    return next(tiling for tiling in fitting if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
 
 
 def product_constants(weight: DeviceWeight, tiling: Tiling, *, has_bias: bool) -> dict[str, int | bool]:
@@ -145,8 +164,8 @@ def product_constants(weight: DeviceWeight, tiling: Tiling, *, has_bias: bool) -
     }
 
 
-def _tilings(weight: DeviceWeight, dtype: torch.dtype) -> list[Tiling]:
-    tilings = FLOAT32_TILINGS if dtype == torch.float32 else TILINGS
+def _tilings(weight: DeviceWeight, dtype: torch.dtype, tilings: tuple[Tiling, ...] | None = None) -> list[Tiling]:
+    tilings = tilings or (FLOAT32_TILINGS if dtype == torch.float32 else TILINGS)
     return [replace(tiling, inputs=weight.step(tiling.inputs)) for tiling in tilings]
 
 
@@ -184,11 +203,13 @@ def _product(
     SPLITS: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     BAND: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token_tile, output_tile = _tile_of(
         tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
@@ -197,15 +218,19 @@ def _product(
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
-    x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
+    rows = tl.minimum(outputs, OUTPUTS - 1)
     first = split * SPLIT_INPUTS
+    if PDL and BLOCK_TOKENS <= _FEW_TOKENS:
+        fetch_ahead(values, rows, first, ROW, FORM)
+    await_grid(PDL)
+    x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
     sums = multiply_tile(
         x_rows,
         values,
         scales,
         minima,
         order,
-        tl.minimum(outputs, OUTPUTS - 1),
+        rows,
         first,
         tl.minimum(first + SPLIT_INPUTS, INPUTS),
         OUTPUTS,
@@ -216,6 +241,7 @@ def _product(
         GROUPED,
         HAS_MINIMA,
         HAS_ORDER,
+        HAS_E4M3,
         WIDE,
         BLOCK_TOKENS,
         BLOCK_OUTPUTS,
@@ -245,8 +271,10 @@ def _add_splits(
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Splits are added first to last."""
+    await_grid(PDL)
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = outputs < OUTPUTS

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
+from headway_kernels.gpu.float8 import code_of, exponent_of, magnitude_bits
+from headway_kernels.kv_codes import is_coded
 
 PAIRS_PER_PROGRAM = 512
 """Rotated pairs of one token per program, as whole heads; 8 heads of 128 channels."""
@@ -37,8 +39,8 @@ def rotate_and_store(
     ``qkv`` ``[T, (num_heads + 2 num_kv_heads) * head_dim]``, any row stride: query heads, key heads, value heads;
     channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables. ``slots`` int32
     ``[T]``, distinct; -1 stores nothing. ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous.
-    ``pool_layer`` as of ``paged_attention``. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an RMSNorm per head, or
-    None.
+    ``pool_layer`` as of ``paged_attention``, of numbers or of codes. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an
+    RMSNorm per head, or None.
 
     Normalised heads are rounded before and after the product with the weight, then rotated in float32.
     """
@@ -62,6 +64,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         PAIRS=head_dim // 2,
+        CODED=int(is_coded(pool_layer)),
         BLOCK_SIZE=pool_layer.shape[2],
         BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs,
@@ -86,6 +89,7 @@ def _rotate_and_store(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    CODED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -120,13 +124,23 @@ def _rotate_and_store(
     tl.store(source, rotated_first, mask=within & is_query)
     tl.store(source + PAIRS, rotated_second, mask=within & is_query)
     slot = tl.load(slots + token).to(tl.int64)
-    pool_head = (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS) + (heads - NUM_HEADS)
-    place = (pool_head * BLOCK_SIZE + slot % BLOCK_SIZE) * (2 * PAIRS)
-    target = pool_layer + place[:, None] + pairs[None, :]
+    block = pool_layer + (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS * BLOCK_SIZE * (2 * PAIRS + CODED))
+    vector = (heads - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
+    target = block + vector[:, None] * (2 * PAIRS) + pairs[None, :]
     # Not "& (slot >= 0)": Triton's interpreter cannot broadcast what comparing a scalar gives.
-    stored = within & (tl.where(heads >= NUM_HEADS, slot, -1) >= 0)[:, None]
-    tl.store(target, rotated_first, mask=stored)
-    tl.store(target + PAIRS, rotated_second, mask=stored)
+    is_stored = tl.where(heads >= NUM_HEADS, slot, -1) >= 0
+    stored = within & is_stored[:, None]
+    if CODED:
+        left = rotated_first.to(tl.float32)
+        right = rotated_second.to(tl.float32)
+        exponents = exponent_of(tl.max(tl.maximum(magnitude_bits(left), magnitude_bits(right)), axis=1))
+        tl.store(target, code_of(left, exponents[:, None]), mask=stored)
+        tl.store(target + PAIRS, code_of(right, exponents[:, None]), mask=stored)
+        behind = block + 2 * NUM_KV_HEADS * BLOCK_SIZE * 2 * PAIRS
+        tl.store(behind + vector, exponents.to(tl.uint8), mask=is_stored & (heads < NUM_HEADS + 2 * NUM_KV_HEADS))
+    else:
+        tl.store(target, rotated_first, mask=stored)
+        tl.store(target + PAIRS, rotated_second, mask=stored)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.activation import Gate, activated
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.weights import WeightForm, multiply_tile
+from headway_kernels.gpu.weights import WeightForm, fetch_ahead, multiply_tile
 
 MOST_TOKENS = 64
 """Beyond it, tensor cores bound a product, and the library's are better."""
@@ -32,10 +32,6 @@ BLOCKS_TO_START = 4
 _DENSE = tl.constexpr(int(WeightForm.DENSE))
 _UNGATED = tl.constexpr(int(Gate.NONE))
 _CLAMPED = tl.constexpr(int(Gate.CLAMPED))
-_LINE = tl.constexpr(64)
-"""Elements of a line of the cache, 128 bytes."""
-_LINES_AHEAD = tl.constexpr(8)
-"""Lines of each output that are on their way while the grid before ends."""
 
 
 def takes(num_tokens: int, dtype: torch.dtype) -> bool:
@@ -153,8 +149,7 @@ def skinny_kernel(
         row = tl.minimum(tile * (BLOCK_OUTPUTS // 2) + lanes // 2, OUTPUTS - 1) + lanes % 2 * OUTPUTS
     first = split * SPLIT_INPUTS
     if PDL:
-        ahead = tl.minimum(first + tl.arange(0, _LINES_AHEAD) * _LINE, INPUTS - 1)
-        _fetch_ahead(weight + row.to(tl.int64)[:, None] * INPUTS + ahead[None, :])
+        fetch_ahead(weight, row, first, INPUTS, _DENSE)
     await_grid(PDL)
     tokens = tl.arange(0, BLOCK_TOKENS)
     x_rows = x + tl.minimum(tokens, num_tokens - 1).to(tl.int64) * x_stride
@@ -172,6 +167,7 @@ def skinny_kernel(
         INPUTS,
         _DENSE,
         INPUTS,
+        False,
         False,
         False,
         False,
@@ -195,14 +191,6 @@ def skinny_kernel(
                 sums += tl.load(parts + other * (BLOCK_OUTPUTS * BLOCK_TOKENS), cache_modifier=".cg")
             _store(sums, bias, out, out_stride, row, tile, tokens, num_tokens, OUTPUTS, GATE, HAS_BIAS, BLOCK_OUTPUTS)
             tl.store(arrived + tile, 0)
-
-
-@triton.jit
-def _fetch_ahead(pointers):
-    """Bring lines to the second cache; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
+from headway_kernels.gpu.float8 import NUMBERS_TOO_SMALL, numbers_of
 
 
 class WeightForm(IntEnum):
@@ -41,8 +42,6 @@ WIDE_ELEMENTS = 2**22
 HALF = 16
 """Pairs of codes come in blocks of 32 inputs: a pair has one of the first 16, low, and one of the others."""
 _MIDDLE = 8
-_FP8_SCALE = 256.0
-"""An E4M3 code read as float16 has an exponent that is 15 - 7 = 8 too small."""
 _LEAST_STEP = 16
 """The least size of a dimension of ``tl.dot``."""
 
@@ -51,6 +50,10 @@ _INT4 = tl.constexpr(int(WeightForm.INT4))
 """The first form of pairs."""
 _FP8_PAIRS = tl.constexpr(int(WeightForm.FP8_PAIRS))
 _HALF = tl.constexpr(HALF)
+_LINE_BITS = tl.constexpr(1024)
+"""Of a line of the cache."""
+_LINES_AHEAD = tl.constexpr(8)
+"""Lines of each output that are on their way while the grid before ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ def _stored(weight: CodedWeight) -> tuple[WeightForm, Tensor, Tensor, Tensor | N
     has_pairs = weight.scales.shape[1] == 1 or weight.group % (2 * HALF) == 0
     if weight.form is CodeForm.FP8:
         form, values = (WeightForm.FP8_PAIRS, _paired(weight.codes)) if has_pairs else (WeightForm.FP8, weight.codes)
-        return form, values if has_pairs else _bits(values), weight.scales * _FP8_SCALE, weight.minima
+        return form, values if has_pairs else _bits(values), weight.scales * NUMBERS_TOO_SMALL, weight.minima
     if weight.form is CodeForm.CODES8:
         form, values = (WeightForm.INT8_PAIRS, _paired(weight.codes)) if has_pairs else (WeightForm.INT8, weight.codes)
         return form, values, weight.scales, weight.minima
@@ -232,6 +235,18 @@ def tile_tensors(weight: DeviceWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @triton.jit
+def fetch_ahead(values, outputs, first, ROW: tl.constexpr, FORM: tl.constexpr):
+    """Bring the beginning of a tile's weights, from input ``first`` on, to the second cache; nothing waits for it."""
+    line: tl.constexpr = _LINE_BITS // values.dtype.element_ty.primitive_bitwidth
+    place = first // 2 if FORM >= _INT4 else first
+    ahead = tl.minimum(place + tl.arange(0, _LINES_AHEAD) * line, ROW - 1)
+    pointers = values + outputs.to(tl.int64)[:, None] * ROW + ahead[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def multiply_tile(
     x_rows,
     values,
@@ -249,6 +264,7 @@ def multiply_tile(
     GROUPED: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
@@ -275,13 +291,13 @@ def multiply_tile(
             low = start + place // _HALF * (2 * _HALF) + place % _HALF
             x_low = _inputs(x_rows, order, low, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
             x_high = _inputs(x_rows, order, low + _HALF, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
-            part = tl.dot(_of_pairs(pairs, x_low.dtype, FORM, False), x_low, part, input_precision="ieee")
-            part = tl.dot(_of_pairs(pairs, x_high.dtype, FORM, True), x_high, part, input_precision="ieee")
+            part = tl.dot(_of_pairs(pairs, x_low.dtype, FORM, HAS_E4M3, False), x_low, part, input_precision="ieee")
+            part = tl.dot(_of_pairs(pairs, x_high.dtype, FORM, HAS_E4M3, True), x_high, part, input_precision="ieee")
         else:
             inputs = start + tl.arange(0, BLOCK_INPUTS)
             codes = _loaded(rows, inputs, INPUTS, INPUTS % BLOCK_INPUTS != 0)
             x_tile = _inputs(x_rows, order, inputs, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
-            part = tl.dot(_numbers(codes, x_tile.dtype, FORM), x_tile, part, input_precision="ieee")
+            part = tl.dot(_numbers(codes, x_tile.dtype, FORM, HAS_E4M3), x_tile, part, input_precision="ieee")
         if GROUPED:
             sums += part * scale[:, None]
             if HAS_MINIMA:
@@ -333,7 +349,7 @@ def _inputs(
 
 
 @triton.jit
-def _of_pairs(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HIGH: tl.constexpr):
+def _of_pairs(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HAS_E4M3: tl.constexpr, HIGH: tl.constexpr):
     """One number of each pair."""
     if FORM == _INT4:
         codes = ((pairs >> 4) if HIGH else (pairs & 15)).to(tl.int8) - 8
@@ -341,18 +357,14 @@ def _of_pairs(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HIGH: tl.constexpr
         codes = ((pairs >> 8) if HIGH else pairs).to(tl.int8)
         if FORM == _FP8_PAIRS:
             codes = codes.to(tl.uint8, bitcast=True)
-    return _numbers(codes, dtype, FORM)
+    return _numbers(codes, dtype, FORM, HAS_E4M3)
 
 
 @triton.jit
-def _numbers(codes, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Values as numbers of ``dtype``, exactly; those of fp8 too small by ``_FP8_SCALE``.
-
-    Processors before sm_89 cannot decode E4M3: its bits are moved to float16's exponent and mantissa, which also fits
-    subnormal codes. NaN has no place here: ``quantize`` makes none, and checkpoints with it are refused.
+def _numbers(codes, dtype: tl.constexpr, FORM: tl.constexpr, HAS_E4M3: tl.constexpr):
+    """Values as numbers of ``dtype``, exactly; those of fp8 are too small: ``quantize`` makes no NaN, checkpoints with it are
+    refused.
     """
     if FORM == _FP8 or FORM == _FP8_PAIRS:  # noqa: PLR1714, SIM109 (constants, no tuple of them)
-        bits = codes.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(dtype)
+        return numbers_of(codes, dtype, HAS_E4M3)
     return codes.to(dtype)

@@ -58,6 +58,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     change. ``layout`` is any text that is the same for blocks whose bytes mean the same. A backend asks also with
     ``num_blocks`` 0; only its last question counts. The cost of a swap then includes a CRC32 of each block on its way out.
 
+    ``kv_cache_dtype``: "auto" for the model's dtype, or "fp8".
+
     ``adapters``: directories by name, to load at once. Only an ``AdapterBackend`` gets any.
 
     ``place``: which rank of a group this process is. All ranks get the same calls in the same order. Only rank 0's answers
@@ -69,6 +71,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     num_kv_blocks: int = 0
     swap_space_mib: int = AUTOMATIC_SWAP_SPACE

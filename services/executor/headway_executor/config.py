@@ -46,6 +46,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             "triton backend"
         ),
     ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="numbers of the KV cache; auto: those of the model, fp8: 8 bits and a power of two for each head and "
+            "token, which takes half the memory of 16 bits; not with the CPU kernels"
+        ),
+    ] = "auto"
     block_size: Annotated[int, Meta(description="tokens per KV block, a power of two")] = 16
     num_kv_blocks: Annotated[int, Meta(description="KV blocks to reserve; 0: as many as fit into free memory")] = 0
     swap_space_mib: Annotated[
@@ -67,7 +74,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["off", "ngram", "draft"],
         Meta(
             description="source of proposed tokens, which one step verifies; ngram: the text so far (prompt lookup), "
-            "draft: draft_model; only with the torch backend"
+            "draft: draft_model"
         ),
     ] = "off"
     draft_model: Annotated[
@@ -193,6 +200,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
             device=self.device,
             dtype=self.dtype,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.block_size,
             num_kv_blocks=self.num_kv_blocks,
             swap_space_mib=self.swap_space_mib,

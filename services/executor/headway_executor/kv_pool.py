@@ -3,8 +3,8 @@
 Owns: its memory, moving blocks. Must not know: rows, attention.
 """
 
-import math
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +24,33 @@ _TIMED_BLOCKS = 16
 _TIMED_ROUNDS = 2
 
 
-class KvPool:
-    """Blocks of ``block_size`` positions for every layer; each is ``block_shape`` numbers.
+CODES = "fp8"
+"""The ``kv_cache_dtype`` of pools of codes; see ``headway_kernels.kv_codes``."""
 
-    ``layers`` is ``[num_layers, num_blocks, *block_shape]``, at first zeros. ``num_host_blocks`` take swapped-out
+
+class StoredBlock(NamedTuple):
+    """A block of one layer as it lies in memory. Blocks of codes are uint8, and as wide as their exponents make them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this layer."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def stored_block(kv_cache_dtype: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredBlock:
+    """The form of a block of ``shape`` numbers of a model's ``dtype``; of codes, the last dimension is a head's channels."""
+    if kv_cache_dtype == CODES:
+        return StoredBlock((*shape[:-1], shape[-1] + 1), torch.uint8)
+    return StoredBlock(shape, dtype)
+
+
+class KvPool:
+    """Blocks of ``block_size`` positions for every layer, stored as ``block``.
+
+    ``layers`` is ``[num_layers, num_blocks, *block.shape]``, at first zeros. ``num_host_blocks`` take swapped-out
     blocks, in memory of ``host_memory`` (see ``BackendConfig``). ``part_of`` names the rank's part, if it has not all.
 
     Raises:
@@ -40,8 +63,7 @@ class KvPool:
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        block_shape: tuple[int, ...],
-        dtype: torch.dtype,
+        block: StoredBlock,
         device: torch.device,
         num_host_blocks: int = 0,
         host_memory: HostMemorySource | None = None,
@@ -49,13 +71,15 @@ class KvPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = _zeros((num_layers, num_blocks, *block_shape), dtype, device)
-        block_bytes = num_layers * math.prod(block_shape) * dtype.itemsize
+        self.layers = _zeros((num_layers, num_blocks, *block.shape), block.dtype, device)
         memory = None
         if host_memory is not None:
-            layout = f"{type(self).__name__} {num_layers} {block_shape} {dtype}{part_of}"
             memory = memory_for(
-                host_memory, num_blocks=num_host_blocks, block_bytes=block_bytes, layout=layout, device=device
+                host_memory,
+                num_blocks=num_host_blocks,
+                block_bytes=num_layers * block.num_bytes,
+                layout=f"{type(self).__name__} {num_layers} {block.shape} {block.dtype}{part_of}",
+                device=device,
             )
         self._host = self._host_pool(num_host_blocks, memory)
 
@@ -145,6 +169,7 @@ def num_pool_blocks(
     return num_blocks
 
 
-def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
     """Bytes of a block in all layers, without padding."""
-    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+    shape = (2 * config.num_kv_heads, block_size, config.head_dim)
+    return config.num_layers * stored_block(kv_cache_dtype, shape, dtype).num_bytes

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from headway_executor.backend import BackendConfig, BackendConfigError
 
+KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATIONS = ("off", "ngram", "draft")
 MOST_SPECULATIVE_TOKENS = 64
 
@@ -21,7 +22,6 @@ class Takes(NamedTuple):
     packages: tuple[str, ...]
     quantizations: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
-    speculates: bool
     groups: bool
     most_rows: int = 1 << 16
 
@@ -37,14 +37,20 @@ TORCH = Takes(
             "activations": ("auto", "exact", "int8"),
         }
     ),
-    speculates=True,
     groups=True,
 )
 TRITON = Takes(
     packages=("torch", "safetensors", "triton", "cupy"),
     quantizations=("none", "int8", "int4", "fp8"),
-    options=MappingProxyType({"graphs": ("auto", "off"), "step_log": (), "weights": ("checkpoint", "random")}),
-    speculates=False,
+    options=MappingProxyType(
+        {
+            "chunk_attention": ("triton", "flash", "auto"),
+            "graphs": ("auto", "off"),
+            "step_log": (),
+            "tuning": (),
+            "weights": ("checkpoint", "random"),
+        }
+    ),
     groups=False,
     # Some kernels take a row each along a grid's second dimension, which has no more places (CUDA C++ Programming Guide,
     # table of technical specifications).
@@ -60,17 +66,16 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
         raise BackendConfigError(
             f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(takes.quantizations)}"
         )
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise BackendConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r:.64} is not allowed; allowed: {', '.join(KV_CACHE_DTYPES)}"
+        )
     if config.max_num_seqs > takes.most_rows:
         raise BackendConfigError(
             f"max_num_seqs {config.max_num_seqs} is not allowed with this backend; allowed: 1 to {takes.most_rows}"
         )
     _check_options(config.options, takes.options)
-    if takes.speculates:
-        _check_speculation(config)
-    elif config.speculation != "off":
-        raise BackendConfigError(
-            f"speculation {config.speculation!r:.64} is not allowed with this backend; allowed: off"
-        )
+    _check_speculation(config)
     _check_group(config, takes)
 
 

@@ -9,10 +9,22 @@ LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "ti
 STRIDES = ("query_stride", "out_stride", "table_stride")
 
 
-def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, max_registers=None, blocks=1, **constants):
+def case(
+    name,
+    kernel,
+    element="*bf16",
+    pool=None,
+    num_warps=4,
+    num_stages=3,
+    max_registers=None,
+    blocks=1,
+    below=1000,
+    **constants,
+):
     """``constants`` may hold more than the kernel takes."""
     types = {"window": "i32", "factor": "fp32", "cap": "fp32", "num_rows": "i32"}
-    types |= dict.fromkeys(POINTERS, element) | dict.fromkeys(("sinks", "partial", "log_sum_exp"), "*fp32")
+    types |= dict.fromkeys(POINTERS, element) | {"pool": pool or element}
+    types |= dict.fromkeys(("sinks", "partial", "log_sum_exp"), "*fp32")
     types |= dict.fromkeys(LENGTHS, "*i32") | dict.fromkeys(STRIDES, "i32")
     signature = {key: kind for key, kind in types.items() if key in kernel.arg_names}
     return CompileCase(
@@ -25,12 +37,25 @@ def case(name, kernel, element="*bf16", num_warps=4, num_stages=3, max_registers
         aligned=tuple(key for key, kind in signature.items() if kind.startswith("*") or key in STRIDES),
         max_registers=max_registers,
         blocks=blocks,
+        below=below,
     )
 
 
-def model(major, head_dim, element, *, group=4, block_size=16, window=False, soft_cap=False, sinks=False):
+def model(
+    major,
+    head_dim,
+    element,
+    *,
+    group=4,
+    block_size=16,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+    codes=False,
+    below=1000,
+):
     """The kernels of one model, cut as for devices of compute capability ``major``."""
-    tuning = attention_tuning.tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element])
+    tuning = attention_tuning.tuning_for(major, head_dim, {"*bf16": 2, "*fp16": 2, "*fp32": 4}[element], is_coded=codes)
     tokens = max(1, tuning.chunk.query_tile // group)
     constants = {
         "GROUP": group,
@@ -38,6 +63,7 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
         "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
         "PADDED_HEAD_DIM": max(16, attention_tuning.power_of_two(head_dim)),
+        "CODED": int(codes),
         "PADDED_ROWS": 256,
         "HAS_WINDOW": window,
         "HAS_SOFT_CAP": soft_cap,
@@ -52,13 +78,15 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
     kernels = {"chunk": attention_kernels.chunk_kernel, "decode": attention_kernels.decode_kernel}
     return [
         case(
-            f"{kind} {head_dim} {element} for {major}.x",
+            f"{kind} {head_dim} {element} for {major}.x{', codes' if codes else ''}",
             kernel,
             element,
+            "*u8" if codes else None,
             getattr(tuning, kind).num_warps,
             getattr(tuning, kind).num_stages,
             tuning.decode.max_registers if kind == "decode" else None,
             getattr(tuning, kind).programs_per_multiprocessor,
+            below,
             QUERY_TILE=vectors[kind],
             KEY_TILE=getattr(tuning, kind).key_tile,
             **constants,
@@ -69,18 +97,22 @@ def model(major, head_dim, element, *, group=4, block_size=16, window=False, sof
 
 def every_entry():
     """The whole table, for those who change it: too many for every test run."""
-    elements = {2: "*bf16", 4: "*fp32"}
+    elements = {1: "*bf16", 2: "*bf16", 4: "*fp32"}
     return [
         found
         for major, head_dim, element_bytes in attention_tuning._TUNING
-        for found in model(major, head_dim, elements[element_bytes])
+        for found in model(major, head_dim, elements[element_bytes], codes=element_bytes == 1)
     ]
 
 
 CASES = [
     case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096, MOST_ITEMS=256),
     *model(9, 128, "*bf16"),
+    *model(9, 128, "*bf16", codes=True, below=100),
+    *model(10, 128, "*bf16", codes=True),
+    *model(10, 256, "*bf16"),
     *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True),
     *model(9, 64, "*bf16", group=8, window=True, sinks=True),
     *model(8, 12, "*fp32", group=1, block_size=8),
+    *model(8, 12, "*fp32", group=1, block_size=8, codes=True),
 ]

@@ -47,18 +47,20 @@ def activation_case(dtype, *, clamped=False):
     )
 
 
-def rotary_case(dtype, head_dim, normalise):
+def rotary_case(dtype, head_dim, normalise, *, codes=False):
     block_pairs = 1 << (head_dim // 2 - 1).bit_length()
     return CompileCase(
-        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise}",
+        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise} codes={codes}",
         kernel=rotary._rotate_and_store,
         signature=dict.fromkeys(("qkv", "pool_layer", "q_norm", "k_norm"), f"*{dtype}")
+        | ({"pool_layer": "*u8"} if codes else {})
         | {"positions": "*i32", "slots": "*i32", "cosines": "*fp32", "sines": "*fp32"}
         | {"qkv_stride": "i32", "eps": "fp32"},
         constants={
             "NUM_HEADS": NUM_HEADS,
             "NUM_KV_HEADS": NUM_KV_HEADS,
             "PAIRS": head_dim // 2,
+            "CODED": int(codes),
             "BLOCK_SIZE": BLOCK_SIZE,
             "BLOCK_HEADS": max(rotary.PAIRS_PER_PROGRAM // block_pairs, 1),
             "BLOCK_PAIRS": block_pairs,
@@ -113,6 +115,7 @@ CASES = [
     rotary_case("bf16", HEAD_DIM, normalise=False),
     rotary_case("bf16", HEAD_DIM, normalise=True),
     rotary_case("bf16", 80, normalise=False),
+    rotary_case("bf16", HEAD_DIM, normalise=True, codes=True),
     rotary_case("fp32", HEAD_DIM, normalise=True),
     gather_case("bf16"),
     gather_case("fp32"),

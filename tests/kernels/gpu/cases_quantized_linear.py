@@ -46,6 +46,7 @@ def product(dtype, form, shape, num_tokens, group=None, *, has_bias=False, **kin
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         aligned=(*pointers, "x_stride", "out_stride"),
+        fetches_ahead=tiling.tokens <= module._FEW_TOKENS.value,
     )
 
 

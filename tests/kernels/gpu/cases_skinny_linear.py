@@ -21,6 +21,7 @@ def product(shape, num_tokens, gate=Gate.NONE, dtype="bf16", *, has_bias=False):
         aligned=(*pointers, "x_stride", "out_stride"),
         max_registers=module.MAX_REGISTERS,
         blocks=2,
+        fetches_ahead=True,
     )
 
 

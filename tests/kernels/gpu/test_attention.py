@@ -1,7 +1,7 @@
 """The attention kernels beside their oracle, and results that depend on neither company nor grid."""
 
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,129 +10,14 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_kernels import reference
+from attention_batches import TOLERANCE, UNTOUCHED, Batch, Shape
+from headway_kernels import kv_codes
 from headway_kernels.gpu import attention
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention import AttentionWorkspace, plan_attention
 from headway_kernels.gpu.attention_tiles import MAX_SPLITS, cut_decode, start_of_share
-from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, tokens_per_tile
+from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-UNTOUCHED = 7.0
-SPARE_TOKENS = 2
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One batch: ``rows`` are (tokens, positions after the step)."""
-
-    rows: tuple[tuple[int, int], ...]
-    head_dim: int = 12
-    num_kv_heads: int = 2
-    group: int = 2
-    block_size: int = 8
-    window: int | None = None
-    soft_cap: float | None = None
-    has_sinks: bool = False
-    dtype: torch.dtype = torch.float32
-    query_tile: int = 16
-    key_tile: int = 64
-    seed: int = 0
-
-    @property
-    def tuning(self):
-        decode = KernelTuning(16, self.key_tile, 4, 2, 2)
-        return AttentionTuning(decode, KernelTuning(self.query_tile, self.key_tile, 4, 2, 2))
-
-
-class Batch:
-    """Tensors of a batch; whatever no row may read is NaN, infinite or no block at all."""
-
-    def __init__(self, shape, device):
-        self.shape = shape
-        self.device = device
-        draw = torch.Generator().manual_seed(shape.seed)
-        num_heads = shape.num_kv_heads * shape.group
-        num_blocks = [-(-length // shape.block_size) if tokens else 0 for tokens, length in shape.rows]
-        pool = torch.full((sum(num_blocks) + 2, 2 * shape.num_kv_heads, shape.block_size, shape.head_dim), float("nan"))
-        ids = torch.randperm(len(pool), generator=draw)
-        rows = torch.randperm(len(shape.rows) + 1, generator=draw)[: len(shape.rows)]
-        tables = torch.full((len(shape.rows) + 1, max([1, *num_blocks]) + 1), 2**30)
-        tokens = [tokens for tokens, _ in shape.rows]
-        for row, (count, length), first in zip(rows, shape.rows, accumulate([0, *num_blocks[:-1]]), strict=True):
-            used = ids[first : first + -(-length // shape.block_size)] if count else ids[:0]
-            tables[row, : len(used)] = used
-            held = pool.new_full((2 * shape.num_kv_heads, len(used) * shape.block_size, shape.head_dim), float("inf"))
-            visible = length if count else 0
-            held[:, :visible] = torch.randn((len(held), visible, shape.head_dim), generator=draw)
-            pool[used] = held.unflatten(1, (len(used), shape.block_size)).transpose(0, 1)
-        width = (num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        projected = torch.randn((sum(tokens) + SPARE_TOKENS, width), generator=draw)
-        self.query = projected.to(device, shape.dtype)[:, : num_heads * shape.head_dim]
-        self.pool = pool.to(device, shape.dtype)
-        starts = torch.tensor([0, *accumulate(tokens)])
-        lengths = torch.tensor([length for _, length in shape.rows])
-        self.rows = self.with_rows(rows, starts, lengths, tables)
-        self.sinks = (torch.randn(num_heads, generator=draw) * 3).to(device) if shape.has_sinks else None
-        self.workspace = AttentionWorkspace.allocate(len(rows), num_heads, shape.head_dim, device)
-
-    def with_rows(self, rows, starts, lengths, tables):
-        rows, starts, lengths, tables = (held.to(self.device, torch.int32) for held in (rows, starts, lengths, tables))
-        shape = self.shape
-        tokens = tokens_per_tile(
-            shape.group * shape.num_kv_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            self.device,
-            shape.tuning,
-        )
-        counts = [torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows[:1])]
-        return AttentionRows(rows, starts, lengths, tables, *counts, tokens)
-
-    def alone(self, index):
-        """The batch's row ``index`` by itself: its tokens, and rows of a batch of one."""
-        low, high = self.rows.query_start[index : index + 2].tolist()
-        starts = torch.tensor([0, high - low])
-        one = slice(index, index + 1)
-        return slice(low, high), self.with_rows(
-            self.rows.rows[one], starts, self.rows.kv_length[one], self.rows.block_tables
-        )
-
-    @property
-    def options(self):
-        shape = self.shape
-        scale = shape.head_dim**-0.5
-        return {
-            "num_kv_heads": shape.num_kv_heads,
-            "scale": scale,
-            "window": shape.window,
-            "soft_cap": shape.soft_cap,
-            "sinks": self.sinks,
-        }
-
-    def attend(self, query=None, rows=None, **options):
-        query = self.query if query is None else query
-        rows = self.rows if rows is None else rows
-        out = torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
-        plan_attention(rows, self.shape.num_kv_heads)
-        chosen = {"tuning": self.shape.tuning} | self.options | options
-        paged_attention(query, self.pool, out, rows, self.workspace, **chosen)
-        assert not self.workspace.arrived.any()
-        return out
-
-    def expected(self, **options):
-        rows = self.rows
-        return reference.paged_attention(
-            self.query,
-            self.pool,
-            rows=rows.rows,
-            query_start=rows.query_start,
-            kv_length=rows.kv_length,
-            block_tables=rows.block_tables,
-            **(self.options | options),
-        )
 
 
 def check(shape, device):
@@ -171,6 +56,7 @@ def shapes(draw, head_dims, longest, max_kv_heads):
         has_sinks=draw(st.booleans()),
         query_tile=draw(st.sampled_from([16, 64])),
         key_tile=draw(st.sampled_from([32, 64])),
+        has_codes=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -192,6 +78,31 @@ def test_matches_reference_with_usual_heads(shape, kernel_device):
 def test_matches_reference_in_16_bits(dtype, soft_cap, kernel_device):
     rows = ((1, 5), (0, 0), (20, 70), (1, 300), (9, 9))
     check(Shape(rows, head_dim=80, num_kv_heads=1, group=3, dtype=dtype, soft_cap=soft_cap, window=270), kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(dtype, kernel_device):
+    rows = ((1, 5), (0, 0), (20, 70), (1, 600), (9, 9))
+    shape = Shape(rows, head_dim=24, num_kv_heads=2, group=3, dtype=dtype, window=300, has_sinks=True, has_codes=True)
+    batch = Batch(shape, kernel_device)
+    found = batch.attend()
+    batch.pool = kv_codes.decoded(batch.pool, dtype)
+    assert torch.equal(found, batch.attend())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_key_that_is_no_number_spoils_the_queries_that_see_it(kernel_device):
+    """As it does where it is stored as it is: its row fails, and no other."""
+    batch = Batch(Shape(((1, 40), (10, 30)), has_codes=True), kernel_device)
+    usual, (_, exponents) = batch.attend(), kv_codes.parts(batch.pool)
+    place = batch.rows.block_tables[batch.rows.rows[1], 25 // batch.shape.block_size]
+    exponents[place.long(), 0, 25 % batch.shape.block_size] = 255
+    spoilt = batch.attend()
+    first_head = slice(0, batch.shape.group * batch.shape.head_dim)
+    # The last of the tokens 20 to 29 see position 25.
+    assert spoilt[6:11, first_head].isnan().all()
+    assert torch.equal(spoilt[:6], usual[:6])
+    assert torch.equal(spoilt[6:11, first_head.stop :], usual[6:11, first_head.stop :])
 
 
 @pytest.mark.parametrize("group", [9, 16, 20])

@@ -174,10 +174,19 @@ def test_every_code_is_its_number(kernel_device, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_does_not_depend_on_its_company(kernel_device, kind):
     weight, _ = wide(0, kind, 70, SPLIT_INPUTS, kernel_device)
-    x = normal(1, 16, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
+    x = normal(1, 64, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
     together = multiply(x, weight)
-    for num_tokens in (1, 2, 5):
+    for num_tokens in (1, 2, 5, 16, 17, 33):
         assert torch.equal(multiply(x[:num_tokens], weight), together[:num_tokens])
+    assert torch.equal(multiply(x[20:], weight), together[20:])
+
+
+@given(num_outputs=st.integers(1, 200_000), num_inputs=st.integers(1, 60_000))
+def test_few_tokens_are_cut_alike(num_outputs, num_inputs):
+    few = [tiling for tiling in module.TILINGS if tiling.max_tokens is not None and tiling.max_tokens <= 64]
+    assert [tiling.max_tokens for tiling in few] == [16, 64]
+    assert len({module._split(num_outputs, num_inputs, tiling) for tiling in few}) == 1
+    assert len({tiling.inputs for tiling in few}) == 1
 
 
 def test_a_short_workspace_is_refused(kernel_device):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headway_executor.models.config import RopeConfig
 from headway_executor.models.decoder import RmsNorm
 from headway_executor.models.rope import interleaved, rotate_, rotations
-from headway_kernels import reference
+from headway_kernels import kv_codes, reference
 from headway_kernels.gpu.rotary import rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -52,10 +52,11 @@ def tables(head_dim, device):
     block_size=st.sampled_from((1, 5, 16)),
     dtype=DTYPES,
     normalise=st.booleans(),
+    has_codes=st.booleans(),
     spare=st.sampled_from((0, 3)),
 )
 def test_equals_the_oracle(
-    kernel_device, data, num_tokens, num_kv_heads, group, head_dim, block_size, dtype, normalise, spare
+    kernel_device, data, num_tokens, num_kv_heads, group, head_dim, block_size, dtype, normalise, has_codes, spare
 ):
     tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
     num_heads = num_kv_heads * group
@@ -74,6 +75,8 @@ def test_equals_the_oracle(
     whole = torch.full((num_tokens, width + spare), torch.nan, **options)
     whole[:, :width] = normal(seed, num_tokens, width, **options)
     pool = torch.full((NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim), torch.nan, **options)
+    if has_codes:
+        pool = torch.full((*pool.shape[:3], head_dim + 1), 255, dtype=torch.uint8, device=kernel_device)
     expected, expected_pool = whole[:, :width].clone(), pool.clone()
     columns = (column(positions, kernel_device), column(slots, kernel_device), cosines, sines)
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "eps": EPS}
@@ -82,6 +85,12 @@ def test_equals_the_oracle(
     torch.testing.assert_close(whole[:, :width], expected, **tolerance)
     assert torch.equal(whole[:, num_heads * head_dim : width], expected[:, num_heads * head_dim :])
     assert whole[:, width:].isnan().all()
+    if has_codes:
+        for found, wanted in zip(kv_codes.parts(pool), kv_codes.parts(expected_pool), strict=True):
+            assert torch.equal(found[:, num_kv_heads:], wanted[:, num_kv_heads:])
+        # A rotated channel may fall on the other side of a rounding to a code, and the largest beyond a power of two.
+        tolerance = {"rtol": tolerance["rtol"] + 2**-3, "atol": tolerance["atol"] + 2**-5}
+        pool, expected_pool = (kv_codes.decoded(codes, torch.float32) for codes in (pool, expected_pool))
     torch.testing.assert_close(pool, expected_pool, equal_nan=True, **tolerance)
     assert torch.equal(pool[:, num_kv_heads:].nan_to_num(7), expected_pool[:, num_kv_heads:].nan_to_num(7))
 
@@ -127,6 +136,26 @@ def test_is_what_the_executor_computes(kernel_device, dtype, normalise):
     torch.testing.assert_close(queries, expected[:, :num_heads], **tolerance)
     torch.testing.assert_close(pool[0, :num_kv_heads].transpose(0, 1), expected[:, num_heads:], **tolerance)
     assert torch.equal(pool[0, num_kv_heads:].transpose(0, 1), values)
+
+
+@pytest.mark.parametrize("power", [-110, -20, 0, 60])
+def test_values_between_codes_are_rounded_as_the_oracle_rounds_them(power, kernel_device):
+    """Ties, the smallest codes, and magnitudes far from 1."""
+    codes = torch.arange(0x78, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.cat([codes[:-1] + codes[1:], torch.tensor([480.0])]) / 2
+    magnitudes = torch.stack([codes, middles, middles * (1 + 2**-7), middles * (1 - 2**-7)]).reshape(8, -1)
+    head_dim = 2 * magnitudes.shape[1]
+    qkv = torch.zeros(len(magnitudes), 3 * head_dim)
+    qkv[:, 2 * head_dim :] = torch.cat([magnitudes, -magnitudes], 1) * 2.0**power
+    pool = torch.zeros(1, 2, len(qkv), head_dim + 1, dtype=torch.uint8, device=kernel_device)
+    expected = pool.clone()
+    columns = (column([0] * len(qkv), kernel_device), column(range(len(qkv)), kernel_device))
+    table = torch.ones(1, head_dim // 2, device=kernel_device)
+    shape = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head_dim}
+    for store, target in ((reference.rotate_and_store, expected), (rotate_and_store, pool)):
+        store(qkv.to(kernel_device), *columns, table, table, target, **shape)
+    assert torch.equal(pool, expected)
+    assert len(kv_codes.parts(pool)[0].unique()) > 100
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

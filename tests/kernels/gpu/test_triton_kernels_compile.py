@@ -62,8 +62,10 @@ def check_the_binary(entry, capability):
     assert entry["blocks"] * threads * -(-entry["registers"] // 8) * 8 <= REGISTERS, entry
     assert entry["blocks"] * (entry["shared_bytes"] + 1024) <= SHARED_OF_ALL, entry
     # Before the grid before has ended, only weights may be touched.
-    assert entry["before_wait"] == ([AHEAD] if name.startswith("skinny") else []), entry
+    assert entry["before_wait"] == ([AHEAD] if entry["fetches_ahead"] else []), entry
     if name.startswith(("skinny", "chunk")) and "fp32" not in name:
         assert entry["group_products"] > 0, entry
     if name.startswith(COPIES_WIDELY) and "fp32" not in name:
-        assert set(entry["copied_bytes"]) == {"0x10"}, entry
+        # As codes, the keys of a decode take as many copies as numbers of 16 bits, of half as much. Exponents may be copied.
+        narrower = {"0x8", "0x4"} if name.endswith("codes") else set()
+        assert set(entry["copied_bytes"]) - narrower == {"0x10"}, entry

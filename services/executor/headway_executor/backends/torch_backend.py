@@ -42,7 +42,14 @@ from headway_executor.sampler import SampledTokens, Sampler
 from headway_executor.setting_checks import TORCH, check_settings
 from headway_executor.speculation.ngram import PromptLookup
 from headway_executor.speculation.proposer import Asked, Proposer
-from headway_executor.speculation.verification import asked_of, counting, num_accepted, result_of, with_proposals
+from headway_executor.speculation.verification import (
+    asked_of,
+    counting,
+    num_accepted,
+    proposal_places,
+    result_of,
+    with_proposals,
+)
 from headway_executor.weights import Checkpoint
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
@@ -72,7 +79,9 @@ class TorchBackend:
         block_bytes_beside = 0
         if config.speculation == "draft":
             draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
-            block_bytes_beside = block_bytes_of(draft.model_config, config.block_size, settings.dtype)
+            block_bytes_beside = block_bytes_of(
+                draft.model_config, config.block_size, settings.dtype, config.kv_cache_dtype
+            )
         self._group = joined(config)
         with (
             parting_on_error(self._group),
@@ -280,7 +289,7 @@ class _OpenModel:
         self._token_ids[draws.numbers[kept], draws.positions[kept]] = right
         self._tell_others(draws.numbers[kept], draws.positions[kept], drawn[kept], len(drawn))
         self._proposer.settle(asked, counts, accepted)
-        result = result_of(sampled, kept, draws, asked, counts, accepted)
+        result = result_of(drawn, sampled.logprobs, sampled.errors, kept, draws, asked, counts, accepted)
         drawn, errors = with_refusals(
             draws.numbers[kept].astype(np.int32),
             result.sampled_token_ids,
@@ -312,14 +321,8 @@ class _OpenModel:
             self._others.tell(numbers, positions, drawn, num_draws)
 
     def _proposals(self, asked: Asked, counts: Int64Array) -> Int32Array:
-        owner = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-        rows, positions = asked.numbers[owner], asked.num_tokens[owner] + places
-        stored: Int32Array = (
-            self._token_ids[torch.from_numpy(rows).to(self._device), torch.from_numpy(positions).to(self._device)]
-            .cpu()
-            .numpy()
-        )
+        rows, positions = (torch.from_numpy(part).to(self._device) for part in proposal_places(asked, counts))
+        stored: Int32Array = self._token_ids[rows, positions].cpu().numpy()
         return stored
 
     def _add_row(self, new: NewRow) -> None:

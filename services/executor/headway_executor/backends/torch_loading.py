@@ -4,7 +4,6 @@ Owns: what "auto" and 0 mean here. Must not know: steps, sampling.
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import KvPool, num_pool_blocks
+from headway_executor.kv_pool import CODES, KvPool, StoredBlock, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, takes_adapters
@@ -37,7 +36,7 @@ from headway_executor.models.stage import stage_of
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampler import Sampler
 from headway_executor.setting_checks import TORCH, option_of
-from headway_executor.speculation.draft_model import DraftModel
+from headway_executor.speculation.draft_model import DraftForward, DraftModel
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from headway_process.addresses import is_loopback
@@ -120,8 +119,9 @@ def load(
             stage=stage,
             adapters=beside,
         )
-        pool = places.pool((2 * len(part.kv_heads), config.block_size, model_config.head_dim))
-        return EagerModel(model_config, decoder, embedding, pool, stage, beside)
+        shape = (2 * len(part.kv_heads), config.block_size, model_config.head_dim)
+        pool = places.pool(stored_block(config.kv_cache_dtype, shape, dtype))
+        return EagerModel(model_config, decoder, embedding, pool, dtype, stage, beside)
     # Torch's threads spin for a while after each operator; this would disturb the threads of the kernels.
     torch.set_num_threads(1)
     compiled = load_compiled(
@@ -136,7 +136,7 @@ def load(
         activations=option_of(config, TORCH, "activations"),
     )
     adapters = adapters_for(library, model_config, part) if has_adapters else None
-    return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
+    return CompiledModel(compiled, places.pool(StoredBlock((compiled.block_floats,), dtype)), stage, adapters)
 
 
 def draft_proposer(
@@ -153,7 +153,12 @@ def draft_proposer(
     )
     with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
         forward = load(own, checked(checkpoint, draft, own), checkpoint, device)
-    return DraftModel(forward, sampler, draft.max_model_len)
+    return DraftModel(
+        DraftForward(forward, sampler),
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        max_model_len=draft.max_model_len,
+    )
 
 
 def _check_threads(num_threads: int) -> None:
@@ -184,6 +189,14 @@ def _kernels(
 ) -> CpuLibrary | None:
     asked = option_of(config, TORCH, "kernels")
     library = None if asked == "eager" else library_for(device, dtype)
+    if library is not None and config.kv_cache_dtype == CODES:
+        if asked == "compiled" or config.quantization != "none":
+            other = f"kernels {asked}" if asked == "compiled" else f"quantization {config.quantization}"
+            raise BackendConfigError(
+                f"kv_cache_dtype {CODES!r} is not allowed with {other}, which needs the CPU kernels; allowed: auto"
+            )
+        config.warn("the CPU kernels have no KV cache of 8 bits; the model runs on torch operators, which are slower")
+        library = None
     if library is not None and (lack := kernels_lack(library, model_config, config.place)):
         if asked == "compiled" or config.quantization != "none":
             name, value = (
@@ -217,11 +230,11 @@ class _Places:
     group: RankGroup | None
     block_bytes_beside: int
 
-    def pool(self, block_shape: tuple[int, ...]) -> KvPool:
+    def pool(self, block: StoredBlock) -> KvPool:
         """Make it; all ranks have as many blocks."""
         config, place = self.config, self.config.place
         num_layers = len(self.part.layers)
-        block_bytes = num_layers * math.prod(block_shape) * self.settings.dtype.itemsize
+        block_bytes = num_layers * block.num_bytes
         num_blocks = num_pool_blocks(
             config,
             max_model_len=self.settings.max_model_len,
@@ -241,8 +254,7 @@ class _Places:
             num_layers=num_layers,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            block_shape=block_shape,
-            dtype=self.settings.dtype,
+            block=block,
             device=self.device,
             num_host_blocks=num_beside,
             host_memory=config.host_memory,

@@ -9,7 +9,9 @@ Decode steps and small steps with chunks are CUDA graphs. ``open`` runs the larg
 the pool gets the rest of the memory. Tests run it on a CPU (``TRITON_INTERPRET=1``), without graphs, streams and CuPy.
 """
 
+import contextlib
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +22,9 @@ from headway_executor.backend import BackendConfig, BackendConfigError, StepBatc
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.decoder import check_kernels_have
-from headway_executor.gpu.open_model import OpenModel
+from headway_executor.gpu.open_model import ModelFiles, OpenModel
 from headway_executor.gpu.runtime import runtime_for
-from headway_executor.model_settings import device_of, settings_of
+from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, takes_adapters
 from headway_executor.models.config import ModelConfig
@@ -41,8 +43,8 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Options: ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
-    a file with a line per step.
+    Options: ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
+    a file with a line per step; ``tuning``: see ``gpu.tuning_file``.
     """
 
     reads_block_table = False
@@ -64,7 +66,13 @@ class TritonBackend:
         check_kernels_have(model_config)
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        with torch.inference_mode(), runtime.on_stream(), _open_weights(config, model_config, dtype, device) as weights:
+        draft = _draft_settings(config, settings)
+        with (
+            torch.inference_mode(),
+            runtime.on_stream(),
+            _open_weights(config, settings, device) as weights,
+            _open_draft(config, draft) as draft_weights,
+        ):
             constraints = ConstrainedRows(
                 compiler_for(
                     Path(config.model), vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids
@@ -72,7 +80,11 @@ class TritonBackend:
             )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
             adapters = _adapters(config, model_config, device)
-            self._model = OpenModel(config, settings, weights, runtime, constraints, adapters)
+            draft_files = None
+            if draft is not None and draft_weights is not None:
+                found = as_stored(draft.model_config, draft_weights, config.warn)
+                draft_files = ModelFiles(draft._replace(model_config=found), draft_weights)
+            self._model = OpenModel(config, ModelFiles(settings, weights), runtime, constraints, adapters, draft_files)
             fingerprint = weights.fingerprint()
             self._model.prepare(record_graphs=graphs and runtime.is_cuda)
             swap_us_per_block = self._model.mover.measure_swap_us()
@@ -94,6 +106,7 @@ class TritonBackend:
             max_num_batched_tokens=config.max_num_batched_tokens,
             supports_prompt_logprobs=True,
             supports_constraints=constraints.is_supported,
+            max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
             supports_adapters=adapters is not None,
             adapters=() if adapters is None else adapters.adapters.loaded,
         )
@@ -108,13 +121,13 @@ class TritonBackend:
         """See ``ExecutorBackend.move_blocks``."""
         model = self._opened
         with translating(), torch.inference_mode(), model.runtime.on_stream():
-            return model.when_moved(model.mover.move(copies=copies, swap_out=swap_out, swap_in=swap_in))
+            return model.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
 
     def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
         """See ``ExecutorBackend.load_blocks``."""
         model = self._opened
         with translating(), torch.inference_mode(), model.runtime.on_stream():
-            model.mover.load(contents, blocks)
+            model.load(contents, blocks)
 
     def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``."""
@@ -139,12 +152,30 @@ class TritonBackend:
 
 
 def _open_weights(
-    config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: BackendConfig, settings: ModelSettings, device: torch.device
 ) -> Checkpoint | RandomCheckpoint:
+    model_config, dtype, _ = settings
     if option_of(config, TRITON, "weights") == "random":
         return RandomCheckpoint(expected_tensors(model_config), seed=config.seed, dtype=dtype, device=device)
     checkpoint = Checkpoint(Path(config.model))
     check_tensors(model_config, checkpoint, config.quantization)
+    return checkpoint
+
+
+def _draft_settings(config: BackendConfig, settings: ModelSettings) -> ModelSettings | None:
+    """Those of the model that proposes tokens, if one does."""
+    if config.speculation != "draft":
+        return None
+    draft = draft_settings_of(config, settings.model_config, settings.max_model_len)
+    check_kernels_have(draft.model_config)
+    return draft._replace(dtype=settings.dtype)
+
+
+def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractContextManager[Checkpoint | None]:
+    if draft is None:
+        return contextlib.nullcontext()
+    checkpoint = Checkpoint(Path(config.draft_model))
+    check_tensors(draft.model_config, checkpoint, config.quantization)
     return checkpoint
 
 

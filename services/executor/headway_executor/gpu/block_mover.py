@@ -13,7 +13,7 @@ from headway_executor.backend import HostMemorySource, StepBatch
 from headway_executor.device_moves import DeviceMoves, Mark
 from headway_executor.gpu.runtime import CudaRuntime, Runtime
 from headway_executor.host_pool import HostBytes, memory_for, num_host_blocks
-from headway_executor.kv_pool import KvPool
+from headway_executor.kv_pool import KvPool, StoredBlock
 from headway_proto.columns import Int32Array
 
 
@@ -97,19 +97,19 @@ class _ImmediateMoves:
 
 def open_pool(
     runtime: Runtime,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    block: StoredBlock,
     *,
+    num_layers: int,
+    num_blocks: int,
     swap_space_mib: int,
     host_memory: HostMemorySource,
 ) -> tuple[Tensor, BlockMover]:
-    """A pool of zeros, ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, and its moves.
+    """A pool of zeros, ``[num_layers, num_blocks, *block.shape]``, and its moves; ``block`` has the positions next to last.
 
     Raises:
         BackendConfigError: no main memory for swapped-out blocks.
     """
-    num_layers, num_blocks, *block_shape = shape
-    block_bytes = num_layers * torch.Size(block_shape).numel() * dtype.itemsize
+    block_bytes = num_layers * block.num_bytes
     num_beside = num_host_blocks(
         swap_space_mib=swap_space_mib,
         block_bytes=block_bytes,
@@ -117,12 +117,12 @@ def open_pool(
         device=runtime.device,
     )
     if isinstance(runtime, CudaRuntime):
-        layers = torch.zeros(shape, dtype=dtype, device=runtime.device)
+        layers = torch.zeros((num_layers, num_blocks, *block.shape), dtype=block.dtype, device=runtime.device)
         memory = memory_for(
             host_memory,
             num_blocks=num_beside,
             block_bytes=block_bytes,
-            layout=f"triton {num_layers} {block_shape} {dtype}",
+            layout=f"triton {num_layers} {block.shape} {block.dtype}",
             device=runtime.device,
         )
         return layers, DeviceMoves.of_pool(
@@ -131,9 +131,8 @@ def open_pool(
     pool = KvPool(
         num_layers=num_layers,
         num_blocks=num_blocks,
-        block_size=block_shape[-2],
-        block_shape=tuple(block_shape),
-        dtype=dtype,
+        block_size=block.shape[-2],
+        block=block,
         device=runtime.device,
         num_host_blocks=num_beside,
         host_memory=host_memory,

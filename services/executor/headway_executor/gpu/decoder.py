@@ -20,7 +20,8 @@ from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
 from headway_executor.models.loading import NormTensors
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, tokens_per_tile
+from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, AttentionTuning, tokens_per_tile
+from headway_kernels.gpu.flash_attention import FlashAttention
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
@@ -95,7 +96,9 @@ class _Activations:
 
 
 class Decoder:
-    """A loaded model."""
+    """A loaded model. ``max_num_rows``: of a step; ``tuning``: of its attention, over keys and values as they are stored;
+    ``library``: for chunks of steps that are not recorded, or None.
+    """
 
     def __init__(
         self,
@@ -105,10 +108,12 @@ class Decoder:
         columns: ColumnViews,
         *,
         max_num_tokens: int,
+        max_num_rows: int,
         dtype: torch.dtype,
+        tuning: AttentionTuning,
+        library: FlashAttention | None,
     ) -> None:
         device = rows.token_store.device
-        max_num_rows = rows.token_store.shape[0]
         self._config = config
         self._weights = weights
         self._rows = rows
@@ -117,18 +122,32 @@ class Decoder:
         self._attention_space = AttentionWorkspace.allocate(max_num_rows, config.num_heads, config.head_dim, device)
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
-        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        self._tuning = tuning
+        self._library = library
+        self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
 
-    def run(self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool) -> None:
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self._config.num_layers
+
+    def run(
+        self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool, longest: int = 0
+    ) -> None:
         """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``.
 
-        ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``.
+        ``longest``: the most tokens of a row, if no graph records the step; else 0.
+
+        ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider.
         """
         config, space, weights = self._config, self._space, self._weights
         rows = self._expand(num_tokens, num_rows)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
         qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
         slots = space.slots[:num_tokens]
+        library = self._library if has_chunks and longest else None
+        if library is not None:
+            tables, is_real = rows.block_tables.index_select(0, rows.rows), slots >= 0
         torch.index_select(weights.embedding, 0, space.token_ids[:num_tokens], out=hidden)
         update: Tensor | None = None
         for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
@@ -137,8 +156,22 @@ class Decoder:
                 # Before anything is added to the hidden state.
                 self._normed(hidden, None, layer.mlp_norm, normed)
             self._rotate(qkv, layer, layer_pool, num_tokens)
+            query = qkv[:, : config.num_heads * config.head_dim]
+            if library is not None:
+                # All rows: they lie side by side. What it gives for decodes is replaced.
+                library(
+                    query,
+                    layer_pool,
+                    attended,
+                    rows,
+                    tables=tables,
+                    is_real=is_real,
+                    longest=longest,
+                    num_kv_heads=config.num_kv_heads,
+                    scale=config.attention.scale,
+                )
             paged_attention(
-                qkv[:, : config.num_heads * config.head_dim],
+                query,
                 layer_pool,
                 attended,
                 rows,
@@ -149,7 +182,8 @@ class Decoder:
                 soft_cap=config.attention.softcap,
                 sinks=layer.sinks,
                 has_decodes=has_decodes,
-                has_chunks=has_chunks,
+                has_chunks=has_chunks and library is None,
+                tuning=self._tuning,
             )
             layer.output(attended, delta)
             self._finish(delta, layer.attention_post_norm)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway_executor.backend import NewRow
 from headway_executor.constraints.rows import StepMasks
-from headway_executor.gpu.runtime import Runtime, fetched
+from headway_executor.gpu.runtime import Runtime, fetched, sent
 from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.sampler import BAD_LOGITS
 from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError, SamplingNeeds
@@ -72,18 +72,18 @@ class DrawnTokens(NamedTuple):
 
 
 class DeviceSampler:
-    """Sampling state of ``max_num_rows`` rows."""
+    """Sampling state of ``max_num_rows`` rows, of which a step may draw ``max_num_draws`` tokens."""
 
-    def __init__(self, runtime: Runtime, *, vocab_size: int, max_num_rows: int) -> None:
+    def __init__(self, runtime: Runtime, *, vocab_size: int, max_num_rows: int, max_num_draws: int) -> None:
         self._runtime = runtime
         self._vocab_size = vocab_size
         entry_capacity = max_num_rows * (MAX_LOGIT_BIAS_ENTRIES + _STOP_IDS_PER_ROW)
         device = runtime.device
         self._host = SamplingColumns(vocab_size=vocab_size, max_num_rows=max_num_rows, entry_capacity=entry_capacity)
         self._columns = DeviceColumns.allocate(num_rows=max_num_rows + 1, entry_capacity=entry_capacity, device=device)
-        self._workspace = SamplingWorkspace.allocate(max_batch=max_num_rows, vocab_size=vocab_size, device=device)
-        self._drawn = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
-        self._own_logprobs = torch.zeros((2, max_num_rows), dtype=torch.float32, device=device)
+        self._workspace = SamplingWorkspace.allocate(max_batch=max_num_draws, vocab_size=vocab_size, device=device)
+        self._drawn = torch.zeros((2, max_num_draws), dtype=torch.int32, device=device)
+        self._own_logprobs = torch.zeros((2, max_num_draws), dtype=torch.float32, device=device)
 
     def forget(self, rows: Int32Array) -> None:
         """Forget finished ``rows``."""
@@ -113,6 +113,10 @@ class DeviceSampler:
     def draw_likeliest(self, logits: Tensor, views: ColumnViews, token_store: Tensor) -> None:
         """Launch the draws of greedy rows and padding, one for each row of ``logits``; a graph can capture it."""
         self._draw(logits, views, token_store, SamplingNeeds("greedy", adjusted=False, top_logprobs=NO_LOGPROBS))
+
+    def draw(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
+        """Launch the draws of ``rows``, and store them for the next step; nothing comes to main memory."""
+        self._draw(logits, views, token_store, self._host.needs(rows))
 
     def drawn(self, rows: Int32Array) -> DrawnTokens:
         """What ``draw_likeliest`` has drawn for ``rows``."""
@@ -151,7 +155,7 @@ class DeviceSampler:
                         num_computed_tokens=0,
                         sampling=asked,
                     )
-                    for row in rows.tolist()
+                    for row in np.unique(rows).tolist()
                 )
             )
             self.sample(logits, rows, views, token_store)
@@ -196,10 +200,7 @@ class DeviceSampler:
         return masked
 
     def _sent(self, values: np.ndarray) -> Tensor:
-        """Pinned memory lives until torch has read it."""
-        here = torch.from_numpy(values)
-        staged = self._runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
-        return staged.to(self._runtime.device, non_blocking=True)
+        return sent(self._runtime, values)
 
 
 _EVERYTHING = SamplingParams(

@@ -18,13 +18,14 @@ from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.loading import ModelTensors, TensorSource
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
+from headway_kernels.gpu.tunings import Tunings
 from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
 
 QuantizationKind: TypeAlias = Literal["int8", "int4", "fp8"]
 
 
 class DeviceWeights:
-    """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the ``device``."""
+    """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the device of ``tunings``."""
 
     def __init__(
         self,
@@ -32,8 +33,10 @@ class DeviceWeights:
         tensors_of: Callable[[TensorSource], ModelTensors],
         quantization: QuantizationKind | None,
         dtype: torch.dtype,
-        device: torch.device,
+        tunings: Tunings,
     ) -> None:
+        device = tunings.device
+        self.tunings = tunings
         self.tensors = tensors_of(checkpoint)
         self._codes = CodedTensors(checkpoint, tensors_of) if isinstance(checkpoint, Checkpoint) else None
         self._quantization = quantization
@@ -57,7 +60,13 @@ class DeviceWeights:
         own_bias = None if bias is None else self.here(bias)
         if isinstance(weight, Tensor):
             return DenseLinear(self.here(weight), own_bias, self._workspace)
-        return CodedLinear(weight, own_bias, dtype=self._dtype, workspace=self._workspace)
+        return CodedLinear(
+            weight,
+            own_bias,
+            dtype=self._dtype,
+            workspace=self._workspace,
+            tilings=self.tunings.of_products(self._dtype),
+        )
 
     def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
         """The same projection of each expert, and biases ``[experts, outputs]``. All have codes of one form, or none."""

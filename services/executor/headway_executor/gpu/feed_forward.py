@@ -14,6 +14,7 @@ from headway_executor.gpu.linear import AdaptedLinear, DenseLinear, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
+from headway_kernels.gpu.quantized_linear import Tiling
 from headway_kernels.gpu.weights import DeviceWeight
 
 
@@ -102,13 +103,14 @@ class ExpertWeights:
 class ExpertFeedForward:
     """Each token goes through the experts that its router chooses; padding goes through none."""
 
-    def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace) -> None:
+    def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace, tiling: Tiling) -> None:
         assert feed.experts is not None
         self._weights = weights
         self._routing = feed.experts.routing
         self._has_gate = feed.experts.names.shared_gate is not None
         self._activate = activation_of(feed)
         self._space = space
+        self._tiling = tiling
 
     def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:
         """See ``DeviceFeedForward``."""
@@ -119,9 +121,9 @@ class ExpertFeedForward:
         choose(scores, slots, weights.correction, pairs, self._routing)
         sort_pairs(pairs)
         gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
-        multiply_pairs(inputs, weights.gate_up, weights.gate_up_bias, gate_up, pairs, gathers=True)
+        multiply_pairs(inputs, weights.gate_up, weights.gate_up_bias, gate_up, pairs, gathers=True, tiling=self._tiling)
         self._activate(gate_up, inner)
-        multiply_pairs(inner, weights.down, weights.down_bias, given, pairs, gathers=False)
+        multiply_pairs(inner, weights.down, weights.down_bias, given, pairs, gathers=False, tiling=self._tiling)
         shared = None
         if weights.shared is not None:
             assert space.shared is not None

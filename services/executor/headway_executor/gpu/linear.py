@@ -11,7 +11,7 @@ from torch import Tensor
 from headway_executor.models.adapted import StepAdapters
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.quantized_linear import quantized_linear, workspace_elements
+from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear, workspace_elements
 from headway_kernels.gpu.weights import DeviceWeight
 
 
@@ -74,19 +74,26 @@ class DenseLinear:
 
 
 class CodedLinear:
-    """Weights as codes; ``bias`` ``[out]`` or None, in ``dtype``, the model's."""
+    """Weights as codes; ``bias`` ``[out]`` or None, in the model's dtype, for which ``tilings`` are."""
 
     def __init__(
-        self, weight: DeviceWeight, bias: Tensor | None, *, dtype: torch.dtype, workspace: SplitWorkspace
+        self,
+        weight: DeviceWeight,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        workspace: SplitWorkspace,
+        tilings: tuple[Tiling, ...],
     ) -> None:
         self._weight = weight
         self._bias = bias
         self._workspace = workspace
+        self._tilings = tilings
         workspace.grow(workspace_elements(weight, dtype))
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
-        quantized_linear(inputs, self._weight, self._bias, out, self._workspace.memory)
+        quantized_linear(inputs, self._weight, self._bias, out, self._workspace.memory, self._tilings)
 
 
 class AdaptedLinear:

@@ -29,6 +29,7 @@ from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, Mod
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
 from headway_executor.models.rope import halves, rotations
+from headway_kernels.gpu.tunings import Tunings
 
 
 def load_decoder(
@@ -38,22 +39,22 @@ def load_decoder(
     max_model_len: int,
     max_num_tokens: int,
     dtype: torch.dtype,
-    device: torch.device,
+    tunings: Tunings,
     quantization: QuantizationKind | None,
     adapters: StepAdapters | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
-    """Load to ``device``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
+    """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
 
     ``adapters`` are of the steps that will run; None: there can be none.
     """
-    order = halves(config.head_dim, config.attention)
+    device, order = tunings.device, halves(config.head_dim, config.attention)
     weights = DeviceWeights(
         checkpoint,
         lambda source: ModelTensors(config, source, order, device),
         quantization,
         dtype,
-        device,
+        tunings,
     )
     loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
@@ -89,6 +90,7 @@ class _Loader:
         self._tensors = weights.tensors
         self._adapters = adapters
         self._device = device
+        self._dtype = dtype
         latent = config.attention.latent
         self._latent_space = None if latent is None else latent_space(latent, max_num_tokens, dtype, device)
         # Layers that are alike share memory.
@@ -205,7 +207,7 @@ class _Loader:
             down_bias=down_bias,
             shared=shared,
         )
-        return ExpertFeedForward(weights, feed, self._expert_space(feed))
+        return ExpertFeedForward(weights, feed, self._expert_space(feed), self._weights.tunings.of_pairs(self._dtype))
 
 
 def _gate_up(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, Tensor | None]:

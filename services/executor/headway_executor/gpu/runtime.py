@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -132,6 +132,13 @@ def runtime_for(device: torch.device) -> Runtime:
 def fetched(runtime: Runtime, values: Tensor) -> Tensor:
     """Copy to main memory; valid once the device has passed it."""
     return runtime.host_tensor(tuple(values.shape), values.dtype).copy_(values, non_blocking=True)
+
+
+def sent(runtime: Runtime, values: NDArray[Any]) -> Tensor:
+    """Copy to the device, in order with launches. Pinned memory lives until torch has read it."""
+    here = torch.from_numpy(values)
+    staged = runtime.host_tensor(tuple(here.shape), here.dtype).copy_(here)
+    return staged.to(runtime.device, non_blocking=True)
 
 
 class UploadRing:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.kv_pool import KvPool
+from headway_executor.models.kv_vectors import KvVectors, LayerVectors
 from headway_proto.columns import Int32Array
 
 _SHORT = 64
@@ -47,34 +48,6 @@ class AttentionShape:
     def query_width(self) -> int:
         """Columns of all query heads."""
         return self.num_heads * self.head_dim
-
-
-class KvVectors:
-    """A pool's blocks as vectors of one head at one position.
-
-    A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first.
-    """
-
-    def __init__(self, shape: AttentionShape, pool: KvPool) -> None:
-        self._num_kv_heads = shape.num_kv_heads
-        self._layers = pool.layers
-        self._head_dim = shape.head_dim
-        self.block_size = pool.block_size
-
-    @property
-    def value_offset(self) -> int:
-        """Vectors from a key to its value."""
-        return self._num_kv_heads * self.block_size
-
-    def of_layer(self, index: int) -> Tensor:
-        """A view, ``[num_blocks * 2 * kv_heads * block_size, head_dim]``."""
-        return self._layers[index].view(-1, self._head_dim)
-
-    def keys(self, slots: _Int64Array) -> _Int64Array:
-        """The keys of ``slots``: int64, ``[kv_heads, *slots.shape]``."""
-        blocks, offsets = np.divmod(slots, self.block_size)
-        heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
-        return (blocks * 2 * self._num_kv_heads + heads) * self.block_size + offsets
 
 
 class OrderedRows:
@@ -109,7 +82,7 @@ class OrderedRows:
 class Group(Protocol):
     """Consecutive tokens that attend together."""
 
-    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
         """Return ``[tokens, query width]``.
 
         ``qkv`` ``[tokens, all heads * head_dim]``; ``vectors`` contain the new positions.
@@ -118,11 +91,13 @@ class Group(Protocol):
 
 
 class AttentionPlan:
-    """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values."""
+    """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values, of a model in ``dtype``."""
 
-    def __init__(self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array) -> None:
+    def __init__(
+        self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array, dtype: torch.dtype
+    ) -> None:
         self._shape = shape
-        self._vectors = KvVectors(shape, pool)
+        self._vectors = KvVectors(pool, shape.num_kv_heads, dtype)
         self._rows = rows
         keys = self._vectors.keys(slots)
         self._written = torch.from_numpy(np.concatenate([keys, keys + self._vectors.value_offset]).T.reshape(-1))
@@ -137,7 +112,7 @@ class AttentionPlan:
         shape = self._shape
         vectors = self._vectors.of_layer(index)
         self._written = self._written.to(qkv.device)
-        vectors.index_copy_(0, self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
+        vectors.store(self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
         groups = self._groups.get(window)
         if groups is None:
             groups = self._groups[window] = _group(shape, self._vectors, self._rows, window, qkv)
@@ -159,7 +134,7 @@ def _group(
     while low < len(rows.num_new):
         high = low + 1
         new, past = int(rows.num_new[low]), int(rows.kv_length[low] - rows.num_new[low])
-        if past == 0:
+        if past == 0 and not vectors.is_coded:
             while high < len(rows.num_new) and rows.num_new[high] == new == rows.kv_length[high]:
                 high += 1
             group: Group = _NewChunks(shape, high - low, new, window, like)
@@ -205,7 +180,7 @@ class _PaddedDecode:
         self._gather = _Gather(shape, vectors, padded, like)
         self._seen = torch.from_numpy(seen).to(like.device)
 
-    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
         # Padding reads slot 0, which may hold NaN: a weight of zero would not hide it.
@@ -224,9 +199,9 @@ class _Gather:
         self._shape = (*both.shape, shape.head_dim)
         self._index = torch.from_numpy(both.reshape(-1)).to(like.device)
 
-    def of(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def of(self, vectors: LayerVectors) -> tuple[Tensor, Tensor]:
         """Both ``[rows, kv_heads, width, head_dim]``."""
-        keys, values = vectors.index_select(0, self._index).view(self._shape)
+        keys, values = vectors.read(self._index).view(self._shape)
         return keys, values
 
 
@@ -237,7 +212,7 @@ class _NewChunks:
         binding = window is not None and window < num_new
         self._mask = _mask(0, num_new, window, like) if binding or not shape.is_plain else None
 
-    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG002 - all keys are new
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:  # noqa: ARG002 - all keys are new
         shape = self._shape
         heads = qkv.view(*self._size, -1, shape.head_dim).transpose(1, 2)
         first_value = shape.num_heads + shape.num_kv_heads
@@ -269,7 +244,7 @@ class _ContinuedChunk:
         self._gather = _Gather(shape, vectors, slots[None], like)
         self._mask = _mask(past, num_new, window, like)
 
-    def attend(self, qkv: Tensor, vectors: Tensor, sinks: Tensor | None) -> Tensor:
+    def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
         shape = self._shape
         keys, values = self._gather.of(vectors)
         queries = qkv[:, : shape.query_width].view(1, -1, shape.num_heads, shape.head_dim).transpose(1, 2)

@@ -51,6 +51,7 @@ class EagerModel:
         decoder: Decoder,
         embedding: Tensor | None,
         pool: KvPool,
+        dtype: torch.dtype,
         stage: Stage | None = None,
         adapters: StepAdapters | None = None,
     ) -> None:
@@ -71,6 +72,7 @@ class EagerModel:
         self._step_adapters = adapters
         self.adapters = None if adapters is None else adapters.adapters
         self.pool = pool
+        self._dtype = dtype
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """See ``ForwardPass.run``."""
@@ -101,7 +103,7 @@ class EagerModel:
         device = token_ids.device
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
-        plan = AttentionPlan(self._shape, self.pool, ordered, slots)
+        plan = AttentionPlan(self._shape, self.pool, ordered, slots, self._dtype)
         if self._step_adapters is not None:
             self._step_adapters.begin(columns[0], device)
         hidden = self._begin(token_ids[store_rows, store_positions])
@@ -110,7 +112,7 @@ class EagerModel:
 
     def _begin(self, token_ids: Tensor) -> Tensor:
         if self._embedding is None:
-            own = self._stage.receive(len(token_ids), self.pool.layers.dtype)
+            own = self._stage.receive(len(token_ids), self._dtype)
             assert own is not None
         else:
             own = functional.embedding(token_ids, self._embedding)

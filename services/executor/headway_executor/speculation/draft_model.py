@@ -7,6 +7,8 @@ positions in one chunk. New, swapped-in or copied-into blocks count as empty; sh
 the target's random numbers: where the distributions agree, so do the draws.
 """
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,14 +21,43 @@ from headway_proto.columns import Int32Array
 from headway_proto.step import ERRORED_ROW
 
 
-class DraftModel:
-    """``forward`` has as many blocks as the target."""
+class DraftPass(Protocol):
+    """Runs the draft model."""
 
-    def __init__(self, forward: ForwardPass, sampler: Sampler, max_model_len: int) -> None:
+    def __call__(self, rows: StepRows, token_ids: Tensor) -> Int32Array:
+        """Run ``rows``, draw the token behind each, and store it there in ``token_ids``.
+
+        Return what was drawn, int32, ``[n]``, or ``ERRORED_ROW``; where nobody waits for it, zeros.
+        """
+        ...
+
+
+class DraftForward:
+    """A ``DraftPass`` of torch operators or the CPU kernels."""
+
+    def __init__(self, forward: ForwardPass, sampler: Sampler) -> None:
         self._forward = forward
         self._sampler = sampler
+
+    def __call__(self, rows: StepRows, token_ids: Tensor) -> Int32Array:
+        """See ``DraftPass``."""
+        logits = self._forward.run(rows, token_ids)
+        ends = rows.num_computed + rows.num_new
+        numbers, positions = (torch.from_numpy(column).to(token_ids.device) for column in (rows.numbers, ends))
+        sampled = self._sampler.sample(logits, numbers, positions, token_ids).token_ids
+        token_ids[numbers, positions] = sampled.clamp(min=0).to(torch.int32)
+        drawn: Int32Array = sampled.to("cpu", torch.int32).numpy()
+        return drawn
+
+
+class DraftModel:
+    """``run`` has a pool of ``num_blocks``, as many as the target, of ``block_size`` positions."""
+
+    def __init__(self, run: DraftPass, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        self._run = run
+        self._block_size = block_size
         self._max_model_len = max_model_len
-        self._num_filled = np.zeros(forward.pool.num_blocks, dtype=np.int64)
+        self._num_filled = np.zeros(num_blocks, dtype=np.int64)
 
     def follow(self, batch: StepBatch) -> None:
         """See ``Proposer.follow``."""
@@ -36,7 +67,7 @@ class DraftModel:
         first = 0
         for new in batch.new_rows:
             # The blocks of new rows come first, in their order; computed ones among them are shared with other rows.
-            num_held = -(-new.num_computed_tokens // self._forward.pool.block_size)
+            num_held = -(-new.num_computed_tokens // self._block_size)
             own = int(np.count_nonzero(rows[first:] == new.row))
             self.forget_blocks(blocks[first + num_held : first + own])
             first += own
@@ -63,7 +94,7 @@ class DraftModel:
 
     def settle(self, asked: Asked, num_proposed: Int64Array, num_accepted: Int64Array) -> None:
         """See ``Proposer.settle``."""
-        size = self._forward.pool.block_size
+        size = self._block_size
         for place in np.flatnonzero(num_proposed).tolist():
             proposed, accepted = int(num_proposed[place]), int(num_accepted[place])
             first = int(asked.num_tokens[place])
@@ -74,7 +105,7 @@ class DraftModel:
 
     def _reaches(self, asked: Asked) -> Int64Array:
         """Return how many leading positions of each row the draft has computed."""
-        size = self._forward.pool.block_size
+        size = self._block_size
         reached = np.zeros_like(asked.num_tokens)
         for place, (table, num_tokens) in enumerate(zip(asked.tables, asked.num_tokens.tolist(), strict=True)):
             filled = self._num_filled[table[: -(-num_tokens // size)]]
@@ -87,10 +118,4 @@ class DraftModel:
     ) -> Int32Array:
         num_new = ends - starts
         rows = StepRows(asked.numbers[places], num_new, starts, asked.tables[places], last_tokens(num_new))
-        logits = self._forward.run(rows, token_ids)
-        numbers = torch.from_numpy(rows.numbers).to(token_ids.device)
-        positions = torch.from_numpy(ends).to(token_ids.device)
-        sampled = self._sampler.sample(logits, numbers, positions, token_ids).token_ids
-        token_ids[numbers, positions] = sampled.clamp(min=0).to(torch.int32)
-        drawn: Int32Array = sampled.to("cpu", torch.int32).numpy()
-        return drawn
+        return self._run(rows, token_ids)

@@ -4,17 +4,17 @@ Owns: places of tokens, acceptance. Must not know: models.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
-import torch
 
 from headway_executor.backend import StepBatch, StepResult
 from headway_executor.models.forward import Int64Array, StepRows
-from headway_executor.sampler import SampledTokens
 from headway_executor.speculation.proposer import Asked
 from headway_proto.columns import Int32Array
-from headway_proto.step import ERRORED_ROW
+from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,35 @@ def with_proposals(batch: StepBatch, asked: Asked, num_proposed: Int64Array) -> 
     return rows, Draws(numbers[owner], positions, places)
 
 
+def as_rows_of_one_token(batch: StepBatch, asked: Asked, num_proposed: Int64Array) -> tuple[StepBatch, Draws]:
+    """Return a step in which each proposal is a row of its own, behind the row that it is for, and all draws.
+
+    Such rows have the same number. Their tokens and those before share a block table.
+    """
+    more = np.zeros(len(batch.rows), dtype=np.int64)
+    more[np.searchsorted(batch.rows, asked.numbers)] = num_proposed
+    owner = np.repeat(np.arange(len(batch.rows)), 1 + more)
+    places = np.arange(len(owner)) - (np.cumsum(1 + more) - 1 - more)[owner]
+    expanded = msgspec.structs.replace(
+        batch,
+        rows=batch.rows[owner],
+        # A row with proposals runs one token.
+        num_scheduled_tokens=np.where(places, 1, batch.num_scheduled_tokens[owner]).astype(np.int32),
+        num_computed_tokens=(batch.num_computed_tokens[owner] + places).astype(np.int32),
+        samples=batch.samples[owner],
+    )
+    sampling = expanded.samples != 0
+    reached = (expanded.num_computed_tokens + expanded.num_scheduled_tokens)[sampling].astype(np.int64)
+    return expanded, Draws(expanded.rows[sampling].astype(np.int64), reached, places[sampling])
+
+
+def proposal_places(asked: Asked, num_proposed: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The row and the position of each proposal, rows in order; both int64."""
+    owner = np.repeat(np.arange(len(num_proposed)), num_proposed)
+    places = np.arange(len(owner)) - (np.cumsum(num_proposed) - num_proposed)[owner]
+    return asked.numbers[owner], asked.num_tokens[owner] + places
+
+
 def num_accepted(
     drawn: Int32Array, draws: Draws, asked: Asked, proposals: Int32Array, counts: Int64Array
 ) -> Int64Array:
@@ -90,22 +119,29 @@ def counting(draws: Draws, asked: Asked, accepted: Int64Array) -> Int64Array:
 
 
 def result_of(
-    sampled: SampledTokens, kept: Int64Array, draws: Draws, asked: Asked, counts: Int64Array, accepted: Int64Array
+    drawn: Int32Array,
+    logprobs: Sequence[RowLogprobs],
+    errors: Sequence[RowError],
+    kept: Int64Array,
+    draws: Draws,
+    asked: Asked,
+    counts: Int64Array,
+    accepted: Int64Array,
 ) -> StepResult:
-    """The result of a step, from the draws at ``kept``."""
-    drawn: Int32Array = sampled.token_ids.to("cpu", torch.int32).numpy()[kept]
+    """The result of a step, from those of all ``drawn`` tokens (int32) that are at ``kept``."""
+    drawn = drawn[kept]
     failed = set(draws.numbers[kept][drawn == ERRORED_ROW].tolist())
-    errors = {error.row: error for error in sampled.errors if error.row in failed}
+    kept_errors = {error.row: error for error in errors if error.row in failed}
     most = dict(zip(asked.numbers.tolist(), (1 + accepted).tolist(), strict=True)) | dict.fromkeys(failed, 0)
     counts_of_row: Counter[int] = Counter()
-    logprobs = []
-    for values in sampled.logprobs:
+    kept_logprobs = []
+    for values in logprobs:
         counts_of_row[values.row] += 1
         if counts_of_row[values.row] <= most.get(values.row, 1):
-            logprobs.append(values)
+            kept_logprobs.append(values)
     return StepResult(
         sampled_token_ids=drawn,
-        logprobs=tuple(logprobs),
-        errors=tuple(errors.values()),
+        logprobs=tuple(kept_logprobs),
+        errors=tuple(kept_errors.values()),
         accepted_tokens=np.stack((asked.numbers, counts, accepted)).astype(np.int32),
     )

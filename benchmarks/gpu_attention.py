@@ -1,0 +1,89 @@
+"""The attention kernels over random keys and values of one layer, as a step launches them.
+
+Owns: the memory of such a load. Must not know: what is timed, or how tiles are chosen.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gpu_stepping import BLOCK_SIZE
+from headway_executor.kv_pool import CODES
+from headway_executor.models.config import ModelConfig
+from headway_kernels import kv_codes
+from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention_tuning import AttentionTuning, tokens_per_tile
+from headway_kernels.gpu.flash_attention import FlashAttention
+
+
+class AttentionLoad:
+    """``batch`` rows of ``num_queries`` tokens each, that reach ``context`` positions."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache_dtype: str,
+        *,
+        batch: int,
+        context: int,
+        num_queries: int,
+    ) -> None:
+        self._config = config
+        self._num_queries = num_queries
+        blocks_each = -(-context // BLOCK_SIZE)
+        num_blocks = batch * blocks_each
+        shape = (num_blocks, 2 * config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        pool = torch.randn(shape, dtype=dtype, device=device)
+        self._pool = kv_codes.encoded(pool) if kv_cache_dtype == CODES else pool
+        width = config.num_heads * config.head_dim
+        self._query = torch.randn(batch * num_queries, width, dtype=dtype, device=device)
+        self.out: Tensor = torch.empty_like(self._query)
+        plan = torch.zeros(2, batch, dtype=torch.int32, device=device)
+        self._rows = AttentionRows(
+            rows=torch.arange(batch, dtype=torch.int32, device=device),
+            query_start=torch.arange(batch + 1, dtype=torch.int32, device=device) * num_queries,
+            kv_length=torch.full((batch,), context, dtype=torch.int32, device=device),
+            block_tables=torch.randperm(num_blocks, device=device).to(torch.int32).view(batch, blocks_each),
+            split_ends=plan[0],
+            tile_ends=plan[1],
+            splits_per_item=torch.ones(1, dtype=torch.int32, device=device),
+            tokens_per_tile=1,
+        )
+        self._workspace = AttentionWorkspace.allocate(batch, config.num_heads, config.head_dim, device)
+
+    def launching(self, tuning: AttentionTuning) -> Callable[[], None]:
+        """Plan for some tiles; return what launches them."""
+        config = self._config
+        rows = replace(self._rows, tokens_per_tile=tokens_per_tile(config.num_heads, config.num_kv_heads, tuning))
+        plan_attention(rows, config.num_kv_heads)
+        return lambda: paged_attention(
+            self._query,
+            self._pool,
+            self.out,
+            rows,
+            self._workspace,
+            num_kv_heads=config.num_kv_heads,
+            scale=config.head_dim**-0.5,
+            has_decodes=self._num_queries == 1,
+            has_chunks=self._num_queries > 1,
+            tuning=tuning,
+        )
+
+    def launching_library(self, library: FlashAttention) -> Callable[[], None]:
+        """What launches the same by FlashAttention."""
+        is_real = torch.ones(len(self.out), dtype=torch.bool, device=self.out.device)
+        return lambda: library(
+            self._query,
+            self._pool,
+            self.out,
+            self._rows,
+            tables=self._rows.block_tables,
+            is_real=is_real,
+            longest=self._num_queries,
+            num_kv_heads=self._config.num_kv_heads,
+            scale=self._config.head_dim**-0.5,
+        )

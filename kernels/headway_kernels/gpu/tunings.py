@@ -1,0 +1,61 @@
+"""The tiles of a device's kernels: those that ship, or those that somebody has measured there.
+
+Owns: which tiles a model's kernels get. Must not know: files, what a kernel computes.
+
+Tiles are of a device, a head size and a dtype, and hold as long as a model is open. Nothing that a step has in it chooses
+among them, so they change results from device to device at most, by rounding, and never with the company of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning, padded_head, stored_bytes
+from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
+
+MOST_FEW_TOKENS = 64
+"""Tilings of products of up to so many tokens also cut the inputs, which decides the order of additions: they stay."""
+
+
+@dataclass(frozen=True)
+class Tunings:
+    """What a ``device`` has instead of the tiles that ship.
+
+    ``attention`` by padded head size and bytes of a stored element; ``products``, of more than ``MOST_FEW_TOKENS`` tokens,
+    and ``pairs`` of tokens and experts, by bytes of an element of the inputs.
+    """
+
+    device: torch.device
+    attention: Mapping[tuple[int, int], AttentionTuning] = field(default_factory=dict)
+    products: Mapping[int, tuple[Tiling, ...]] = field(default_factory=dict)
+    pairs: Mapping[int, Tiling] = field(default_factory=dict)
+
+    def of_attention(self, head_dim: int, dtype: torch.dtype, *, is_coded: bool) -> AttentionTuning:
+        """For heads of this size, of a model in ``dtype``, over a pool of codes or of numbers."""
+        found = self.attention.get((padded_head(head_dim), stored_bytes(dtype, is_coded=is_coded)))
+        return found or attention_tuning(self.device, head_dim, dtype, is_coded=is_coded)
+
+    def of_products(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
+        """For products of weights as codes with inputs of ``dtype``, by ascending number of tokens."""
+        shipped = shipped_tilings(dtype)
+        few = tuple(
+            tiling for tiling in shipped if tiling.max_tokens is not None and tiling.max_tokens <= MOST_FEW_TOKENS
+        )
+        many = self.products.get(dtype.itemsize)
+        return shipped if many is None else (*few, *many)
+
+    def of_pairs(self, dtype: torch.dtype) -> Tiling:
+        """For the products of experts, of any number of pairs."""
+        return self.pairs.get(dtype.itemsize) or shipped_pair_tiling(dtype)
+
+
+def shipped_tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
+    """Those of products with codes."""
+    return FLOAT32_TILINGS if dtype == torch.float32 else TILINGS
+
+
+def shipped_pair_tiling(dtype: torch.dtype) -> Tiling:
+    """One for any number of pairs. With few, memory bounds the product, and columns of a tile that go to waste cost little."""
+    tiling = FLOAT32_TILINGS[1] if dtype == torch.float32 else TILINGS[2]
+    return Tiling(None, tiling.tokens, tiling.outputs, tiling.inputs, 0, 4, tiling.num_stages)

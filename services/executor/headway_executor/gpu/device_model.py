@@ -1,0 +1,101 @@
+"""A decoder on a device, with its pool of keys and values and its graphs.
+
+Owns: the memory that the model's steps take, which launch serves a step. Must not know: rows, what is made of logits.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from headway_executor.backend import HostMemorySource
+from headway_executor.gpu.block_mover import BlockMover, open_pool
+from headway_executor.gpu.decoder import Decoder
+from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
+from headway_executor.gpu.runtime import Runtime
+from headway_executor.gpu.step_columns import StepShape
+from headway_executor.kv_pool import StoredBlock
+
+ALIGNMENT = 16
+"""Of the tokens of a step that is not recorded, on a GPU."""
+
+
+class DeviceModel:
+    """Runs the step in the decoder's columns. ``draw`` launches the likeliest token of each row of logits.
+
+    ``block`` is of one layer. ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        decoder: Decoder,
+        block: StoredBlock,
+        *,
+        most_rows: int,
+        most_tokens: int,
+        draw: Callable[[Tensor], None],
+    ) -> None:
+        self._runtime = runtime
+        self.decoder = decoder
+        self._block = block
+        self._most_rows = most_rows
+        self._most_tokens = most_tokens
+        self._draw = draw
+        self._graphs = StepGraphs(runtime)
+        self._recorded: frozenset[LaunchSize] = frozenset()
+        self.sizes = self.step_sizes(recorded=False)
+
+    @property
+    def pool(self) -> Tensor:
+        """Keys and values, ``[num_layers, num_blocks, *block.shape]``."""
+        return self._pool
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block in all layers."""
+        return self.decoder.num_layers * self._block.num_bytes
+
+    def open_pool(self, num_blocks: int, *, swap_space_mib: int, host_memory: HostMemorySource) -> BlockMover:
+        """Take the memory of so many blocks; return their moves."""
+        self._pool, mover = open_pool(
+            self._runtime,
+            self._block,
+            num_layers=self.decoder.num_layers,
+            num_blocks=num_blocks,
+            swap_space_mib=swap_space_mib,
+            host_memory=host_memory,
+        )
+        return mover
+
+    def size_of(self, shape: StepShape, *, draws: bool = False) -> LaunchSize:
+        """The size in which a step is launched; only one of decodes ``draws``."""
+        return self.sizes.of(shape, draws=draws)
+
+    def launch(self, size: LaunchSize, *, as_recorded: bool = True, longest: int = 0) -> None:
+        """Launch the step in the columns, as a graph if there is one and it may be; ``longest``: see ``Decoder.run``."""
+        if not as_recorded or not self._graphs.launch(size):
+            # What a graph would record computes as in the graph.
+            is_recorded = size in self._recorded
+            self.forward(size, longest=0 if is_recorded else longest)
+
+    def forward(self, size: LaunchSize, *, longest: int = 0) -> None:
+        """Launch the step kernel by kernel."""
+        kinds = {"has_decodes": size.has_decodes, "has_chunks": size.has_chunks}
+        self.decoder.run(self._pool, size.num_tokens, size.num_rows, longest=longest, **kinds)
+        if size.draws:
+            self._draw(self.decoder.logits(size.num_rows))
+
+    def record(self, progress: Callable[[int, int], None]) -> None:
+        """Record the graphs of all sizes; the step in the columns must be harmless."""
+        self.sizes = self.step_sizes(recorded=True)
+        self._recorded = frozenset(self.sizes.recorded())
+        self._graphs.record(self.forward, self.sizes.recorded(), progress)
+
+    def step_sizes(self, *, recorded: bool) -> StepSizes:
+        """The sizes of steps, with graphs or without."""
+        return StepSizes(
+            max_num_rows=self._most_rows,
+            max_num_tokens=self._most_tokens,
+            recorded=recorded,
+            alignment=ALIGNMENT if self._runtime.is_cuda else 1,
+        )

@@ -1,0 +1,88 @@
+"""A pool's blocks as vectors of one head at one position, as numbers or as codes.
+
+Owns: where a vector is, how it is stored and read. Must not know: rows, attention.
+
+A block is ``[2 * kv_heads, block_size, head_dim]``, key heads first; ``headway_kernels.kv_codes`` says what one of codes is.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway_executor.kv_pool import KvPool
+from headway_kernels import kv_codes
+
+_Int64Array = NDArray[np.int64]
+
+
+class LayerVectors(Protocol):
+    """The vectors of one layer."""
+
+    def store(self, places: Tensor, vectors: Tensor) -> None:
+        """Store ``vectors``, ``[n, head_dim]``, at distinct ``places``, int64, ``[n]``."""
+        ...
+
+    def read(self, places: Tensor) -> Tensor:
+        """The vectors at ``places``, int64, ``[n]``: ``[n, head_dim]``, in the model's dtype."""
+        ...
+
+
+class KvVectors:
+    """The vectors of all layers."""
+
+    def __init__(self, pool: KvPool, num_kv_heads: int, dtype: torch.dtype) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._layers = pool.layers
+        self._dtype = dtype
+        self.block_size = pool.block_size
+        self.is_coded = kv_codes.is_coded(pool.layers)
+        """What is read differs from what has been stored."""
+
+    @property
+    def value_offset(self) -> int:
+        """Places from a key to its value."""
+        return self._num_kv_heads * self.block_size
+
+    def of_layer(self, index: int) -> LayerVectors:
+        """Views of a layer's vectors."""
+        layer = self._layers[index]
+        return _Codes(layer, self._dtype) if self.is_coded else _Numbers(layer)
+
+    def keys(self, slots: _Int64Array) -> _Int64Array:
+        """The places of the keys of ``slots``: int64, ``[kv_heads, *slots.shape]``."""
+        blocks, offsets = np.divmod(slots, self.block_size)
+        heads = np.arange(self._num_kv_heads).reshape(-1, *(1 for _ in slots.shape))
+        return (blocks * 2 * self._num_kv_heads + heads) * self.block_size + offsets
+
+
+class _Numbers:
+    def __init__(self, layer: Tensor) -> None:
+        self._vectors = layer.view(-1, layer.shape[-1])
+
+    def store(self, places: Tensor, vectors: Tensor) -> None:
+        self._vectors.index_copy_(0, places, vectors)
+
+    def read(self, places: Tensor) -> Tensor:
+        return self._vectors.index_select(0, places)
+
+
+class _Codes:
+    def __init__(self, layer: Tensor, dtype: torch.dtype) -> None:
+        codes, exponents = kv_codes.parts(layer)
+        self._codes, self._exponents = codes.flatten(1, 2), exponents.flatten(1, 2)
+        self._dtype = dtype
+
+    def store(self, places: Tensor, vectors: Tensor) -> None:
+        where = self._where(places)
+        self._codes[where], self._exponents[where] = kv_codes.encode(vectors)
+
+    def read(self, places: Tensor) -> Tensor:
+        where = self._where(places)
+        return kv_codes.decode(self._codes[where], self._exponents[where]).to(self._dtype)
+
+    def _where(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        vectors_of_block = self._exponents.shape[1]
+        return places // vectors_of_block, places % vectors_of_block
