@@ -159,6 +159,27 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const code *inputs) {
 
 #endif
 
+/* A quad of inputs of each row. Where bytes are multiplied, an input is loaded once for both halves of the panel; else
+ * the registers hold the widened weights of one half. */
+INLINE void add_int8_products(const int rows, const code *column, const char *weights, ivec (*sums)[2]) {
+    const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + LANES * QUAD);
+#if MULTIPLIES_BYTES
+    UNROLLED
+    for (int row = 0; row < rows; row++) {
+        const code *inputs = column + row * STRETCH * QUAD;
+        sums[row][0] = add_quad_products(sums[row][0], low, inputs);
+        sums[row][1] = add_quad_products(sums[row][1], high, inputs);
+    }
+#else
+    UNROLLED
+    for (int row = 0; row < rows; row++)
+        sums[row][0] = add_quad_products(sums[row][0], low, column + row * STRETCH * QUAD);
+    UNROLLED
+    for (int row = 0; row < rows; row++)
+        sums[row][1] = add_quad_products(sums[row][1], high, column + row * STRETCH * QUAD);
+#endif
+}
+
 INLINE void sum_int8(const int rows, const code *tile, const char *weights, range quads, ivec (*sums)[2],
                      fetching ahead) {
     for (int64_t k = quads.begin; k < quads.end; k += STRETCH) {
@@ -167,14 +188,7 @@ INLINE void sum_int8(const int rows, const code *tile, const char *weights, rang
         turn(&ahead);
         for (int64_t i = 0; i < count; i++, weights += PANEL * QUAD) {
             fetch(&ahead);
-            UNROLLED
-            for (int half = 0; half < 2; half++) {
-                const ivec of_half = *(const unaligned_ivec *)(weights + half * LANES * QUAD);
-                UNROLLED
-                for (int row = 0; row < rows; row++) {
-                    sums[row][half] = add_quad_products(sums[row][half], of_half, column + (row * STRETCH + i) * QUAD);
-                }
-            }
+            add_int8_products(rows, column + i * QUAD, weights, sums);
         }
     }
 }
