@@ -56,6 +56,11 @@ typedef struct {
     norm_weights final_norm;
 } decoder_shape;
 
+static inline attention_shape attention_shape_of(const decoder_shape *shape) {
+    return (attention_shape){shape->num_heads,  shape->num_kv_heads, shape->head_dim,
+                             shape->block_size, shape->score_scale,  shape->score_softcap};
+}
+
 /* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and
  * value, and then the first components of both halves of a head, which all keys of a token share. Each part is
  * normalised, with the root mean square of `norm_eps`, and expanded: to queries, and to keys (zeros where they share),
