@@ -294,7 +294,7 @@ static void run_step(void *work, member *self) {
     now.num_attending = of->space.num_attention_tiles;
     for (int64_t i = 0; i <= last; i++) {
         now.layer = &of->layers[i];
-        now.layer_pool = now.step->pool + i * now.step->layer_stride;
+        now.layer_pool = (char *)now.step->pool + i * now.step->layer_stride * bytes_of_number(&of->attention);
         if (i == last && of->head != NULL) {
             run_last_layer(self, &now);
         } else {

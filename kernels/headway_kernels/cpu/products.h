@@ -26,13 +26,15 @@ typedef int16_t code;
 
 #define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
+static inline int is_bfloat16(int64_t form) { return form == FORM_BFLOAT16 || form == FORM_PAIRS; }
+
 /* Inputs per step of a sum; a matrix unit takes a cache line of each output or row. Panels and packed rows are
  * padded with zeros to whole steps. */
 static inline int64_t inputs_per_step(int64_t form) {
 #if HAS_TILES
     return form == FORM_INT8 ? 64 : 32;
 #else
-    return form == FORM_INT8 ? QUAD : form == FORM_BFLOAT16 ? PAIR : 1;
+    return form == FORM_INT8 ? QUAD : is_bfloat16(form) ? PAIR : 1;
 #endif
 }
 static inline int64_t steps_of(int64_t inputs, int64_t form) {
@@ -54,7 +56,8 @@ static inline int64_t panel_number(const linear *of, const char *place) {
     return (place - (const char *)of->panels) / panel_bytes(of);
 }
 
-/* The weights of `count` inputs of a panel of codes, from input `first` on, as float32: [count, PANEL]. */
+/* The weights of `count` inputs of a panel of codes or bfloat16s, from input `first` on (with bfloat16s an even one),
+ * as float32: [count, PANEL]. */
 void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to);
 
 /* The two kinds of `pack_tile`, `tiles_at_once` and `multiply`: rows that are rounded whole or not at all, and rows

@@ -32,7 +32,7 @@ typedef struct {
     const decoder *of;
     const decoder_step *step;
     const layer_weights *layer; /* each member has a copy of this struct: layers advance member by member */
-    float *layer_pool;
+    void *layer_pool;
     /* The tokens whose attention is wanted: all, or in the last layer the sampled ones. */
     const attention_tile *attending;
     int64_t num_attending;

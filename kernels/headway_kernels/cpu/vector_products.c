@@ -18,9 +18,9 @@
 #define MANY_DEPTH 768  /* with more tiles than FEW, the L2 cache will do */
 #define CODED_DEPTH 128 /* the same of a panel of codes, which is widened to float32 for them */
 
-/* Floats, or quads of codes. */
+/* Floats, pairs of bfloat16s, or quads of codes. */
 static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
-    const int64_t count = form == FORM_INT8 ? steps_of(inputs, form) : inputs;
+    const int64_t count = form == FORM_INT8 || form == FORM_PAIRS ? steps_of(inputs, form) : inputs;
     return (count + STRETCH - 1) / STRETCH * STRETCH * (form == FORM_INT8 ? QUAD * sizeof(code) : sizeof(float));
 }
 
@@ -36,6 +36,15 @@ static void pack_float32_row(float *tile, int64_t rows, int64_t place, const flo
     }
 }
 
+static void pack_pairs_row(int32_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, float factor,
+                           const float *weight) {
+    for (int64_t k = 0; k < inputs; k += PAIR * STRETCH) {
+        int32_t *to = tile + k / PAIR * rows + place * STRETCH;
+        for (int64_t i = 0; i < PAIR * STRETCH; i += LANES)
+            *(half_ivec *)(to + i / PAIR) = as_pairs(normed_inputs(row, weight, k + i, inputs) * factor);
+    }
+}
+
 void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride,
                      rms_norm norm) {
     int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
@@ -47,6 +56,8 @@ void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const 
         if (form == FORM_INT8) {
             float scale = pack_int8_row((code *)start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;
+        } else if (form == FORM_PAIRS) {
+            pack_pairs_row((int32_t *)start, rows, i, row, to->inputs, factor, norm.weight);
         } else {
             pack_float32_row((float *)start, rows, i, row, to->inputs, factor, norm.weight);
         }
@@ -108,10 +119,6 @@ INLINE void sum_float32(const int rows, const float *tile, const float *weights,
     }
 }
 
-/* Two inputs of LANES outputs: `pairs` has the first in the lower halves. */
-INLINE vec of_lower_halves(ivec pairs) { return bits_as_vec(pairs << 16); }
-INLINE vec of_upper_halves(ivec pairs) { return bits_as_vec(pairs & splat_int((int32_t)0xffff0000)); }
-
 INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weights, range inputs, vec (*sums)[2],
                          fetching ahead) {
     for (int64_t k = inputs.begin; k < inputs.end; k += STRETCH) {
@@ -123,6 +130,25 @@ INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weig
             fetch(&ahead);
             add_products(rows, column + i, of_lower_halves(low), of_lower_halves(high), sums);
             if (i + 1 < count) add_products(rows, column + i + 1, of_upper_halves(low), of_upper_halves(high), sums);
+        }
+    }
+}
+
+INLINE void sum_pairs(const int rows, const int32_t *tile, const uint16_t *weights, range pairs, vec (*sums)[2],
+                      fetching ahead) {
+    for (int64_t k = pairs.begin; k < pairs.end; k += STRETCH) {
+        const int32_t *column = tile + k * rows;
+        const int64_t count = steps_of_stretch(pairs, k);
+        turn(&ahead);
+        for (int64_t i = 0; i < count; i++, weights += PAIR * PANEL) {
+            const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + PANEL);
+            fetch(&ahead);
+            UNROLLED
+            for (int row = 0; row < rows; row++) {
+                const ivec inputs = splat_int(column[row * STRETCH + i]);
+                sums[row][0] = add_bfloat16_products(sums[row][0], low, inputs);
+                sums[row][1] = add_bfloat16_products(sums[row][1], high, inputs);
+            }
         }
     }
 }
@@ -274,7 +300,9 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
         sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
         sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
     }
-    if (form >= FORM_CODES4)
+    if (form == FORM_PAIRS)
+        sum_pairs(rows, (const int32_t *)tile, (const uint16_t *)weights, steps, sums, ahead);
+    else if (form >= FORM_CODES4)
         sum_codes(rows, form, with, panel, tile, inputs, sums, ahead);
     else if (form == FORM_BFLOAT16)
         sum_bfloat16(rows, tile, (const uint16_t *)weights, inputs, sums, ahead);
@@ -312,6 +340,7 @@ INLINE void multiply_tile(const int rows, int64_t form, const linear *with, cons
         CASE_OF_FLOATS(FORM_CODES4)
         CASE_OF_FLOATS(FORM_CODES8)
         CASE_OF_FLOATS(FORM_FP8)
+        CASE_OF_FLOATS(FORM_PAIRS)
     default: assert(0);
     }
 }
@@ -329,6 +358,10 @@ static fetching what_to_fetch(const char *current, const char *end, const char *
     return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
 }
 
+/* Whether several tiles share weights that are widened to float32 once. With narrow registers, taking pairs of
+ * bfloat16s apart for each tile takes longer. */
+static int is_widened(const linear *of) { return is_coded(of) || (of->form == FORM_BFLOAT16 && LANES < 16); }
+
 int64_t tiles_at_once_whole(const linear *with) {
     (void)with;
     return MOST_TILES;
@@ -345,11 +378,11 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     assert(end_tile - first_tile <= MOST_TILES);
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
-    const int64_t num_steps = steps_of(with->inputs, with->form), count = end_tile - first_tile;
-    const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
-    const int64_t form = widens ? FORM_FLOAT32 : with->form;
+    const int64_t count = end_tile - first_tile;
+    const int widens = is_widened(with) && count > 1; /* a tile alone takes weights as they are */
+    const int64_t form = widens ? FORM_FLOAT32 : with->form, num_steps = steps_of(with->inputs, form);
     const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
-    const int64_t bytes = panel_bytes(with), step_bytes = is_coded(with) ? 0 : bytes / num_steps;
+    const int64_t bytes = panel_bytes(with), step_bytes = widens || is_coded(with) ? 0 : bytes / num_steps;
     /* Codes are fetched a word, or as many bytes, at a time. */
     const int64_t fetched = step_bytes > 0 ? step_bytes : with->form == FORM_CODES4 ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);

@@ -29,6 +29,9 @@
 #define HAS_TILES 0
 #endif
 
+/* An instruction for pairs of bfloat16s, which only some processors of this variant have. */
+#define HAS_PAIR_PRODUCTS (LANES == 16)
+
 /* DO(rows) for every number of rows of a tile: a loop over rows is unrolled only if their number is known. */
 #if TILE_ROWS == 12
 #define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
@@ -53,6 +56,40 @@ INLINE ivec splat_int(int32_t value) { return value - (ivec){0}; }
 INLINE vec bits_as_vec(ivec bits) { return (vec)bits; }
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 INLINE vec larger(vec a, vec b) { return __builtin_elementwise_max(a, b); }
+
+/* Two numbers of LANES each, as bfloat16s: `pairs` has the first ones in the lower halves. */
+INLINE vec of_lower_halves(ivec pairs) { return bits_as_vec(pairs << 16); }
+INLINE vec of_upper_halves(ivec pairs) { return bits_as_vec(pairs & splat_int((int32_t)0xffff0000)); }
+
+/* The products of two bfloat16s and two others are added to each lane. The instruction is in words, as the compiler
+ * takes it only for a variant all of whose processors have it: whoever calls this must know. */
+INLINE vec add_bfloat16_products(vec sum, ivec pairs, ivec others) {
+#if HAS_PAIR_PRODUCTS
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(others));
+    return sum;
+#else
+    sum += of_upper_halves(pairs) * of_upper_halves(others);
+    return sum + of_lower_halves(pairs) * of_lower_halves(others);
+#endif
+}
+
+typedef int32_t bfloat16_pair __attribute__((may_alias));
+typedef int32_t half_ivec __attribute__((vector_size(LANES * 2), aligned(4), may_alias));
+
+/* The nearest bfloat16s, side by side. */
+INLINE half_ivec as_pairs(vec values) {
+#if HAS_PAIR_PRODUCTS
+    half_ivec pairs;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(pairs) : "v"(values));
+    return pairs;
+#else
+    typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+    typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+    const words bits = (words)values, odd = (bits >> 16) & 1;
+    const words rounded = (words)choose(values == values, (vec)(bits + 0x7fff + odd), splat(NAN));
+    return (half_ivec) __builtin_convertvector(rounded >> 16, halves);
+#endif
+}
 
 INLINE ivec lane_numbers(void) {
     ivec lanes;
