@@ -44,23 +44,8 @@ INLINE void widen_form(const int form, const linear *of, int64_t panel, int64_t 
     }
 }
 
-static void widen_bfloat16(const linear *of, int64_t panel, int64_t first, int64_t count, float *to) {
-    const uint16_t *from = (const uint16_t *)panel_at(of, panel) + first * PANEL;
-    for (int64_t i = 0; i < count; i += PAIR, from += PAIR * PANEL, to += PAIR * PANEL) {
-        for (int64_t line = 0; line < PAIR * PANEL * 2; line += LINE)
-            __builtin_prefetch((const char *)from + line + LINES_AHEAD * LINE);
-        UNROLLED
-        for (int half = 0; half < 2; half++) {
-            const ivec pairs = *(const unaligned_ivec *)(from + half * PANEL);
-            store(to + half * LANES, of_lower_halves(pairs));
-            if (i + 1 < count) store(to + PANEL + half * LANES, of_upper_halves(pairs));
-        }
-    }
-}
-
 void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to) {
     switch (of->form) {
-    case FORM_BFLOAT16: widen_bfloat16(of, panel, first, count, to); break;
     case FORM_CODES4: widen_form(FORM_CODES4, of, panel, first, count, to); break;
     case FORM_CODES8: widen_form(FORM_CODES8, of, panel, first, count, to); break;
     default: widen_form(FORM_FP8, of, panel, first, count, to);

@@ -119,17 +119,22 @@ INLINE void sum_float32(const int rows, const float *tile, const float *weights,
     }
 }
 
+INLINE ivec pairs_at(const uint16_t *weights) { return *(const unaligned_ivec *)weights; }
+
+/* The inputs of a row end with zeros, so a last pair may be half full. */
 INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weights, range inputs, vec (*sums)[2],
                          fetching ahead) {
     for (int64_t k = inputs.begin; k < inputs.end; k += STRETCH) {
         const float *column = tile + k * rows;
         const int64_t count = steps_of_stretch(inputs, k);
         turn(&ahead);
-        for (int64_t i = 0; i < count; i += 2, weights += 2 * PANEL) {
-            const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + PANEL);
+        for (int64_t i = 0; i < count; i += PAIR, weights += PAIR * PANEL) {
             fetch(&ahead);
-            add_products(rows, column + i, of_lower_halves(low), of_lower_halves(high), sums);
-            if (i + 1 < count) add_products(rows, column + i + 1, of_upper_halves(low), of_upper_halves(high), sums);
+            add_products(rows, column + i, of_lower_halves(pairs_at(weights)),
+                         of_lower_halves(pairs_at(weights + PANEL)), sums);
+            __asm__("" : "+r"(weights)); /* so that they are loaded again: the sums need the registers */
+            add_products(rows, column + i + 1, of_upper_halves(pairs_at(weights)),
+                         of_upper_halves(pairs_at(weights + PANEL)), sums);
         }
     }
 }
@@ -141,7 +146,7 @@ INLINE void sum_pairs(const int rows, const int32_t *tile, const uint16_t *weigh
         const int64_t count = steps_of_stretch(pairs, k);
         turn(&ahead);
         for (int64_t i = 0; i < count; i++, weights += PAIR * PANEL) {
-            const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + PANEL);
+            const ivec low = pairs_at(weights), high = pairs_at(weights + PANEL);
             fetch(&ahead);
             UNROLLED
             for (int row = 0; row < rows; row++) {
@@ -185,26 +190,34 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const code *inputs) {
 
 #endif
 
-/* A quad of inputs of each row. Where bytes are multiplied, an input is loaded once for both halves of the panel; else
- * the registers hold the widened weights of one half. */
+#if MULTIPLIES_BYTES
+
+/* A quad of inputs of each row, with both halves of a panel. */
 INLINE void add_int8_products(const int rows, const code *column, const char *weights, ivec (*sums)[2]) {
     const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + LANES * QUAD);
-#if MULTIPLIES_BYTES
     UNROLLED
     for (int row = 0; row < rows; row++) {
         const code *inputs = column + row * STRETCH * QUAD;
         sums[row][0] = add_quad_products(sums[row][0], low, inputs);
         sums[row][1] = add_quad_products(sums[row][1], high, inputs);
     }
-#else
-    UNROLLED
-    for (int row = 0; row < rows; row++)
-        sums[row][0] = add_quad_products(sums[row][0], low, column + row * STRETCH * QUAD);
-    UNROLLED
-    for (int row = 0; row < rows; row++)
-        sums[row][1] = add_quad_products(sums[row][1], high, column + row * STRETCH * QUAD);
-#endif
 }
+
+#else
+
+/* The same, half by half: beside the sums, registers hold the widened weights of one half. */
+INLINE void add_int8_products(const int rows, const code *column, const char *weights, ivec (*sums)[2]) {
+    UNROLLED
+    for (int half = 0; half < 2; half++) {
+        const ivec of_half = *(const unaligned_ivec *)(weights + half * LANES * QUAD);
+        UNROLLED
+        for (int row = 0; row < rows; row++)
+            sums[row][half] = add_quad_products(sums[row][half], of_half, column + row * STRETCH * QUAD);
+        __asm__("" : "+r"(column)); /* so that inputs are loaded again */
+    }
+}
+
+#endif
 
 INLINE void sum_int8(const int rows, const code *tile, const char *weights, range quads, ivec (*sums)[2],
                      fetching ahead) {
@@ -358,10 +371,6 @@ static fetching what_to_fetch(const char *current, const char *end, const char *
     return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
 }
 
-/* Whether several tiles share weights that are widened to float32 once. With narrow registers, taking pairs of
- * bfloat16s apart for each tile takes longer. */
-static int is_widened(const linear *of) { return is_coded(of) || (of->form == FORM_BFLOAT16 && LANES < 16); }
-
 int64_t tiles_at_once_whole(const linear *with) {
     (void)with;
     return MOST_TILES;
@@ -379,10 +388,10 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
     const int64_t count = end_tile - first_tile;
-    const int widens = is_widened(with) && count > 1; /* a tile alone takes weights as they are */
+    const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
     const int64_t form = widens ? FORM_FLOAT32 : with->form, num_steps = steps_of(with->inputs, form);
     const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
-    const int64_t bytes = panel_bytes(with), step_bytes = widens || is_coded(with) ? 0 : bytes / num_steps;
+    const int64_t bytes = panel_bytes(with), step_bytes = is_coded(with) ? 0 : bytes / num_steps;
     /* Codes are fetched a word, or as many bytes, at a time. */
     const int64_t fetched = step_bytes > 0 ? step_bytes : with->form == FORM_CODES4 ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
