@@ -238,6 +238,29 @@ typedef union {
     ivec integers[TILE_ROWS][2];
 } tile_sums;
 
+/* Apart, because a call between two rows would take the registers of the sums. */
+static void finish_adapted(const packed_inputs *from, int64_t first, int64_t rows, int64_t panel, const tile_sums *of,
+                           enum epilogue epilogue, float *out, int64_t stride) {
+    for (int64_t i = 0; i < rows; i++) {
+        vec low = of->floats[i][0], high = of->floats[i][1];
+        add_low_rank(from->added, first + i, panel, &low, &high);
+        finish_row(epilogue, low, high, out + i * stride);
+    }
+}
+
+/* The sums of a tile's rows are complete. */
+INLINE void finish_tile(const int rows, const packed_inputs *from, int64_t first, int64_t panel, vec (*sums)[2],
+                        tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
+    if (from->added != NULL) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
+        finish_adapted(from, first, rows, panel, kept, epilogue, out, stride);
+        return;
+    }
+    UNROLLED
+    for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+}
+
 INLINE void multiply_int8(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
                           const char *weights, range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue,
                           float *out, int64_t stride) {
@@ -261,16 +284,16 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
     const vec low_bias = load(with->bias + panel * PANEL), low_scale = load(with->scales + panel * PANEL);
     const vec high_bias = load(with->bias + panel * PANEL + LANES);
     const vec high_scale = load(with->scales + panel * PANEL + LANES);
+    vec outputs[TILE_ROWS][2];
     UNROLLED
     for (int i = 0; i < rows; i++) {
         vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
         vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
         vec factor = splat(from->factors[first + i]);
-        low = low * (low_scale * factor) + low_bias;
-        high = high * (high_scale * factor) + high_bias;
-        if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
-        finish_row(epilogue, low, high, out + i * stride);
+        outputs[i][0] = low * (low_scale * factor) + low_bias;
+        outputs[i][1] = high * (high_scale * factor) + high_bias;
     }
+    finish_tile(rows, from, first, panel, outputs, kept, epilogue, out, stride);
 }
 
 /* Products with the codes of a panel, which are widened in the register. */
@@ -321,16 +344,12 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
         sum_bfloat16(rows, tile, (const uint16_t *)weights, inputs, sums, ahead);
     else
         sum_float32(rows, tile, (const float *)weights, inputs, sums, ahead);
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
-        if (inputs.end < with->inputs) {
-            kept->floats[i][0] = sums[i][0];
-            kept->floats[i][1] = sums[i][1];
-        } else {
-            if (from->added != NULL) add_low_rank(from->added, first + i, panel, &sums[i][0], &sums[i][1]);
-            finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
-        }
+    if (inputs.end == with->inputs) {
+        finish_tile(rows, from, first, panel, sums, kept, epilogue, out, stride);
+        return;
     }
+    UNROLLED
+    for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
 }
 
 #define CASE_OF_FLOATS(form)                                                                                           \

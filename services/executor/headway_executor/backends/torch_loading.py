@@ -137,7 +137,9 @@ def load(
         activations=option_of(config, TORCH, "activations"),
         dtype=dtype,
     )
-    adapters = adapters_for(library, model_config, part) if has_adapters else None
+    # Codes that are rounded lose more than adapters in bfloat16.
+    narrow = dtype if config.quantization == "none" else torch.bfloat16
+    adapters = adapters_for(library, model_config, part, narrow) if has_adapters else None
     return CompiledModel(compiled, places.pool((compiled.block_floats,)), stage, adapters)
 
 

@@ -204,8 +204,8 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
     return stage.group.rows(library, WideRows(part.hidden, attended, inner, part.vocab, pairs, of_shared))
 
 
-def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart) -> ModelAdapters:
-    """The adapters of a part that the kernels run."""
+def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtype: torch.dtype) -> ModelAdapters:
+    """The adapters of a part that the kernels run, held in ``dtype``, float32 or bfloat16."""
     padding = library.padded_head_dim(config.head_dim) - config.head_dim
     feeds = [config.layers[index].feed_forward for index in part.layers]
     gated = [activates_in_product(_ACTIVATIONS[feed.activation], is_gated=feed.is_gated) for feed in feeds]
@@ -224,6 +224,7 @@ def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart) -> M
         return PackedAdapter(
             library,
             [[update(index, site, layer.get(site)) for site in SITES] for index, layer in enumerate(weights.layers)],
+            dtype,
         )
 
     return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed)
