@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, object]] = {
 """The first has four of the 22 layers of a Llama with 1.1 billion parameters."""
 
 
-def write_adapter(directory: Path, model: Path, rank: int, seed: int) -> None:
+def write_adapter(directory: Path, model: Path, rank: int, seed: int, dtype: torch.dtype) -> None:
     """Write a random adapter of every projection of the model's layers."""
     directory.mkdir()
     torch.manual_seed(seed)
@@ -60,8 +60,8 @@ def write_adapter(directory: Path, model: Path, rank: int, seed: int) -> None:
     for name, shape in expected_tensors(read_model_config(model)).items():
         if len(shape) == 2 and name.startswith("model.layers."):
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1]) * 0.02
-            tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], rank) * 0.02
+            tensors[f"{module}.lora_A.weight"] = (torch.randn(rank, shape[1]) * 0.02).to(dtype)
+            tensors[f"{module}.lora_B.weight"] = (torch.randn(shape[0], rank) * 0.02).to(dtype)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -73,7 +73,7 @@ class Bench:
     def __init__(self, model: Path, scratch: Path, load: argparse.Namespace) -> None:
         directories = {f"adapter-{number}": scratch / f"adapter-{number}" for number in range(load.requests)}
         for number, directory in enumerate(directories.values()):
-            write_adapter(directory, model, load.rank, load.seed + number)
+            write_adapter(directory, model, load.rank, load.seed + number, getattr(torch, load.adapter_dtype))
         self._backend = TorchBackend()
         self._info = self._backend.open(
             BackendConfig(
@@ -166,7 +166,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=count, default=8, help="rows, and adapters (default: 8)")
     parser.add_argument("--output", type=count, default=24, help="tokens of each request (default: 24)")
     parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--adapter-dtype", choices=("float32", "bfloat16"), default="float32", help="of the files")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
     parser.add_argument("--kernels", choices=("auto", "compiled", "eager"), default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of the backend; 0: all that pay")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1100M", help="of the random checkpoint")

@@ -13,8 +13,8 @@ changes from round to round. A row beside which other programs took more than ``
 again later, up to ``--patience`` times in a run, and the quietest counts. Each row is printed as a line of JSON and kept in
 ``--directory``; a run with ``--continue`` measures only what is missing, so a long run can be cut by ``--minutes``.
 
-int8 of Headway, vLLM and llama.cpp rounds activations too; OpenVINO decides that itself. Headway computes bfloat16
-weights in float32, the others in bfloat16. Each peer lives in an environment of its own; one that is not given is left
+"else bfloat16" is the dtype of keys, values and all that is not codes. int8 and int4 of Headway, vLLM and llama.cpp round
+activations to 8 bits; OpenVINO decides that itself. Each peer lives in an environment of its own; one that is not given is left
 out, and the result says so:
 
     python -m venv vllm && vllm/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
@@ -43,7 +43,7 @@ from tokenizers import Tokenizer
 
 sys.path.append(str(Path(__file__).parent / "peers"))
 
-from contenders import PRECISIONS, Contender, Installed
+from contenders import PRECISIONS, Contender, Installed, rival_of
 from matrix import RATE, engines, summary, table
 from processes import Driver, ForeignLoad, Server
 
@@ -276,7 +276,7 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         "left_out": {engine: f"not given: {flag}" for engine, flag in run.installed.left_out().items()},
         "openvino_int4_group": OPENVINO_GROUP,
         "most_foreign_share": arguments.most_foreign,
-        "results": summary(lines, arguments.most_foreign),
+        "results": summary(lines, arguments.most_foreign, rival_of),
         "engines": engines(lines, arguments.most_foreign),
         "losses": [line for line in lines if line["kind"] == "loss"],
     }

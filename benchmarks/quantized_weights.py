@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,29 +41,37 @@ DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 CONTEXT = 256
 
 
+class Precision(NamedTuple):
+    """What the kernels are asked for; see ``load_compiled``."""
+
+    quantization: str = "none"
+    activations: str = "auto"
+    dtype: torch.dtype = torch.float32
+
+
 @dataclass(frozen=True)
 class Form:
-    """How weights are held: what is asked for, of a checkpoint of which dtype."""
+    """A precision, and the dtype of the checkpoint."""
 
     name: str
-    quantization: str
-    checkpoint: str
-    activations: str = "auto"
+    precision: Precision
+    checkpoint: str = "float32"
 
 
 FORMS = (
-    Form("float32", "none", "float32"),
-    Form("bfloat16", "none", "bfloat16"),
-    Form("int8", "int8", "float32"),
-    Form("int4", "int4", "float32"),
-    Form("int4, exact activations", "int4", "float32", "exact"),
+    Form("float32", Precision()),
+    Form("bfloat16 weights", Precision(), "bfloat16"),
+    Form("bfloat16", Precision(dtype=torch.bfloat16), "bfloat16"),
+    Form("int8", Precision("int8")),
+    Form("int8, else bfloat16", Precision("int8", dtype=torch.bfloat16)),
+    Form("int4", Precision("int4")),
+    Form("int4, else bfloat16", Precision("int4", dtype=torch.bfloat16)),
+    Form("int4, exact activations", Precision("int4", "exact")),
 )
 CLOCKS = {"wall": time.perf_counter, "processor": time.thread_time}
 
 
-def held_out_loss(
-    library: CpuLibrary, model: Path, token_ids: list[int], quantization: str, window: int, activations: str = "auto"
-) -> float:
+def held_out_loss(library: CpuLibrary, model: Path, token_ids: list[int], window: int, precision: Precision) -> float:
     """Return the mean loss per token in nats; every window of ``window`` tokens is scored alone."""
     config = read_model_config(model)
     num_threads = len(os.sched_getaffinity(0))
@@ -71,13 +80,12 @@ def held_out_loss(
             config,
             checkpoint,
             library,
-            quantization=quantization,
             max_model_len=window,
             block_size=window,
             num_threads=num_threads,
-            activations=activations,
+            **precision._asdict(),
         )
-        pool = torch.zeros(config.num_layers, 1, decoder.block_floats)
+        pool = torch.zeros(config.num_layers, 1, decoder.block_floats, dtype=decoder.kv_dtype)
         total, count = 0.0, 0
         for start in range(0, len(token_ids) - 1, window):
             part = np.array(token_ids[start : start + window + 1], dtype=np.int32)
@@ -105,13 +113,12 @@ def decode_rates(
             config,
             checkpoint,
             library,
-            quantization=form.quantization,
             max_model_len=CONTEXT,
             block_size=CONTEXT,
             num_threads=arguments.threads,
-            activations=form.activations,
+            **form.precision._asdict(),
         )
-    pool = torch.zeros(config.num_layers, max(sizes), decoder.block_floats)
+    pool = torch.zeros(config.num_layers, max(sizes), decoder.block_floats, dtype=decoder.kv_dtype)
 
     def step(rows: int, position: int) -> None:
         decoder.forward(
@@ -179,10 +186,10 @@ def main() -> None:
     if library is None:
         raise SystemExit("the CPU kernels are not installed, or do not run on this processor")
     losses = {
-        kind: held_out_loss(library, arguments.model, token_ids, kind[0], arguments.window, kind[1])
-        for kind in dict.fromkeys((form.quantization, form.activations) for form in FORMS)
+        precision: held_out_loss(library, arguments.model, token_ids, arguments.window, precision)
+        for precision in dict.fromkeys(form.precision for form in FORMS)
     }
-    exact = losses["none", "auto"]
+    exact = losses[Precision()]
     rates = speeds(library, arguments) if arguments.rounds else {}
     result: dict[str, object] = {
         "benchmark": "quantized_weights",
@@ -194,8 +201,8 @@ def main() -> None:
         "results": [
             {
                 "form": form.name,
-                "nats_per_token": round(losses[form.quantization, form.activations], 5),
-                "relative_difference": round(losses[form.quantization, form.activations] / exact - 1, 5),
+                "nats_per_token": round(losses[form.precision], 5),
+                "relative_difference": round(losses[form.precision] / exact - 1, 5),
                 "decode_tokens_per_s": rates.get(form.name),
             }
             for form in FORMS

@@ -121,6 +121,7 @@ def compiled_decoder(
     quantization: str = "none",
     num_threads: int = 1,
     activations: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """The checkpoint on the kernels."""
     config = read_model_config(directory)
@@ -134,12 +135,13 @@ def compiled_decoder(
             block_size=block_size,
             num_threads=num_threads,
             activations=activations,
+            dtype=dtype,
         )
 
 
 def compiled_pool(directory: Path, decoder: Decoder, sequences: Sequences, *, stale: float = 0.0) -> KvPool:
     """A pool for ``sequences``, full of ``stale`` numbers, as if earlier rows had left them."""
-    pool = _pool(directory, sequences, (decoder.block_floats,))
+    pool = _pool(directory, sequences, (decoder.block_floats,), decoder.kv_dtype)
     pool.layers.fill_(stale)
     return pool
 
@@ -161,12 +163,14 @@ def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
     return EagerModel(config, decoder, embedding, _pool(directory, sequences, block_shape), torch.float32)
 
 
-def _pool(directory: Path, sequences: Sequences, block_shape: tuple[int, ...]) -> KvPool:
+def _pool(
+    directory: Path, sequences: Sequences, block_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> KvPool:
     return KvPool(
         num_layers=read_model_config(directory).num_layers,
         num_blocks=sequences.num_blocks,
         block_size=sequences.block_size,
-        block=StoredBlock(block_shape, torch.float32),
+        block=StoredBlock(block_shape, dtype),
         device=CPU,
     )
 
@@ -175,7 +179,8 @@ def exercise(library_path: Path, *directories: Path) -> None:
     """Run every weight form and a few mixed steps of small decoders, to see that nothing undefined happens."""
     library = CpuLibrary(library_path)
     team = Team(library, 2)
-    for form in WeightForm:
+    forms = [form for form in WeightForm if form is not WeightForm.PAIRS or library.multiplies_pairs]
+    for form in forms:
         for outputs, inputs, rows in ((1, 1, 1), (50, 7, 13), (34, 21, 3)):
             weight = torch.randn(outputs, inputs).bfloat16().float()
             for gated in (False, True)[: 2 - outputs % 2]:
@@ -186,10 +191,13 @@ def exercise(library_path: Path, *directories: Path) -> None:
         for minima, rounds_inputs in ((torch.rand(34, 2), False), (torch.rand(34, 2), True), (None, True)):
             coded = CodedWeight(form, codes, torch.rand(34, 2), 32, minima, rounds_inputs=rounds_inputs)
             assert PackedLinear(library, coded, None)(team, torch.randn(13, 40)).isfinite().all()
-    for quantization, block_size in (("none", 4), ("none", 32), ("int8", 4), ("int8", 32), ("int4", 32)):
+    wide, narrow = torch.float32, torch.bfloat16
+    ways = (("none", 4, wide), ("none", 32, narrow), ("int8", 4, narrow), ("int8", 32, wide), ("int4", 32, wide))
+    for quantization, block_size, dtype in ways:
         for directory in directories:
             sequences = Sequences(num_rows=3, length=150, vocab_size=90, block_size=block_size)
-            model = compiled_model(directory, library, sequences, quantization=quantization, num_threads=2)
+            settings = {"quantization": quantization, "num_threads": 2, "dtype": dtype}
+            model = compiled_model(directory, library, sequences, **settings)
             first = sequences.last_logits(model, [Span(0, 0, 140), Span(1, 0, 1), Span(2, 0, 37)])
             then = sequences.last_logits(model, [Span(2, 37, 1), Span(0, 140, 10), Span(1, 1, 1)])
             assert first.isfinite().all()

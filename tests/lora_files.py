@@ -23,6 +23,7 @@ def write_adapter(
     targets: tuple[str, ...] = ALL_PROJECTIONS,
     rank: int = 4,
     strength: float = 0.5,
+    dtype: torch.dtype = torch.float32,
     **config: object,
 ) -> Path:
     """Write an adapter of the modules of ``model`` whose names end with ``targets``; return its directory."""
@@ -34,6 +35,7 @@ def write_adapter(
             tensors[f"{_PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
             tensors[f"{_PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * strength
     assert tensors
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     fields = {
@@ -60,7 +62,7 @@ def merge_adapter(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     config = json.loads((directory / "adapter_config.json").read_text())
     rank = config["r"]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank)
-    tensors = load_file(directory / "adapter_model.safetensors")
+    tensors = {name: tensor.float() for name, tensor in load_file(directory / "adapter_model.safetensors").items()}
     with torch.no_grad():
         for name, down in tensors.items():
             if ".lora_A." in name:

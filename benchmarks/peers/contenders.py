@@ -20,8 +20,9 @@ ENGINES = ("headway", "vllm", "openvino", "llama.cpp")
 
 @dataclass(frozen=True)
 class Contender:
-    """``form``: of the weights, in ``checkpoints.Forms``. ``detail``: Headway's ``--quantization``, perhaps with a colon and
-    the option ``activations``, vLLM's ``--dtype``, OpenVINO's precision of inference.
+    """``form``: of the weights, in ``checkpoints.Forms``. ``detail``: Headway's ``--quantization``, option ``activations``
+    and ``--dtype``, with colons between them; vLLM's ``--dtype``; OpenVINO's precision of inference. ``rival``: the Headway
+    that it is compared with; empty: the first of its precision.
     """
 
     name: str
@@ -29,39 +30,48 @@ class Contender:
     form: str
     detail: str = ""
     has_server: bool = False
+    rival: str = ""
 
 
 PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
     "float32": (
-        Contender("Headway", "headway", "float32", "none", has_server=True),
+        Contender("Headway", "headway", "float32", "none:auto:float32", has_server=True),
         Contender("vLLM", "vllm", "float32", "float32", has_server=True),
         Contender("OpenVINO GenAI", "openvino", "openvino:float32", "f32"),
     ),
     "bfloat16": (
-        Contender("Headway", "headway", "bfloat16", "none", has_server=True),
+        Contender("Headway", "headway", "bfloat16", "none:auto:bfloat16", has_server=True),
         Contender("vLLM", "vllm", "bfloat16", "bfloat16", has_server=True),
         Contender("OpenVINO GenAI", "openvino", "openvino:float32", "bf16"),
+        Contender("Headway, computing in float32", "headway", "bfloat16", "none:auto:float32"),
     ),
     "int8": (
-        Contender("Headway", "headway", "float32", "int8", has_server=True),
-        Contender("vLLM W8A8", "vllm", "w8a8", "bfloat16", has_server=True),
-        Contender("Headway, vLLM's W8A8 files", "headway", "w8a8", "none"),
-        Contender("OpenVINO GenAI, bfloat16", "openvino", "openvino:int8", "bf16"),
-        Contender("OpenVINO GenAI, float32", "openvino", "openvino:int8", "f32"),
-        Contender("llama.cpp Q8_0", "llama.cpp", "gguf:Q8_0"),
-        Contender("Headway, llama.cpp's Q8_0 file", "headway", "of_gguf:Q8_0", "none"),
-        Contender("Headway, llama.cpp's Q8_0 file, activations=int8", "headway", "of_gguf:Q8_0", "none:int8"),
+        Contender("Headway, else bfloat16", "headway", "float32", "int8:auto:bfloat16", has_server=True),
+        Contender("vLLM W8A8, else bfloat16", "vllm", "w8a8", "bfloat16", has_server=True),
+        Contender("Headway, vLLM's W8A8 files, else bfloat16", "headway", "w8a8", "none:auto:bfloat16"),
+        Contender("OpenVINO GenAI, else bfloat16", "openvino", "openvino:int8", "bf16"),
+        Contender("Headway, else float32", "headway", "float32", "int8:auto:float32"),
+        Contender("OpenVINO GenAI, else float32", "openvino", "openvino:int8", "f32", rival="Headway, else float32"),
+        Contender("llama.cpp Q8_0", "llama.cpp", "gguf:Q8_0", rival="Headway, llama.cpp's Q8_0 file"),
+        Contender("Headway, llama.cpp's Q8_0 file", "headway", "of_gguf:Q8_0", "none:int8:float32"),
+        Contender("Headway, the same, exact", "headway", "of_gguf:Q8_0", "none:exact:float32"),
     ),
     "int4": (
-        Contender("Headway", "headway", "float32", "int4"),
-        Contender("OpenVINO GenAI, bfloat16", "openvino", "openvino:int4", "bf16"),
-        Contender("OpenVINO GenAI, float32", "openvino", "openvino:int4", "f32"),
-        Contender("llama.cpp Q4_0", "llama.cpp", "gguf:Q4_0"),
-        Contender("Headway, llama.cpp's Q4_0 file", "headway", "of_gguf:Q4_0", "none"),
-        Contender("Headway, llama.cpp's Q4_0 file, activations=int8", "headway", "of_gguf:Q4_0", "none:int8"),
+        Contender("Headway, else bfloat16", "headway", "float32", "int4:auto:bfloat16"),
+        Contender("OpenVINO GenAI, else bfloat16", "openvino", "openvino:int4", "bf16"),
+        Contender("Headway, else float32", "headway", "float32", "int4:auto:float32"),
+        Contender("OpenVINO GenAI, else float32", "openvino", "openvino:int4", "f32", rival="Headway, else float32"),
+        Contender("llama.cpp Q4_0", "llama.cpp", "gguf:Q4_0", rival="Headway, llama.cpp's Q4_0 file"),
+        Contender("Headway, llama.cpp's Q4_0 file", "headway", "of_gguf:Q4_0", "none:int8:float32"),
+        Contender("Headway, the same, exact", "headway", "of_gguf:Q4_0", "none:exact:float32"),
     ),
 }
-"""The first of each precision is what the others are compared with."""
+
+
+def rival_of(precision: str, name: str) -> str:
+    """The Headway that a contender is compared with; itself, if it is the first."""
+    contenders = PRECISIONS[precision]
+    return next((one.rival for one in contenders if one.name == name), "") or contenders[0].name
 
 
 @dataclass(frozen=True)
@@ -105,9 +115,11 @@ class Installed:
         """Return the command of a server, its environment, and ``Server``'s ``ready``."""
         environment = self._environment(one.engine)
         if one.engine == "headway":
+            quantization, activations, dtype = one.detail.split(":")
             words = [
                 *(sys.executable, "-m", "headway", "serve", "--model", str(model), "--log-level", "warning"),
-                *("--grpc-address", "127.0.0.1:0", "--quantization", one.detail),
+                *("--grpc-address", "127.0.0.1:0", "--quantization", quantization, "--dtype", dtype),
+                *("--backend-option", f"activations={activations}"),
                 *("--num-threads", str(self.num_threads), "--max-model-len", "2048", "--num-kv-blocks", "1400"),
             ]
             return words, environment, _headway_is_ready

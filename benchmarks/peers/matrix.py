@@ -8,7 +8,7 @@ other programs took least of the machine.
 """
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -20,11 +20,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def summary(lines: Iterable[Line], most_foreign: float) -> list[dict[str, Any]]:
+def summary(lines: Iterable[Line], most_foreign: float, rival_of: Callable[[str, str], str]) -> list[dict[str, Any]]:
     """Return a cell for each load, precision, number of requests and contender, in the order of their first lines.
 
-    ``headway_is``: the first contender's rate as a multiple of this one's, from the same lines. Rounds beside which other
-    programs took more than ``most_foreign`` of the machine do not count.
+    ``headway_is``: the rate of the rival, by precision and name, as a multiple of this one's, from the same lines; None if
+    it is its own. Rounds beside which other programs took more than ``most_foreign`` of the machine do not count.
     """
     rows: dict[tuple[str, str, int], dict[int, Line]] = {}
     for line in lines:
@@ -43,14 +43,14 @@ def summary(lines: Iterable[Line], most_foreign: float) -> list[dict[str, Any]]:
             "most_foreign_share": max(line["foreign_share"] for line in kept.values()),
             "figures": {figure: spread([cells[name][figure] for cells in measured]) for figure in measured[0][name]},
             "headway_is": None
-            if name == first
-            else spread([cells[first][RATE] / cells[name][RATE] for cells in measured]),
+            if name == rival
+            else spread([cells[rival][RATE] / cells[name][RATE] for cells in measured]),
         }
         for (load, precision, requests), kept in rows.items()
         for measured in [[line["cells"] for line in kept.values()]]
-        for first in [next(iter(measured[0]))]
         for name in measured[0]
-        if all(name in cells for cells in measured)
+        for rival in [rival_of(precision, name)]
+        if all({name, rival} <= cells.keys() for cells in measured)
     ]
 
 

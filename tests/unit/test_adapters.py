@@ -33,6 +33,7 @@ ADAPTERS = {
     "queries": {"targets": ("q_proj", "v_proj"), "rank": 8, "use_rslora": True},
     "back": {"targets": ("o_proj", "down_proj"), "rank": 1},
     "up": {"targets": ("up_proj", "k_proj"), "rank": 3},
+    "narrow": {"dtype": torch.bfloat16},
 }
 FUSED = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj"), "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h")}
 

@@ -355,7 +355,7 @@ def test_nan_in_one_row_stays_there(llama):
             "backend_options kernels 'fast' is not allowed; allowed: auto, compiled, eager",
         ),
         ({"options": {"kernels": "eager"}, "quantization": "int8"}, "quantization 'int8' needs the CPU kernels"),
-        ({"options": {"kernels": "compiled"}, "dtype": "bfloat16"}, "kernels 'compiled' needs the CPU kernels"),
+        ({"options": {"kernels": "compiled"}, "dtype": "float16"}, "kernels 'compiled' needs the CPU kernels"),
         (
             {"options": {"kernels": "eager", "activations": "int8"}},
             "activations 'int8' needs the CPU kernels: .*; allowed here: auto, exact",

@@ -4,21 +4,64 @@
 
 #define AT_ONCE 4 /* dot products side by side, so that additions do not wait for each other */
 
-/* `count` dot products of a normed row with rows of `down`. */
-INLINE void dot_products(const int count, int64_t inputs, const float *row, const float *weight, const float *down,
-                         float factor, float *out) {
+/* LANES of an addition's numbers from the one at `at` on. */
+INLINE vec numbers_at(const int is_bfloat16, const void *numbers, int64_t at) {
+    return is_bfloat16 ? load_bfloat16((const uint16_t *)numbers + at) : load((const float *)numbers + at);
+}
+
+/* `count` dot products of a normed row with rows of `down` from row `first` on. */
+INLINE void dot_products(const int is_bfloat16, const int count, int64_t inputs, const float *row, const float *weight,
+                         const void *down, int64_t first, float factor, float *out) {
+    const int64_t stride = (inputs + LANES - 1) / LANES * LANES;
     vec sums[AT_ONCE] = {{0}};
     for (int64_t k = 0; k < inputs; k += LANES) {
         const vec x = normed_inputs(row, weight, k, inputs);
-        for (int i = 0; i < count; i++) sums[i] += x * normed_inputs(down + i * inputs, NULL, k, inputs);
+        UNROLLED
+        for (int i = 0; i < count; i++) sums[i] += x * numbers_at(is_bfloat16, down, (first + i) * stride + k);
     }
-    for (int i = 0; i < count; i++) out[i] = factor * sum_of(sums[i]);
+    UNROLLED
+    for (int i = 0; i < count; i++) out[first + i] = factor * sum_of(sums[i]);
+}
+
+INLINE void apply(const int is_bfloat16, const low_rank *of, int64_t inputs, const float *row, const float *weight,
+                  float factor, float *out) {
+    int64_t r = 0;
+    for (; r + AT_ONCE <= of->rank; r += AT_ONCE)
+        dot_products(is_bfloat16, AT_ONCE, inputs, row, weight, of->down, r, factor, out);
+    for (; r < of->rank; r++) dot_products(is_bfloat16, 1, inputs, row, weight, of->down, r, factor, out);
 }
 
 void apply_down(const low_rank *of, int64_t inputs, const float *row, rms_norm norm, float *out) {
     const float factor = norm.weight == NULL ? 1.0f : root_mean_square_factor(row, inputs, norm.eps);
-    int64_t r = 0;
-    for (; r + AT_ONCE <= of->rank; r += AT_ONCE)
-        dot_products(AT_ONCE, inputs, row, norm.weight, of->down + r * inputs, factor, out + r);
-    for (; r < of->rank; r++) dot_products(1, inputs, row, norm.weight, of->down + r * inputs, factor, out + r);
+    if (of->is_bfloat16)
+        apply(1, of, inputs, row, norm.weight, factor, out);
+    else
+        apply(0, of, inputs, row, norm.weight, factor, out);
+}
+
+/* LANES of up (down x). */
+INLINE vec span_of_up(const int is_bfloat16, const rank_span *span, const void *up, const float *down) {
+    vec even = {0}, odd = {0};
+    down += span->begin;
+    int64_t r = 0, at = span->at;
+    for (; r + 2 <= span->count; r += 2, at += 2 * LANES) {
+        even += splat(down[r]) * numbers_at(is_bfloat16, up, at);
+        odd += splat(down[r + 1]) * numbers_at(is_bfloat16, up, at + LANES);
+    }
+    if (r < span->count) even += splat(down[r]) * numbers_at(is_bfloat16, up, at);
+    return even + odd;
+}
+
+void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, vec *high) {
+    const low_rank *addition = of->additions[row];
+    if (addition == NULL) return;
+    const float *down = of->downs + row * of->stride;
+    const rank_span *spans = addition->spans + 2 * panel;
+    if (addition->is_bfloat16) {
+        *low += span_of_up(1, spans, addition->up, down);
+        *high += span_of_up(1, spans + 1, addition->up, down);
+    } else {
+        *low += span_of_up(0, spans, addition->up, down);
+        *high += span_of_up(0, spans + 1, addition->up, down);
+    }
 }

@@ -20,12 +20,14 @@ typedef struct {
     int64_t at;
 } rank_span;
 
-/* The addition to one product. `down` [rank, inputs]; `up` by span, two for each of the product's panels. Parts of a
- * product have ranks of their own, so most halves need only some. A rank of 0 adds nothing. */
+/* The addition to one product, of float32s, or of bfloat16s, which are half the memory to read. `down` [rank, inputs],
+ * rows padded with zeros to whole registers; `up` by span, two for each of the product's panels. Parts of a product
+ * have ranks of their own, so most halves need only some. A rank of 0 adds nothing. */
 typedef struct {
     int64_t rank;
-    const float *down;
-    const float *up;
+    int64_t is_bfloat16;
+    const void *down;
+    const void *up;
     const rank_span *spans;
 } low_rank;
 
@@ -40,31 +42,11 @@ struct added_rows {
 /* out [rank] = down x, with the inputs of a row that the product normalises by `norm`. */
 void apply_down(const low_rank *of, int64_t inputs, const float *row, rms_norm norm, float *out);
 
-/* LANES of up (down x). */
-INLINE vec span_of_up(const rank_span *span, const float *up, const float *down) {
-    vec even = {0}, odd = {0};
-    up += span->at;
-    down += span->begin;
-    int64_t r = 0;
-    for (; r + 2 <= span->count; r += 2) {
-        even += splat(down[r]) * load(up + r * LANES);
-        odd += splat(down[r + 1]) * load(up + (r + 1) * LANES);
-    }
-    if (r < span->count) even += splat(down[r]) * load(up + r * LANES);
-    return even + odd;
-}
-
 /* Add up (down x) to a row's sums with a panel. */
-INLINE void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, vec *high) {
-    const low_rank *addition = of->additions[row];
-    if (addition == NULL) return;
-    const float *down = of->downs + row * of->stride;
-    *low += span_of_up(&addition->spans[2 * panel], addition->up, down);
-    *high += span_of_up(&addition->spans[2 * panel + 1], addition->up, down);
-}
+void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, vec *high);
 
 #define MOST_ROWS_FETCHED 32
-#define FLOATS_OF_A_LINE 16
+#define BYTES_OF_A_LINE 64
 
 /* Fetch into the cache what `num_rows` rows from `first` on add to a panel: each may bring its own from memory. */
 INLINE void fetch_additions(const added_rows *of, int64_t panel, int64_t first, int64_t num_rows) {
@@ -74,8 +56,9 @@ INLINE void fetch_additions(const added_rows *of, int64_t panel, int64_t first, 
         const low_rank *addition = of->additions[row];
         if (addition == NULL || addition == last) continue;
         const rank_span *span = &addition->spans[2 * panel];
-        const int64_t end = span[1].at + span[1].count * LANES;
-        for (int64_t at = span->at; at < end; at += FLOATS_OF_A_LINE) __builtin_prefetch(addition->up + at, 0, 2);
+        const int64_t size = addition->is_bfloat16 ? 2 : 4, end = (span[1].at + span[1].count * LANES) * size;
+        for (int64_t at = span->at * size; at < end; at += BYTES_OF_A_LINE)
+            __builtin_prefetch((const char *)addition->up + at, 0, 2);
         last = addition;
     }
 }

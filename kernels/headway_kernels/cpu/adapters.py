@@ -19,6 +19,7 @@ from headway_kernels.cpu.library import CpuLibrary, rounded
 class _LowRankStruct(ctypes.Structure):
     _fields_ = (
         ("rank", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
         ("down", ctypes.c_void_p),
         ("up", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
@@ -37,9 +38,18 @@ class LowRankUpdate(NamedTuple):
 
 
 class PackedAdapter:
-    """By layer and product (``enum site`` in decoder.h), an addition or None."""
+    """By layer and product (``enum site`` in decoder.h), an addition or None.
 
-    def __init__(self, library: CpuLibrary, layers: Sequence[Sequence[LowRankUpdate | None]]) -> None:
+    Its numbers are held in ``dtype``, float32 or bfloat16; in bfloat16, too, where that holds all of an addition's exactly.
+    """
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        layers: Sequence[Sequence[LowRankUpdate | None]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._dtype = dtype
         self._kept: list[Tensor] = []
         additions = [self._struct(library, update) for layer in layers for update in layer]
         self._structs = (_LowRankStruct * len(additions))(*additions)
@@ -49,10 +59,16 @@ class PackedAdapter:
     def _struct(self, library: CpuLibrary, update: LowRankUpdate | None) -> _LowRankStruct:
         if update is None:
             return _LowRankStruct(rank=0)
-        down = update.down.contiguous()
+        down = functional.pad(update.down, (0, -update.down.shape[1] % library.lanes)).contiguous()
         up, spans = packed_up(library, update.up, gated=update.gated)
+        narrow = down.bfloat16(), up.bfloat16()
+        is_narrow = self._dtype == torch.bfloat16 or all(map(torch.equal, (down, up), (n.float() for n in narrow)))
+        if is_narrow:
+            down, up = narrow
         self._kept += [down, up, spans]
-        return _LowRankStruct(rank=len(down), down=down.data_ptr(), up=up.data_ptr(), spans=spans.data_ptr())
+        return _LowRankStruct(
+            rank=len(down), is_bfloat16=is_narrow, down=down.data_ptr(), up=up.data_ptr(), spans=spans.data_ptr()
+        )
 
 
 def packed_up(library: CpuLibrary, up: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@
  *
  * A block of one layer and one key-value head is its keys, then its values. Positions form groups of LANES. The keys of
  * a group are stored component by component: one register is one component of LANES positions. The values are stored
- * position by position. A block size that is not a multiple of LANES wastes the rest of a group.
+ * position by position. A block size that is not a multiple of LANES wastes the rest of a group. In bfloat16, two
+ * components of a position's key stand side by side, and a component of two positions' values.
  *
  * Softmax runs over chunks of CHUNK positions, always cut at multiples of CHUNK from the start of the sequence (Milakov
  * & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). So the result of a token is the same to the
@@ -20,6 +21,10 @@
 
 #define MAX_HEAD_DIM 512
 
+/* How keys and values are stored: float32; bfloat16, which is widened; or bfloat16 whose pairs are multiplied, with
+ * queries and weights that are rounded to bfloat16, too: only for processors with the instruction. */
+enum kv_form { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_PAIRS = 2 };
+
 /* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros. */
 typedef struct {
     int64_t num_heads;
@@ -28,10 +33,12 @@ typedef struct {
     int64_t block_size;
     float scale;
     float softcap; /* bounds scores smoothly; 0: does not */
+    int64_t form;
 } attention_shape;
 
-/* Floats of one block for one layer, all its heads. */
+/* Numbers of one block for one layer, all its heads; and bytes of a number. */
 int64_t block_floats(const attention_shape *shape);
+static inline int64_t bytes_of_number(const attention_shape *shape) { return shape->form == KV_FLOAT32 ? 4 : 2; }
 
 /* Query heads that one task takes together, and how many such parts a group of query heads has. */
 static inline int64_t heads_per_part(const attention_shape *shape) {
@@ -46,7 +53,7 @@ static inline int64_t parts_per_head(const attention_shape *shape) {
 static inline int64_t tokens_per_tile(const attention_shape *shape) { return TILE_ROWS / heads_per_part(shape); }
 
 /* Store key and value of one head (each head_dim floats) at `position` of the row with block table `table`. */
-void store_key_value(const attention_shape *shape, float *layer, const int32_t *table, int64_t position, int64_t head,
+void store_key_value(const attention_shape *shape, void *layer, const int32_t *table, int64_t position, int64_t head,
                      const float *key, const float *value);
 
 /* The input of one task: `num_tokens` (at most tokens_per_tile) tokens of the row with block table `table`, from
@@ -63,7 +70,7 @@ typedef struct {
  * last `window` positions up to its own; 0: all. `sinks` [num_heads] or NULL: in the softmax of each head one more
  * score, which has no value (Xiao et al. 2023, arXiv 2309.17453). `next`, if not NULL, is the probable next task of
  * this thread: its keys and values are fetched into the cache. */
-void attend(const attention_shape *shape, const float *layer, const attention_task *task, const attention_task *next,
+void attend(const attention_shape *shape, const void *layer, const attention_task *task, const attention_task *next,
             int64_t window, const float *sinks, const float *queries, int64_t query_stride, float *out,
             int64_t out_stride);
 

@@ -53,15 +53,20 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
 
 /* Of codes of 4 bits a whole block fits 16 bits: 16 products of 15 and 127. */
 INLINE __m256i add_small_products(__m256i sum, ivec weights, const int8_t *codes) {
-    return _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)quad_of(codes)));
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)quad_of(codes)));
+    __asm__("" : "+x"(sum)); /* as below */
+    return sum;
 }
 
 INLINE ivec pairs_added(__m256i shorts) { return (ivec)_mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
 
-/* Both operands are signed, and the instruction wants one that is not: the sign goes to the other. */
+/* Both operands are signed, and the instruction wants one that is not: the sign goes to the other. Additions stay in
+ * their order: a compiler that sums in pairs has too few registers for what waits. */
 INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
     const __m256i signed_codes = _mm256_sign_epi8((__m256i)quad_of(codes), (__m256i)weights);
-    return sum + pairs_added(_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), signed_codes));
+    sum += pairs_added(_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), signed_codes));
+    __asm__("" : "+x"(sum));
+    return sum;
 }
 
 #else

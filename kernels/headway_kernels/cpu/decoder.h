@@ -52,9 +52,15 @@ typedef struct {
     float residual_factor; /* on what a layer adds to the hidden state */
     float logits_factor;
     float logits_softcap;   /* 0: none */
+    int64_t kv_form;        /* enum kv_form */
     const float *embedding; /* [vocab, hidden_columns], or NULL */
     norm_weights final_norm;
 } decoder_shape;
+
+static inline attention_shape attention_shape_of(const decoder_shape *shape) {
+    return (attention_shape){shape->num_heads,   shape->num_kv_heads,  shape->head_dim, shape->block_size,
+                             shape->score_scale, shape->score_softcap, shape->kv_form};
+}
 
 /* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and
  * value, and then the first components of both halves of a head, which all keys of a token share. Each part is
@@ -124,7 +130,7 @@ typedef struct {
     int64_t table_stride;
     const int64_t *sampled;
     float *logits;
-    float *pool; /* [layers, num_blocks, headway_block_floats] */
+    void *pool; /* [layers, num_blocks, headway_block_floats], of numbers as `kv_form` says */
     int64_t layer_stride;
     const shared_rows *shared;
     const low_rank *const *adapters; /* by token: SITES additions for each layer, or NULL; NULL if no token has any */

@@ -33,6 +33,14 @@ class NormKind(IntEnum):
     LAYER = 1
 
 
+class _KvForm(IntEnum):
+    """float32; bfloat16 that is widened; bfloat16 of which pairs are multiplied."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    PAIRS = 2
+
+
 class NormWeights(NamedTuple):
     """Both float32, ``[width]``, contiguous, on the CPU."""
 
@@ -58,7 +66,8 @@ class DecoderShape:
 
     ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none. ``is_parallel``:
     attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself. A rank of several says in ``own`` what it has; its heads are counted
-    alone, and its embedding has ``own.hidden_columns``, or is None in a later stage.
+    alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``, of keys and values:
+    float32 or bfloat16.
     """
 
     hidden_size: int
@@ -80,6 +89,7 @@ class DecoderShape:
     logits_factor: float = 1.0
     logits_softcap: float = 0.0
     own: OwnColumns | None = None
+    kv_dtype: torch.dtype = torch.float32
 
 
 class Rotations(NamedTuple):
@@ -161,6 +171,7 @@ class Decoder:
         self._team = team
         self._kept = (shape, tuple(layers), head)
         self._shape = shape
+        self.kv_dtype = shape.kv_dtype
         self._own = shape.own or _all_columns(shape)
         self._has_head = head is not None
         self._experts = next(
@@ -214,8 +225,8 @@ class Decoder:
         """Store keys and values of all tokens; return float32 logits, ``[len(sampled), vocab]``.
 
         ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
-        block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` float32, ``[layers,
-        num_blocks, block_floats]``. All contiguous.
+        block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` ``[layers, num_blocks,
+        block_floats]``, of the shape's ``kv_dtype``. All contiguous.
 
         ``adapters``: of each row; None if no row has one.
 
@@ -227,6 +238,7 @@ class Decoder:
         """
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)
+        assert pool.dtype == self.kv_dtype
         starts = np.cumsum(num_tokens) - num_tokens
         wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
         logits = torch.empty(len(sampled), self._logits_stride) if wide is None else wide.logits
@@ -327,9 +339,16 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         residual_factor=shape.residual_factor,
         logits_factor=shape.logits_factor,
         logits_softcap=shape.logits_softcap,
+        kv_form=_kv_form(library, shape.kv_dtype),
         embedding=_address(shape.embedding),
         final_norm=_norm_struct(shape.final_norm),
     )
+
+
+def _kv_form(library: CpuLibrary, dtype: torch.dtype) -> _KvForm:
+    if dtype == torch.float32:
+        return _KvForm.FLOAT32
+    return _KvForm.PAIRS if library.multiplies_pairs else _KvForm.BFLOAT16
 
 
 def _layer_struct(layer: LayerWeights) -> LayerStruct:

@@ -28,16 +28,23 @@ _FEATURES = {
 
 _ARCHITECTURES = {"amx": "x86_64", "avx512": "x86_64", "avx2": "x86_64", "neon": "aarch64"}
 
+_PAIRS = ("avx512", "avx512_bf16")
+"""The variant with an instruction for pairs of bfloat16s, and the feature that not all of its processors have."""
+
 _NEED_PERMISSION = frozenset({"amx"})
 """Variants whose registers a process must ask the system for; virtual machines may refuse."""
 
 
 class WeightForm(IntEnum):
-    """float32; bfloat16, for float32 weights that it holds exactly; 8 bits."""
+    """float32; bfloat16, for float32 weights that it holds exactly; 8 bits; bfloat16 for inputs that are rounded to it.
+
+    ``PAIRS`` only if the library ``multiplies_pairs``.
+    """
 
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    PAIRS = 8
 
 
 class BlockForm(IntEnum):
@@ -58,6 +65,8 @@ class CpuLibrary:
         self.lanes = int(self.functions.headway_lanes())
         self.panel = 2 * self.lanes
         self.max_head_dim = int(self.functions.headway_max_head_dim())
+        self.multiplies_pairs = self.variant == _PAIRS[0] and bool(torch.cpu.get_capabilities().get(_PAIRS[1]))
+        """Whether it multiplies pairs of bfloat16s at once on this processor."""
 
     def padded_head_dim(self, head_dim: int) -> int:
         """Round up to whole vector registers."""

@@ -26,7 +26,7 @@ int64_t panel_bytes(const linear *of) {
     if (is_in_blocks(of)) return block_panel_bytes(of);
     if (is_coded(of)) return coded_panel_bytes(of);
     int64_t padded = steps_of(of->inputs, of->form) * inputs_per_step(of->form);
-    return padded * PANEL * (of->form == FORM_FLOAT32 ? 4 : of->form == FORM_BFLOAT16 ? 2 : 1);
+    return padded * PANEL * (of->form == FORM_FLOAT32 ? 4 : is_bfloat16(of->form) ? 2 : 1);
 }
 
 int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated) {
@@ -96,7 +96,7 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
             const float *row = weight + output * inputs;
             if (form == FORM_FLOAT32)
                 pack_float32((float *)start + column, row, inputs);
-            else if (form == FORM_BFLOAT16)
+            else if (is_bfloat16(form))
                 pack_bfloat16((uint16_t *)start + column * PAIR, row, inputs);
             else
                 made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, inputs);

@@ -27,9 +27,10 @@
 #endif
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
- * the memory to read, and the same result to the last bit. CODES4, CODES8 and FP8 are codes with scales (codes.c):
- * unsigned, signed, and floats of 8 bits. INT8 and BLOCKS multiply codes as integers, with inputs that are rounded to 8
- * bits: whole rows, or block by block (block_products.c). */
+ * the memory to read, and the same result to the last bit. PAIRS are the same weights, for inputs that are rounded to
+ * bfloat16: two products at once, only for processors with the instruction. CODES4, CODES8 and FP8
+ * are codes with scales (codes.c): unsigned, signed, and floats of 8 bits. INT8 and BLOCKS multiply codes as integers,
+ * with inputs that are rounded to 8 bits: whole rows, or block by block (block_products.c). */
 enum weight_form {
     FORM_FLOAT32 = 0,
     FORM_BFLOAT16 = 1,
@@ -38,7 +39,8 @@ enum weight_form {
     FORM_CODES8 = 4,
     FORM_FP8 = 5,
     FORM_BLOCKS4 = 6,
-    FORM_BLOCKS8 = 7
+    FORM_BLOCKS8 = 7,
+    FORM_PAIRS = 8
 };
 
 typedef struct shared_memory shared_memory;
@@ -118,12 +120,12 @@ static inline int64_t row_taken(const packed_inputs *inputs, int64_t row) {
 }
 
 /* Whether inputs are rounded block by block. */
-static inline int is_in_blocks(const linear *of) { return of->form >= FORM_BLOCKS4; }
+static inline int is_in_blocks(const linear *of) { return of->form == FORM_BLOCKS4 || of->form == FORM_BLOCKS8; }
 
 /* Whether a gated product can pack its results as the inputs of the next: not if one of both rounds its inputs, as that
  * takes more of a row than a panel gives. */
 static inline int packs_for(const linear *gated, const linear *next) {
-    return next->form != FORM_INT8 && !is_in_blocks(next) && !is_in_blocks(gated);
+    return next->form != FORM_INT8 && next->form != FORM_PAIRS && !is_in_blocks(next) && !is_in_blocks(gated);
 }
 
 /* Bytes that the tiles of `num_rows` rows need in a form; in blocks they need fewer than in float32. */

@@ -26,13 +26,15 @@ typedef int16_t code;
 
 #define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
+static inline int is_bfloat16(int64_t form) { return form == FORM_BFLOAT16 || form == FORM_PAIRS; }
+
 /* Inputs per step of a sum; a matrix unit takes a cache line of each output or row. Panels and packed rows are
  * padded with zeros to whole steps. */
 static inline int64_t inputs_per_step(int64_t form) {
 #if HAS_TILES
     return form == FORM_INT8 ? 64 : 32;
 #else
-    return form == FORM_INT8 ? QUAD : form == FORM_BFLOAT16 ? PAIR : 1;
+    return form == FORM_INT8 ? QUAD : is_bfloat16(form) ? PAIR : 1;
 #endif
 }
 static inline int64_t steps_of(int64_t inputs, int64_t form) {

@@ -40,6 +40,7 @@ class ShapeStruct(ctypes.Structure):
         ("residual_factor", ctypes.c_float),
         ("logits_factor", ctypes.c_float),
         ("logits_softcap", ctypes.c_float),
+        ("kv_form", ctypes.c_int64),
         ("embedding", ctypes.c_void_p),
         ("final_norm", NormStruct),
     )

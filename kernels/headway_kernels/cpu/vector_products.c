@@ -18,9 +18,9 @@
 #define MANY_DEPTH 768  /* with more tiles than FEW, the L2 cache will do */
 #define CODED_DEPTH 128 /* the same of a panel of codes, which is widened to float32 for them */
 
-/* Floats, or quads of codes. */
+/* Floats, pairs of bfloat16s, or quads of codes. */
 static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
-    const int64_t count = form == FORM_INT8 ? steps_of(inputs, form) : inputs;
+    const int64_t count = form == FORM_INT8 || form == FORM_PAIRS ? steps_of(inputs, form) : inputs;
     return (count + STRETCH - 1) / STRETCH * STRETCH * (form == FORM_INT8 ? QUAD * sizeof(code) : sizeof(float));
 }
 
@@ -36,6 +36,15 @@ static void pack_float32_row(float *tile, int64_t rows, int64_t place, const flo
     }
 }
 
+static void pack_pairs_row(int32_t *tile, int64_t rows, int64_t place, const float *row, int64_t inputs, float factor,
+                           const float *weight) {
+    for (int64_t k = 0; k < inputs; k += PAIR * STRETCH) {
+        int32_t *to = tile + k / PAIR * rows + place * STRETCH;
+        for (int64_t i = 0; i < PAIR * STRETCH; i += LANES)
+            *(half_ivec *)(to + i / PAIR) = as_pairs(normed_inputs(row, weight, k + i, inputs) * factor);
+    }
+}
+
 void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride,
                      rms_norm norm) {
     int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
@@ -47,6 +56,8 @@ void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const 
         if (form == FORM_INT8) {
             float scale = pack_int8_row((code *)start, rows, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;
+        } else if (form == FORM_PAIRS) {
+            pack_pairs_row((int32_t *)start, rows, i, row, to->inputs, factor, norm.weight);
         } else {
             pack_float32_row((float *)start, rows, i, row, to->inputs, factor, norm.weight);
         }
@@ -108,21 +119,41 @@ INLINE void sum_float32(const int rows, const float *tile, const float *weights,
     }
 }
 
-/* Two inputs of LANES outputs: `pairs` has the first in the lower halves. */
-INLINE vec of_lower_halves(ivec pairs) { return bits_as_vec(pairs << 16); }
-INLINE vec of_upper_halves(ivec pairs) { return bits_as_vec(pairs & splat_int((int32_t)0xffff0000)); }
+INLINE ivec pairs_at(const uint16_t *weights) { return *(const unaligned_ivec *)weights; }
 
+/* The inputs of a row end with zeros, so a last pair may be half full. */
 INLINE void sum_bfloat16(const int rows, const float *tile, const uint16_t *weights, range inputs, vec (*sums)[2],
                          fetching ahead) {
     for (int64_t k = inputs.begin; k < inputs.end; k += STRETCH) {
         const float *column = tile + k * rows;
         const int64_t count = steps_of_stretch(inputs, k);
         turn(&ahead);
-        for (int64_t i = 0; i < count; i += 2, weights += 2 * PANEL) {
-            const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + PANEL);
+        for (int64_t i = 0; i < count; i += PAIR, weights += PAIR * PANEL) {
             fetch(&ahead);
-            add_products(rows, column + i, of_lower_halves(low), of_lower_halves(high), sums);
-            if (i + 1 < count) add_products(rows, column + i + 1, of_upper_halves(low), of_upper_halves(high), sums);
+            add_products(rows, column + i, of_lower_halves(pairs_at(weights)),
+                         of_lower_halves(pairs_at(weights + PANEL)), sums);
+            __asm__("" : "+r"(weights)); /* so that they are loaded again: the sums need the registers */
+            add_products(rows, column + i + 1, of_upper_halves(pairs_at(weights)),
+                         of_upper_halves(pairs_at(weights + PANEL)), sums);
+        }
+    }
+}
+
+INLINE void sum_pairs(const int rows, const int32_t *tile, const uint16_t *weights, range pairs, vec (*sums)[2],
+                      fetching ahead) {
+    for (int64_t k = pairs.begin; k < pairs.end; k += STRETCH) {
+        const int32_t *column = tile + k * rows;
+        const int64_t count = steps_of_stretch(pairs, k);
+        turn(&ahead);
+        for (int64_t i = 0; i < count; i++, weights += PAIR * PANEL) {
+            const ivec low = pairs_at(weights), high = pairs_at(weights + PANEL);
+            fetch(&ahead);
+            UNROLLED
+            for (int row = 0; row < rows; row++) {
+                const ivec inputs = splat_int(column[row * STRETCH + i]);
+                sums[row][0] = add_bfloat16_products(sums[row][0], low, inputs);
+                sums[row][1] = add_bfloat16_products(sums[row][1], high, inputs);
+            }
         }
     }
 }
@@ -159,6 +190,35 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const code *inputs) {
 
 #endif
 
+#if MULTIPLIES_BYTES
+
+/* A quad of inputs of each row, with both halves of a panel. */
+INLINE void add_int8_products(const int rows, const code *column, const char *weights, ivec (*sums)[2]) {
+    const ivec low = *(const unaligned_ivec *)weights, high = *(const unaligned_ivec *)(weights + LANES * QUAD);
+    UNROLLED
+    for (int row = 0; row < rows; row++) {
+        const code *inputs = column + row * STRETCH * QUAD;
+        sums[row][0] = add_quad_products(sums[row][0], low, inputs);
+        sums[row][1] = add_quad_products(sums[row][1], high, inputs);
+    }
+}
+
+#else
+
+/* The same, half by half: beside the sums, registers hold the widened weights of one half. */
+INLINE void add_int8_products(const int rows, const code *column, const char *weights, ivec (*sums)[2]) {
+    UNROLLED
+    for (int half = 0; half < 2; half++) {
+        const ivec of_half = *(const unaligned_ivec *)(weights + half * LANES * QUAD);
+        UNROLLED
+        for (int row = 0; row < rows; row++)
+            sums[row][half] = add_quad_products(sums[row][half], of_half, column + row * STRETCH * QUAD);
+        __asm__("" : "+r"(column)); /* so that inputs are loaded again */
+    }
+}
+
+#endif
+
 INLINE void sum_int8(const int rows, const code *tile, const char *weights, range quads, ivec (*sums)[2],
                      fetching ahead) {
     for (int64_t k = quads.begin; k < quads.end; k += STRETCH) {
@@ -167,14 +227,7 @@ INLINE void sum_int8(const int rows, const code *tile, const char *weights, rang
         turn(&ahead);
         for (int64_t i = 0; i < count; i++, weights += PANEL * QUAD) {
             fetch(&ahead);
-            UNROLLED
-            for (int half = 0; half < 2; half++) {
-                const ivec of_half = *(const unaligned_ivec *)(weights + half * LANES * QUAD);
-                UNROLLED
-                for (int row = 0; row < rows; row++) {
-                    sums[row][half] = add_quad_products(sums[row][half], of_half, column + (row * STRETCH + i) * QUAD);
-                }
-            }
+            add_int8_products(rows, column + i * QUAD, weights, sums);
         }
     }
 }
@@ -184,6 +237,29 @@ typedef union {
     vec floats[TILE_ROWS][2];
     ivec integers[TILE_ROWS][2];
 } tile_sums;
+
+/* Apart, because a call between two rows would take the registers of the sums. */
+static void finish_adapted(const packed_inputs *from, int64_t first, int64_t rows, int64_t panel, const tile_sums *of,
+                           enum epilogue epilogue, float *out, int64_t stride) {
+    for (int64_t i = 0; i < rows; i++) {
+        vec low = of->floats[i][0], high = of->floats[i][1];
+        add_low_rank(from->added, first + i, panel, &low, &high);
+        finish_row(epilogue, low, high, out + i * stride);
+    }
+}
+
+/* The sums of a tile's rows are complete. */
+INLINE void finish_tile(const int rows, const packed_inputs *from, int64_t first, int64_t panel, vec (*sums)[2],
+                        tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
+    if (from->added != NULL) {
+        UNROLLED
+        for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
+        finish_adapted(from, first, rows, panel, kept, epilogue, out, stride);
+        return;
+    }
+    UNROLLED
+    for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
+}
 
 INLINE void multiply_int8(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
                           const char *weights, range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue,
@@ -208,16 +284,16 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
     const vec low_bias = load(with->bias + panel * PANEL), low_scale = load(with->scales + panel * PANEL);
     const vec high_bias = load(with->bias + panel * PANEL + LANES);
     const vec high_scale = load(with->scales + panel * PANEL + LANES);
+    vec outputs[TILE_ROWS][2];
     UNROLLED
     for (int i = 0; i < rows; i++) {
         vec low = __builtin_convertvector(sums[i][0] - from->offsets[first + i], vec);
         vec high = __builtin_convertvector(sums[i][1] - from->offsets[first + i], vec);
         vec factor = splat(from->factors[first + i]);
-        low = low * (low_scale * factor) + low_bias;
-        high = high * (high_scale * factor) + high_bias;
-        if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
-        finish_row(epilogue, low, high, out + i * stride);
+        outputs[i][0] = low * (low_scale * factor) + low_bias;
+        outputs[i][1] = high * (high_scale * factor) + high_bias;
     }
+    finish_tile(rows, from, first, panel, outputs, kept, epilogue, out, stride);
 }
 
 /* Products with the codes of a panel, which are widened in the register. */
@@ -260,22 +336,20 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
         sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
         sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
     }
-    if (form >= FORM_CODES4)
+    if (form == FORM_PAIRS)
+        sum_pairs(rows, (const int32_t *)tile, (const uint16_t *)weights, steps, sums, ahead);
+    else if (form >= FORM_CODES4)
         sum_codes(rows, form, with, panel, tile, inputs, sums, ahead);
     else if (form == FORM_BFLOAT16)
         sum_bfloat16(rows, tile, (const uint16_t *)weights, inputs, sums, ahead);
     else
         sum_float32(rows, tile, (const float *)weights, inputs, sums, ahead);
-    UNROLLED
-    for (int i = 0; i < rows; i++) {
-        if (inputs.end < with->inputs) {
-            kept->floats[i][0] = sums[i][0];
-            kept->floats[i][1] = sums[i][1];
-        } else {
-            if (from->added != NULL) add_low_rank(from->added, first + i, panel, &sums[i][0], &sums[i][1]);
-            finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
-        }
+    if (inputs.end == with->inputs) {
+        finish_tile(rows, from, first, panel, sums, kept, epilogue, out, stride);
+        return;
     }
+    UNROLLED
+    for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
 }
 
 #define CASE_OF_FLOATS(form)                                                                                           \
@@ -298,6 +372,7 @@ INLINE void multiply_tile(const int rows, int64_t form, const linear *with, cons
         CASE_OF_FLOATS(FORM_CODES4)
         CASE_OF_FLOATS(FORM_CODES8)
         CASE_OF_FLOATS(FORM_FP8)
+        CASE_OF_FLOATS(FORM_PAIRS)
     default: assert(0);
     }
 }
@@ -331,9 +406,9 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     assert(end_tile - first_tile <= MOST_TILES);
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
-    const int64_t num_steps = steps_of(with->inputs, with->form), count = end_tile - first_tile;
+    const int64_t count = end_tile - first_tile;
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
-    const int64_t form = widens ? FORM_FLOAT32 : with->form;
+    const int64_t form = widens ? FORM_FLOAT32 : with->form, num_steps = steps_of(with->inputs, form);
     const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
     const int64_t bytes = panel_bytes(with), step_bytes = is_coded(with) ? 0 : bytes / num_steps;
     /* Codes are fetched a word, or as many bytes, at a time. */

@@ -29,6 +29,9 @@
 #define HAS_TILES 0
 #endif
 
+/* An instruction for pairs of bfloat16s, which only some processors of this variant have. */
+#define HAS_PAIR_PRODUCTS (LANES == 16)
+
 /* DO(rows) for every number of rows of a tile: a loop over rows is unrolled only if their number is known. */
 #if TILE_ROWS == 12
 #define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
@@ -54,6 +57,46 @@ INLINE vec bits_as_vec(ivec bits) { return (vec)bits; }
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 INLINE vec larger(vec a, vec b) { return __builtin_elementwise_max(a, b); }
 
+/* Two numbers of LANES each, as bfloat16s: `pairs` has the first ones in the lower halves. */
+INLINE vec of_lower_halves(ivec pairs) { return bits_as_vec(pairs << 16); }
+INLINE vec of_upper_halves(ivec pairs) { return bits_as_vec(pairs & splat_int((int32_t)0xffff0000)); }
+
+/* LANES numbers that are stored as bfloat16s. */
+INLINE vec load_bfloat16(const uint16_t *from) {
+    typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+    return bits_as_vec(__builtin_convertvector(*(const halves *)from, ivec) << 16);
+}
+
+/* The products of two bfloat16s and two others are added to each lane. The instruction is in words, as the compiler
+ * takes it only for a variant all of whose processors have it: whoever calls this must know. */
+INLINE vec add_bfloat16_products(vec sum, ivec pairs, ivec others) {
+#if HAS_PAIR_PRODUCTS
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(others));
+    return sum;
+#else
+    sum += of_upper_halves(pairs) * of_upper_halves(others);
+    return sum + of_lower_halves(pairs) * of_lower_halves(others);
+#endif
+}
+
+typedef int32_t bfloat16_pair __attribute__((may_alias));
+typedef int32_t half_ivec __attribute__((vector_size(LANES * 2), aligned(4), may_alias));
+
+/* The nearest bfloat16s, side by side. */
+INLINE half_ivec as_pairs(vec values) {
+#if HAS_PAIR_PRODUCTS
+    half_ivec pairs;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(pairs) : "v"(values));
+    return pairs;
+#else
+    typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+    typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+    const words bits = (words)values, odd = (bits >> 16) & 1;
+    const words rounded = (words)choose(values == values, (vec)(bits + 0x7fff + odd), splat(NAN));
+    return (half_ivec) __builtin_convertvector(rounded >> 16, halves);
+#endif
+}
+
 INLINE ivec lane_numbers(void) {
     ivec lanes;
     UNROLLED
@@ -70,14 +113,12 @@ INLINE float sum_of(vec value) {
 
 INLINE float largest_of(vec value) { return __builtin_reduce_max(value); }
 
-/* e^x to about one unit in the last place; exactly 1 at 0, exactly 0 below -87.3 (denormals included). x <= 88.
+/* e^x to about one unit in the last place, for x within 87.3; anything beyond.
  *
  * x = n ln 2 + r with |r| <= ln 2 / 2 (Cody & Waite 1980: ln 2 in two parts); e^r by a polynomial; 2^n by its bits.
  */
-INLINE vec exponential(vec x) {
-    const float round_by = 12582912.0f; /* 1.5 * 2^23: adding and subtracting it rounds to an integer */
-    ivec vanishes = x < -87.3f;
-    x = choose(vanishes, (vec){0}, x); /* so that no infinity is converted to an integer below */
+INLINE vec exponential_within(vec x) {
+    const float round_by = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which is in the lowest bits */
     vec shifted = x * 1.44269504088896341f + round_by;
     vec n = shifted - round_by;
     vec r = x - n * 0.693359375f;
@@ -88,20 +129,25 @@ INLINE vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    ivec power = __builtin_convertvector(n, ivec) + 127;
-    vec result = p * bits_as_vec(power << 23);
-    return choose(vanishes, (vec){0}, result);
+    return p * bits_as_vec(((ivec)shifted << 23) + (127 << 23));
 }
+
+/* The same for any x up to 88; exactly 1 at 0, exactly 0 below -87.3 (denormals included). */
+INLINE vec exponential(vec x) { return choose(x < -87.3f, (vec){0}, exponential_within(x)); }
 
 INLINE vec magnitude_of(vec x) { return bits_as_vec((ivec)x & splat_int(0x7fffffff)); }
 
-INLINE vec sigmoid(vec x) {
-    vec decay = exponential(-magnitude_of(x)); /* e^-|x| cannot overflow */
-    return choose(x < 0.0f, decay, splat(1.0f)) / (1.0f + decay);
+/* 1 + e^-x, as if x were at most 87 from 0. */
+INLINE vec decay_and_one(vec x) {
+    const vec bounded = __builtin_elementwise_min(__builtin_elementwise_max(x, splat(-87.0f)), splat(87.0f));
+    return 1.0f + exponential_within(-bounded);
 }
 
+/* NaN stays. */
+INLINE vec sigmoid(vec x) { return choose(x == x, 1.0f / decay_and_one(x), x); }
+
 /* x / (1 + e^-x), the sigmoid linear unit. */
-INLINE vec silu(vec x) { return x * sigmoid(x); }
+INLINE vec silu(vec x) { return x / decay_and_one(x); }
 
 /* x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3) (Hendrycks & Gimpel 2016, arXiv 1606.08415), as
  * (1 + tanh(u)) / 2 is the sigmoid of 2 u. */

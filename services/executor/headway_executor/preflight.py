@@ -95,9 +95,10 @@ def _check_quantization(config: ExecutorConfig) -> None:
             raise BackendConfigError(
                 f"device {config.device!r:.64} is not allowed with quantization {config.quantization}; allowed: cpu"
             )
-        if config.dtype not in {"auto", "float32"}:
+        if config.dtype not in {"auto", "float32", "bfloat16"}:
             raise BackendConfigError(
-                f"dtype {config.dtype!r:.64} is not allowed with quantization {config.quantization}; allowed: auto, float32"
+                f"dtype {config.dtype!r:.64} is not allowed with quantization {config.quantization}; "
+                "allowed: auto, float32, bfloat16"
             )
 
 

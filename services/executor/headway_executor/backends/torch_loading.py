@@ -103,7 +103,8 @@ def load(
     library = _kernels(config, model_config, dtype, device)
     num_threads = config.num_threads or _threads_that_pay(checkpoint.num_parameters, config.place.size)
     part = _part(config, model_config, library)
-    stage = stage_of(part, group, dtype=dtype, most_tokens=config.max_num_batched_tokens)
+    between_stages = dtype if library is None else torch.float32
+    stage = stage_of(part, group, dtype=between_stages, most_tokens=config.max_num_batched_tokens)
     places = _Places(config, settings, part, device, group, block_bytes_beside)
     has_adapters = takes_adapters(model_config, config.adapters)
     if library is None:
@@ -134,8 +135,11 @@ def load(
         num_threads=num_threads,
         stage=stage,
         activations=option_of(config, TORCH, "activations"),
+        dtype=dtype,
     )
-    adapters = adapters_for(library, model_config, part) if has_adapters else None
+    # Codes that are rounded lose more than adapters in bfloat16.
+    narrow = dtype if config.quantization == "none" else torch.bfloat16
+    adapters = adapters_for(library, model_config, part, narrow) if has_adapters else None
     return CompiledModel(compiled, places.pool(StoredBlock((compiled.block_floats,), dtype)), stage, adapters)
 
 
@@ -209,7 +213,7 @@ def _kernels(
         config.warn(f"the CPU kernels lack {lack}, which this model has; it runs on torch operators, which are slower")
         library = None
     if library is None:
-        missing = "needs the CPU kernels: installed, on a processor they know, dtype float32, device cpu"
+        missing = "needs the CPU kernels: installed, on a processor they know, dtype float32 or bfloat16, device cpu"
         if asked == "compiled":
             raise BackendConfigError(f"backend_options kernels 'compiled' {missing}; allowed here: auto, eager")
         if option_of(config, TORCH, "activations") == "int8":

@@ -1,4 +1,4 @@
-"""A model on the CPU kernels, which compute in float32.
+"""A model on the CPU kernels, which compute in float32, or multiply in bfloat16.
 
 Owns: their weights and arguments. Must not know: how they compute.
 
@@ -51,6 +51,8 @@ _ENOUGH_TO_TELL = 1024
 """Values of a matrix to check first: weights in full precision show in a few."""
 
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
 _ROUNDED = MappingProxyType({"int8": rounded_to_8_bits, "int4": rounded_to_4_bits})
 """By quantization."""
 
@@ -68,7 +70,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 def library_for(device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
     """Return the kernels if this processor and the settings allow them."""
-    return load_library() if device.type == "cpu" and dtype == torch.float32 else None
+    return load_library() if device.type == "cpu" and dtype in _DTYPES else None
 
 
 def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> str:
@@ -138,11 +140,14 @@ def load_compiled(
     num_threads: int,
     stage: Stage | None = None,
     activations: str = "auto",
+    dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """Load a checked checkpoint, or a stage's part of it. ``quantization`` is "none", "int8" or "int4".
 
     Weights that are stored as codes stay so, with "none". ``activations`` of such weights are "exact", rounded to "int8"
-    where the kernels can, or "auto": rounded with a quantization, or if the checkpoint asks for that.
+    where the kernels can, or "auto": rounded with a quantization, or if the checkpoint asks for that. ``dtype``, float32 or
+    bfloat16, is that of keys and values, and of other weights; with bfloat16 the inputs of these are rounded to it, where the
+    processor multiplies pairs of them.
     """
     part = part_for(library, config, ALONE) if stage is None else stage.part
 
@@ -151,7 +156,7 @@ def load_compiled(
 
     tensors = tensors_of(checkpoint)
     coded = CodedTensors(checkpoint, tensors_of)
-    loader = _Loader(config, part, tensors, coded, library, quantization, activations, max_model_len)
+    loader = _Loader(config, part, tensors, coded, library, quantization, activations, dtype, max_model_len)
     attention, scalings = config.attention, config.scalings
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -180,6 +185,7 @@ def load_compiled(
             activation_start=part.own_inner(config.dense_size).start,
             logits_start=part.own_vocab.start,
         ),
+        kv_dtype=dtype,
     )
     layers = [loader.layer(index) for index in part.layers]
     head = loader.projection(lambda read: (read.head(), None)) if part.place.is_last_stage else None
@@ -198,8 +204,8 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
     return stage.group.rows(library, WideRows(part.hidden, attended, inner, part.vocab, pairs, of_shared))
 
 
-def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart) -> ModelAdapters:
-    """The adapters of a part that the kernels run."""
+def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtype: torch.dtype) -> ModelAdapters:
+    """The adapters of a part that the kernels run, held in ``dtype``, float32 or bfloat16."""
     padding = library.padded_head_dim(config.head_dim) - config.head_dim
     feeds = [config.layers[index].feed_forward for index in part.layers]
     gated = [activates_in_product(_ACTIVATIONS[feed.activation], is_gated=feed.is_gated) for feed in feeds]
@@ -218,6 +224,7 @@ def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart) -> M
         return PackedAdapter(
             library,
             [[update(index, site, layer.get(site)) for site in SITES] for index, layer in enumerate(weights.layers)],
+            dtype,
         )
 
     return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed)
@@ -233,6 +240,7 @@ class _Loader:
         library: CpuLibrary,
         quantization: str,
         activations: str,
+        dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
         self._config = config
@@ -242,6 +250,7 @@ class _Loader:
         self._library = library
         self._quantization = quantization
         self._activations = activations
+        self._dtype = dtype
         self._rotations = {rope: _table(config, rope, max_model_len) for rope in config.ropes}
         self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
 
@@ -339,12 +348,17 @@ class _Loader:
 
     def _linear(self, weight: Tensor | CodedWeight, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
         if isinstance(weight, Tensor) and self._quantization == "none":
-            return PackedLinear(self._library, weight, bias, _exact_form(weight), gated=gated)
+            return PackedLinear(self._library, weight.to(self._dtype), bias, self._form(weight), gated=gated)
         if isinstance(weight, Tensor):
             weight = _ROUNDED[self._quantization](weight)
         if self._activations != "auto":
             weight = replace(weight, rounds_inputs=self._activations == "int8")
         return PackedLinear(self._library, weight, bias, gated=gated)
+
+    def _form(self, weight: Tensor) -> WeightForm:
+        if self._dtype == torch.bfloat16:
+            return WeightForm.PAIRS if self._library.multiplies_pairs else WeightForm.BFLOAT16
+        return _exact_form(weight)
 
     def _padded(self, heads: Tensor) -> Tensor:
         return _with_padded_heads(heads, self._config.head_dim, self._padding)

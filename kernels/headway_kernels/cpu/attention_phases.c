@@ -1,0 +1,95 @@
+#include "attention_phases.h"
+
+/* The components that all keys of a token share, the first ones of both halves. */
+static void share_components(const decoder *of, const latent_weights *latent, const float *compressed, float *keys) {
+    const int64_t half = of->shape.true_head_dim / 2, inputs = latent->expand->inputs;
+    const int64_t first = (latent->expand_query == NULL ? 0 : latent->expand_query->inputs) + inputs;
+    const int64_t count = (latent->compress->outputs - first) / 2;
+    for (int64_t head = 0; head < of->shape.num_kv_heads; head++, keys += of->shape.head_dim) {
+        memcpy(keys, compressed + first, (size_t)count * sizeof *keys);
+        memcpy(keys + half, compressed + first + count, (size_t)count * sizeof *keys);
+    }
+}
+
+/* Queries and keys of one token: normalise, rotate; store key and value. */
+static void place_token(const pass *now, const attention_tile *tile, int64_t which) {
+    const decoder *of = now->of;
+    const decoder_shape *shape = &of->shape;
+    int64_t position = tile->position + which, half = shape->true_head_dim / 2;
+    float *qkv = of->space.qkv + (tile->token + which) * of->strides.qkv;
+    float *keys = qkv + shape->num_heads * shape->head_dim;
+    const layer_weights *layer = now->layer;
+    if (layer->latent != NULL)
+        share_components(of, layer->latent, of->space.compressed + (tile->token + which) * of->strides.compressed,
+                         keys);
+    if (layer->qk_norm != NULL) {
+        const float *key_norm = layer->qk_norm + shape->num_heads * shape->true_head_dim;
+        normalise_heads(qkv, shape->num_heads, shape->head_dim, shape->true_head_dim, layer->qk_norm, shape->norm_eps,
+                        shape->norms_all_heads != 0);
+        normalise_heads(keys, shape->num_kv_heads, shape->head_dim, shape->true_head_dim, key_norm, shape->norm_eps,
+                        shape->norms_all_heads != 0);
+    }
+    for (int64_t head = 0; layer->cosines != NULL && head < shape->num_heads + shape->num_kv_heads; head++) {
+        rotate(qkv + head * shape->head_dim, layer->cosines + position * half, layer->sines + position * half, half);
+    }
+    const int32_t *table = now->step->tables + tile->row * now->step->table_stride;
+    const float *values = keys + shape->num_kv_heads * shape->head_dim;
+    for (int64_t head = 0; head < shape->num_kv_heads; head++) {
+        store_key_value(&of->attention, now->layer_pool, table, position, head, keys + head * shape->head_dim,
+                        values + head * shape->head_dim);
+    }
+}
+
+static void place_task(void *work, int64_t task) {
+    const pass *now = work;
+    const attention_tile *tile = &now->of->space.attention_tiles[task];
+    for (int64_t i = 0; i < tile->num_tokens; i++) place_token(now, tile, i);
+}
+
+/* The task with this number: tile after tile, key-value head after head. */
+static attention_task attention_task_at(const pass *now, int64_t number) {
+    int64_t parts = parts_per_head(&now->of->attention), per_tile = parts * now->of->shape.num_kv_heads;
+    const attention_tile *tile = &now->attending[number / per_tile];
+    return (attention_task){now->step->tables + tile->row * now->step->table_stride, tile->position, tile->num_tokens,
+                            number % per_tile / parts, number % parts};
+}
+
+static int64_t num_attention_tasks(const pass *now) {
+    return now->num_attending * now->of->shape.num_kv_heads * parts_per_head(&now->of->attention);
+}
+
+static void attend_task(void *work, int64_t number) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    int64_t token = now->attending[number / (num_attention_tasks(now) / now->num_attending)].token;
+    const attention_task task = attention_task_at(now, number);
+    /* As with panels: members take turns. The tiles of a prompt share their keys, which are in the cache. */
+    const int fetches = task.num_tokens == 1 && number + now->num_members < num_attention_tasks(now);
+    const attention_task next = fetches ? attention_task_at(now, number + now->num_members) : task;
+    attend(&of->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window, now->layer->sinks,
+           of->space.qkv + token * of->strides.qkv, of->strides.qkv,
+           of->rows.attended + token * of->strides.attended + of->shape.first_head * of->shape.head_dim,
+           of->strides.attended);
+}
+
+void cut_into_tiles(decoder *of, const decoder_step *step) {
+    int64_t most = tokens_per_tile(&of->attention), count = 0, sampled = 0;
+    for (int64_t row = 0; row < step->num_rows; row++) {
+        int64_t start = step->row_starts[row], tokens = step->row_tokens[row], position = step->row_positions[row];
+        for (int64_t done = 0; done < tokens; done += most) {
+            int64_t left = tokens - done;
+            of->space.attention_tiles[count++] =
+                (attention_tile){row, start + done, position + done, left < most ? left : most};
+        }
+        for (; sampled < step->num_sampled && step->sampled[sampled] < start + tokens; sampled++) {
+            int64_t token = step->sampled[sampled];
+            of->space.sampled_tiles[sampled] = (attention_tile){row, token, position + token - start, 1};
+        }
+    }
+    of->space.num_attention_tiles = count;
+}
+
+void run_attention_phases(member *self, pass *now) {
+    team_phase(self, place_task, now, now->of->space.num_attention_tiles);
+    team_phase(self, attend_task, now, num_attention_tasks(now));
+}

@@ -1,0 +1,90 @@
+#include "product_phases.h"
+
+#define FEW_TILES 4           /* a product with no more tiles than this waits for memory */
+#define SMALL_TASK (64 << 10) /* bytes of panels */
+#define TASKS_OF_MEMBER 4     /* at least, so that members end at about the same time */
+
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Find the row's adapter, and apply the first half of its addition. */
+static void adapt_row(const product *of, int64_t row) {
+    const low_rank *adapter = of->adapters[of->tokens == NULL ? row : of->tokens[row]];
+    const low_rank *addition = adapter == NULL ? NULL : &adapter[of->addition];
+    of->added.additions[row] = addition == NULL || addition->rank == 0 ? NULL : addition;
+    if (of->added.additions[row] == NULL) return;
+    apply_down(addition, of->with->inputs, of->from + row * of->from_stride, of->norm,
+               of->added.downs + row * of->added.stride);
+}
+
+static void pack_task(void *work, int64_t task) {
+    const product *of = work;
+    if (task >= of->inputs.num_tiles) {
+        adapt_row(of, task - of->inputs.num_tiles);
+        return;
+    }
+    pack_tile(&of->inputs, of->with, task, of->from, of->from_stride, of->norm);
+}
+
+/* Panels of a task: to take a task, members wait for each other, longer than a small panel takes with a few rows. */
+static int64_t panels_at_once(const linear *with, int64_t num_members) {
+    const int64_t small = SMALL_TASK / (panel_at(with, 1) - panel_at(with, 0));
+    const int64_t most = with->num_panels / (TASKS_OF_MEMBER * num_members);
+    return larger_of(small < most ? small : most, 1);
+}
+
+static int64_t tasks_per_block(const linear *with, int64_t num_members) {
+    const int64_t panels = panels_at_once(with, num_members);
+    return (with->num_panels + panels - 1) / panels;
+}
+
+/* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
+static void multiply_task(void *work, int64_t task) {
+    const product *of = work;
+    const int64_t num_panels = of->with->num_panels, panels = panels_at_once(of->with, of->num_members);
+    const int64_t num_tasks = tasks_per_block(of->with, of->num_members);
+    int64_t at_once = tiles_per_block(of->with, of->inputs.num_tiles), first = task / num_tasks * at_once;
+    int64_t end = first + at_once < of->inputs.num_tiles ? first + at_once : of->inputs.num_tiles;
+    const int64_t begin = task % num_tasks * panels, last = begin + panels < num_panels ? begin + panels : num_panels;
+    for (int64_t panel = begin; panel < last; panel++) {
+        /* Members take turns, more or less: this is the probable next panel of this member. */
+        int64_t next = panel + 1 < last ? panel + 1 : (begin + of->num_members * panels) % num_panels;
+        multiply(of->with, &of->inputs, panel, panel_at(of->with, next), first, end, of->epilogue, of->out,
+                 of->out_stride);
+    }
+}
+
+/* A product of few rows keeps the memory busy, but between two products the memory is idle. So the next weights are
+ * fetched beforehand. With many rows this is not needed, and the cache has better uses. */
+static void fetch_first_panel(const member *self, const linear *of, int64_t num_rows) {
+    const int64_t panel = self->number * panels_at_once(of, team_size(self->of));
+    if (tiles_of(num_rows) <= FEW_TILES && panel < of->num_panels) fetch_panel(of, panel);
+}
+
+void run_product(member *self, product *of, const linear *next) {
+    of->num_members = team_size(self->of);
+    if (of->adapters != NULL) of->inputs.added = &of->added;
+    if (of->from != NULL)
+        team_phase(self, pack_task, of, of->inputs.num_tiles + (of->adapters == NULL ? 0 : of->inputs.num_rows));
+    int64_t num_tasks = blocks_of(of->with, of->inputs.num_tiles) * tasks_per_block(of->with, of->num_members);
+    team_take(self, multiply_task, of, num_tasks);
+    if (next != NULL) fetch_first_panel(self, next, of->inputs.num_rows);
+    team_wait(self, num_tasks);
+}
+
+product product_of(const product_space *space, const linear *with, int64_t num_rows, const float *from,
+                   int64_t from_stride, rms_norm norm, enum epilogue epilogue, float *out, int64_t out_stride) {
+    return (product){.with = with,
+                     .inputs = {.num_rows = num_rows,
+                                .inputs = with->inputs,
+                                .num_tiles = tiles_of(num_rows),
+                                .tiles = space->tiles,
+                                .factors = space->factors,
+                                .offsets = space->offsets},
+                     .from = from,
+                     .from_stride = from_stride,
+                     .norm = norm,
+                     .epilogue = epilogue,
+                     .out = out,
+                     .out_stride = out_stride,
+                     .num_members = 1};
+}

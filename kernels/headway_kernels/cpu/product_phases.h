@@ -1,0 +1,48 @@
+/* One product as a pair of phases: its inputs are packed, then multiplied.
+ *
+ * Owns: the tasks of both phases, and what rows with an adapter get more.
+ * Must not know: layers, or whose adapter a row has.
+ */
+#ifndef HEADWAY_PRODUCT_PHASES_H
+#define HEADWAY_PRODUCT_PHASES_H
+
+#include "adapters.h"
+#include "linear.h"
+#include "team.h"
+
+/* Memory for packed inputs, and for what adapters add. `downs`: `most_rank` floats of each row. */
+typedef struct {
+    void *tiles;
+    float *factors;
+    int32_t *offsets;
+    float *downs;
+    const low_rank **additions;
+    int64_t most_rank;
+} product_space;
+
+/* `from` NULL: the inputs are packed already. `adapters`: by token, or NULL if no row has any; `tokens`: the token of
+ * each row, NULL: its number; `addition`: which of an adapter's. */
+typedef struct {
+    const linear *with;
+    packed_inputs inputs;
+    const float *from;
+    int64_t from_stride;
+    rms_norm norm;
+    enum epilogue epilogue;
+    float *out;
+    int64_t out_stride;
+    int64_t num_members;
+    const low_rank *const *adapters;
+    const int64_t *tokens;
+    int64_t addition;
+    added_rows added;
+} product;
+
+product product_of(const product_space *space, const linear *with, int64_t num_rows, const float *from,
+                   int64_t from_stride, rms_norm norm, enum epilogue epilogue, float *out, int64_t out_stride);
+
+/* Two phases, or one if the inputs are packed. The weights of the product after it, `next` or NULL, are fetched
+ * meanwhile. */
+void run_product(member *self, product *of, const linear *next);
+
+#endif

@@ -1,0 +1,45 @@
+/* A decoder, and what all phases of a step read.
+ *
+ * Owns: these structs.
+ * Must not know: the order of the phases.
+ */
+#ifndef HEADWAY_STEP_PASS_H
+#define HEADWAY_STEP_PASS_H
+
+#include "decoder.h"
+#include "workspace.h"
+
+/* The wide rows of a step: in the workspace, or shared with other ranks. */
+typedef struct {
+    float *hidden;
+    float *attended;
+    float *activations;
+} wide_rows;
+
+struct decoder {
+    decoder_shape shape;
+    attention_shape attention;
+    layer_weights *layers;
+    linear *head;
+    row_strides strides; /* without `gate_up`, products activate */
+    workspace space;
+    wide_rows rows;
+    expert_sizes experts; /* without experts: zeros */
+    expert_space expert_space;
+};
+
+typedef struct {
+    const decoder *of;
+    const decoder_step *step;
+    const layer_weights *layer; /* each member has a copy of this struct: layers advance member by member */
+    void *layer_pool;
+    /* The tokens whose attention is wanted: all, or in the last layer the sampled ones. */
+    const attention_tile *attending;
+    int64_t num_attending;
+    int64_t num_members;
+    enum meeting meeting;
+    int64_t num_met; /* rows that the meeting is about */
+    expert_space *expert_space;
+} pass;
+
+#endif
