@@ -16,11 +16,11 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.generation import Generation, GenerationParts, OpenCall, Prompt
+from headway_gateway.grpc_server.call import Call
 from headway_gateway.input_checks import check_embed, check_score, require_generates
 from headway_gateway.load_reports import trailer_of
 from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
-from headway_gateway.rpc_handlers import Context
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown, try_later
@@ -85,7 +85,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         while self.num_open_streams:
             await self._became_idle.wait()
 
-    async def Generate(self, request: api.GenerateRequest, context: Context) -> None:  # noqa: N802
+    async def Generate(self, request: api.GenerateRequest, context: Call) -> None:  # noqa: N802
         await self.generate(request, context, context.write)
 
     async def generate(
