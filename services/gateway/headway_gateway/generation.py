@@ -132,11 +132,6 @@ class Generation:
             await self._call.context.send_initial_metadata(
                 ((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),)
             )
-            await self._until_begun()
-            await self._send(api.GenerateResponse(accepted=self._accepted()))
-            _log.debug(
-                "generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant
-            )
             await self._stream()
         finally:
             # However the call ended (client, deadline, error), the scheduler must stop the sequences
@@ -162,6 +157,8 @@ class Generation:
         """A client that does not read holds blocks and a row."""
         try:
             async with ClientPatience(self._slow_client_s) as patience:
+                await self._until_begun()
+                await self._accept(patience)
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
         except TimeoutError:
             if not patience.has_ended:
@@ -171,6 +168,11 @@ class Generation:
                 f"the client has read nothing for {self._slow_client_s:g} s",
                 reason="slow_client",
             ) from None
+
+    async def _accept(self, patience: ClientPatience) -> None:
+        patience.begin_write()
+        await self._send(api.GenerateResponse(accepted=self._accepted()))
+        _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
 
     async def _write_all(self, patience: ClientPatience) -> None:
         open_continuations = list(self._continuations)

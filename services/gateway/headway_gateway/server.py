@@ -104,7 +104,7 @@ class GatewayServer:
         self._http: HttpListener | None = None
         self._server = GrpcServer(
             self._surroundings(),
-            Bounds(most_calls, config.slow_client_s * _PATIENCE),
+            Bounds(most_calls, config.slow_client_s * _PATIENCE, config.slow_client_s),
             most_message_bytes=config.max_message_bytes,
         )
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)  # type: ignore[arg-type]  # it is one
@@ -155,10 +155,10 @@ class GatewayServer:
     async def drain(self, grace_s: float) -> bool:
         """Refuse new generations; return whether open ones finished."""
         await self._health.shut_down()
-        self._generation.begin_drain()
+        self._generation.streams.drain()
         try:
             async with asyncio.timeout(grace_s):
-                await self._generation.wait_until_idle()
+                await self._generation.streams.wait_until_idle()
         except TimeoutError:
             return False
         return True

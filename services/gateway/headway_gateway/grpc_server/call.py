@@ -20,6 +20,7 @@ from headway_gateway.grpc_server.wire import (
     RequestHead,
     framed,
     head_of_answer,
+    refusal_without_call,
     write_metadata,
     write_status,
 )
@@ -99,6 +100,14 @@ class Call:
         """See ``Receiver``."""
         if self._task is not None:
             self._task.cancel()
+
+    def end_unless_begun(self) -> None:
+        """See ``Receiver``."""
+        if self._task is None:
+            late = CallRefusedError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come in time", reason="slow_client"
+            )
+            self._stream.finish(refusal_without_call(late))
 
     # What a handler asks.
 

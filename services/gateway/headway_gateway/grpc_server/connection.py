@@ -2,7 +2,7 @@
 
 Owns: answers that wait for the client, keepalive, when a connection ends. Must not know: what a stream carries.
 
-What several streams send within one turn of the event loop leaves in one write. While the client does not read, nothing is read from
+What streams send within one turn of the event loop leaves in one write. While the client does not read, nothing is read from
 it either, so that it cannot make answers pile up.
 """
 
@@ -21,10 +21,13 @@ _KEEPALIVE_TIMEOUT_S = 2.0
 
 
 class Bounds(NamedTuple):
-    """``most_streams`` are open at a time; a client may leave what it gets unread for ``most_unread_s`` seconds."""
+    """``most_streams`` are open at a time; a client may leave what it gets unread for ``most_unread_s`` seconds, and take
+    about ``most_request_s`` for the first message of a call.
+    """
 
     most_streams: int
     most_unread_s: float
+    most_request_s: float
 
 
 class Receiver(Protocol):
@@ -39,14 +42,18 @@ class Receiver(Protocol):
     def cancel(self) -> None:
         """The client, or the connection, is gone."""
 
+    def end_unless_begun(self) -> None:
+        """The first message should be there by now."""
+
 
 class Stream:
     """The answer's half of a stream. What the client's windows do not allow yet waits here."""
 
-    __slots__ = ("_connection", "_is_open", "_room", "_trailers", "_waiting", "id", "receiver")
+    __slots__ = ("_connection", "_is_open", "_room", "_trailers", "_waiting", "id", "opened_at", "receiver")
 
-    def __init__(self, connection: "Connection", stream_id: int) -> None:
+    def __init__(self, connection: "Connection", stream_id: int, opened_at: float) -> None:
         self.id = stream_id
+        self.opened_at = opened_at
         self.receiver: Receiver | None = None
         self._connection = connection
         self._is_open = True
@@ -139,6 +146,7 @@ class Connection(asyncio.Protocol):
         self._streams: dict[int, Stream] = {}
         self._waiting: dict[int, Stream] = {}
         self._will_flush = False
+        self._num_unsent = 0
         self._heard_at = 0.0
         self._has_pinged = False
         self._keepalive: asyncio.TimerHandle | None = None
@@ -147,8 +155,7 @@ class Connection(asyncio.Protocol):
         """Whether the client leaves so much unread that nothing more is sent."""
         self.peer = ""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102 (asyncio describes it)
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102  # asyncio's own gives no less
         self._transport = transport
         self.peer = _name_of(transport.get_extra_info("peername"))
         self._register.add(self)
@@ -224,8 +231,9 @@ class Connection(asyncio.Protocol):
         if self.is_stuck:
             return 0
         num_sent = self._http2.send_data(stream_id, data)
-        if len(self._streams) == 1:
-            self._flush()  # nothing else can join it
+        self._num_unsent += num_sent
+        if self._num_unsent > _MOST_UNSENT_BYTES:
+            self._flush()  # a handler may send for long without giving the loop a turn
         else:
             self._flush_soon()
         return num_sent
@@ -242,7 +250,7 @@ class Connection(asyncio.Protocol):
 
     def open_stream(self, stream_id: int, headers: Headers) -> None:
         """See ``Streams``."""
-        stream = self._streams[stream_id] = Stream(self, stream_id)
+        stream = self._streams[stream_id] = Stream(self, stream_id, self._heard_at)
         stream.receiver = self._opened(stream, headers)
 
     def take_data(self, stream_id: int, data: bytes, num_bytes: int) -> None:
@@ -279,12 +287,15 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._will_flush = False
+        self._num_unsent = 0
         data = self._http2.take()
         if data and self._transport is not None:
             self._transport.write(data)
 
     def _keep_alive(self) -> None:
-        wait_s = self._heard_at + _KEEPALIVE_S - self._loop.time()
+        now = self._loop.time()
+        self._end_slow_requests(now - self._bounds.most_request_s)
+        wait_s = self._heard_at + _KEEPALIVE_S - now
         if self._has_pinged:
             self.abort()
             return
@@ -295,6 +306,13 @@ class Connection(asyncio.Protocol):
             self._http2.ping()
             self._flush()
         self._keepalive = self._loop.call_later(wait_s, self._keep_alive)
+
+    def _end_slow_requests(self, opened_before: float) -> None:
+        for stream in list(self._streams.values()):
+            if stream.opened_at > opened_before:
+                return  # the others came later
+            if stream.receiver is not None:
+                stream.receiver.end_unless_begun()
 
 
 def _name_of(address: object) -> str:

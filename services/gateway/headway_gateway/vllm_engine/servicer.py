@@ -106,7 +106,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         model = await self._generation.serving_model()
         status = await self._status(context)
         return vllm.GetServerInfoResponse(
-            active_requests=self._generation.num_open_streams,
+            active_requests=self._generation.streams.num_open,
             is_paused=self._client.link.scheduler_state == STATE_PAUSED,
             last_receive_timestamp=self._last_request_at,
             uptime_seconds=time.monotonic() - self._started_at,
