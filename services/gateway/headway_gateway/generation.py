@@ -181,7 +181,10 @@ class Generation:
                 responses = self._news_of(continuation)
                 if continuation.is_over and continuation.sequence.end is None:
                     self._client.abort((continuation.sequence,))  # the scheduler does not know stop strings
+                is_first = continuation.first_written_at is None
                 await self._write(continuation, responses, patience)
+                if is_first:
+                    await asyncio.sleep(0)  # the first token leaves before the rest of the work
             patience.rest()
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:

@@ -1,6 +1,6 @@
 """The rate of a stream's writes: lower when the event loop falls behind.
 
-A write costs some 100 us for one token or fifty, so a pause makes larger deltas instead of a longer queue. The pause is
+A write costs as much for one token as for fifty, so a pause makes larger deltas instead of a longer queue. It is
 proportional to the lateness, which falls as streams pause, so the two settle.
 """
 
