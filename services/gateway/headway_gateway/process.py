@@ -93,6 +93,7 @@ async def _run_server(config: GatewayConfig) -> int:
 async def _run_workers(config: GatewayConfig) -> int:
     _log_template_fault(load_text_model(Path(config.model)))  # fails here, once, rather than in every worker
     stop, stop_now = _events_of_signals(config)
+    relax_collector()
     group = WorkerGroup(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, group.reload_tokens)
     return await group.run(stop, stop_now)
