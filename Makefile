@@ -63,7 +63,7 @@ $(READY): requirements/dev.lock pyproject.toml | $(BIN)/pip
 	$(install)
 	@# For hundreds of processes of the tests, also where the environment forbids Python to keep bytecode. Packages hold files
 	@# that are not meant to be Python.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || :
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib proto kernels services lab || :
 	@touch $@
 
 $(LEAN): requirements/serve.lock pyproject.toml | $(BIN)/pip

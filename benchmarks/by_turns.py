@@ -7,11 +7,13 @@ Owns: the turns and the ratios. Must not know: how anything is measured; the ben
 
 Each round runs the same benchmark in both checkouts, one after the other, and changes who begins. A ratio is made within
 a round, since the speed of a shared machine drifts; the table shows the median of the rounds, the smallest and the largest.
-Both are compiled first, so that compiled cores and kernels are compared.
+Both are compiled first, so that compiled cores and kernels are compared. A figure that the older benchmark lacks is not a
+number; a copy of the newer file in the other checkout measures it there too.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -68,10 +70,18 @@ WORKS = {
         ),
     ),
     "gateway": Work(
-        ("gateway.py", "--rounds", "1", "--requests", "50", "--output"),
+        ("gateway.py", "--rounds", "2", "--requests", "200", "--output"),
         (
             Figure(
                 "gateway tokens/s", lambda result: max(r["tokens_per_s"] for r in result["throughput"]), is_rate=True
+            ),
+            *(
+                Figure(name, lambda result, row=row: result["latency"].get(row, {}).get("p50_ms", math.nan))
+                for name, row in (
+                    ("added to a first token, ms", "added to the first token"),
+                    ("the same over a plain socket, ms", "added, over a plain socket"),
+                    ("a bare grpcio server, ms", "second message of a bare grpcio server"),
+                )
             ),
         ),
     ),

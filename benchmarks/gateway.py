@@ -5,7 +5,8 @@ anything of the gateway that a client cannot see, except its ingress link.
 
 Throughput: N greedy streams of ``--tokens`` at a time from this one client; output tokens over the wall time. Added
 latency: one request of one token through gRPC, and then straight through ingress with the gateway's own link in this
-process. Then one stream with ``--gap-ms`` between steps: how much later tokens arrive, and the jitter of their gaps.
+process. gRPC's Python client takes a part of that for itself: the same call is made over a plain socket too, and the
+client calls a bare server of grpcio that answers at once. Then one stream with ``--gap-ms`` between steps: how much later tokens arrive, and the jitter of their gaps.
 All processes share this machine's cores.
 """
 
@@ -25,6 +26,7 @@ import grpc
 
 import headway
 from headway.client import AsyncClient
+from headway.replicas import free_ports
 from headway_gateway.live_sequence import LiveSequence
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup
@@ -34,9 +36,11 @@ from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Submit
 from headway_proto.sampling import SamplingParams
+from plain_call import METHOD, PlainCaller
 from program import count, parser_of, provenance, write_result
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+_WARM_UP = 20
 PROMPT = "The list of things that a gateway does:"
 
 
@@ -105,6 +109,19 @@ def running_chain(
             process.terminate()
         for process in processes.values():
             process.wait(30)
+
+
+@contextmanager
+def bare_server() -> Iterator[str]:
+    """Run a server of grpcio that does nothing."""
+    (port,) = free_ports("127.0.0.1", 1)
+    address = f"127.0.0.1:{port}"
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("plain_call.py")), address])
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 async def throughput(stub: api_grpc.GenerationStub, chain: Chain, streams: int, tokens: int) -> dict[str, float]:
@@ -192,18 +209,32 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"p50_ms": values.p50 or 0.0, "p99_ms": values.p99 or 0.0}
 
 
-async def latency(address: str, ingress: str, requests: int) -> dict[str, dict[str, float]]:
-    """Measure requests of one token, alternating between both ways."""
-    async with connected(address, ingress) as (stub, link, prompt_ids):
-        grpc_s, ingress_s = [], []
-        for _ in range(requests + 20):
-            grpc_s.append((await through_grpc(stub, 1))[0])
-            ingress_s.append((await through_ingress(link, prompt_ids, 1))[0])
-    over_grpc, direct = spread(grpc_s[20:]), spread(ingress_s[20:])
+async def latency(address: str, ingress: str, bare_address: str, requests: int) -> dict[str, dict[str, float]]:
+    """Measure requests of one token, alternating between all ways."""
+    sampling = api.SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
+    request = api.GenerateRequest(text=PROMPT, sampling=sampling).SerializeToString()
+    times: dict[str, list[float]] = {"grpc": [], "plain": [], "ingress": [], "bare": []}
+    async with connected(address, ingress) as (stub, link, prompt_ids), grpc.aio.insecure_channel(bare_address) as bare:
+        await bare.channel_ready()
+        call_bare = bare.unary_stream(METHOD)
+        caller = PlainCaller(address)
+        for _ in range(requests + _WARM_UP):
+            times["grpc"].append((await through_grpc(stub, 1))[0])
+            times["plain"].append(caller.arrivals(request)[1])  # behind `accepted`
+            times["ingress"].append((await through_ingress(link, prompt_ids, 1))[0])
+            began = time.perf_counter()
+            arrivals = [time.perf_counter() - began async for _ in call_bare(request)]
+            times["bare"].append(arrivals[1])
+        caller.close()
+    ways = {way: spread(seconds[_WARM_UP:]) for way, seconds in times.items()}
+    direct = ways["ingress"]
     return {
-        "first token over gRPC": over_grpc,
+        "first token over gRPC": ways["grpc"],
+        "first token over a plain socket": ways["plain"],
         "first token over ingress": direct,
-        "added to the first token": {key: over_grpc[key] - direct[key] for key in direct},
+        "second message of a bare grpcio server": ways["bare"],
+        "added to the first token": {key: ways["grpc"][key] - direct[key] for key in direct},
+        "added, over a plain socket": {key: ways["plain"][key] - direct[key] for key in direct},
     }
 
 
@@ -252,7 +283,8 @@ def main() -> None:
         directory = Path(name)
         with running_chain(address, 0.0, options.streams, directory) as chain:
             rounds = asyncio.run(rounds_of_throughput(address, chain, options))
-            rows = asyncio.run(latency(address, chain.ingress, options.requests))
+            with bare_server() as bare_address:
+                rows = asyncio.run(latency(address, chain.ingress, bare_address, options.requests))
         with running_chain(address, options.gap_ms * 1e3, options.streams, directory) as chain:
             rows |= asyncio.run(gaps(address, chain.ingress, 200))
     result: dict[str, object] = {

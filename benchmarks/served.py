@@ -18,11 +18,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import headway
 from headway.plan import without_settings
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+if TYPE_CHECKING:
+    import torch
+
 READY = re.compile(r"headway is ready on (?P<address>\S+) ")
 _STOP_S = 60.0
 _METRICS_PORTS = (20000, 30000)
@@ -53,11 +57,13 @@ def served(*flags: str) -> Iterator[str]:
             server.wait(_STOP_S)
 
 
-def write_random_model(directory: Path, seed: int, shape: Mapping[str, object]) -> None:
-    """Write a checkpoint of random weights in this shape, with the demo model's tokenizer."""
+def write_random_model(
+    directory: Path, seed: int, shape: Mapping[str, object], dtype: "torch.dtype | None" = None
+) -> None:
+    """Write a checkpoint of random weights in this shape, in float32 or ``dtype``, with the demo model's tokenizer."""
     from torch_cpu import write_checkpoint  # torch is slow to import, and few benchmarks need it
 
-    write_checkpoint(directory, seed, dict(shape))
+    write_checkpoint(directory, seed, dict(shape), **({} if dtype is None else {"dtype": dtype}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, directory / name)
 

@@ -320,14 +320,14 @@ def test_a_certificate_that_changes_while_it_is_read_is_read_again(
         GatewayConfig(model="any", tls_cert_file=str(path), tls_key_file=key, tls_client_ca_file=str(path))
     )
     path.write_bytes(path.read_bytes() + b"\n")
-    whole_pem = certificate_files._whole_pem
+    require_whole = certificate_files._require_whole_pem
 
-    def emptied_after_the_check(field: str, name: str) -> bytes:
+    def emptied_after_the_check(field: str, name: str) -> None:
+        require_whole(field, name)
         path.write_bytes(b"")
-        return whole_pem(field, name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(certificate_files, "_whole_pem", emptied_after_the_check)
+        patched.setattr(certificate_files, "_require_whole_pem", emptied_after_the_check)
         assert files.newer() is None
     path.write_bytes((certificates / "localhost.pem").read_bytes())
     assert files.newer() is not None

@@ -190,7 +190,7 @@ async def test_closing_ends_open_streams() -> None:
             await on.server.close()
         with pytest.raises(aiohttp.ClientError):
             await answer.read()
-        assert on.server._generation.num_open_streams == 0
+        assert on.server._generation.streams.num_open == 0
 
 
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
@@ -202,7 +202,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
             reader.sendall(head + body)
             await eventually(lambda: len(scheduler.submits) == 16)
-            await eventually(lambda: on.server._generation.num_open_streams == 0)
+            await eventually(lambda: on.server._generation.streams.num_open == 0)
         await eventually(lambda: not scheduler.running)
         counted = on.server._statistics
         await eventually(lambda: sum(count for (method, _), count in counted.calls.items() if "HTTP" in method) == 1)

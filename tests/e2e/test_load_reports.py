@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from base64 import b64decode
 from pathlib import Path
 
 import grpc
@@ -13,12 +14,13 @@ from headway import AsyncClient
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_proto import generation_pb2 as api
-from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.orca_pb2 import OrcaLoadReport, OrcaLoadReportRequest
 from headway_scheduler.core.state.limits import SchedulerLimits
+from plain_h2 import PlainH2
 from threaded_headway import running
 
 DEMO = Path(headway.__file__).parent / "demo_model"
+TRAILER = "endpoint-load-metrics-bin"
 METHOD = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics"
 CONFIG = BackendConfig(
     model=str(DEMO), block_size=16, num_kv_blocks=64, max_num_seqs=4, options={"step_base_us": "5000"}
@@ -29,58 +31,10 @@ REQUEST = api.GenerateRequest(
 )
 
 
-class Wiretap:
-    """Carries bytes between a client and ``address`` and keeps what came from there.
-
-    gRPC's core takes the trailer for its balancers and shows it to no application, so it is looked for on the wire.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
-        self.heard = bytearray()
-
-    async def __aenter__(self) -> str:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def __aexit__(self, *exception: object) -> None:
-        self._server.close()
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, kept: bytearray) -> None:
-            while data := await source.read(65536):
-                kept += data
-                sink.write(data)
-            sink.close()
-
-        await asyncio.gather(pump(reader, far_writer, bytearray()), pump(far_reader, writer, self.heard))
-
-
-async def heard_of_a_call(address: str) -> bytes:
-    """What the server sends for one generation."""
-    tap = Wiretap(address)
-    async with tap as tapped, grpc.aio.insecure_channel(tapped) as channel:
-        call = api_grpc.GenerationStub(channel).Generate(REQUEST)
-        assert [response async for response in call]
-    return bytes(tap.heard)
-
-
-def trailer_in(heard: bytes) -> bytes:
-    """The value of the trailer: an HPACK string, a length with a prefix of seven bits, then a zero and the bytes."""
-    _, _, rest = heard.partition(b"endpoint-load-metrics-bin")
-    length, place, shift = rest[0], 1, 0
-    if length == 0x7F:
-        while True:
-            length += (rest[place] & 0x7F) << shift
-            shift, place = shift + 7, place + 1
-            if not rest[place - 1] & 0x80:
-                break
-    value = rest[place : place + length]
-    assert value[0] == 0, "true binary, which both ends have agreed upon"
-    return value[1:]
+async def trailers_of_a_call(address: str) -> dict[str, str]:
+    """What the server sends behind a generation. gRPC's core shows it to balancers, and to no application."""
+    async with PlainH2(address) as client:
+        return (await client.call("/headway.v1.Generation/Generate", REQUEST.SerializeToString())).trailers
 
 
 def stream_reports(channel: grpc.aio.Channel, interval_s: float):
@@ -96,7 +50,7 @@ async def test_a_client_reads_the_load_with_each_call_and_out_of_band(tmp_path: 
     with running(tmp_path, DEMO, SimulatedBackend(), CONFIG, LIMITS, load_reports=True) as served:
         async with AsyncClient(served.address) as client, grpc.aio.insecure_channel(served.address) as channel:
             await client.wait_ready(20)
-            report = OrcaLoadReport.FromString(trailer_in(await heard_of_a_call(served.address)))
+            report = OrcaLoadReport.FromString(b64decode((await trailers_of_a_call(served.address))[TRAILER] + "=="))
             assert dict(report.request_cost) == {"prompt_tokens": 3, "output_tokens": 9}
 
             reports = stream_reports(channel, 0.25)
@@ -129,7 +83,7 @@ async def test_nothing_is_told_unless_it_is_asked_for(tmp_path: Path) -> None:
     with running(tmp_path, DEMO, SimulatedBackend(), CONFIG, LIMITS) as served:
         async with AsyncClient(served.address) as client, grpc.aio.insecure_channel(served.address) as channel:
             await client.wait_ready(20)
-            assert b"endpoint-load-metrics-bin" not in await heard_of_a_call(served.address)
+            assert TRAILER not in await trailers_of_a_call(served.address)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stream_reports(channel, 1.0).read()
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,52 +1,48 @@
 """What a gateway counts of its calls, and where its workers tell it."""
 
 import asyncio
-from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from headway_gateway.config import GatewayConfig
-from headway_gateway.interceptors import CallCountingInterceptor
+from headway_gateway.interceptors import counting
 from headway_gateway.statistics import GatewayStatistics
+from headway_gateway.statuses import CallRefusedError
 from headway_gateway.worker_group import _with_own_metrics
 
-DETAILS = SimpleNamespace(method="/package.Service/Method", invocation_metadata=())
+METHOD = "package.Service/Method"
 
 
-async def outcome_of(behaviour, code) -> dict[tuple[str, str], int]:
-    """What is counted of one call with this handler that ends with this code."""
+async def outcome_of(behaviour) -> GatewayStatistics:
+    """What is counted of one call with this behaviour; one that does not end is cancelled."""
     statistics = GatewayStatistics()
-    handler = grpc.unary_unary_rpc_method_handler(behaviour)
-
-    async def continuation(_details):
-        return handler
-
-    counted = await CallCountingInterceptor(statistics).intercept_service(continuation, DETAILS)
-    assert counted is not None
-    context = SimpleNamespace(code=lambda: code)
-    task = asyncio.ensure_future(counted.unary_unary(None, context))
-    await asyncio.sleep(0)
-    if code is None:
-        task.cancel()
+    task = asyncio.ensure_future(counting(statistics)(behaviour, f"/{METHOD}")(None))
+    await asyncio.wait([task], timeout=0.05)
+    task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return dict(statistics.calls)
+    return statistics
 
 
 async def test_calls_count_by_the_status_that_they_end_with():
-    async def well(_request, _context):
-        return "answer"
+    async def well(_call):
+        pass
 
-    async def badly(_request, _context):
-        raise grpc.aio.AbortError
+    async def refused(_call):
+        raise CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "no", reason="bad")
 
-    async def never(_request, _context):
+    async def failing(_call):
+        raise ValueError
+
+    async def never(_call):
         await asyncio.Event().wait()
 
-    method = "package.Service/Method"
-    assert await outcome_of(well, 0) == {(method, "OK"): 1}
-    assert await outcome_of(badly, 3) == {(method, "INVALID_ARGUMENT"): 1}
-    assert await outcome_of(never, None) == {(method, "CANCELLED"): 1}
+    for behaviour, code in (
+        (well, "OK"), (refused, "INVALID_ARGUMENT"), (failing, "INTERNAL"), (never, "CANCELLED")
+    ):  # fmt: skip
+        statistics = await outcome_of(behaviour)
+        assert statistics.calls == {(METHOD, code): 1}
+        assert statistics.refusals == ({("bad",): 1} if behaviour is refused else {})
 
 
 def test_tokens_of_one_delta_follow_each_other_at_once():

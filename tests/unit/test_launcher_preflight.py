@@ -27,7 +27,7 @@ from headway_executor import torch_build as of_build
 from headway_executor.backend import BackendConfigError
 from headway_executor.config import ExecutorConfig
 from headway_executor.torch_build import TorchBuild, cuda_advice, torch_build
-from headway_gateway.preflight import problem_of_listening
+from headway_gateway.listening import problem_of_listening
 from headway_proto import generation_pb2, generation_pb2_grpc
 
 CUDA_BUILD = TorchBuild("2.13.0+cu128", "12.8", "")

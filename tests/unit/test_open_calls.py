@@ -6,7 +6,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from headway_gateway.interceptors import ErrorInterceptor, OpenCalls, OpenCallsInterceptor
+from headway_gateway.grpc_server.connection import Bounds
+from headway_gateway.grpc_server.server import GrpcServer
+from headway_gateway.interceptors import OpenCalls, counting
+from headway_gateway.listening import listening_sockets
 from headway_gateway.statistics import GatewayStatistics
 from refusals import retry_after_s
 
@@ -20,15 +23,16 @@ class Calls:
         self.statistics = GatewayStatistics()
         self.open_calls = OpenCalls(MOST)
         self.let_go = asyncio.Event()
-        self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(self.statistics), OpenCallsInterceptor(self.open_calls)]
+        self.server = GrpcServer(
+            [counting(self.statistics), self.open_calls.around], Bounds(100, 30, 30), most_message_bytes=1000
         )
         methods = {
             "One": grpc.unary_unary_rpc_method_handler(self._one),
             "Many": grpc.unary_stream_rpc_method_handler(self._many),
         }
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.add_registered_method_handlers("test", methods)
+        self.sockets = listening_sockets("address", "127.0.0.1:0", reuse_port=False)
+        self.port = self.sockets[0].getsockname()[1]
 
     async def _one(self, request: bytes, context) -> bytes:
         await self.let_go.wait()
@@ -47,7 +51,7 @@ class Calls:
 @pytest.fixture
 async def calls():
     made = Calls()
-    await made.server.start()
+    await made.server.start(made.sockets)
     yield made
     await made.server.stop(0)
 

@@ -10,9 +10,9 @@ import grpc
 import msgspec
 
 from headway_gateway.flight_log import flight_log_pieces
+from headway_gateway.grpc_server.call import Call
 from headway_gateway.operator_calls import ask, time_left_s
 from headway_gateway.prompt_encoding import PromptEncoder
-from headway_gateway.rpc_handlers import Context
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
 from headway_gateway.validation import MAX_REQUEST_ID_BYTES, check_pin, require_token_ids
@@ -44,52 +44,52 @@ class AdminServicer(api_grpc.AdminServicer):
         self._prompts = prompts
         self._flight_log_turn = asyncio.Lock()
 
-    async def GetStatus(self, request: api.GetStatusRequest, context: Context) -> api.GetStatusResponse:  # noqa: ARG002, N802
+    async def GetStatus(self, request: api.GetStatusRequest, context: Call) -> api.GetStatusResponse:  # noqa: ARG002, N802
         reply = await self._call("status", context)
         status = reply.status
         if status is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent no status")
         return api.GetStatusResponse(**_fields(status), tenants=map(_tenant_use, reply.tenants))
 
-    async def ListRequests(self, request: api.ListRequestsRequest, context: Context) -> api.ListRequestsResponse:  # noqa: ARG002, N802
+    async def ListRequests(self, request: api.ListRequestsRequest, context: Call) -> api.ListRequestsResponse:  # noqa: ARG002, N802
         reply = await self._call("list", context)
         return api.ListRequestsResponse(requests=map(_request_state, reply.sequences))
 
-    async def Explain(self, request: api.ExplainRequest, context: Context) -> api.ExplainResponse:  # noqa: N802
+    async def Explain(self, request: api.ExplainRequest, context: Call) -> api.ExplainResponse:  # noqa: N802
         reply = await self._call_about(request.request_id, "explain", context)
         state = _request_state(reply.sequences[0]) if reply.sequences else None
         return api.ExplainResponse(request=state, explanation=reply.explanation)
 
-    async def Cancel(self, request: api.CancelRequest, context: Context) -> api.CancelResponse:  # noqa: N802
+    async def Cancel(self, request: api.CancelRequest, context: Call) -> api.CancelResponse:  # noqa: N802
         await self._call_about(request.request_id, "cancel", context)
         return api.CancelResponse()
 
-    async def Pause(self, request: api.PauseRequest, context: Context) -> api.PauseResponse:  # noqa: ARG002, N802
+    async def Pause(self, request: api.PauseRequest, context: Call) -> api.PauseResponse:  # noqa: ARG002, N802
         await self._call("pause", context)
         return api.PauseResponse()
 
-    async def Resume(self, request: api.ResumeRequest, context: Context) -> api.ResumeResponse:  # noqa: ARG002, N802
+    async def Resume(self, request: api.ResumeRequest, context: Call) -> api.ResumeResponse:  # noqa: ARG002, N802
         await self._call("resume", context)
         return api.ResumeResponse()
 
-    async def Drain(self, request: api.DrainRequest, context: Context) -> api.DrainResponse:  # noqa: ARG002, N802
+    async def Drain(self, request: api.DrainRequest, context: Call) -> api.DrainResponse:  # noqa: ARG002, N802
         await self._call("drain", context)
         return api.DrainResponse()
 
     async def DrainExecutor(  # noqa: N802
-        self, request: api.DrainExecutorRequest, context: Context
+        self, request: api.DrainExecutorRequest, context: Call
     ) -> api.DrainExecutorResponse:
         await self._call("drain_executor", context, executor=request.executor)
         return api.DrainExecutorResponse()
 
     async def UndrainExecutor(  # noqa: N802
-        self, request: api.UndrainExecutorRequest, context: Context
+        self, request: api.UndrainExecutorRequest, context: Call
     ) -> api.UndrainExecutorResponse:
         await self._call("undrain_executor", context, executor=request.executor)
         return api.UndrainExecutorResponse()
 
     async def SetExecutorRole(  # noqa: N802
-        self, request: api.SetExecutorRoleRequest, context: Context
+        self, request: api.SetExecutorRoleRequest, context: Call
     ) -> api.SetExecutorRoleResponse:
         if request.role not in EXECUTOR_ROLES:
             allowed = ", ".join(EXECUTOR_ROLES)
@@ -97,7 +97,7 @@ class AdminServicer(api_grpc.AdminServicer):
         await self._call("set_executor_role", context, executor=request.executor, role=request.role)
         return api.SetExecutorRoleResponse()
 
-    async def LoadAdapter(self, request: api.LoadAdapterRequest, context: Context) -> api.LoadAdapterResponse:  # noqa: N802
+    async def LoadAdapter(self, request: api.LoadAdapterRequest, context: Call) -> api.LoadAdapterResponse:  # noqa: N802
         _check_adapter_name(request.name)
         if not request.directory:
             raise invalid_argument("directory", "'' is not allowed; allowed: the directory of an adapter")
@@ -105,20 +105,20 @@ class AdminServicer(api_grpc.AdminServicer):
         await self._call("load_adapter", context, adapter=AdapterToLoad(request.name, request.directory))
         return api.LoadAdapterResponse()
 
-    async def UnloadAdapter(self, request: api.UnloadAdapterRequest, context: Context) -> api.UnloadAdapterResponse:  # noqa: N802
+    async def UnloadAdapter(self, request: api.UnloadAdapterRequest, context: Call) -> api.UnloadAdapterResponse:  # noqa: N802
         _check_adapter_name(request.name)
         await self._serving_model(context)
         not_found = f"name: {shown(request.name)} is not loaded"
         await self._call("unload_adapter", context, adapter=AdapterToLoad(request.name), not_found=not_found)
         return api.UnloadAdapterResponse()
 
-    async def ListAdapters(self, request: api.ListAdaptersRequest, context: Context) -> api.ListAdaptersResponse:  # noqa: ARG002, N802
+    async def ListAdapters(self, request: api.ListAdaptersRequest, context: Call) -> api.ListAdaptersResponse:  # noqa: ARG002, N802
         reply = await self._call("adapters", context)
         return api.ListAdaptersResponse(
             adapters=[api.LoadedAdapter(**msgspec.structs.asdict(adapter)) for adapter in reply.adapters]
         )
 
-    async def PinPrefix(self, request: api.PinPrefixRequest, context: Context) -> api.PinPrefixResponse:  # noqa: N802
+    async def PinPrefix(self, request: api.PinPrefixRequest, context: Call) -> api.PinPrefixResponse:  # noqa: N802
         check_pin(request)
         model = await self._serving_model(context)
         kind = request.WhichOneof("prefix") or "token_ids"
@@ -128,7 +128,7 @@ class AdminServicer(api_grpc.AdminServicer):
         reply = await self._call("pin", context, prefix=prefix)
         return api.PinPrefixResponse(pinned=_pinned_prefix(reply.pinned_prefixes[0]))
 
-    async def UnpinPrefix(self, request: api.UnpinPrefixRequest, context: Context) -> api.UnpinPrefixResponse:  # noqa: N802
+    async def UnpinPrefix(self, request: api.UnpinPrefixRequest, context: Call) -> api.UnpinPrefixResponse:  # noqa: N802
         not_found = f"name: nothing is pinned as {shown(request.name)}"
         await self._call("unpin", context, prefix=PrefixToPin(name=request.name), not_found=not_found)
         return api.UnpinPrefixResponse()
@@ -136,7 +136,7 @@ class AdminServicer(api_grpc.AdminServicer):
     async def ListPinnedPrefixes(  # noqa: N802
         self,
         request: api.ListPinnedPrefixesRequest,
-        context: Context,
+        context: Call,
     ) -> api.ListPinnedPrefixesResponse:
         reply = await self._call("pins", context, executor=request.executor)
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
@@ -144,7 +144,7 @@ class AdminServicer(api_grpc.AdminServicer):
     async def ReadFlightLog(  # noqa: N802
         self,
         request: api.ReadFlightLogRequest,  # noqa: ARG002
-        context: Context,
+        context: Call,
     ) -> AsyncIterator[api.ReadFlightLogResponse]:
         async def ask(place: FlightLogPlace) -> FlightLogPart:
             async with self._flight_log_turn:  # Run one read at a time.
@@ -156,13 +156,13 @@ class AdminServicer(api_grpc.AdminServicer):
         async for piece in flight_log_pieces(ask):
             yield piece
 
-    async def _serving_model(self, context: Context) -> ModelInfo:
+    async def _serving_model(self, context: Call) -> ModelInfo:
         try:
             return await self._client.wait_until_serving(time_left_s(context))
         except SchedulerUnavailableError as error:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
 
-    async def _call_about(self, request_id: str, method: str, context: Context) -> AdminReply:
+    async def _call_about(self, request_id: str, method: str, context: Call) -> AdminReply:
         if not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
             raise invalid_argument(
                 "request_id", f"{shown(request_id)} is not allowed; allowed: 1 to {MAX_REQUEST_ID_BYTES} bytes"
@@ -172,7 +172,7 @@ class AdminServicer(api_grpc.AdminServicer):
     async def _call(
         self,
         method: str,
-        context: Context,
+        context: Call,
         request_id: str = "",
         *,
         prefix: PrefixToPin | None = None,

@@ -1,18 +1,16 @@
 """The check of bearer tokens, their roles and tenants. Must not know: where tokens come from."""
 
-# ruff: noqa: D102 (gRPC describes the methods)
-
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import structlog
 
 from headway_gateway.credentials import ADMIN, GENERATE, Caller, TokenTable
+from headway_gateway.grpc_server.call import Behaviour, Call
+from headway_gateway.grpc_server.server import Surrounding
 from headway_gateway.rare_warnings import RareWarning
-from headway_gateway.rpc_handlers import Context, Handler, NextInterceptor, rebuilt, within
 from headway_gateway.statuses import CallRefusedError
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -71,27 +69,36 @@ class Doorkeeper:
         return caller
 
 
-class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
-    """Requires ``authorization: Bearer TOKEN`` and the method's role."""
+def authenticating(doorkeeper: Doorkeeper, open_prefixes: tuple[str, ...] = ()) -> Surrounding:
+    """Require ``authorization: Bearer TOKEN`` and the method's role before a request is even parsed."""
 
-    def __init__(self, doorkeeper: Doorkeeper, open_prefixes: tuple[str, ...] = ()) -> None:
-        self._doorkeeper = doorkeeper
-        self._open_prefixes = open_prefixes
-
-    async def intercept_service(
-        self, continuation: NextInterceptor, handler_call_details: grpc.HandlerCallDetails
-    ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith(self._open_prefixes):
-            return handler
-        values = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
+    def around(behaviour: Behaviour, method: str) -> Behaviour:
+        if method.startswith(open_prefixes):
+            return behaviour
         role = next((role for prefix, role in ROLE_OF_METHODS.items() if method.startswith(prefix)), None)
-        try:
-            caller = self._doorkeeper.admit(values, role, method)
-        except CallRefusedError as refusal:
-            return _refusing(handler, refusal)
-        return handler if caller.tenant is None else _for_tenant(handler, caller.tenant)
+
+        async def admitted(call: Call) -> None:
+            values = [value for key, value in call.metadata if key == "authorization"]
+            caller = doorkeeper.admit(values, role, method)
+            if caller.tenant is not None:
+                _act_for(caller.tenant, call)
+            await behaviour(call)
+
+        return admitted
+
+    return around
+
+
+def _act_for(tenant: str, call: Call) -> None:
+    """A token's tenant wins over the request's and over that of the metadata."""
+
+    def prepare(request: Any) -> None:
+        if "tenant" in getattr(getattr(request, "DESCRIPTOR", None), "fields_by_name", {}):
+            request.tenant = tenant
+
+    call.prepare = prepare
+    others = (pair for pair in call.metadata if pair[0] != TENANT_METADATA_KEY)
+    call.metadata = (*others, (TENANT_METADATA_KEY, tenant))
 
 
 def _require_role(caller: Caller, role: str | None) -> None:
@@ -103,40 +110,3 @@ def _require_role(caller: Caller, role: str | None) -> None:
 
 def _unauthenticated(message: str) -> CallRefusedError:
     return CallRefusedError(grpc.StatusCode.UNAUTHENTICATED, message)
-
-
-def _refusing(handler: Handler, refusal: CallRefusedError) -> Handler:
-    async def refuse(request: Any, context: Context) -> NoReturn:  # noqa: ARG001
-        raise refusal
-
-    # A request without the right token is not even parsed.
-    return rebuilt(handler, refuse, lambda data: data)
-
-
-def _for_tenant(handler: Handler, tenant: str) -> Handler:
-    deserialize = handler.request_deserializer
-
-    def deserialize_for_tenant(data: bytes) -> Any:
-        request: Any = deserialize(data) if deserialize is not None else data
-        if "tenant" in getattr(getattr(request, "DESCRIPTOR", None), "fields_by_name", {}):
-            request.tenant = tenant
-        return request
-
-    @asynccontextmanager
-    async def as_tenant(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ARG001
-        yield _TenantsContext(context, tenant)
-
-    return within(handler, as_tenant, deserialize_for_tenant)
-
-
-class _TenantsContext:
-    def __init__(self, context: Context, tenant: str) -> None:
-        self._context = context
-        self._tenant = tenant
-
-    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        others = (pair for pair in self._context.invocation_metadata() or () if pair[0] != TENANT_METADATA_KEY)
-        return (*others, (TENANT_METADATA_KEY, self._tenant))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)

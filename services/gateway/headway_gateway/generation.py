@@ -132,11 +132,6 @@ class Generation:
             await self._call.context.send_initial_metadata(
                 ((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),)
             )
-            await self._until_begun()
-            await self._send(api.GenerateResponse(accepted=self._accepted()))
-            _log.debug(
-                "generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant
-            )
             await self._stream()
         finally:
             # However the call ended (client, deadline, error), the scheduler must stop the sequences
@@ -162,6 +157,8 @@ class Generation:
         """A client that does not read holds blocks and a row."""
         try:
             async with ClientPatience(self._slow_client_s) as patience:
+                await self._until_begun()
+                await self._accept(patience)
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
         except TimeoutError:
             if not patience.has_ended:
@@ -172,6 +169,11 @@ class Generation:
                 reason="slow_client",
             ) from None
 
+    async def _accept(self, patience: ClientPatience) -> None:
+        patience.begin_write()
+        await self._send(api.GenerateResponse(accepted=self._accepted()))
+        _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
+
     async def _write_all(self, patience: ClientPatience) -> None:
         open_continuations = list(self._continuations)
         while open_continuations:
@@ -179,7 +181,10 @@ class Generation:
                 responses = self._news_of(continuation)
                 if continuation.is_over and continuation.sequence.end is None:
                     self._client.abort((continuation.sequence,))  # the scheduler does not know stop strings
+                is_first = continuation.first_written_at is None
                 await self._write(continuation, responses, patience)
+                if is_first:
+                    await asyncio.sleep(0)  # the first token leaves before the rest of the work
             patience.rest()
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:

@@ -1,70 +1,48 @@
-"""Interceptors of every call: the limit of open calls, the counts by status, the errors that reach the client."""
-
-# ruff: noqa: D102 (gRPC describes the methods)
+"""What stands around every call over gRPC: the count of ends, the limit of open calls."""
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import structlog
 
+from headway_gateway.grpc_server.call import Behaviour, Call
+from headway_gateway.grpc_server.server import Surrounding
 from headway_gateway.rare_warnings import RareWarning
-from headway_gateway.rpc_handlers import Context, Handler, MethodInterceptor, within
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, try_later
-
-_STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 _log = structlog.get_logger("headway.gateway.calls")
 
 
-class ErrorInterceptor(MethodInterceptor):
-    """Gives a failed call the status of ``CallRefusedError``, or INTERNAL and a logged id."""
+def counting(statistics: GatewayStatistics) -> Surrounding:
+    """Count calls by method and status, and refusals by reason."""
 
-    def __init__(self, statistics: GatewayStatistics) -> None:
-        super().__init__()
-        self._statistics = statistics
-
-    def around(self, handler: Handler, method: str) -> Handler:
-        @asynccontextmanager
-        async def errors_sent(request: Any, context: Context) -> AsyncIterator[Context]:
-            try:
-                _require_readable(request)
-                yield context
-            except Exception as error:  # noqa: BLE001  # noqa: BLE001  # a client never gets the text of an unexpected error
-                if isinstance(error, CallRefusedError):
-                    self._statistics.refusals[error.reason,] += 1
-                await _end_call(error, context, method)
-
-        return within(handler, errors_sent, _tolerant(handler))
-
-
-class CallCountingInterceptor(MethodInterceptor):
-    """Counts calls by method and status."""
-
-    def __init__(self, statistics: GatewayStatistics) -> None:
-        super().__init__()
-        self._statistics = statistics
-
-    def around(self, handler: Handler, method: str) -> Handler:
+    def around(behaviour: Behaviour, method: str) -> Behaviour:
         name = method.removeprefix("/")
 
-        @asynccontextmanager
-        async def end_counted(request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG001
-            is_cancelled = False
+        async def counted(call: Call) -> None:
+            code = grpc.StatusCode.INTERNAL
             try:
-                yield context
+                await behaviour(call)
+                code = grpc.StatusCode.OK
             except asyncio.CancelledError:
-                is_cancelled = True
+                code = grpc.StatusCode.CANCELLED
+                raise
+            except CallRefusedError as refusal:
+                code = refusal.code
+                statistics.refusals[refusal.reason,] += 1
+                _log.debug(
+                    "call refused", method=method, code=code.name, reason=refusal.reason, message=refusal.message
+                )
                 raise
             finally:
-                code = "CANCELLED" if is_cancelled else _STATUS_NAMES.get(context.code() or 0, "UNKNOWN")  # type: ignore[call-overload]
-                self._statistics.calls[name, code] += 1
+                statistics.calls[name, code.name] += 1
 
-        return within(handler, end_counted)
+        return counted
+
+    return around
 
 
 class OpenCalls:
@@ -94,62 +72,11 @@ class OpenCalls:
         finally:
             self.num_open -= 1
 
+    def around(self, behaviour: Behaviour, method: str) -> Behaviour:  # noqa: ARG002
+        """Count a method's calls over gRPC."""
 
-class OpenCallsInterceptor(MethodInterceptor):
-    """Refuses calls beyond those of ``open_calls``, with a message."""
+        async def limited(call: Call) -> None:
+            with self.one_more():
+                await behaviour(call)
 
-    def __init__(self, open_calls: OpenCalls) -> None:
-        super().__init__()
-        self._open_calls = open_calls
-
-    def around(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002
-        return within(handler, self._counted)
-
-    @asynccontextmanager
-    async def _counted(self, request: Any, context: Context) -> AsyncIterator[Context]:  # noqa: ARG002
-        with self._open_calls.one_more():
-            yield context
-
-
-def unexpected(error: Exception, method: str) -> CallRefusedError:
-    """Log an error whose text no client gets; return what it gets."""
-    error_id = secrets.token_hex(8)
-    _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
-    return CallRefusedError(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")
-
-
-async def _end_call(error: Exception, context: Context, method: str) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, CallRefusedError):
-        _log.debug("call refused", method=method, code=error.code.name, reason=error.reason, message=error.message)
-        await context.abort(error.code, error.message, error.trailing_metadata())
-    refusal = unexpected(error, method)
-    await context.abort(refusal.code, refusal.message)
-    raise AssertionError("abort does not return")
-
-
-class _Unreadable:
-    """A request that could not be parsed."""
-
-
-def _tolerant(handler: Handler) -> Callable[[bytes], Any] | None:
-    """Never raise: the error's text would reach the client."""
-    deserialize = handler.request_deserializer
-    if deserialize is None or handler.request_streaming:
-        return None
-
-    def read(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except Exception:  # noqa: BLE001  # noqa: BLE001  # protobuf's implementations raise different errors
-            return _Unreadable()
-
-    return read
-
-
-def _require_readable(request: Any) -> None:
-    if isinstance(request, _Unreadable):
-        raise CallRefusedError(
-            grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be parsed; allowed: this method's protobuf message"
-        )
+        return limited

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import grpc
 
+from headway_gateway.grpc_server.call import Call
+from headway_gateway.grpc_server.server import GrpcServer
 from headway_gateway.ingress_link import IngressLink
-from headway_gateway.rpc_handlers import Context
 from headway_gateway.statistics import GatewayStatistics
 from headway_proto import orca_pb2 as api
 
@@ -93,12 +94,12 @@ def trailer_of(report: api.OrcaLoadReport, **request_cost: float) -> tuple[str, 
     return TRAILER_KEY, report.SerializeToString()
 
 
-def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadReport]) -> None:
+def add_load_reports(server: GrpcServer, report: Callable[[], api.OrcaLoadReport]) -> None:
     """Serve reports at the client's interval."""
 
     async def stream_core_metrics(
         request: api.OrcaLoadReportRequest,
-        context: Context,  # noqa: ARG001
+        context: Call,  # noqa: ARG001
     ) -> AsyncIterator[api.OrcaLoadReport]:
         asked_s = request.report_interval.ToNanoseconds() / 1e9
         interval_s = max(asked_s, LEAST_INTERVAL_S) if asked_s > 0 else DEFAULT_INTERVAL_S
@@ -111,7 +112,7 @@ def add_load_reports(server: grpc.aio.Server, report: Callable[[], api.OrcaLoadR
         request_deserializer=api.OrcaLoadReportRequest.FromString,
         response_serializer=api.OrcaLoadReport.SerializeToString,
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"StreamCoreMetrics": method}),))
+    server.add_registered_method_handlers(SERVICE, {"StreamCoreMetrics": method})
 
 
 def _mem_utilization() -> float:

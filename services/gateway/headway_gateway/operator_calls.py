@@ -2,7 +2,7 @@
 
 import grpc
 
-from headway_gateway.rpc_handlers import Context
+from headway_gateway.grpc_server.call import Call
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError
 from headway_proto.operations import AdapterToLoad, AdminReply, FlightLogPlace, PrefixToPin
@@ -14,7 +14,7 @@ LOAD_TIMEOUT_S = 120.0
 """Executors read files."""
 
 
-def time_left_s(context: Context, most_s: float = ANSWER_TIMEOUT_S) -> float:
+def time_left_s(context: Call, most_s: float = ANSWER_TIMEOUT_S) -> float:
     """Return the seconds before the call's deadline, at most so many."""
     remaining_s = context.time_remaining()
     return most_s if remaining_s is None else min(most_s, max(0.0, remaining_s))
@@ -22,7 +22,7 @@ def time_left_s(context: Context, most_s: float = ANSWER_TIMEOUT_S) -> float:
 
 async def ask(
     client: SchedulerClient,
-    context: Context,
+    context: Call,
     method: str,
     request_id: str = "",
     *,

@@ -1,13 +1,11 @@
 """The rate of a stream's writes: lower when the event loop falls behind.
 
-A write costs some 100 us for one token or fifty, so a pause makes larger deltas instead of a longer queue. The pause is
+A write costs as much for one token as for fifty, so a pause makes larger deltas instead of a longer queue. It is
 proportional to the lateness, which falls as streams pause, so the two settle.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator
 
 _SAMPLE_INTERVAL_S = 0.02
 _SMOOTHING = 0.2
@@ -36,19 +34,18 @@ class WritePace:
         pause_s = self._lateness_s * _PAUSE_PER_LATENESS
         return 0.0 if pause_s < _SHORTEST_PAUSE_S else min(pause_s, _LONGEST_PAUSE_S)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Count one stream."""
+    def begin(self) -> None:
+        """A stream opens."""
         self._num_writers += 1
         if self._num_writers == 1:
             self._lateness_s = 0.0
             self._schedule()
-        try:
-            yield
-        finally:
-            self._num_writers -= 1
-            if self._num_writers == 0 and self._timer is not None:
-                self._timer.cancel()
+
+    def end(self) -> None:
+        """A stream ends."""
+        self._num_writers -= 1
+        if self._num_writers == 0 and self._timer is not None:
+            self._timer.cancel()
 
     def _schedule(self) -> None:
         due = time.monotonic() + _SAMPLE_INTERVAL_S

@@ -10,7 +10,8 @@ from pathlib import Path
 import structlog
 
 from headway_gateway.config import GatewayConfig
-from headway_gateway.server import AddressInUseError, GatewayServer
+from headway_gateway.listening import AddressInUseError
+from headway_gateway.server import GatewayServer
 from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
 from headway_process.collector import relax_collector
@@ -92,6 +93,7 @@ async def _run_server(config: GatewayConfig) -> int:
 async def _run_workers(config: GatewayConfig) -> int:
     _log_template_fault(load_text_model(Path(config.model)))  # fails here, once, rather than in every worker
     stop, stop_now = _events_of_signals(config)
+    relax_collector()
     group = WorkerGroup(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, group.reload_tokens)
     return await group.run(stop, stop_now)

@@ -6,13 +6,15 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
+from headway_gateway.grpc_server.server import GrpcServer
+
 _ALPHA_PACKAGE = "grpc.reflection.v1alpha"
 _FILE = "grpc/reflection/v1/reflection.proto"
 _PACKAGE = "grpc.reflection.v1"
 _SERVICE = f"{_PACKAGE}.ServerReflection"
 
 
-def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+def add_reflection(server: GrpcServer, service_names: Sequence[str]) -> None:
     """Let ``server`` describe these services."""
     pool = descriptor_pool.Default()
     _add_v1_descriptors(pool)
@@ -23,7 +25,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"ServerReflectionInfo": method}),))
+    server.add_registered_method_handlers(_SERVICE, {"ServerReflectionInfo": method})
 
 
 def _add_v1_descriptors(pool: descriptor_pool.DescriptorPool) -> None:

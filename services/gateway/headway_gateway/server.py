@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import secrets
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import msgspec
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
@@ -16,19 +16,21 @@ from headway_gateway.authentication import (
     HEALTH_PREFIX,
     REFLECTION_PREFIX,
     VLLM_ENGINE_PREFIX,
-    AuthenticationInterceptor,
     Doorkeeper,
+    authenticating,
 )
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
 from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
+from headway_gateway.grpc_server.connection import Bounds
+from headway_gateway.grpc_server.server import GrpcServer, Surrounding
 from headway_gateway.health import HealthReporter
-from headway_gateway.interceptors import CallCountingInterceptor, ErrorInterceptor, OpenCalls, OpenCallsInterceptor
+from headway_gateway.interceptors import OpenCalls, counting
 from headway_gateway.link_keys import load_link_keys
+from headway_gateway.listening import listening_sockets
 from headway_gateway.load_reports import LoadMonitor, add_load_reports
 from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
-from headway_gateway.preflight import problem_of_listening
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.reflection import add_reflection
 from headway_gateway.scheduler_client import SchedulerClient
@@ -51,16 +53,10 @@ _CANCEL_GRACE_S = 0.5
 _MOST_OTHER_CALLS = 1024
 """Open calls besides generations."""
 
-_MOST_UNSEEN_CALLS = 32_768
-"""Calls that gRPC holds for this process. It ends more without a message."""
-
-_MOST_UNSEEN_S = 600
+_PATIENCE = 2.0
+"""A connection may be left unread for so many times the time of a stream, which ends with a status."""
 
 _log = structlog.get_logger("headway.gateway.server")
-
-
-class AddressInUseError(Exception):
-    """The gRPC address is unusable."""
 
 
 class GatewayServer:
@@ -102,11 +98,16 @@ class GatewayServer:
         self._health = self._health_reporter(health_service, text_model.vocab_size)
         self._tokens = token_file(config)
         self._doorkeeper = Doorkeeper(self._tokens.table) if self._tokens is not None else None
-        self._open_calls = OpenCalls(config.max_concurrent_streams + _MOST_OTHER_CALLS)
+        most_calls = config.max_concurrent_streams + _MOST_OTHER_CALLS
+        self._open_calls = OpenCalls(most_calls)
         self._text_model = text_model
         self._http: HttpListener | None = None
-        self._server = grpc.aio.server(interceptors=self._interceptors(), options=_channel_options(config))
-        health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)
+        self._server = GrpcServer(
+            self._surroundings(),
+            Bounds(most_calls, config.slow_client_s * _PATIENCE, config.slow_client_s),
+            most_message_bytes=config.max_message_bytes,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)  # type: ignore[arg-type]  # it is one
         self._add_services(AdminServicer(self._client, PromptEncoder(text_model, self._lanes)))
 
     @property
@@ -126,13 +127,15 @@ class GatewayServer:
             AddressInUseError: the address is taken or not this machine's.
             ValueError: certificate and key are unusable, or metrics cannot be served.
         """
-        port = self._listen()
+        sockets = listening_sockets("grpc_address", self._config.grpc_address, reuse_port=self._config.reuse_port)
+        port: int = sockets[0].getsockname()[1]
         self._http = self._http_listener()
+        tls = self._tls("h2")
         self._metrics = self._metrics_endpoint()
         self._client.start()
         self._load.start()
         await self._health.start()
-        await self._server.start()
+        await self._server.start(sockets, tls)
         if self._http is not None:
             await self._http.start()
             _log.info("OpenAI API", port=self._http.port, tls=bool(self._config.tls_cert_file))
@@ -152,10 +155,10 @@ class GatewayServer:
     async def drain(self, grace_s: float) -> bool:
         """Refuse new generations; return whether open ones finished."""
         await self._health.shut_down()
-        self._generation.begin_drain()
+        self._generation.streams.drain()
         try:
             async with asyncio.timeout(grace_s):
-                await self._generation.wait_until_idle()
+                await self._generation.streams.wait_until_idle()
         except TimeoutError:
             return False
         return True
@@ -213,22 +216,17 @@ class GatewayServer:
         )
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
 
-    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
-        interceptors: list[grpc.aio.ServerInterceptor] = [
-            CallCountingInterceptor(self._statistics),
-            ErrorInterceptor(self._statistics),
-            OpenCallsInterceptor(self._open_calls),
-        ]
+    def _surroundings(self) -> list[Surrounding]:
+        surroundings: list[Surrounding] = [counting(self._statistics), self._open_calls.around]
         if self._doorkeeper is not None:
             exempt = (
                 (HEALTH_PREFIX, self._config.open_health),
                 (f"{VLLM_ENGINE_PREFIX}HealthCheck", self._config.open_health),
                 (REFLECTION_PREFIX, self._config.open_reflection),
             )
-            interceptors.append(
-                AuthenticationInterceptor(self._doorkeeper, tuple(prefix for prefix, is_open in exempt if is_open))
-            )
-        return interceptors
+            open_prefixes = tuple(prefix for prefix, is_open in exempt if is_open)
+            surroundings.append(authenticating(self._doorkeeper, open_prefixes))
+        return surroundings
 
     def _metrics_endpoint(self) -> MetricsEndpoint | None:
         if not self._config.metrics_address:
@@ -254,7 +252,7 @@ class GatewayServer:
         if not config.http_address:
             return None
         from headway_gateway.openai.door import make_application
-        from headway_gateway.openai.listener import HttpListener, listening_socket
+        from headway_gateway.openai.listener import HttpListener
 
         application = make_application(
             generation=self._generation,
@@ -265,52 +263,8 @@ class GatewayServer:
             statistics=self._statistics,
             config=config,
         )
-        tls = CertificateFiles(config).context() if config.tls_cert_file else None
-        try:
-            listening = listening_socket(config.http_address, reuse_port=config.reuse_port)
-        except OSError as error:
-            raise AddressInUseError(
-                f"http_address: cannot listen on {config.http_address[:64]!r} ({error.strerror}); "
-                "allowed: a free address"
-            ) from error
-        return HttpListener(application, listening, tls=tls, slow_client_s=config.slow_client_s)
+        sockets = listening_sockets("http_address", config.http_address, reuse_port=config.reuse_port)
+        return HttpListener(application, sockets, tls=self._tls("http/1.1"), slow_client_s=config.slow_client_s)
 
-    def _listen(self) -> int:
-        address = self._config.grpc_address
-        # gRPC's own message would take several lines.
-        problem = "" if self._config.reuse_port else problem_of_listening(address)
-        if problem:
-            raise AddressInUseError(
-                f"grpc_address: cannot listen on {address[:64]!r} ({problem}); allowed: a free address"
-            )
-        try:
-            if self._config.tls_cert_file:
-                return self._server.add_secure_port(address, CertificateFiles(self._config).credentials())
-            return self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise AddressInUseError(
-                f"grpc_address: cannot listen on {address[:64]!r}; allowed: a free address"
-            ) from error
-
-
-def _channel_options(config: GatewayConfig) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", int(config.reuse_port)),
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # The limit is per connection, and counts ended streams that gRPC still remembers. Beyond it gRPC resets streams.
-        # So it lies far above the server's own limit, which refuses with a message.
-        ("grpc.max_concurrent_streams", config.max_concurrent_streams + _MOST_UNSEEN_CALLS),
-        # By default gRPC cancels waiting calls beyond 1,000, or after 30 s. We refuse them with a time to try again,
-        # which takes a millisecond.
-        ("grpc.server.max_pending_requests", _MOST_UNSEEN_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", _MOST_UNSEEN_CALLS),
-        ("grpc.server_max_unrequested_time_in_server", _MOST_UNSEEN_S),
-        # Nothing else detects that a client's machine has stopped.
-        ("grpc.keepalive_time_ms", 5_000),
-        ("grpc.keepalive_timeout_ms", 2_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Clients may send keepalives as often.
-        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-        ("grpc.http2.max_ping_strikes", 0),
-    ]
+    def _tls(self, protocol: str) -> ssl.SSLContext | None:
+        return CertificateFiles(self._config).context(protocol) if self._config.tls_cert_file else None

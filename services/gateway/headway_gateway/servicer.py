@@ -2,7 +2,6 @@
 
 # ruff: noqa: D102 (generation.proto describes the calls)
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,11 +15,11 @@ from headway_gateway.config import GatewayConfig
 from headway_gateway.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.encoding_lanes import EncodingLanes
 from headway_gateway.generation import Generation, GenerationParts, OpenCall, Prompt
+from headway_gateway.grpc_server.call import Call
 from headway_gateway.input_checks import check_embed, check_score, require_generates
 from headway_gateway.load_reports import trailer_of
-from headway_gateway.pacing import WritePace
+from headway_gateway.open_streams import OpenStreams
 from headway_gateway.prompt_encoding import PromptEncoder
-from headway_gateway.rpc_handlers import Context
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown, try_later
@@ -35,7 +34,6 @@ from headway_gateway.validation import (
     require_token_ids,
     resolve_max_tokens,
 )
-from headway_gateway.wakeup import Wakeup
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.ingress import STATE_DRAINING, ModelInfo
@@ -69,23 +67,11 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._config = config
         self._statistics = statistics
         self._live_request_ids: set[str] = set()
-        self.num_open_streams = 0
-        self._is_draining = False
-        self._became_idle = Wakeup()
-        self.pace = WritePace()
-        self._parts = GenerationParts(client, text_model, self.pace, statistics, config.slow_client_s)
+        self.streams = OpenStreams(config.max_concurrent_streams)
+        self._parts = GenerationParts(client, text_model, self.streams.pace, statistics, config.slow_client_s)
         self._tenant_rates = TenantRates(config.max_tenant_requests_per_s)
 
-    def begin_drain(self) -> None:
-        """Refuse new generations from now on."""
-        self._is_draining = True
-
-    async def wait_until_idle(self) -> None:
-        """Return when no generation is open."""
-        while self.num_open_streams:
-            await self._became_idle.wait()
-
-    async def Generate(self, request: api.GenerateRequest, context: Context) -> None:  # noqa: N802
+    async def Generate(self, request: api.GenerateRequest, context: Call) -> None:  # noqa: N802
         await self.generate(request, context, context.write)
 
     async def generate(
@@ -105,7 +91,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         """
         arrived_at = time.monotonic()
         with self._begin_trace("Generate", context, arrived_at) as trace:
-            async with self._in_time(context):
+            async with self.streams.one_more(context):
                 await self._generate(request, OpenCall(context, write, trace, arrived_at, keeps_special_tokens))
 
     async def Embed(self, request: api.EmbedRequest, context: CallContext) -> api.EmbedResponse:  # noqa: N802
@@ -174,18 +160,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
     @asynccontextmanager
     async def _open_batch(self, method: str, context: CallContext) -> AsyncIterator[tuple[RequestTrace, ModelInfo]]:
         with self._begin_trace(method, context, time.monotonic()) as trace:
-            async with self._in_time(context):
+            async with self.streams.one_more(context):
                 yield trace, await self.serving_model(for_new_work=True)
-
-    @asynccontextmanager
-    async def _in_time(self, context: CallContext) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(context.time_remaining()), self._counted():
-                yield
-        except TimeoutError:
-            raise CallRefusedError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed before the output was complete"
-            ) from None
 
     @contextmanager
     def _begun(self, request_id: str, tenant: str) -> Iterator[None]:
@@ -198,23 +174,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
         if self._load_report is not None:
             cost = {"prompt_tokens": float(num_tokens), "output_tokens": 0.0}
             context.set_trailing_metadata((trailer_of(self._load_report(), **cost),))
-
-    @asynccontextmanager
-    async def _counted(self) -> AsyncIterator[None]:
-        if self._is_draining:
-            raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "this gateway is draining", reason="draining")
-        most = self._config.max_concurrent_streams
-        if self.num_open_streams >= most:
-            message = f"{self.num_open_streams} streams are open; allowed: {most}"
-            raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_streams")
-        self.num_open_streams += 1
-        try:
-            with self.pace.writing():
-                yield
-        finally:
-            self.num_open_streams -= 1
-            if not self.num_open_streams:
-                self._became_idle.ring()
 
     def _begin_trace(self, method: str, context: CallContext, arrived_at: float) -> RequestTrace:
         if self._tracing is None:

@@ -1,8 +1,10 @@
 """A refusal's way to a gRPC client: status code, line, machine-readable details."""
 
+import secrets
 from collections.abc import Iterable, Mapping
 
 import grpc
+import structlog
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -13,6 +15,8 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "headway"
 RETRY_S = 1.0
 """The usual wait before another attempt."""
+
+_log = structlog.get_logger("headway.gateway.calls")
 
 
 class CallRefusedError(Exception):
@@ -67,6 +71,13 @@ def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
 def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s: float = RETRY_S) -> CallRefusedError:
     """Make a refusal with ``RetryInfo``."""
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
+
+
+def unexpected(error: Exception, method: str) -> CallRefusedError:
+    """Log an error whose text no client gets; return what it gets."""
+    error_id = secrets.token_hex(8)
+    _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
+    return CallRefusedError(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")
 
 
 def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> CallRefusedError:

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from headway_gateway.config import GatewayConfig, split_address
-from headway_gateway.server import AddressInUseError
+from headway_gateway.listening import AddressInUseError
 
 _RESTART_DELAY_S = 0.5
 _QUICK_DEATH_S = 2.0

@@ -208,6 +208,11 @@ def given_by_environment(environment: Mapping[str, str], section: str, settings:
     return layer
 
 
+def is_setting(variable: str) -> bool:
+    """Return whether an environment variable looks like a setting of ours."""
+    return variable.startswith("HEADWAY_")
+
+
 def check_environment(environment: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> None:
     """Refuse a variable that no setting reads: it would silently do nothing.
 
@@ -216,7 +221,7 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
     """
     known = {variable_of(section, name) for section, names in sections.items() for name in names}
     for variable in sorted(environment.keys() - _BUILD_VARIABLES):
-        if not variable.startswith("HEADWAY_") or variable in known or _KUBERNETES_VARIABLE.search(variable):
+        if not is_setting(variable) or variable in known or _KUBERNETES_VARIABLE.search(variable):
             continue
         raise ConfigurationError(
             f"unknown environment variable {shown(variable)[1:-1]}{suggestion(variable, sorted(known))}"

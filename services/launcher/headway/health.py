@@ -1,16 +1,22 @@
-"""The health of a server and its model (``grpc.health.v1``)."""
+"""The health of a server and its model (``grpc.health.v1``).
+
+gRPC is imported by the first question: ``headway serve`` starts its processes before.
+"""
 
 import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import grpc
 import msgspec
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headway.settings import ConfigurationError, bytes_of_file, shown
-from headway_proto import generation_pb2, generation_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+    from headway_proto import generation_pb2
 
 UNREACHABLE = "UNREACHABLE"
 SERVING = "SERVING"
@@ -71,6 +77,9 @@ def client_certificate(certificate_file: str | None, key_file: str | None, origi
 
 def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
     """Return SERVING, NOT_SERVING, ..., or UNREACHABLE."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
     try:
         with _channel(target, timeout_s) as channel:
             response = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # absent from its stubs
@@ -81,22 +90,42 @@ def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
-def model_of(target: Target, *, timeout_s: float = 5.0) -> generation_pb2.GetModelResponse:
-    """Return the served model.
+def serves_within(target: Target, wait_s: float) -> bool:
+    """Return True as soon as the server says that it serves, False after ``wait_s`` or if nobody answers."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    Raises:
-        grpc.RpcError: the call failed.
-    """
+    try:
+        with _channel(target, wait_s) as channel:
+            statuses = health_pb2_grpc.HealthStub(channel).Watch(  # type: ignore[attr-defined]  # absent from its stubs
+                health_pb2.HealthCheckRequest(service=target.health_name), timeout=wait_s, metadata=target.metadata
+            )
+            return any(one.status == health_pb2.HealthCheckResponse.SERVING for one in statuses)
+    except (grpc.RpcError, OSError):
+        return False
+
+
+def model_of(target: Target, *, timeout_s: float = 5.0) -> "generation_pb2.GetModelResponse | None":
+    """Return the served model, or None if the server does not tell."""
+    import grpc
+
+    from headway_proto import generation_pb2, generation_pb2_grpc
+
     with _channel(target, timeout_s) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
-        model: generation_pb2.GetModelResponse = stub.GetModel(
-            generation_pb2.GetModelRequest(), timeout=timeout_s, metadata=target.metadata
-        )
+        try:
+            model: generation_pb2.GetModelResponse = stub.GetModel(
+                generation_pb2.GetModelRequest(), timeout=timeout_s, metadata=target.metadata
+            )
+        except grpc.RpcError:
+            return None
         return model
 
 
 @contextlib.contextmanager
-def _channel(target: Target, timeout_s: float) -> Iterator[grpc.Channel]:
+def _channel(target: Target, timeout_s: float) -> "Iterator[grpc.Channel]":
+    import grpc
+
     address = target.reachable_address
     if target.certificates is None:
         channel = grpc.insecure_channel(address)

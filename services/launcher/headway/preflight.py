@@ -14,6 +14,7 @@ from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.config import ExecutorConfig
 from headway_gateway import preflight as of_gateway
 from headway_gateway.config import GatewayConfig
+from headway_gateway.listening import problem_of_listening
 from headway_scheduler import preflight as of_scheduler
 from headway_scheduler.config import SchedulerConfig
 
@@ -72,6 +73,6 @@ def check_free(flag: str, address: str) -> None:
     Raises:
         ConfigurationError: it is taken, or not this machine's.
     """
-    problem = of_gateway.problem_of_listening(address)
+    problem = problem_of_listening(address)
     if problem:
         raise ConfigurationError(f"{flag}: cannot listen on {shown(address)} ({problem}); allowed: a free address")

@@ -1,15 +1,17 @@
-"""Polling until a new server serves."""
+"""Waiting until a new server serves."""
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import grpc
+from headway.health import Target, model_of, serves_within
 
-from headway.health import SERVING, Target, health_of, model_of
-from headway_proto import generation_pb2
+if TYPE_CHECKING:
+    from headway_proto import generation_pb2
 
 POLL_INTERVAL_S = 0.1
+_WATCH_S = 0.5
 PROGRESS_INTERVAL_S = 5.0
 
 
@@ -54,17 +56,12 @@ def _why(waiting: Sequence[Target], late: Sequence[str]) -> str:
     return f": no sign of {', '.join(late)}" if late else ""
 
 
-def _model_if_serving(target: Target) -> generation_pb2.GetModelResponse | None:
-    if health_of(target) != SERVING:
-        return None
-    try:
-        return model_of(target)
-    except grpc.RpcError:
-        return None
+def _model_if_serving(target: Target) -> "generation_pb2.GetModelResponse | None":
+    return model_of(target) if serves_within(target, _WATCH_S) else None
 
 
 def readiness_line(
-    addresses: Sequence[str], model: generation_pb2.GetModelResponse, took_s: float, *, num_executors: int = 0
+    addresses: Sequence[str], model: "generation_pb2.GetModelResponse", took_s: float, *, num_executors: int = 0
 ) -> str:
     """Return the line with model and addresses."""
     runs_on = f"{model.backend}/{model.device}/{model.dtype}"

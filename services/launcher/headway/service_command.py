@@ -4,6 +4,7 @@ import argparse
 import os
 
 from headway.services import SERVICES, add_service_flags, announce, load
+from headway_process.collector import pause_collector
 from headway_process.parent import launcher_is_gone
 
 
@@ -14,6 +15,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace, name: str) -> int:
     """See ``Command``."""
+    pause_collector()  # each service relaxes it when it is ready
     config = load(SERVICES[name], arguments, os.environ)
     run_service = SERVICES[name].run
     if launcher_is_gone(os.environ):

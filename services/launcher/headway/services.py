@@ -21,6 +21,7 @@ from headway.configuration import (
     effective,
     given_by_environment,
     given_by_flags,
+    is_setting,
     merged,
     read_file,
 )
@@ -130,6 +131,8 @@ def sources_in_file(arguments: argparse.Namespace, environment: Mapping[str, str
     Raises:
         ConfigurationError: an environment variable is unknown, or the file is wrong.
     """
+    if arguments.config is None and not any(map(is_setting, environment)):
+        return {section: {} for section in (SERVE, CLUSTER, *SERVICES)}  # the other services are not even imported
     sections = {
         SERVE: serve_settings(),
         CLUSTER: settings_of(ClusterConfig),

@@ -1,4 +1,4 @@
-"""The HTTP server: a socket of its own, uvicorn on the gateway's loop, bounds that uvicorn lacks.
+"""The HTTP server: sockets of its own, uvicorn on the gateway's loop, bounds that uvicorn lacks.
 
 Must not know: what is served.
 """
@@ -27,9 +27,14 @@ class HttpListener:
     """Serves ``application`` on HOST:PORT."""
 
     def __init__(
-        self, application: Application, listening: socket.socket, *, tls: ssl.SSLContext | None, slow_client_s: float
+        self,
+        application: Application,
+        sockets: list[socket.socket],
+        *,
+        tls: ssl.SSLContext | None,
+        slow_client_s: float,
     ) -> None:
-        """``listening`` is bound; it is closed with the server. ``slow_client_s``: see ``_Connection``."""
+        """``sockets`` listen; they are closed with the server. ``slow_client_s``: see ``_Connection``."""
         config = uvicorn.Config(
             application,
             http=functools.partial(_Connection, most_unread_s=slow_client_s),  # type: ignore[arg-type]  # it is only called
@@ -47,19 +52,19 @@ class HttpListener:
         )
         config.load()
         config.ssl = tls
-        self._listening = listening
+        self._sockets = sockets
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
         """The port."""
-        port: int = self._listening.getsockname()[1]
+        port: int = self._sockets[0].getsockname()[1]
         return port
 
     async def start(self) -> None:
         """Serve from now on."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http")
+        self._task = asyncio.create_task(self._server.serve(sockets=self._sockets), name="http")
         started = asyncio.create_task(self._server.until_started())
         await asyncio.wait((self._task, started), return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
@@ -73,28 +78,8 @@ class HttpListener:
             await self._task
         # uvicorn cancels what is left, and does not wait for it.
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
-        self._listening.close()
-
-
-def listening_socket(address: str, *, reuse_port: bool) -> socket.socket:
-    """Return a socket bound to HOST:PORT.
-
-    Raises:
-        OSError: the address is taken, or not this machine's.
-    """
-    host, _, port = address.rpartition(":")
-    family, kind, protocol, _, bound = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening.bind(bound)
-    except OSError:
-        listening.close()
-        raise
-    listening.setblocking(False)
-    return listening
+        for listening in self._sockets:
+            listening.close()
 
 
 class _Server(uvicorn.Server):

@@ -16,8 +16,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from headway_gateway.authentication import TENANT_METADATA_KEY
+from headway_gateway.grpc_server.call import Call
 from headway_gateway.operator_calls import ask
-from headway_gateway.rpc_handlers import Context
 from headway_gateway.scheduler_client import SchedulerClient
 from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, invalid_argument
@@ -58,7 +58,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._started_at = time.monotonic()
         self._last_request_at = 0.0
 
-    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
+    async def Generate(self, request: vllm.GenerateRequest, context: Call) -> None:  # noqa: N802
         metadata = _metadata(context)
         self._last_request_at = now().timestamp()
         native = translate(request, metadata)
@@ -73,7 +73,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         except CallRefusedError as refusal:
             raise in_callers_words(refusal) from refusal
 
-    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
+    async def Abort(self, request: vllm.AbortRequest, context: Call) -> vllm.AbortResponse:  # noqa: N802
         tenant = _metadata(context).get(TENANT_METADATA_KEY)
         for request_id in request.request_ids:
             owner = self._tenants_by_live_id.get(request_id)
@@ -81,14 +81,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 await self._ask("cancel", context, request_id)
         return vllm.AbortResponse()
 
-    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
+    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Call) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
         """UNAVAILABLE until a model is known: smg asks a responding engine for its model only once."""
         problem = self._problem()
         if problem is not None and not self._client.can_serve:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, problem)
         return vllm.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
-    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:  # noqa: ARG002, N802
+    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Call) -> vllm.GetModelInfoResponse:  # noqa: ARG002, N802
         model = await self._generation.serving_model()
         config = await asyncio.to_thread(_model_config, self._model_directory)
         return vllm.GetModelInfoResponse(
@@ -102,11 +102,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             **config,
         )
 
-    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:  # noqa: ARG002, N802
+    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Call) -> vllm.GetServerInfoResponse:  # noqa: ARG002, N802
         model = await self._generation.serving_model()
         status = await self._status(context)
         return vllm.GetServerInfoResponse(
-            active_requests=self._generation.num_open_streams,
+            active_requests=self._generation.streams.num_open,
             is_paused=self._client.link.scheduler_state == STATE_PAUSED,
             last_receive_timestamp=self._last_request_at,
             uptime_seconds=time.monotonic() - self._started_at,
@@ -117,7 +117,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             constrained_decoding_start="first_token" if model.supports_constraints else "",
         )
 
-    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: ARG002, N802
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Call) -> vllm.GetLoadsResponse:  # noqa: ARG002, N802
         status = await self._status(context)
         rate = self._output_rate.read(status.num_output_tokens, time.monotonic())
         return vllm.GetLoadsResponse(
@@ -130,7 +130,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(  # noqa: N802
         self,
         request: common_pb2.GetTokenizerRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        context: Call,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         if self._archive is None or (self._archive.done() and self._archive.exception() is not None):
             self._archive = asyncio.create_task(asyncio.to_thread(tokenizer_archive, self._model_directory))
@@ -138,7 +138,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for chunk in archive.chunks():
             yield chunk
 
-    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:  # noqa: N802
+    async def Embed(self, request: vllm.EmbedRequest, context: Call) -> vllm.EmbedResponse:  # noqa: N802
         metadata = _metadata(context)
         self._last_request_at = now().timestamp()
         native = translate_embed(request, metadata)
@@ -152,7 +152,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def FlushCache(  # noqa: N802
-        self, request: common_pb2.FlushCacheRequest, context: Context
+        self, request: common_pb2.FlushCacheRequest, context: Call
     ) -> common_pb2.FlushCacheResponse:
         """Drop unused cached blocks within ``timeout_s``."""
         if not 0 <= request.timeout_s <= _MOST_FLUSH_S:
@@ -169,16 +169,16 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 return common_pb2.FlushCacheResponse(success=False, message=message)
             await asyncio.sleep(_FLUSH_INTERVAL_S)
 
-    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Call) -> NoReturn:  # noqa: ARG002, N802
         raise _unimplemented("a running server takes no profiles")
 
-    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Call) -> NoReturn:  # noqa: ARG002, N802
         raise _unimplemented("a running server takes no profiles")
 
     async def SubscribeKvEvents(  # noqa: N802
         self,
         request: common_pb2.SubscribeKvEventsRequest,
-        context: Context,  # noqa: ARG002
+        context: Call,  # noqa: ARG002
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
         """Events contain prompts, so the operator must allow them."""
         if not self._publishes_kv_events:
@@ -200,20 +200,20 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         finally:
             del self._tenants_by_live_id[request_id]
 
-    async def _status(self, context: Context, method: str = "status") -> Status:
+    async def _status(self, context: Call, method: str = "status") -> Status:
         status = await self._ask(method, context)
         if status is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent no status")
         return status
 
-    async def _ask(self, method: str, context: Context, request_id: str = "") -> Status | None:
+    async def _ask(self, method: str, context: Call, request_id: str = "") -> Status | None:
         reply = await ask(self._client, context, method, request_id)
         if reply.error and method == "flush":
             raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
         return reply.status
 
 
-def _metadata(context: Context) -> dict[str, str]:
+def _metadata(context: Call) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 

@@ -1,0 +1,455 @@
+"""The server's side of one HTTP/2 connection (RFC 9113) as a plain object: bytes in, calls of ``Streams`` and bytes out.
+
+Owns: frames, header blocks (by hpack), windows, which stream is open. Must not know: sockets, time, what streams carry.
+
+It does what gRPC needs of HTTP/2: no pushes, and priorities are read over. What a client sends on a stream that is over
+is dropped, since it may have been on its way. A breach of the protocol raises ``BreachError``; ``take`` has then the frame
+that tells the client.
+"""
+
+import enum
+import struct
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
+
+from hpack import Decoder
+from hpack.exceptions import HPACKError
+
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+LARGEST_WINDOW = (1 << 31) - 1
+MOST_HEADER_BYTES = 64 * 1024
+"""Of the headers of one request, packed or not."""
+
+_STREAM_WINDOW = 1 << 20
+_CONNECTION_WINDOW = 4 << 20
+_FIRST_WINDOW = 65_535
+_FRAME_SIZE = 16_384
+"""The largest frame that is received, and the largest that is sent: every client takes it."""
+
+_LARGEST_FRAME_SIZE = (1 << 24) - 1
+_MOST_CONTINUATIONS = 64
+
+_HEAD = struct.Struct(">BHBBI")
+_UINT = struct.Struct(">I")
+_SETTING = struct.Struct(">HI")
+
+_END_STREAM = _ACK = 0x1
+_END_HEADERS = 0x4
+_PADDED = 0x8
+_PRIORITY = 0x20
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    DATA = 0
+    HEADERS = 1
+    PRIORITY = 2
+    RST_STREAM = 3
+    SETTINGS = 4
+    PUSH_PROMISE = 5
+    PING = 6
+    GOAWAY = 7
+    WINDOW_UPDATE = 8
+    CONTINUATION = 9
+
+
+class Setting(enum.IntEnum):
+    """Settings that count here."""
+
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
+
+
+class ErrorCode(enum.IntEnum):
+    """Why a stream or a connection ends."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    FLOW_CONTROL_ERROR = 3
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class BreachError(Exception):
+    """The client broke the protocol; the connection must be closed."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Streams(Protocol):
+    """What a connection tells of its streams."""
+
+    def open_stream(self, stream_id: int, headers: Headers) -> None:
+        """A request begins."""
+
+    def take_data(self, stream_id: int, data: bytes, num_bytes: int) -> None:
+        """Data came; ``num_bytes`` are to be acknowledged, now or later."""
+
+    def end_stream(self, stream_id: int) -> None:
+        """The request is complete."""
+
+    def cancel_stream(self, stream_id: int) -> None:
+        """The client gave up the stream, or broke its rules."""
+
+
+class _Stream:
+    __slots__ = ("has_ended", "may_receive", "may_send", "num_acknowledged")
+
+    def __init__(self, may_send: int) -> None:
+        self.may_send = may_send
+        self.may_receive = _STREAM_WINDOW
+        self.num_acknowledged = 0
+        self.has_ended = False
+
+
+class Http2:
+    """See the module."""
+
+    def __init__(self, streams: Streams, *, most_streams: int) -> None:
+        """``most_streams`` may be open at a time; others are refused."""
+        self._to = streams
+        self._most_streams = most_streams
+        self._decoder = Decoder(max_header_list_size=MOST_HEADER_BYTES)
+        self._streams: dict[int, _Stream] = {}
+        self._last_id = 0
+        self._held = bytearray()
+        self._out: list[bytes] = []
+        self._block: tuple[int, int, list[bytes]] | None = None
+        self._has_preface = False
+        self._has_settings = False
+        self._is_going_away = False
+        self._may_send = _FIRST_WINDOW
+        self._may_receive = _CONNECTION_WINDOW
+        self._num_acknowledged = 0
+        self._first_may_send = _FIRST_WINDOW
+        self._takers: tuple[Callable[[int, int, bytes], None], ...] = (
+            self._take_data,
+            self._take_headers,
+            self._take_priority,
+            self._take_reset,
+            self._take_settings,
+            self._take_push,
+            self._take_ping,
+            self._take_goaway,
+            self._take_window,
+            self._take_continuation,
+        )
+        settings = (
+            (Setting.MAX_CONCURRENT_STREAMS, most_streams),
+            (Setting.INITIAL_WINDOW_SIZE, _STREAM_WINDOW),
+            (Setting.MAX_HEADER_LIST_SIZE, MOST_HEADER_BYTES),
+        )
+        self._send(Kind.SETTINGS, 0, 0, b"".join(_SETTING.pack(*setting) for setting in settings))
+        self._send(Kind.WINDOW_UPDATE, 0, 0, _UINT.pack(_CONNECTION_WINDOW - _FIRST_WINDOW))
+
+    # What the connection sends.
+
+    def take(self) -> bytes:
+        """Return what is to be sent."""
+        out, self._out = self._out, []
+        return b"".join(out)
+
+    def send_headers(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
+        """Send a block of headers; with ``is_end`` the answer is complete."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        flags = _END_STREAM if is_end else 0
+        first, rest = block[:_FRAME_SIZE], block[_FRAME_SIZE:]
+        self._send(Kind.HEADERS, flags | (0 if rest else _END_HEADERS), stream_id, first)
+        while rest:
+            first, rest = rest[:_FRAME_SIZE], rest[_FRAME_SIZE:]
+            self._send(Kind.CONTINUATION, 0 if rest else _END_HEADERS, stream_id, first)
+        if not is_end:
+            return
+        del self._streams[stream_id]
+        if not stream.has_ended:  # it need not send what nobody reads
+            self._send(Kind.RST_STREAM, 0, stream_id, _UINT.pack(ErrorCode.NO_ERROR))
+
+    def send_data(self, stream_id: int, data: bytes | bytearray) -> int:
+        """Send as much as the client's windows allow; return how much that is."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return len(data)
+        num_sent = min(len(data), stream.may_send, self._may_send)
+        if num_sent <= 0:
+            return 0
+        stream.may_send -= num_sent
+        self._may_send -= num_sent
+        for start in range(0, num_sent, _FRAME_SIZE):
+            self._send(Kind.DATA, 0, stream_id, bytes(data[start : min(num_sent, start + _FRAME_SIZE)]))
+        return num_sent
+
+    def acknowledge(self, stream_id: int, num_bytes: int) -> None:
+        """Let the client send so much more."""
+        self._num_acknowledged += num_bytes
+        if self._num_acknowledged * 2 >= _CONNECTION_WINDOW:
+            self._may_receive += self._num_acknowledged
+            self._send(Kind.WINDOW_UPDATE, 0, 0, _UINT.pack(self._num_acknowledged))
+            self._num_acknowledged = 0
+        stream = self._streams.get(stream_id)
+        if stream is None or stream.has_ended:
+            return
+        stream.num_acknowledged += num_bytes
+        if stream.num_acknowledged * 2 >= _STREAM_WINDOW:
+            stream.may_receive += stream.num_acknowledged
+            self._send(Kind.WINDOW_UPDATE, 0, stream_id, _UINT.pack(stream.num_acknowledged))
+            stream.num_acknowledged = 0
+
+    def ping(self) -> None:
+        """Ask for a sign of life; any frame is one."""
+        self._send(Kind.PING, 0, 0, bytes(8))
+
+    def go_away(self) -> None:
+        """Ask the client to open no more streams; those that it opens are refused."""
+        self._is_going_away = True
+        self._send(Kind.GOAWAY, 0, 0, _UINT.pack(LARGEST_WINDOW) + _UINT.pack(ErrorCode.NO_ERROR))
+
+    def _send(self, kind: Kind, flags: int, stream_id: int, payload: bytes) -> None:
+        self._out.append(_HEAD.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream_id) + payload)
+
+    # What the connection receives.
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes.
+
+        Raises:
+            BreachError: nothing more may be received.
+        """
+        try:
+            self._receive(data)
+        except BreachError as breach:
+            payload = _UINT.pack(self._last_id) + _UINT.pack(breach.code) + str(breach).encode("ascii")
+            self._send(Kind.GOAWAY, 0, 0, payload)
+            raise
+
+    def _receive(self, data: bytes) -> None:
+        if self._held:
+            self._held += data
+            data = bytes(self._held)
+            self._held.clear()
+        place = 0
+        if not self._has_preface:
+            if data[: len(PREFACE)] != PREFACE[: len(data)]:
+                raise BreachError(ErrorCode.PROTOCOL_ERROR, "this is no HTTP/2")
+            if len(data) < len(PREFACE):
+                self._held += data
+                return
+            self._has_preface, place = True, len(PREFACE)
+        while len(data) - place >= _HEAD.size:
+            high, low, kind, flags, stream_id = _HEAD.unpack_from(data, place)
+            length = high << 16 | low
+            if length > _FRAME_SIZE:
+                raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a frame is too large")
+            end = place + _HEAD.size + length
+            if end > len(data):
+                break
+            self._take(kind, flags, stream_id & LARGEST_WINDOW, data[place + _HEAD.size : end])
+            place = end
+        self._held += data[place:]
+
+    def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if self._block is not None and (kind != Kind.CONTINUATION or stream_id != self._block[0]):
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a block of headers is not complete")
+        if not self._has_settings:
+            if kind != Kind.SETTINGS or flags & _ACK:
+                raise BreachError(ErrorCode.PROTOCOL_ERROR, "settings must come first")
+            self._has_settings = True
+        if kind < len(self._takers):  # others are of extensions
+            self._takers[kind](flags, stream_id, payload)
+
+    def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        size = len(payload)
+        self._may_receive -= size
+        if self._may_receive < 0:
+            raise BreachError(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window is exceeded")
+        data = _without_padding(payload) if flags & _PADDED else payload
+        stream = self._open_stream(stream_id)
+        if stream is None or stream.has_ended:
+            self.acknowledge(stream_id, size)
+            if stream is not None:
+                self._break_off(stream_id, ErrorCode.STREAM_CLOSED)
+            return
+        stream.may_receive -= size
+        if stream.may_receive < 0:
+            self.acknowledge(stream_id, size)
+            self._break_off(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+            return
+        self._to.take_data(stream_id, data, size)
+        if flags & _END_STREAM:
+            self._end(stream_id)
+
+    def _take_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id % 2 == 0:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a client's streams have odd numbers")
+        if flags & _PADDED:
+            payload = _without_padding(payload)
+        if flags & _PRIORITY:
+            if len(payload) < 5:
+                raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a priority has 5 bytes")
+            payload = payload[5:]
+        if flags & _END_HEADERS:
+            self._take_block(stream_id, flags, payload)
+        else:
+            self._block = (stream_id, flags, [payload])
+
+    def _take_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if self._block is None:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a continuation continues nothing")
+        _, first_flags, parts = self._block
+        parts.append(payload)
+        if len(parts) > _MOST_CONTINUATIONS or sum(map(len, parts)) > MOST_HEADER_BYTES:
+            raise BreachError(ErrorCode.ENHANCE_YOUR_CALM, "a block of headers is too large")
+        if flags & _END_HEADERS:
+            self._block = None
+            self._take_block(stream_id, first_flags, b"".join(parts))
+
+    def _take_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        try:
+            headers: Headers = self._decoder.decode(block, raw=True)  # type: ignore[assignment]  # raw: pairs of bytes
+        except HPACKError as error:
+            raise BreachError(ErrorCode.COMPRESSION_ERROR, "a block of headers cannot be read") from error
+        if stream_id > self._last_id:
+            self._last_id = stream_id
+            if self._is_going_away or len(self._streams) >= self._most_streams:
+                self._send(Kind.RST_STREAM, 0, stream_id, _UINT.pack(ErrorCode.REFUSED_STREAM))
+                return
+            self._streams[stream_id] = _Stream(self._first_may_send)
+            self._to.open_stream(stream_id, headers)
+        elif (stream := self._streams.get(stream_id)) is None:
+            return
+        elif stream.has_ended or not flags & _END_STREAM:
+            code = ErrorCode.STREAM_CLOSED if stream.has_ended else ErrorCode.PROTOCOL_ERROR
+            self._break_off(stream_id, code)
+            return
+        if flags & _END_STREAM:
+            self._end(stream_id)
+
+    def _take_priority(self, flags: int, stream_id: int, payload: bytes) -> None:  # noqa: ARG002
+        if stream_id == 0:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a priority is a stream's")
+        if len(payload) != 5:
+            raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a priority has 5 bytes")
+
+    def _take_reset(self, flags: int, stream_id: int, payload: bytes) -> None:  # noqa: ARG002
+        if len(payload) != _UINT.size:
+            raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a reset has 4 bytes")
+        if self._open_stream(stream_id) is not None:
+            del self._streams[stream_id]
+            self._to.cancel_stream(stream_id)
+
+    def _take_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "settings are the connection's")
+        if len(payload) % _SETTING.size or (flags & _ACK and payload):
+            raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a setting has 6 bytes")
+        if flags & _ACK:
+            return
+        for setting, value in _SETTING.iter_unpack(payload):
+            self._set(setting, value)
+        self._send(Kind.SETTINGS, _ACK, 0, b"")
+
+    def _set(self, setting: int, value: int) -> None:
+        if setting == Setting.INITIAL_WINDOW_SIZE:
+            if value > LARGEST_WINDOW:
+                raise BreachError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
+            more, self._first_may_send = value - self._first_may_send, value
+            for stream in self._streams.values():
+                stream.may_send += more
+                if stream.may_send > LARGEST_WINDOW:
+                    raise BreachError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
+        elif setting == Setting.MAX_FRAME_SIZE:
+            if not _FRAME_SIZE <= value <= _LARGEST_FRAME_SIZE:
+                raise BreachError(ErrorCode.PROTOCOL_ERROR, "a frame size is not allowed")
+        elif setting == Setting.ENABLE_PUSH and value > 1:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a setting is not allowed")
+
+    def _take_push(self, flags: int, stream_id: int, payload: bytes) -> None:  # noqa: ARG002
+        raise BreachError(ErrorCode.PROTOCOL_ERROR, "a client does not push")
+
+    def _take_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a ping is the connection's")
+        if len(payload) != 8:
+            raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a ping has 8 bytes")
+        if not flags & _ACK:
+            self._send(Kind.PING, _ACK, 0, payload)
+
+    def _take_goaway(self, flags: int, stream_id: int, payload: bytes) -> None:  # noqa: ARG002
+        if stream_id:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a goaway is the connection's")
+        # The client will close the connection when its streams are over.
+
+    def _take_window(self, flags: int, stream_id: int, payload: bytes) -> None:  # noqa: ARG002
+        if len(payload) != _UINT.size:
+            raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a window update has 4 bytes")
+        more = _UINT.unpack(payload)[0] & LARGEST_WINDOW
+        if stream_id == 0:
+            self._may_send += more
+            if not more or self._may_send > LARGEST_WINDOW:
+                raise BreachError(*_bad_window(more))
+            return
+        stream = self._open_stream(stream_id)
+        if stream is None:
+            return
+        stream.may_send += more
+        if not more or stream.may_send > LARGEST_WINDOW:
+            self._break_off(stream_id, _bad_window(more)[0])
+
+    def _open_stream(self, stream_id: int) -> _Stream | None:
+        """Return the stream, or None if it is over."""
+        if stream_id == 0 or stream_id > self._last_id:
+            raise BreachError(ErrorCode.PROTOCOL_ERROR, "a stream has not begun")
+        return self._streams.get(stream_id)
+
+    def _end(self, stream_id: int) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:  # an answer that came first has ended it
+            stream.has_ended = True
+            self._to.end_stream(stream_id)
+
+    def _break_off(self, stream_id: int, code: ErrorCode) -> None:
+        del self._streams[stream_id]
+        self._send(Kind.RST_STREAM, 0, stream_id, _UINT.pack(code))
+        self._to.cancel_stream(stream_id)
+
+
+def _bad_window(more: int) -> tuple[ErrorCode, str]:
+    if more:
+        return ErrorCode.FLOW_CONTROL_ERROR, "a window is too large"
+    return ErrorCode.PROTOCOL_ERROR, "a window update is 0"
+
+
+def _without_padding(payload: bytes) -> bytes:
+    if not payload or payload[0] >= len(payload):
+        raise BreachError(ErrorCode.PROTOCOL_ERROR, "there is more padding than payload")
+    return payload[1 : len(payload) - payload[0]]
+
+
+def pack_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a block of headers. It uses no table, so that it is the same bytes on every connection."""
+    return b"".join(b"\0" + _packed(name) + _packed(value) for name, value in headers)
+
+
+def _packed(text: bytes) -> bytes:
+    """A string literal of HPACK (RFC 7541, 5.2), not compressed."""
+    length = len(text)
+    if length < 0x7F:
+        return bytes((length,)) + text
+    digits = [0x7F]
+    length -= 0x7F
+    while length >= 0x80:
+        digits.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes((*digits, length)) + text

@@ -1,0 +1,126 @@
+"""Listens, and leads each call to the handler of its method. Must not know: HTTP/2, any one method."""
+
+import asyncio
+import inspect
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import grpc
+
+from headway_gateway.grpc_server.call import Behaviour, Call
+from headway_gateway.grpc_server.connection import Bounds, Connection, Stream
+from headway_gateway.grpc_server.http2 import Headers
+from headway_gateway.grpc_server.wire import read_head, refusal_without_call
+from headway_gateway.statuses import CallRefusedError
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Surrounding: TypeAlias = Callable[[Behaviour, str], Behaviour]
+"""Puts something around the behaviour of a method, which it is told: once, not for each call."""
+
+_BACKLOG = 2048
+_TLS_HANDSHAKE_S = 10.0
+_CLOSE_S = 0.5
+
+
+class _Method(NamedTuple):
+    serve: Behaviour
+    takes_many: bool
+
+
+class GrpcServer:
+    """Serves the handlers that generated code adds. The first of ``surroundings`` is the outermost."""
+
+    def __init__(self, surroundings: Sequence[Surrounding], bounds: Bounds, *, most_message_bytes: int) -> None:
+        self._surroundings = surroundings
+        self._bounds = bounds
+        self._most_bytes = most_message_bytes
+        self._methods: dict[str, _Method] = {}
+        self._connections: set[Connection] = set()
+        self._listeners: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Serve a service; generated code calls this."""
+        for name, handler in handlers.items():
+            path = f"/{service}/{name}"
+            serve = _behaviour_of(handler)
+            for surrounding in reversed(self._surroundings):
+                serve = surrounding(serve, path)
+            self._methods[path] = _Method(serve, bool(handler.request_streaming))
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[object]) -> None:
+        """Do nothing: generated code tells the same methods one by one as well."""
+
+    async def start(self, sockets: Iterable[socket.socket], tls: ssl.SSLContext | None = None) -> None:
+        """Accept connections on bound sockets, which are closed with the server."""
+        loop = asyncio.get_running_loop()
+        for listening in sockets:
+            self._listeners.append(
+                await loop.create_server(
+                    lambda: Connection(self._open, self._bounds, self._connections),
+                    sock=listening,
+                    ssl=tls,
+                    backlog=_BACKLOG,
+                    ssl_handshake_timeout=_TLS_HANDSHAKE_S if tls else None,
+                )
+            )
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls; cancel what has not ended within ``grace_s`` seconds."""
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections):
+            connection.go_away()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        for connection in list(self._connections):
+            connection.close()
+        ends_at = asyncio.get_running_loop().time() + _CLOSE_S
+        while self._connections:  # a client may leave the last bytes unread
+            if asyncio.get_running_loop().time() >= ends_at:
+                for connection in list(self._connections):
+                    connection.abort()
+            await asyncio.sleep(0.01)
+
+    def _open(self, stream: Stream, headers: Headers) -> Call | None:
+        head = read_head(headers)
+        method = self._methods.get(head.path)
+        if head.problem is not None:
+            stream.finish(refusal_without_call(head.problem, head.http_status))
+            return None
+        if method is None:
+            unknown = CallRefusedError(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            stream.finish(refusal_without_call(unknown))
+            return None
+        return Call(stream, head, method.serve, self._tasks, takes_many=method.takes_many, most_bytes=self._most_bytes)
+
+
+def _behaviour_of(handler: Handler) -> Behaviour:
+    """Return how calls of a handler are served, whichever of gRPC's four kinds it is."""
+    function: Callable[[Any, Any], Any] | None = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    assert function is not None
+    deserialize, serialize = handler.request_deserializer, handler.response_serializer
+    yields = inspect.isasyncgenfunction(function)
+
+    async def serve(call: Call) -> None:
+        call.serialize = serialize
+        request = call.requests(deserialize) if handler.request_streaming else await call.request(deserialize)
+        if yields:
+            async for response in function(request, call):
+                await call.write(response)
+            return
+        response = await function(request, call)
+        if not handler.response_streaming:
+            await call.write(response)
+
+    return serve
