@@ -118,12 +118,12 @@ def table(rows: Sequence[dict[str, Any]], demo_s: float) -> str:
         f"demo model: ready after {demo_s:.2f} s",
         f"{'':<28}{'GB':>6}{'read cold':>11}{'ready':>8}{'ratio':>7}{'read warm':>11}{'ready':>8}{'over the demo':>15}",
     ]
-    for row in rows:
-        lines.append(
-            f"{row['model']:<28}{row['gigabytes']:>6.2f}{row['read_cold_s']:>11.2f}{row['ready_cold_s']:>8.2f}"
-            f"{row['ready_cold_s'] / row['read_cold_s']:>7.2f}{row['read_warm_s']:>11.2f}{row['ready_warm_s']:>8.2f}"
-            f"{row['ready_warm_s'] - demo_s:>15.2f}"
-        )
+    lines += [
+        f"{row['model']:<28}{row['gigabytes']:>6.2f}{row['read_cold_s']:>11.2f}{row['ready_cold_s']:>8.2f}"
+        f"{row['ready_cold_s'] / row['read_cold_s']:>7.2f}{row['read_warm_s']:>11.2f}{row['ready_warm_s']:>8.2f}"
+        f"{row['ready_warm_s'] - demo_s:>15.2f}"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 

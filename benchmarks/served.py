@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 import headway
 from headway.plan import without_settings
 
-DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 if TYPE_CHECKING:
     import torch
 
+DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 READY = re.compile(r"headway is ready on (?P<address>\S+) ")
 _STOP_S = 60.0
 _METRICS_PORTS = (20000, 30000)

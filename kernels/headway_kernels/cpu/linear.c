@@ -9,6 +9,7 @@
 
 #define HUGE_PAGE (2 << 20)
 #define MOST_FETCHED (128 << 10)
+#define INPUTS_PACKED_AT_ONCE 64
 
 void *stream_alloc(int64_t bytes) {
     size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : 64;
@@ -88,19 +89,27 @@ linear *linear_new(const float *weight, const float *bias, int64_t outputs, int6
         linear_free(made);
         return NULL;
     }
+    /* All columns of a panel for a stretch of inputs, so that what is written stays in the first cache. */
+    const int64_t stretch = form == FORM_INT8 ? inputs : INPUTS_PACKED_AT_ONCE;
     for (int64_t panel = 0; panel < made->num_panels; panel++) {
         char *start = (char *)made->panels + panel * panel_bytes(made);
-        for (int64_t column = 0; column < PANEL; column++) {
+        for (int64_t k = 0; k < inputs; k += stretch) {
+            const int64_t count = inputs - k < stretch ? inputs - k : stretch;
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t output = output_at(panel, column, outputs, gated);
+                if (output < 0) continue;
+                const float *row = weight + output * inputs + k;
+                if (form == FORM_FLOAT32)
+                    pack_float32((float *)start + k * PANEL + column, row, count);
+                else if (is_bfloat16(form))
+                    pack_bfloat16((uint16_t *)start + k * PANEL + column * PAIR, row, count);
+                else
+                    made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, count);
+            }
+        }
+        for (int64_t column = 0; bias != NULL && column < PANEL; column++) {
             int64_t output = output_at(panel, column, outputs, gated);
-            if (output < 0) continue;
-            const float *row = weight + output * inputs;
-            if (form == FORM_FLOAT32)
-                pack_float32((float *)start + column, row, inputs);
-            else if (is_bfloat16(form))
-                pack_bfloat16((uint16_t *)start + column * PAIR, row, inputs);
-            else
-                made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, inputs);
-            if (bias != NULL) made->bias[panel * PANEL + column] = bias[output];
+            if (output >= 0) made->bias[panel * PANEL + column] = bias[output];
         }
     }
     return made;
