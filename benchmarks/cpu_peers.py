@@ -2,7 +2,8 @@
 
 Owns: the work, the turns, the lines, the result file. Must not know: any engine; ``peers/`` has a driver for each.
 
-**Weights.** One random checkpoint of a Llama with 135M parameters in the formats of all engines (``peers/checkpoints.py``).
+**Weights.** One random checkpoint of a Llama with 135M parameters in the formats of all engines (``peers/checkpoints.py``);
+"mixture" is a model with experts in bfloat16.
 **Offline**: ``--requests`` prompts of ``--prompt`` tokens given at once, ``--output`` greedy tokens each; prefill is the
 same with one output token. **Online**: ``headway bench`` with as many users, to Headway over gRPC and to vLLM's own HTTP
 server; the other engines come without a server. **Loss** is of the embedded demo model in the same forms, in nats per
@@ -199,7 +200,7 @@ class Run:
         token_ids = token_ids[: self._arguments.loss_tokens or None]
         known = {(line["precision"], line["contender"]) for line in self.lines.all if line["kind"] == "loss"}
         for one in self.installed.taking_part(precision):
-            if (precision, one.name) not in known:
+            if one.has_loss and (precision, one.name) not in known:
                 self._check_time()
                 driver = Driver(one.name, *self.installed.driver(one, self._demo.path(one.form)))
                 try:

@@ -5,7 +5,8 @@ Owns: the files of each form, each written once. Must not know: what is measured
 All forms come from one checkpoint of float32 values: a random one, or any Llama. ``w8a8`` is compressed-tensors with
 eight bits, a scale for each output, and activations that are rounded per token; its embedding, which is the head too, is
 bfloat16. GGUF files have every matrix in one kind, the embedding as well, as rounded by the ``gguf`` package. Q4_K is not
-among them: its blocks have 256 inputs, and rows of 576 are no multiple of that.
+among them: its blocks have 256 inputs, and rows of 576 are no multiple of that. ``mixture`` is another model and always
+random: Qwen3-MoE in bfloat16, 12 layers of 32 experts, 4 of them for each token.
 """
 
 import json
@@ -34,6 +35,19 @@ _SHAPE = SHAPE_135M | {
     "hidden_act": "silu",
     "bos_token_id": 0,
     "pad_token_id": 0,
+}
+_MIXTURE = {
+    **_SHAPE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 12,
+    "moe_intermediate_size": 384,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "torch_dtype": "bfloat16",
 }
 _W8A8 = {
     "quant_method": "compressed-tensors",
@@ -99,6 +113,7 @@ class Forms:
         return {
             "float32": self._write_float32,
             "bfloat16": self._write_bfloat16,
+            "mixture": self._write_mixture,
             "w8a8": self._write_w8a8,
             "gguf": self._write_gguf,
             "of_gguf": self._write_of_gguf,
@@ -106,13 +121,19 @@ class Forms:
 
     def _write_float32(self, target: Path, _: str) -> None:
         if self._source is None:
-            write_checkpoint(target, self._seed, _SHAPE)
-            (target / "tokenizer.json").write_text(random_tokenizer(int(str(_SHAPE["vocab_size"])), self._seed))
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN, "model_max_length": 2048}
-            (target / "tokenizer_config.json").write_text(json.dumps(settings))
+            self._write_random(target, _SHAPE, torch.float32)
             return
         tensors = {name: tensor.float() for name, tensor in load_file(self._source / _TENSORS).items()}
         _write(target, self._source, tensors, {"torch_dtype": "float32", "dtype": "float32"})
+
+    def _write_mixture(self, target: Path, _: str) -> None:
+        self._write_random(target, _MIXTURE, torch.bfloat16)
+
+    def _write_random(self, target: Path, shape: Mapping[str, object], dtype: torch.dtype) -> None:
+        write_checkpoint(target, self._seed, dict(shape), dtype=dtype)
+        (target / "tokenizer.json").write_text(random_tokenizer(int(str(shape["vocab_size"])), self._seed))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN, "model_max_length": 2048}
+        (target / "tokenizer_config.json").write_text(json.dumps(settings))
 
     def _write_bfloat16(self, target: Path, _: str) -> None:
         tensors = {name: tensor.bfloat16() for name, tensor in self._tensors().items()}

@@ -22,7 +22,7 @@ ENGINES = ("headway", "vllm", "openvino", "llama.cpp")
 class Contender:
     """``form``: of the weights, in ``checkpoints.Forms``. ``detail``: Headway's ``--quantization``, option ``activations``
     and ``--dtype``, with colons between them; vLLM's ``--dtype``; OpenVINO's precision of inference. ``rival``: the Headway
-    that it is compared with; empty: the first of its precision.
+    that it is compared with; empty: the first of its precision. ``has_loss``: whether the demo model comes in this form.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Contender:
     detail: str = ""
     has_server: bool = False
     rival: str = ""
+    has_loss: bool = True
 
 
 PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
@@ -44,6 +45,10 @@ PRECISIONS: Mapping[str, tuple[Contender, ...]] = {
         Contender("vLLM", "vllm", "bfloat16", "bfloat16", has_server=True),
         Contender("OpenVINO GenAI", "openvino", "openvino:float32", "bf16"),
         Contender("Headway, computing in float32", "headway", "bfloat16", "none:auto:float32"),
+    ),
+    "mixture": (
+        Contender("Headway", "headway", "mixture", "none:auto:bfloat16", has_loss=False),
+        Contender("vLLM", "vllm", "mixture", "bfloat16", has_loss=False),
     ),
     "int8": (
         Contender("Headway, else bfloat16", "headway", "float32", "int8:auto:bfloat16", has_server=True),
