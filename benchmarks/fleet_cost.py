@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from headway_process.collector import relax_collector
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
@@ -37,7 +36,7 @@ from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
-from program import count, counts, parser_of, provenance, write_result
+from program import count, counts, parser_of, provenance, rest_collector, write_result
 
 STEP_S = 0.02
 PROMPT_TOKENS = 16
@@ -179,7 +178,7 @@ def measure(num_executors: int, arguments: argparse.Namespace) -> dict[str, Any]
     bench = FleetBench(num_executors, arguments.rows, arguments.seed)
     num_leaving = max(1, num_executors * arguments.rows // LIVES_OF_A_REQUEST)
     found: dict[str, Any] = {"executors": num_executors, "rows": arguments.rows, "leaving_per_round": num_leaving}
-    relax_collector()
+    rest_collector()
     for together in (False, True):
         for leaving in (0, num_leaving):
             kind = ("together" if together else "one_by_one") + ("_churn" if leaving else "")

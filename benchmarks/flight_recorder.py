@@ -21,13 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from headway_process.collector import relax_collector
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLog, FlightLogWriter
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.replay import Replay
-from program import count, parser_of, provenance, write_result
+from program import count, parser_of, provenance, rest_collector, write_result
 from reliability_overhead import EngineBench
 
 LOG_BYTES = 1 << 30
@@ -91,7 +90,7 @@ def by_turns(num_running: int, steps: int, seed: int, directory: Path) -> dict[s
     for _ in range(64):
         plain.beat()
         recorded.beat()
-    relax_collector()
+    rest_collector()
     recorded.flush_us = 0.0
     before = sum(path.stat().st_size for path in directory.iterdir())
     cpu_before, main_before = time.process_time(), time.thread_time()

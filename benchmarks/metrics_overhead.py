@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from headway_gateway.statistics import GatewayStatistics
-from headway_process.collector import relax_collector
 from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
 from headway_scheduler.core.state.arrival import Origin
@@ -31,7 +30,7 @@ from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.engine import SchedulerEngine
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 from headway_scheduler.serving_statistics import ServingStatistics
-from program import count, counts, parser_of, provenance, write_result
+from program import count, counts, parser_of, provenance, rest_collector, write_result
 from scheduler_step import STEP_S, Bench, num_leaving
 
 CALLS_PER_BLOCK = 1000
@@ -101,7 +100,7 @@ def measured(num_running: int, arguments: argparse.Namespace, *, has_churn: bool
     """Measure steps without and with records by turns, then recorded steps with pauses, read and not."""
     bench = CountingBench(num_running, arguments.seed)
     bench.settle()
-    relax_collector()
+    rest_collector()
     bench.engine.statistics.count_epoch(bench.now)
     load = Load(bench, arguments.steps, has_churn=has_churn)
     counting = by_turns(load, None, ("without", "counted"), arguments.turns, 0.0)

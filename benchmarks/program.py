@@ -1,15 +1,19 @@
-"""The parts that all benchmarks' command lines and result files share.
+"""The parts that all benchmarks share.
 
-Owns: reading counts, the flags --seed and --json, provenance, writing the result or single lines of it. Must not know: what is measured.
+Owns: reading counts, the flags --seed and --json, provenance, writing the result or single lines of it, the collector
+before a measurement. Must not know: what is measured.
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+
+from headway_process.collector import relax_collector
 
 
 def count(text: str) -> int:
@@ -27,6 +31,12 @@ def count_or_none(text: str) -> int:
 def counts(text: str) -> list[int]:
     """Read counts with commas between them; for ``argparse``."""
     return [count(part) for part in text.split(",")]
+
+
+def rest_collector() -> None:
+    """Collect what came before, then collect as rarely as a process that serves."""
+    gc.collect()
+    relax_collector()
 
 
 def parser_of(doc: str | None, *, seed: int | None = None) -> argparse.ArgumentParser:

@@ -33,7 +33,6 @@ from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.keys import make_keys
 from headway_executor.channel import SchedulerChannel
-from headway_process.collector import relax_collector
 from headway_process.pulse import Pulse
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
@@ -46,7 +45,7 @@ from headway_scheduler.executor_link import ExecutorLink
 from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.ingress_link import GatewayLink, IngressLinks
 from headway_scheduler.transport import Transport
-from program import count, parser_of, provenance, write_result
+from program import count, parser_of, provenance, rest_collector, write_result
 
 ECHO = "--echo"
 """The first argument of the process at the other end of a link."""
@@ -213,7 +212,7 @@ def engine_step(num_running: int, steps: int, seed: int) -> float:
     bench = EngineBench(num_running, seed)
     for _ in range(32):
         bench.beat()
-    relax_collector()
+    rest_collector()
     return statistics.median(bench.beat() for _ in range(steps))
 
 

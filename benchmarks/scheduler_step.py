@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from headway_process.collector import relax_collector
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.ingress import Tokens
@@ -43,7 +42,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from program import count, count_or_none, counts, parser_of, provenance, write_result
+from program import count, count_or_none, counts, parser_of, provenance, rest_collector, write_result
 
 PROMPT_TOKENS = 512
 BLOCK_SIZE = 16
@@ -203,7 +202,7 @@ def all_decode(
 ) -> dict[str, float]:
     bench = Bench(num_running, depth, seed, aligned=aligned, policies=policies)
     bench.settle()
-    relax_collector()
+    rest_collector()
     with profile:
         times = [bench.timed_step([]) for _ in range(steps)]
     gc.unfreeze()
@@ -221,7 +220,7 @@ def churn(
     bench.settle()
     share = num_leaving(num_running)
     origins = deque(request.new.origin for request in bench.core.requests())
-    relax_collector()
+    rest_collector()
     times = []
     with profile:
         for _ in range(steps):
@@ -249,7 +248,7 @@ def waiting(
     arrivals = [bench.new_request(max_tokens=2000) for _ in range(num_waiting + NUM_SAMPLED)]
     for new in arrivals[:num_waiting]:
         bench.core.add_request(new, now=bench.now)
-    relax_collector()
+    rest_collector()
     arriving = [timed(lambda new=new: bench.core.add_request(new, now=bench.now)) for new in arrivals[num_waiting:]]
     chosen = bench.rng.choice(num_waiting, size=min(NUM_SAMPLED, num_waiting), replace=False)
     cancelling = [timed(lambda place=place: bench.core.abort(arrivals[place].origin)) for place in chosen.tolist()]
