@@ -9,10 +9,11 @@ same with one output token. **Online**: ``headway bench`` with as many users, to
 server; the other engines come without a server. **Loss** is of the embedded demo model in the same forms, in nats per
 token of its held-out text. Everyone has ``--threads`` threads, 1 GiB of KV memory and no prefix cache offline.
 
-**Turns.** Engines are loaded side by side and idle until their turn. In a round each does the same work, and the order
-changes from round to round. A row beside which other programs took more than ``--most-foreign`` of the machine is measured
-again later, up to ``--patience`` times in a run, and the quietest counts. Each row is printed as a line of JSON and kept in
-``--directory``; a run with ``--continue`` measures only what is missing, so a long run can be cut by ``--minutes``.
+**Turns.** Engines are loaded side by side, and their processes are stopped until their turn: idle ones take processor time.
+In a round each does the same work, and the order changes from round to round. A row beside which other programs took more
+than ``--most-foreign`` of the machine is measured again later, up to ``--patience`` times in a run, and the quietest counts.
+Each row is printed as a line of JSON and kept in ``--directory``; a run with ``--continue`` measures only what is missing, so
+a long run can be cut by ``--minutes``.
 
 "else bfloat16" is the dtype of keys, values and all that is not codes. int8 and int4 of Headway, vLLM and llama.cpp round
 activations to 8 bits; OpenVINO decides that itself. Each peer lives in an environment of its own; one that is not given is left
@@ -38,7 +39,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -46,7 +47,7 @@ sys.path.append(str(Path(__file__).parent / "peers"))
 
 from contenders import PRECISIONS, Contender, Installed, rival_of
 from matrix import RATE, engines, summary, table
-from processes import Driver, ForeignLoad, Server
+from processes import Driver, ForeignLoad, Server, run_alone
 
 from checkpoints import OPENVINO_GROUP, Forms
 from program import commit_of, count, counts, parser_of, provenance, write_result
@@ -57,7 +58,9 @@ _LOSS_WINDOW = 256
 _SMALL_WORK = 8
 """With fewer requests than this a turn does its work three times, since it is short."""
 _FIRST_ID = 10
-Turn = Callable[[Contender, int, int], dict[str, float]]
+_SETTLE_S = 1.0
+"""For the processes of an engine to find each other again after they were stopped."""
+Engine = TypeVar("Engine", Driver, Server)
 
 
 class TimeIsUp(Exception):  # noqa: N818 (no error)
@@ -128,11 +131,13 @@ class Run:
                 say(f"{precision}: starting {one.name}")
                 drivers[one.name] = Driver(one.name, *self.installed.driver(one, self._random.path(one.form)))
                 stack.callback(drivers[one.name].close)
-            for size in self._arguments.requests:
-                for driver in drivers.values():
+                run_alone(None, drivers.values())
+            for driver in drivers.values():
+                run_alone(driver, drivers.values())
+                for size in self._arguments.requests:
                     driver.ask(prompts=self._prompts(size, -1), num_output=4)
             try:
-                self._rows("offline", precision, contenders, lambda one, *row: self._turn(drivers[one.name], *row))
+                self._rows("offline", precision, contenders, drivers, self._turn)
             finally:
                 for one in contenders:
                     self._note_engine("offline", precision, one, drivers[one.name], drivers[one.name].version)
@@ -165,10 +170,12 @@ class Run:
                 say(f"{precision}: starting the server of {one.name}")
                 servers[one.name] = Server(one.name, *self.installed.server(one, self._random.path(one.form)))
                 stack.callback(servers[one.name].close)
+                run_alone(None, servers.values())
             for server in servers.values():
+                run_alone(server, servers.values())
                 self._bench(server, 0, 2)
             try:
-                self._rows("online", precision, contenders, lambda one, *row: self._bench(servers[one.name], *row))
+                self._rows("online", precision, contenders, servers, self._bench)
             finally:
                 for one in contenders:
                     self._note_engine("online", precision, one, servers[one.name], "")
@@ -224,7 +231,14 @@ class Run:
             )
         ]
 
-    def _rows(self, kind: str, precision: str, contenders: Sequence[Contender], turn: Turn) -> None:
+    def _rows(
+        self,
+        kind: str,
+        precision: str,
+        contenders: Sequence[Contender],
+        engines: Mapping[str, Engine],
+        turn: Callable[[Engine, int, int], dict[str, float]],
+    ) -> None:
         """Measure the missing rows; the order of turns is reversed in every other round."""
         names = [one.name for one in contenders]
         for _ in range(self._arguments.patience):
@@ -233,7 +247,11 @@ class Run:
                 say(f"{kind}, {precision}: round {number + 1} of {self._arguments.rounds}, {size} requests")
                 order = contenders if number % 2 == 0 else contenders[::-1]
                 load = ForeignLoad()
-                cells = {one.name: turn(one, number, size) for one in order}
+                cells = {}
+                for one in order:
+                    run_alone(engines[one.name], engines.values())
+                    time.sleep(_SETTLE_S)
+                    cells[one.name] = turn(engines[one.name], number, size)
                 self.lines.add(
                     kind=kind,
                     precision=precision,

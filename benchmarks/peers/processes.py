@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ def peak_memory_mib(root: int) -> float:
     return total / _KIB_PER_MIB
 
 
+def run_alone(chosen: "Driver | Server | None", all_engines: Iterable["Driver | Server"]) -> None:
+    """Stop the processes of all engines but one: some turn in circles while they wait for work."""
+    for engine in all_engines:
+        for process in tree_of(engine.process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT if engine is chosen else signal.SIGSTOP)
+
+
 def _own_seconds(root: int) -> float:
     """Processor time of a process and its descendants, also of those that have ended."""
     ticks = 0
@@ -80,7 +88,7 @@ class ForeignLoad:
 
 
 class Driver:
-    """An engine in a process of its own. ``ready_s``: from its start to its first answer; ``foreign_share``: what other
+    """An engine in a process of its own, ``process``. ``ready_s``: from its start to its first answer; ``foreign_share``: what other
     programs took of the machine meanwhile.
     """
 
@@ -97,6 +105,7 @@ class Driver:
             env=dict(environment),
             start_new_session=True,
         )
+        self.process = self._process.pid
         self.version = str(self._answer()["version"])
         self.ready_s = time.perf_counter() - started
         self.foreign_share = load.share()
@@ -114,6 +123,7 @@ class Driver:
 
     def close(self) -> None:
         """End it."""
+        run_alone(self, [self])
         _end(self._process)
         self._log.close()
 
@@ -128,8 +138,8 @@ class Driver:
 
 
 class Server:
-    """A server in processes of its own. ``ready`` gets what it has printed, and returns the words that tell
-    ``headway bench`` where it is, or none before it serves. ``ready_s``: from its start until then;
+    """A server in processes of its own, the first of which is ``process``. ``ready`` gets what it has printed, and returns
+    the words that tell ``headway bench`` where it is, or none before it serves. ``ready_s``: from its start until then;
     ``foreign_share``: what other programs took of the machine meanwhile.
     """
 
@@ -145,6 +155,7 @@ class Server:
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=dict(environment), start_new_session=True
         )
+        self.process = self._process.pid
         while not (target := ready(Path(self._log.name).read_text())):
             if self._process.poll() is not None or time.perf_counter() - started > _START_S:
                 text = Path(self._log.name).read_text()[-4000:]
@@ -161,6 +172,7 @@ class Server:
 
     def close(self) -> None:
         """End it."""
+        run_alone(self, [self])
         _end(self._process)
         self._log.close()
 
