@@ -7,7 +7,9 @@ Owns: the work, the turns, the lines, the result file. Must not know: any engine
 **Offline**: ``--requests`` prompts of ``--prompt`` tokens given at once, ``--output`` greedy tokens each; prefill is the
 same with one output token. **Online**: ``headway bench`` with as many users, to Headway over gRPC and to vLLM's own HTTP
 server; the other engines come without a server. **Loss** is of the embedded demo model in the same forms, in nats per
-token of its held-out text. Everyone has ``--threads`` threads, 1 GiB of KV memory and no prefix cache offline.
+token of its held-out text. **Start** (not by default): each engine alone, from its command to its first token behind 16 in
+one process, and each server from its command until it is ready, with the memory that they took. Everyone has ``--threads``
+threads, 1 GiB of KV memory and no prefix cache offline.
 
 **Turns.** Engines are loaded side by side, and their processes are stopped until their turn: idle ones take processor time.
 In a round each does the same work, and the order changes from round to round. A row beside which other programs took more
@@ -53,7 +55,7 @@ from checkpoints import OPENVINO_GROUP, Forms
 from program import commit_of, count, counts, parser_of, provenance, write_result
 from served import DEMO_MODEL
 
-KINDS = ("offline", "online", "loss")
+KINDS = ("offline", "online", "loss", "start")
 _LOSS_WINDOW = 256
 _SMALL_WORK = 8
 """With fewer requests than this a turn does its work three times, since it is short."""
@@ -119,7 +121,8 @@ class Run:
 
     def measure(self, kind: str, precision: str) -> None:
         """Measure what is missing of one kind in one precision. Raises ``TimeIsUp``."""
-        {"offline": self._offline, "online": self._online, "loss": self._losses}[kind](precision)
+        kinds = {"offline": self._offline, "online": self._online, "loss": self._losses, "start": self._starts}
+        kinds[kind](precision)
 
     def _offline(self, precision: str) -> None:
         contenders = self.installed.taking_part(precision)
@@ -140,7 +143,7 @@ class Run:
                 self._rows("offline", precision, contenders, drivers, self._turn)
             finally:
                 for one in contenders:
-                    self._note_engine("offline", precision, one, drivers[one.name], drivers[one.name].version)
+                    self._note_engine("offline", precision, one, drivers[one.name])
 
     def _turn(self, driver: Driver, number: int, size: int) -> dict[str, float]:
         """One engine's turn on one row: the rates of all its requests."""
@@ -178,7 +181,7 @@ class Run:
                 self._rows("online", precision, contenders, servers, self._bench)
             finally:
                 for one in contenders:
-                    self._note_engine("online", precision, one, servers[one.name], "")
+                    self._note_engine("online", precision, one, servers[one.name])
 
     def _bench(self, server: Server, number: int, users: int) -> dict[str, float]:
         """One server's turn: every user sends ``--waves`` requests, one after the other."""
@@ -215,6 +218,31 @@ class Run:
                 finally:
                     driver.close()
                 self.lines.add(kind="loss", precision=precision, contender=one.name, **found)
+
+    def _starts(self, precision: str) -> None:
+        contenders = self.installed.taking_part(precision)
+        for number in range(self._arguments.rounds):
+            for one in contenders if number % 2 == 0 else contenders[::-1]:
+                self._start("start", precision, one, number)
+                if one.has_server:
+                    self._start("server start", precision, one, number)
+
+    def _start(self, load: str, precision: str, one: Contender, number: int) -> None:
+        """Start an engine or its server alone, unless that was done undisturbed in an earlier run."""
+        wanted = {"kind": "engine", "load": load, "precision": precision, "contender": one.name}
+        quiet = [line for line in self.lines.all if line.get("foreign_share", 1.0) <= self._arguments.most_foreign]
+        if sum(wanted.items() <= line.items() for line in quiet) > number:
+            return
+        self._check_time()
+        model = self._random.path(one.form)
+        if load == "start":
+            engine: Driver | Server = Driver(one.name, *self.installed.driver(one, model))
+        else:
+            engine = Server(one.name, *self.installed.server(one, model))
+        try:
+            self._note_engine(load, precision, one, engine)
+        finally:
+            engine.close()
 
     def _missing(self, kind: str, precision: str, contenders: Sequence[Contender]) -> list[tuple[int, int]]:
         """The rounds and sizes that have no quiet row with all these contenders."""
@@ -261,7 +289,7 @@ class Run:
                     cells={name: {key: round(value, 2) for key, value in cells[name].items()} for name in names},
                 )
 
-    def _note_engine(self, load: str, precision: str, one: Contender, of: Driver | Server, version: str) -> None:
+    def _note_engine(self, load: str, precision: str, one: Contender, of: Driver | Server) -> None:
         memory = round(of.peak_memory_mib())
         ready = round(of.ready_s, 2)
         self.lines.add(
@@ -269,7 +297,7 @@ class Run:
             load=load,
             precision=precision,
             contender=one.name,
-            version=version,
+            version=of.version,
             ready_s=ready,
             foreign_share=of.foreign_share,
             peak_memory_mib=memory,

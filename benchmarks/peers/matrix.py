@@ -117,8 +117,20 @@ def table(cells: Sequence[Line], starts: Sequence[Line], losses: Sequence[Line])
                     *([_loss(losses, precision, name)] if load == "offline" else []),
                 ]
             )
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        parts.append(_markdown(rows))
+    alone = [one for one in starts if one["load"].endswith("start")]
+    if alone:
+        heads = ["precision", "engine", "", "s, the first time and later", "GiB"]
+        rows = [
+            [one["precision"], one["contender"], one["load"], _ready(one), f"{one['peak_memory_mib'] / 1024:.1f}"]
+            for one in alone
+        ]
+        parts.append(_markdown([heads, ["---", "---", "---", "---:", "---:"], *rows]))
     return "\n\n".join(parts)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 _EXTRA: Mapping[str, Mapping[str, tuple[int, tuple[str, ...]]]] = {

@@ -143,6 +143,8 @@ class Server:
     ``foreign_share``: what other programs took of the machine meanwhile.
     """
 
+    version = ""
+
     def __init__(
         self,
         name: str,

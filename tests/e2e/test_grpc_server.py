@@ -12,6 +12,7 @@ from e2e.running_server import eventually
 from headway_gateway.grpc_server import connection as connections
 from headway_gateway.grpc_server.call import Call
 from headway_gateway.grpc_server.connection import MOST_WAITING_BYTES, Bounds
+from headway_gateway.grpc_server.http2 import ErrorCode
 from headway_gateway.grpc_server.server import GrpcServer, Surrounding
 from headway_gateway.listening import listening_sockets
 from headway_gateway.statuses import CallRefusedError
@@ -323,6 +324,35 @@ async def test_a_breach_is_told_and_ends_only_that_connection() -> None:
         assert bad.goaway is not None
         assert bad.goaway.additional_data == b"a ping has 8 bytes"
         assert (await good.call("/test/one", b"x")).messages == [b"x"]
+
+
+async def reset_streams(client: PlainH2, number: int) -> None:
+    for _ in range(number):
+        client.h2.reset_stream(client.open("/test/endless"))
+        client.flush()
+    await asyncio.sleep(0)
+
+
+async def test_a_client_that_opens_and_resets_streams_without_end_is_let_go() -> None:
+    async with served() as on, PlainH2(on.address) as good, PlainH2(on.address) as rapid:
+        await reset_streams(rapid, 1500)
+        await eventually(lambda: rapid.goaway is not None)
+        assert rapid.goaway is not None
+        assert rapid.goaway.error_code == ErrorCode.ENHANCE_YOUR_CALM
+        assert (await good.call("/test/one", b"x")).messages == [b"x"]
+        await eventually(lambda: len(on.server._connections) == 1)
+        await eventually(lambda: not on.server._tasks)
+
+
+async def test_a_client_that_resets_many_streams_in_the_course_of_time_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_ALLOWANCE_S", 0.01)
+    async with served() as on, PlainH2(on.address) as client:
+        for _ in range(3):
+            await reset_streams(client, 500)
+            await asyncio.sleep(0.02)
+            assert (await client.call("/test/one", b"x")).messages == [b"x"]
 
 
 async def test_stopping_lets_calls_end_and_cancels_the_others() -> None:

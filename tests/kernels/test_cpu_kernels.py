@@ -168,6 +168,20 @@ def test_bfloat16_weights_give_the_same_bits_as_float32(library, team):
 
 
 @pytest.mark.parametrize("form", WeightForm)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_weight_may_be_stored_in_any_way(library, team, form, gated):
+    skip_what_the_processor_lacks(library, form)
+    for outputs, inputs, rows in (*shapes(5), (70, 300, 3)):
+        weight = (drawn((1 + gated) * outputs, inputs) * WEIGHT_SCALE).bfloat16()
+        wider = torch.full((len(weight), inputs + 3), float("nan"), dtype=torch.bfloat16)
+        wider[:, 2:-1] = weight
+        stored = (weight, weight.float(), weight.t().contiguous().t(), wider[:, 2:-1], wider.float()[:, 2:-1])
+        first, *others = (PackedLinear(library, one, None, form, gated=gated) for one in stored)
+        from_rows = drawn(rows, inputs, seed=3)
+        assert all(torch.equal(first(team, from_rows), other(team, from_rows)) for other in others)
+
+
+@pytest.mark.parametrize("form", WeightForm)
 def test_a_row_of_a_product_does_not_depend_on_the_others(library, team, form):
     skip_what_the_processor_lacks(library, form)
     weight = (drawn(70, 97) * WEIGHT_SCALE).bfloat16()

@@ -702,6 +702,17 @@ def test_cpu_peers_without_peers_says_so_and_scores_the_forms_that_headway_reads
     assert max(losses) / min(losses) < 1.01
 
 
+def test_cpu_peers_starts_engines_alone(tmp_path):
+    if not any(runs_here(path) for path in installed_variants()):
+        pytest.skip("no CPU kernels that run here")
+    result = tmp_path / "result.json"
+    load = ("--kinds", "start", "--precisions", "float32", "--rounds", "1", "--directory", str(tmp_path / "work"))
+    run("cpu_peers.py", *load, "--json", str(result), cwd=tmp_path)
+    starts = json.loads(result.read_text())["engines"]
+    assert [one["load"] for one in starts] == ["start", "server start"]
+    assert all(one["peak_memory_mib"] > 500 for one in starts)
+
+
 def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     matrix = importlib.import_module("matrix")
@@ -736,3 +747,7 @@ def test_the_matrix_of_cpu_peers_compares_within_a_row_of_turns(monkeypatch):
     losses = [{"precision": "int8", "contender": "peer", "nats_per_token": 3.25}]
     last = matrix.table([ours, theirs], matrix.engines(lines, 0.05), losses).splitlines()[-1]
     assert last == "| int8 | peer | 40 (26 to 50), 2.00x | 1 | 2 | 3 | 9.0, later 4.0 | 2.0 | 3.2500 |"
+    alone = [line | {"load": "start"} for line in ends]
+    assert matrix.table([], matrix.engines(alone, 0.05), []).splitlines()[-1] == (
+        "| int8 | peer | start | 9.0, later 4.0 | 2.0 |"
+    )

@@ -388,3 +388,44 @@ def test_what_is_read_over(make: Callable[[], bytes]) -> None:
     assert all(kind == Kind.SETTINGS for kind, _, _, _ in frames(answer))
     told.http2.receive(headers(5, 5))
     assert told.ended == [3, 5]
+
+
+FLOODS: dict[str, Callable[[int], bytes]] = {
+    "streams that are opened and reset": lambda stream: headers(stream) + frame(Kind.RST_STREAM, 0, stream, bytes(4)),
+    "streams that the server is made to reset": lambda stream: (
+        headers(stream) + frame(Kind.WINDOW_UPDATE, 0, stream, bytes(4))
+    ),
+    "streams that are refused": headers,
+    "settings": lambda _: SETTINGS,
+    "many settings at once": lambda _: frame(Kind.SETTINGS, 0, 0, b"\0\4\0\0\0\1" * 2730),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_ends_the_connection(name: str) -> None:
+    told = Told(most_streams=100)
+    told.http2.receive(PREFACE + SETTINGS)
+    told.http2.take()
+    flood = b"".join(FLOODS[name](stream) for stream in range(1, 2 * 1300, 2))
+    with pytest.raises(BreachError, match="too many resets or settings") as breach:
+        told.http2.receive(flood)
+    assert breach.value.code is ErrorCode.ENHANCE_YOUR_CALM
+    *_, (kind, _, _, payload) = frames(told.http2.take())
+    assert kind == Kind.GOAWAY
+    assert struct.unpack_from(">I", payload, 4)[0] == ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_what_honest_clients_do_in_a_second_is_no_flood() -> None:
+    told = Told(most_streams=100)
+    told.http2.receive(PREFACE + SETTINGS)
+    stream = 1
+    for _ in range(10):
+        told.http2.renew_allowance()
+        told.http2.receive(frame(Kind.SETTINGS, 0, 0, b"\0\4\0\1\0\0") * 5)
+        for _ in range(1000):
+            told.http2.receive(headers(stream) + frame(Kind.RST_STREAM, 0, stream, bytes(4)))
+            stream += 2
+    for _ in range(10_000):
+        told.http2.receive(frame(Kind.PING, 0, 0, bytes(8)) + frame(Kind.WINDOW_UPDATE, 0, 0, b"\0\0\0\1"))
+        told.http2.receive(frame(Kind.PRIORITY, 0, 1, bytes(5)) + frame(Kind.RST_STREAM, 0, 1, bytes(4)))
+    assert len(told.cancelled) == 10_000

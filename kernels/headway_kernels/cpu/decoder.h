@@ -147,8 +147,8 @@ EXPORT int64_t headway_max_head_dim(void);
 EXPORT int64_t headway_block_floats(const decoder_shape *shape);
 EXPORT int64_t headway_logits_stride(int64_t vocab_size);
 
-EXPORT linear *headway_linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
-                                  int64_t gated);
+EXPORT linear *headway_linear_new(const void *const *rows, int64_t is_narrow, const float *bias, int64_t outputs,
+                                  int64_t inputs, int64_t form, int64_t gated);
 EXPORT linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                        int64_t form, int64_t gated);
 EXPORT void headway_linear_free(linear *the_linear);

@@ -11,9 +11,9 @@ int64_t headway_block_floats(const decoder_shape *shape) {
 }
 int64_t headway_logits_stride(int64_t vocab_size) { return (vocab_size + PANEL - 1) / PANEL * PANEL; }
 
-linear *headway_linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
-                           int64_t gated) {
-    return linear_new(weight, bias, outputs, inputs, form, gated);
+linear *headway_linear_new(const void *const *rows, int64_t is_narrow, const float *bias, int64_t outputs,
+                           int64_t inputs, int64_t form, int64_t gated) {
+    return linear_new(rows, is_narrow, bias, outputs, inputs, form, gated);
 }
 linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                 int64_t form, int64_t gated) {

@@ -81,7 +81,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
         "max_head_dim": (integer, ()),
         "block_floats": (integer, (pointer,)),
         "logits_stride": (integer, (integer,)),
-        "linear_new": (pointer, (pointer, pointer, integer, integer, integer, integer)),
+        "linear_new": (pointer, (pointer, integer, pointer, integer, integer, integer, integer)),
         "linear_of_codes": (pointer, (pointer, pointer, integer, integer, integer, integer)),
         "linear_free": (None, (pointer,)),
         "linears_join": (None, (pointer, integer)),
@@ -193,8 +193,11 @@ class PackedLinear:
             held = _held_form(kept)
             handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(held), int(gated))
         else:
-            wide = weight.float().contiguous()
-            handle = library.functions.headway_linear_new(wide.data_ptr(), *rest, int(form), int(gated))
+            is_narrow = weight.dtype == torch.bfloat16 and form is not WeightForm.INT8
+            floats = weight if is_narrow else weight.float()
+            floats = floats if floats.stride(1) == 1 else floats.contiguous()
+            rows = floats.data_ptr() + torch.arange(self.outputs) * floats.stride(0) * floats.itemsize
+            handle = library.functions.headway_linear_new(rows.data_ptr(), is_narrow, *rest, int(form), int(gated))
         self.handle = made(handle, "the weights")
 
     def __del__(self) -> None:

@@ -9,9 +9,9 @@
 
 #define HUGE_PAGE (2 << 20)
 #define MOST_FETCHED (128 << 10)
-#define INPUTS_PACKED_AT_ONCE 64
+#define WORDS_AT_ONCE 64 /* of each output: what is read and written stays in the first cache */
 
-void *stream_alloc(int64_t bytes) {
+static void *huge_alloc(int64_t bytes, int is_zeroed) {
     size_t alignment = bytes >= HUGE_PAGE ? HUGE_PAGE : 64;
     size_t rounded = ((size_t)bytes + alignment - 1) / alignment * alignment;
     void *made = aligned_alloc(alignment, rounded > 0 ? rounded : alignment);
@@ -19,9 +19,11 @@ void *stream_alloc(int64_t bytes) {
 #if defined(__linux__)
     if (alignment == HUGE_PAGE) madvise(made, rounded, MADV_HUGEPAGE);
 #endif
-    memset(made, 0, rounded);
+    if (is_zeroed) memset(made, 0, rounded);
     return made;
 }
+
+void *stream_alloc(int64_t bytes) { return huge_alloc(bytes, 1); }
 
 int64_t panel_bytes(const linear *of) {
     if (is_in_blocks(of)) return block_panel_bytes(of);
@@ -39,18 +41,6 @@ int64_t output_at(int64_t panel, int64_t column, int64_t outputs, int64_t gated)
         return column < LANES ? output : half + output;
     }
     return output < outputs ? output : -1;
-}
-
-static void pack_float32(float *to, const float *row, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k++) to[k * PANEL] = row[k];
-}
-
-static void pack_bfloat16(uint16_t *to, const float *row, int64_t inputs) {
-    for (int64_t k = 0; k < inputs; k++) {
-        uint32_t bits;
-        memcpy(&bits, &row[k], 4);
-        to[k / PAIR * PANEL * PAIR + k % PAIR] = (uint16_t)(bits >> 16);
-    }
 }
 
 /* Symmetric, one scale per output; stored with 128 added, because the instruction takes weights as unsigned. */
@@ -80,36 +70,60 @@ linear *linear_empty(int64_t outputs, int64_t inputs, int64_t form, int64_t gate
     return made;
 }
 
-linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
-                   int64_t gated) {
+typedef uint32_t word __attribute__((may_alias)); /* a float32, or a pair of bfloat16s */
+
+/* `count` inputs of a row, from `k` on, and zeros behind them up to WORDS_AT_ONCE. Without a row, zeros alone. */
+static void read_words(word *words, int64_t form, const void *row, int64_t is_narrow, int64_t k, int64_t count) {
+    const int64_t bytes = row == NULL ? 0 : count * (is_bfloat16(form) ? 2 : 4);
+    memset((char *)words + bytes, 0, (size_t)(WORDS_AT_ONCE * 4 - bytes));
+    if (row == NULL) return;
+    if (is_bfloat16(form) == is_narrow) {
+        memcpy(words, (const char *)row + k * (is_narrow ? 2 : 4), (size_t)bytes);
+    } else if (is_narrow) {
+        for (int64_t i = 0; i < count; i++) words[i] = (word)((const uint16_t *)row)[k + i] << 16;
+    } else {
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)words)[i] = (uint16_t)(((const word *)row)[k + i] >> 16);
+    }
+}
+
+/* All columns of a panel for a stretch of inputs at a time: what is read and written stays in the first cache. */
+static void pack_panel(const linear *to, int64_t panel, const void *const *rows, int64_t is_narrow, int64_t gated) {
+    const int64_t per_word = is_bfloat16(to->form) ? PAIR : 1;
+    const int64_t num_words = panel_bytes(to) / (PANEL * 4);
+    word *packed = (word *)((char *)to->panels + panel * panel_bytes(to));
+    for (int64_t at = 0; at < num_words; at += WORDS_AT_ONCE) {
+        word words[PANEL][WORDS_AT_ONCE];
+        const int64_t k = at * per_word, most = WORDS_AT_ONCE * per_word;
+        const int64_t left = to->inputs - k < most ? to->inputs - k : most;
+        for (int64_t column = 0; column < PANEL; column++) {
+            const int64_t output = output_at(panel, column, to->outputs, gated);
+            read_words(words[column], to->form, output < 0 ? NULL : rows[output], is_narrow, k, left);
+        }
+        const int64_t count = num_words - at < WORDS_AT_ONCE ? num_words - at : WORDS_AT_ONCE;
+        for (int64_t i = 0; i < count; i++) {
+            for (int64_t column = 0; column < PANEL; column++) packed[(at + i) * PANEL + column] = words[column][i];
+        }
+    }
+}
+
+linear *linear_new(const void *const *rows, int64_t is_narrow, const float *bias, int64_t outputs, int64_t inputs,
+                   int64_t form, int64_t gated) {
     linear *made = linear_empty(outputs, inputs, form, gated);
     if (made == NULL) return NULL;
-    made->panels = stream_alloc(made->num_panels * panel_bytes(made));
+    made->panels = huge_alloc(made->num_panels * panel_bytes(made), form == FORM_INT8); /* others are written whole */
     if (made->panels == NULL) {
         linear_free(made);
         return NULL;
     }
-    /* All columns of a panel for a stretch of inputs, so that what is written stays in the first cache. */
-    const int64_t stretch = form == FORM_INT8 ? inputs : INPUTS_PACKED_AT_ONCE;
     for (int64_t panel = 0; panel < made->num_panels; panel++) {
-        char *start = (char *)made->panels + panel * panel_bytes(made);
-        for (int64_t k = 0; k < inputs; k += stretch) {
-            const int64_t count = inputs - k < stretch ? inputs - k : stretch;
-            for (int64_t column = 0; column < PANEL; column++) {
-                int64_t output = output_at(panel, column, outputs, gated);
-                if (output < 0) continue;
-                const float *row = weight + output * inputs + k;
-                if (form == FORM_FLOAT32)
-                    pack_float32((float *)start + k * PANEL + column, row, count);
-                else if (is_bfloat16(form))
-                    pack_bfloat16((uint16_t *)start + k * PANEL + column * PAIR, row, count);
-                else
-                    made->scales[panel * PANEL + column] = pack_int8((uint8_t *)start + column * QUAD, row, count);
-            }
-        }
-        for (int64_t column = 0; bias != NULL && column < PANEL; column++) {
-            int64_t output = output_at(panel, column, outputs, gated);
-            if (output >= 0) made->bias[panel * PANEL + column] = bias[output];
+        if (form != FORM_INT8) pack_panel(made, panel, rows, is_narrow, gated);
+        for (int64_t column = 0; column < PANEL; column++) {
+            const int64_t output = output_at(panel, column, outputs, gated);
+            const int64_t place = panel * PANEL + column;
+            if (output < 0) continue;
+            uint8_t *to = (uint8_t *)made->panels + panel * panel_bytes(made) + column * QUAD;
+            if (form == FORM_INT8) made->scales[place] = pack_int8(to, rows[output], inputs);
+            if (bias != NULL) made->bias[place] = bias[output];
         }
     }
     return made;

@@ -91,10 +91,11 @@ typedef struct {
  * many rows and columns for a next product: see `packs_for`. */
 enum epilogue { STORE, ADD, GATED, GATED_PACKED };
 
-/* `weight` [outputs, inputs] row after row, `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all
- * ups, and a panel takes LANES of each. NULL when memory is short. */
-linear *linear_new(const float *weight, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
-                   int64_t gated);
+/* `rows` [outputs]: where each output's weights are, [inputs], as float32 or, if `is_narrow`, as bfloat16 (not for
+ * FORM_INT8). `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then all ups, and a panel takes LANES
+ * of each. NULL when memory is short. */
+linear *linear_new(const void *const *rows, int64_t is_narrow, const float *bias, int64_t outputs, int64_t inputs,
+                   int64_t form, int64_t gated);
 /* FORM_INT8 of signed codes with one scale an output; `from` has neither minima nor groups. */
 linear *linear_of_int8(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t gated);
 /* FORM_BLOCKS: groups are consecutive, and one or of whole blocks. */

@@ -4,6 +4,7 @@ Owns: making and opening both from the configuration. Must not know: steps, sign
 """
 
 import time
+from pathlib import Path
 
 import msgspec
 from structlog.typing import FilteringBoundLogger
@@ -15,6 +16,7 @@ from headway_executor.config import ExecutorConfig
 from headway_executor.link_keys import LinkKeys
 from headway_executor.ranks.place import RankPlace
 from headway_executor.ranks.pools import variant_of
+from headway_executor.reading_ahead import read_ahead
 from headway_executor.registry import create_backend
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo
@@ -36,6 +38,8 @@ class Opening:
         log: FilteringBoundLogger,
         rank_keys: LinkKeys | None = None,
     ) -> None:
+        if config.model:
+            read_ahead(Path(config.model))
         backend = create_backend(config.backend)
         self.every_rank_draws: bool = getattr(backend, "every_rank_draws", False)
         """Whether a rank answers the tokens that rank 0 answers."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -55,15 +56,20 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 
 class _Reading:
-    """How much of the files has been read, in MiB, for people who wait. Of several ranks each reads its share."""
+    """How much of the files has been read, in MiB, for people who wait. Of several ranks each reads its share.
+
+    Several threads may read.
+    """
 
     def __init__(self, num_bytes: int, report: Report) -> None:
         self._num_bytes, self._num_read = num_bytes, 0
         self._report = report
+        self._lock = Lock()
 
     def count(self, tensor: Tensor) -> Tensor:
-        self._num_read = min(self._num_bytes, self._num_read + tensor.nbytes)
-        self._report("reading the weights, MiB", self._num_read >> 20, self._num_bytes >> 20)
+        with self._lock:
+            self._num_read = min(self._num_bytes, self._num_read + tensor.nbytes)
+            self._report("reading the weights, MiB", self._num_read >> 20, self._num_bytes >> 20)
         return tensor
 
 

@@ -6,6 +6,7 @@ A row's logits have the same bits in any step and with any chunks, but not with 
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -157,6 +158,10 @@ def load_compiled(
     tensors = tensors_of(checkpoint)
     coded = CodedTensors(checkpoint, tensors_of)
     loader = _Loader(config, part, tensors, coded, library, quantization, activations, dtype, max_model_len)
+    with ThreadPoolExecutor(num_threads) as threads:  # the library and torch let other threads run meanwhile
+        embedding = threads.submit(loader.embedding) if part.place.is_first_stage else None
+        head = threads.submit(loader.head) if part.place.is_last_stage else None
+        layers = list(threads.map(loader.layer, part.layers))
     attention, scalings = config.attention, config.scalings
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -168,7 +173,7 @@ def load_compiled(
         block_size=block_size,
         norm_eps=config.norm.eps,
         score_scale=attention.scale,
-        embedding=_float32(tensors.embedding(torch.float32)) if part.place.is_first_stage else None,
+        embedding=None if embedding is None else embedding.result(),
         final_norm=_norm(tensors.final_norm()),
         norm_kind=NormKind.RMS if config.norm.kind == "rms" else NormKind.LAYER,
         is_parallel=config.is_parallel,
@@ -187,9 +192,14 @@ def load_compiled(
         ),
         kv_dtype=dtype,
     )
-    layers = [loader.layer(index) for index in part.layers]
-    head = loader.projection(lambda read: (read.head(), None)) if part.place.is_last_stage else None
-    return Decoder(library, Team(library, num_threads), shape, layers, head, _mates_of(stage, config, library))
+    return Decoder(
+        library,
+        Team(library, num_threads),
+        shape,
+        layers,
+        None if head is None else head.result(),
+        _mates_of(stage, config, library),
+    )
 
 
 def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> StageMates | None:
@@ -253,6 +263,12 @@ class _Loader:
         self._dtype = dtype
         self._rotations = {rope: _table(config, rope, max_model_len) for rope in config.ropes}
         self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
+
+    def embedding(self) -> Tensor:
+        return _float32(self._tensors.embedding(torch.float32))
+
+    def head(self) -> PackedLinear:
+        return self.projection(lambda read: (read.head(), None))
 
     def layer(self, index: int) -> LayerWeights:
         tensors, names, layer = self._tensors, self._config.names, self._config.layers[index]
@@ -348,7 +364,8 @@ class _Loader:
 
     def _linear(self, weight: Tensor | CodedWeight, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
         if isinstance(weight, Tensor) and self._quantization == "none":
-            return PackedLinear(self._library, weight.to(self._dtype), bias, self._form(weight), gated=gated)
+            held = weight.to(self._dtype) if self._dtype == torch.bfloat16 else weight
+            return PackedLinear(self._library, held, bias, self._form(weight), gated=gated)
         if isinstance(weight, Tensor):
             weight = _ROUNDED[self._quantization](weight)
         if self._activations != "auto":

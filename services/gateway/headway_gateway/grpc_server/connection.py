@@ -18,6 +18,7 @@ MOST_WAITING_BYTES = 64 * 1024
 _MOST_UNSENT_BYTES = 256 * 1024
 _KEEPALIVE_S = 5.0
 _KEEPALIVE_TIMEOUT_S = 2.0
+_ALLOWANCE_S = 1.0
 
 
 class Bounds(NamedTuple):
@@ -148,6 +149,7 @@ class Connection(asyncio.Protocol):
         self._will_flush = False
         self._num_unsent = 0
         self._heard_at = 0.0
+        self._allowed_at = 0.0
         self._has_pinged = False
         self._keepalive: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -176,6 +178,9 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:  # noqa: D102 (asyncio describes it)
         self._heard_at = self._loop.time()
         self._has_pinged = False
+        if self._heard_at - self._allowed_at >= _ALLOWANCE_S:
+            self._allowed_at = self._heard_at
+            self._http2.renew_allowance()
         try:
             self._http2.receive(data)
         except BreachError:

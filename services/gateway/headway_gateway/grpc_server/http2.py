@@ -5,6 +5,9 @@ Owns: frames, header blocks (by hpack), windows, which stream is open. Must not 
 It does what gRPC needs of HTTP/2: no pushes, and priorities are read over. What a client sends on a stream that is over
 is dropped, since it may have been on its way. A breach of the protocol raises ``BreachError``; ``take`` has then the frame
 that tells the client.
+
+What makes the server work for nothing (streams that are opened and reset, provoked resets, settings) spends an allowance. Pings,
+window updates and priorities spend none: each costs as little as any frame, and gRPC's clients send a ping for each round trip.
 """
 
 import enum
@@ -30,6 +33,9 @@ _FRAME_SIZE = 16_384
 
 _LARGEST_FRAME_SIZE = (1 << 24) - 1
 _MOST_CONTINUATIONS = 64
+_ALLOWANCE = 1000
+_COST_OF_SETTING = 10
+"""In streams that end early: a setting goes through all streams."""
 
 _HEAD = struct.Struct(">BHBBI")
 _UINT = struct.Struct(">I")
@@ -133,6 +139,7 @@ class Http2:
         self._may_receive = _CONNECTION_WINDOW
         self._num_acknowledged = 0
         self._first_may_send = _FIRST_WINDOW
+        self.renew_allowance()
         self._takers: tuple[Callable[[int, int, bytes], None], ...] = (
             self._take_data,
             self._take_headers,
@@ -234,6 +241,15 @@ class Http2:
             self._send(Kind.GOAWAY, 0, 0, payload)
             raise
 
+    def renew_allowance(self) -> None:
+        """Let the client end streams early and send settings again: so much as no honest client does in a second."""
+        self._allowance = self._most_streams + _ALLOWANCE
+
+    def _spend(self, cost: int) -> None:
+        self._allowance -= cost
+        if self._allowance < 0:
+            raise BreachError(ErrorCode.ENHANCE_YOUR_CALM, "too many resets or settings")
+
     def _receive(self, data: bytes) -> None:
         if self._held:
             self._held += data
@@ -324,6 +340,7 @@ class Http2:
             self._last_id = stream_id
             if self._is_going_away or len(self._streams) >= self._most_streams:
                 self._send(Kind.RST_STREAM, 0, stream_id, _UINT.pack(ErrorCode.REFUSED_STREAM))
+                self._spend(1)
                 return
             self._streams[stream_id] = _Stream(self._first_may_send)
             self._to.open_stream(stream_id, headers)
@@ -348,6 +365,7 @@ class Http2:
         if self._open_stream(stream_id) is not None:
             del self._streams[stream_id]
             self._to.cancel_stream(stream_id)
+            self._spend(1)
 
     def _take_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
@@ -356,6 +374,7 @@ class Http2:
             raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a setting has 6 bytes")
         if flags & _ACK:
             return
+        self._spend(_COST_OF_SETTING * (1 + len(payload) // _SETTING.size))
         for setting, value in _SETTING.iter_unpack(payload):
             self._set(setting, value)
         self._send(Kind.SETTINGS, _ACK, 0, b"")
@@ -423,6 +442,7 @@ class Http2:
         del self._streams[stream_id]
         self._send(Kind.RST_STREAM, 0, stream_id, _UINT.pack(code))
         self._to.cancel_stream(stream_id)
+        self._spend(1)
 
 
 def _bad_window(more: int) -> tuple[ErrorCode, str]:
