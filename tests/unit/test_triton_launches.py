@@ -18,6 +18,7 @@ from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.step_columns import shape_of
 from headway_proto.sampling import SamplingParams
 from launch_log import logged
+from lora_files import write_adapter
 from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
 
@@ -134,6 +135,29 @@ def test_nothing_is_compiled_while_serving(model):
                 opened._target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
     assert serving.keys - opening.keys == set()
     assert len(serving.launches) > 500
+
+
+def test_adapters_launch_nothing_new(tmp_path):
+    """They come after the start, and their rows run beside others."""
+    adapter = write_adapter(tmp_path / "adapter", make_checkpoint(tmp_path / "model", "llama3"), seed=1)
+    backend = TritonBackend()
+    config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
+    info = backend.open(BackendConfig(model=str(tmp_path / "model"), **config))
+    opened = backend._model
+    with torch.inference_mode(), logged() as opening:
+        opened._target.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        opened.try_largest_step()
+        opened._target.sizes = opened._target.step_sizes(recorded=True)
+        for size in opened._target.sizes.recorded():
+            opened._target.forward(size)
+    name = backend.load_adapter("late", str(adapter)).identity
+    with logged() as serving:
+        requests = [Request(prompt(3 + 20 * i), 3, adapter=name if i % 2 else "") for i in range(3)]
+        driver = BackendDriver(backend, info)
+        driver.run(requests, budget=MOST_TOKENS)
+        driver.run([Request(prompt(5), 2, adapter=name)], budget=MOST_TOKENS)
+    assert serving.keys - opening.keys == set()
+    assert {launch.kernel for launch in serving.launches} >= {"skinny_kernel", "_activate_and_multiply"}
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])

@@ -123,7 +123,7 @@ class AdaptedLinear:
     def few(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
         """See ``FewTokens``; what adapters add comes between the product and the activation."""
         return (
-            not self._step.groups
+            not self._step.are_any
             and isinstance(self._product, (DenseLinear, CodedLinear))
             and self._product.few(inputs, out, gate)
         )
