@@ -47,7 +47,7 @@ from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu.attention_tuning import AttentionTuning, padded_head, stored_bytes
 from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs, sort_pairs
-from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear, workspace_elements
+from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings, shipped_pair_tiling, shipped_tilings
 from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
 from program import add_line, count, parser_of
@@ -243,11 +243,10 @@ class Tuner:
     def _product(self, weight: DeviceWeight, num_tokens: int) -> Load[Tiling]:
         x = torch.randn(num_tokens, weight.num_inputs, dtype=self._dtype, device=self._device) / 16
         out = torch.empty(num_tokens, weight.num_outputs, dtype=self._dtype, device=self._device)
-        workspace = torch.empty(workspace_elements(weight, self._dtype), device=self._device)
 
         def launching(tiling: Tiling) -> Callable[[], None]:
             tilings = (replace(tiling, max_tokens=None),)
-            return lambda: quantized_linear(x, weight, None, out, workspace, tilings)
+            return lambda: quantized_linear(x, weight, None, out, tilings)
 
         return Load(f"product {weight.num_outputs} x {weight.num_inputs} {weight.form.name}", launching, out)
 

@@ -72,8 +72,10 @@ def _checks() -> list[Task]:
 
 def _other_speeds() -> list[Task]:
     return [
-        _steps("steps int8", 150, 330, "--sections", "decode", "--quantization", "int8"),
-        _steps("steps int4", 150, 330, "--sections", "decode", "--quantization", "int4"),
+        *[
+            _steps(f"steps {kind}", 150, 330, "--sections", "decode", "--quantization", kind)
+            for kind in ("fp8", "int8", "int4")
+        ],
         _steps("steps kv fp8", 150, 330, "--sections", "decode,attention", "--kv-cache-dtype", "fp8"),
         Task("tune", ("benchmarks/gpu_tune.py",), 400, 580, adds_lines=True),
         _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
@@ -84,6 +86,7 @@ def _other_speeds() -> list[Task]:
 def _slow_checks() -> list[Task]:
     files = [path for path in (ROOT / "tests/kernels/gpu").glob("test_*.py") if "compile" not in path.name]
     truth = ("tests/e2e/test_numerical_truth.py", "-k", "triton")
+    codes = ("tests/conformance/test_conformance.py", "-m", "deep", "-k", "8_bits and triton")
     return [
         _conformance("conformance bfloat16", 200, 540, "--dtype", "bfloat16", "--size", "large"),
         *[
@@ -91,6 +94,7 @@ def _slow_checks() -> list[Task]:
             for path in sorted(files)
         ],
         _pytest("moves", ("tests/unit/test_device_moves.py",), 30, 120, _TESTS),
+        _pytest("conformance kv fp8", codes, 60, 300, _COMPARED),
         _pytest("truth over grpc", truth, 120, 400, (*_COMPARED, "pytest_asyncio", *_SERVICES)),
         _kv_loss("--device", "cuda", "--dtypes", "bfloat16"),
         Task("doctor", ("-m", "headway", "doctor", "--shape", "llama-3-8b"), 40, 120, ("headway_lab.doctor.command",)),

@@ -8,6 +8,7 @@ import tomllib
 import venv
 from argparse import Namespace
 from importlib.metadata import EntryPoints
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,18 @@ def test_the_tasks_are_of_what_there_is(tool):
                 assert {*value.split(",")} <= {*gpu_steps.SECTIONS}
         paths = [word for word in task.command if word.endswith(".py")]
         assert all((ROOT / path).exists() for path in paths), task.name
+
+
+def test_nine_minutes_are_for_speeds_and_later_ones_for_the_rest(tool):
+    tasks = tool.tasks(rehearsal=False)
+    reached = list(accumulate(task.seconds for task in tasks))
+    fitting = [task.name for task, seconds in zip(tasks, reached, strict=True) if seconds <= 9 * 60 - tool.MARGIN_S]
+    assert fitting == ["toolkits", "steps", "attention", "swap", "stack"]
+    commands = [" ".join(task.command) for task in tasks]
+    for said in ("decode,prefill,mixed", "--quantization fp8", "--quantization int8", "--quantization int4"):
+        assert any(said in command for command in commands), said
+    for said in ("decode,attention --kv-cache-dtype fp8", "kv_cache_loss.py", "gpu_tune.py", "test_flash_attention.py"):
+        assert any(said in command for command in commands), said
 
 
 def test_backends_are_found_without_an_installation(monkeypatch):

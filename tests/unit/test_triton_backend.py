@@ -439,8 +439,9 @@ def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
     assert [(size.num_rows, size.draws) for size in sizes] == [(4, False), (4, False), (2, True)]
 
 
-def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
-    backend, info = open_backend(llama[0], dtype="bfloat16")
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch, quantization):
+    backend, info = open_backend(llama[0], dtype="bfloat16", quantization=quantization)
     driver, launched = BackendDriver(backend, info), []
     launch = GridExecutor.__call__
     monkeypatch.setattr(
@@ -456,7 +457,7 @@ def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch):
     layer = ["_add_rms_norm", "skinny_kernel", "_rotate_and_store", "decode_kernel", "skinny_kernel"]
     layer += ["_add_rms_norm", "skinny_kernel", "skinny_kernel"]
     last = ["_add_rms_norm", "_gather_rows", "skinny_kernel", "statistics_kernel", "_merge_kernel", "_store_sampled"]
-    assert launched == ["_expand_rows", "plan_kernel", *layer * 3, *last]
+    assert launched == ["_expand_rows", "plan_kernel", "_gather_rows", *layer * 3, *last]
 
 
 def test_a_row_in_16_bits_is_the_same_alone_and_in_company(llama):

@@ -18,6 +18,7 @@ from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.step_columns import shape_of
 from headway_proto.sampling import SamplingParams
 from launch_log import logged
+from lora_files import write_adapter
 from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
 
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are written down where they would be interpreted"),
 ]
 MOST_TOKENS = 2048
-SETTINGS = {"dtype": "float32", "max_num_seqs": 40, "num_kv_blocks": 400, "block_size": 8, "max_model_len": 64}
+SETTINGS = {"max_num_seqs": 40, "num_kv_blocks": 400, "block_size": 8, "max_model_len": 64}
 PARAMETERS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, seed=1),
@@ -38,12 +39,20 @@ PARAMETERS = (
 )
 
 
-USUAL = (("llama3", "none"), ("mixtral", "none"), ("llama3", "int8"))
+USUAL = (("llama3", "none", "bfloat16"), ("mixtral", "none", "float32"), ("llama3", "int8", "bfloat16"))
 MODELS = (
     *USUAL,
     *[
-        pytest.param(pair, marks=pytest.mark.deep)
-        for pair in (("gemma2", "none"), ("deepseek_v3", "none"), ("llama3", "int4"), ("llama3", "fp8"))
+        pytest.param(model, marks=pytest.mark.deep)
+        for model in (
+            ("llama3", "none", "float32"),
+            ("gemma2", "none", "bfloat16"),
+            ("mixtral", "none", "bfloat16"),
+            ("deepseek_v3", "none", "bfloat16"),
+            ("llama3", "int8", "float32"),
+            ("llama3", "int4", "bfloat16"),
+            ("llama3", "fp8", "bfloat16"),
+        )
     ],
 )
 
@@ -51,11 +60,11 @@ MODELS = (
 @pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def model(request, tmp_path_factory):
     """An open model that launches steps in the sizes of graphs, and its backend."""
-    family, quantization = request.param
+    family, quantization, dtype = request.param
     directory = tmp_path_factory.mktemp(family)
     make_checkpoint(directory, family)
     backend = TritonBackend()
-    config = {"quantization": quantization, "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
+    config = {"dtype": dtype, "quantization": quantization, "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
     info = backend.open(BackendConfig(model=str(directory), **config))
     opened = backend._model
     opened._target.sizes = opened._target.step_sizes(recorded=True)
@@ -124,8 +133,31 @@ def test_nothing_is_compiled_while_serving(model):
             # Beyond the recorded sizes, each step is launched in its own.
             for num_tokens in range(16, MOST_TOKENS + 1, 112):
                 opened._target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
-    assert serving.keys <= opening.keys
+    assert serving.keys - opening.keys == set()
     assert len(serving.launches) > 500
+
+
+def test_adapters_launch_nothing_new(tmp_path):
+    """They come after the start, and their rows run beside others."""
+    adapter = write_adapter(tmp_path / "adapter", make_checkpoint(tmp_path / "model", "llama3"), seed=1)
+    backend = TritonBackend()
+    config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
+    info = backend.open(BackendConfig(model=str(tmp_path / "model"), **config))
+    opened = backend._model
+    with torch.inference_mode(), logged() as opening:
+        opened._target.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        opened.try_largest_step()
+        opened._target.sizes = opened._target.step_sizes(recorded=True)
+        for size in opened._target.sizes.recorded():
+            opened._target.forward(size)
+    name = backend.load_adapter("late", str(adapter)).identity
+    with logged() as serving:
+        requests = [Request(prompt(3 + 20 * i), 3, adapter=name if i % 2 else "") for i in range(3)]
+        driver = BackendDriver(backend, info)
+        driver.run(requests, budget=MOST_TOKENS)
+        driver.run([Request(prompt(5), 2, adapter=name)], budget=MOST_TOKENS)
+    assert serving.keys - opening.keys == set()
+    assert {launch.kernel for launch in serving.launches} >= {"skinny_kernel", "_activate_and_multiply"}
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])
@@ -134,7 +166,12 @@ def test_speculation_launches_nothing_new(speculation, tmp_path):
     backend = TritonBackend()
     draft = {"speculation": speculation, "draft_model": str(tmp_path) if speculation == "draft" else ""}
     config = BackendConfig(
-        model=str(tmp_path), max_num_batched_tokens=64, num_speculative_tokens=4, **SETTINGS, **draft
+        model=str(tmp_path),
+        dtype="bfloat16",
+        max_num_batched_tokens=64,
+        num_speculative_tokens=4,
+        **SETTINGS,
+        **draft,
     )
     engine = SpeculativeEngine(config, backend=backend, clock=lambda: 0.0, always=True)
     opened = backend._model
@@ -150,7 +187,7 @@ def test_speculation_launches_nothing_new(speculation, tmp_path):
         prompts = [prompt(3 + 9 * i % 20) * 2 for i in range(24)]
         engine.run(prompts, 9, speculates=True, sampling=lambda place: PARAMETERS[place % len(PARAMETERS)])
     assert engine.counters().num_draft_tokens > 20
-    assert serving.keys <= opening.keys
+    assert serving.keys - opening.keys == set()
     assert len(serving.launches) > 500
 
 

@@ -14,7 +14,7 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import tuning_file
 from headway_executor.gpu.tuning_file import AttentionTiles, KernelTiles, ProductTiles, TuningFile, tunings_of
 from headway_kernels.gpu.attention_tuning import _TUNING, attention_tuning, tuning_for
-from headway_kernels.gpu.quantized_linear import TILINGS
+from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS
 from headway_kernels.gpu.tunings import Tunings, shipped_pair_tiling
 
 pytestmark = [
@@ -160,10 +160,11 @@ def replace_product(**changes):
 
 
 def test_products_of_few_tokens_have_the_tiles_that_ship():
-    """Theirs cut the inputs, so that a token's bits would differ from those that documentation promises."""
-    many = (replace(TILINGS[2], outputs=64), replace(TILINGS[3], outputs=64))
-    tunings = Tunings(CPU, products={2: many})
-    assert tunings.of_products(torch.bfloat16) == (*TILINGS[:2], *many)
+    """In float32; those of 16 bits have a kernel of their own."""
+    many = tuple(replace(tiling, outputs=64) for tiling in TILINGS)
+    tunings = Tunings(CPU, products={2: many, 4: many[1:]})
+    assert tunings.of_products(torch.bfloat16) == many
+    assert tunings.of_products(torch.float32) == (FLOAT32_TILINGS[0], many[1])
     assert tunings.of_products(torch.float16) == tunings.of_products(torch.bfloat16)
     assert tunings.of_pairs(torch.bfloat16) == shipped_pair_tiling(torch.bfloat16)
 

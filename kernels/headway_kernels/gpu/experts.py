@@ -21,7 +21,7 @@ from headway_kernels.gpu.expert_kernels import add_pairs_kernel, choose_kernel, 
 from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.gpu.quantized_linear import Tiling
 from headway_kernels.gpu.tunings import shipped_pair_tiling
-from headway_kernels.gpu.weights import DeviceWeight, WeightForm, tile_constants, tile_tensors
+from headway_kernels.gpu.weights import DeviceWeight, tile_constants, tile_tensors
 from headway_kernels.routing import Routing, Scoring
 
 PAIRS_PER_TURN = 1024
@@ -175,7 +175,6 @@ def pair_constants(
         "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
         "NUM_CHOSEN": num_chosen,
         "GATHERS": gathers,
-        "SCALED": weight.form is not WeightForm.DENSE and not weight.is_grouped,
         "HAS_BIAS": has_bias,
         "BLOCK_TOKENS": tiling.tokens,
         "BLOCK_OUTPUTS": tiling.outputs,

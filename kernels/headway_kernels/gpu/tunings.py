@@ -13,9 +13,10 @@ import torch
 
 from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning, padded_head, stored_bytes
 from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
+from headway_kernels.gpu.skinny_linear import MOST_TOKENS
 
-MOST_FEW_TOKENS = 64
-"""Tilings of products of up to so many tokens also cut the inputs, which decides the order of additions: they stay."""
+MOST_FEW_TOKENS = MOST_TOKENS
+"""Products of up to so many tokens have a kernel of their own, or in float32 a tiling that stays."""
 
 
 @dataclass(frozen=True)
@@ -57,5 +58,5 @@ def shipped_tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
 
 def shipped_pair_tiling(dtype: torch.dtype) -> Tiling:
     """One for any number of pairs. With few, memory bounds the product, and columns of a tile that go to waste cost little."""
-    tiling = FLOAT32_TILINGS[1] if dtype == torch.float32 else TILINGS[2]
-    return Tiling(None, tiling.tokens, tiling.outputs, tiling.inputs, 0, 4, tiling.num_stages)
+    tiling = FLOAT32_TILINGS[1] if dtype == torch.float32 else TILINGS[0]
+    return Tiling(None, tiling.tokens, tiling.outputs, tiling.inputs, 4, tiling.num_stages)

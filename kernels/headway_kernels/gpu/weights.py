@@ -213,7 +213,7 @@ def stacked(weights: Sequence[DeviceWeight]) -> DeviceWeight | None:
 
 
 def tile_constants(weight: DeviceWeight) -> dict[str, int | bool]:
-    """The constants of ``multiply_tile`` that a weight decides."""
+    """The constants of ``multiply_tile`` and ``finished`` that a weight decides."""
     return {
         "OUTPUTS": weight.num_outputs,
         "INPUTS": weight.num_inputs,
@@ -223,6 +223,7 @@ def tile_constants(weight: DeviceWeight) -> dict[str, int | bool]:
         "GROUPED": weight.is_grouped,
         "HAS_MINIMA": weight.minima is not None,
         "HAS_ORDER": weight.order is not None,
+        "SCALED": weight.form is not WeightForm.DENSE and not weight.is_grouped,
     }
 
 
@@ -273,15 +274,18 @@ def multiply_tile(
     """Sums over the inputs ``first`` to ``last``, float32, ``[BLOCK_OUTPUTS, BLOCK_TOKENS]``; only GROUPED ones are scaled.
 
     ``x_rows`` and ``outputs`` are valid rows and outputs. The weight is the left operand, which tensor cores take from
-    registers; the long side of a tile is then outputs.
+    registers; the long side of a tile is then outputs. Triton's pipeliner takes only what goes into a product;
+    scales, which come behind it, are loaded a turn ahead. (It takes no loop that carries more than one turn.)
     """
     outputs = outputs.to(tl.int64)
     rows = values + outputs * ROW
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), dtype=tl.float32)
+    if GROUPED:
+        scale, least = _of_group(scales, minima, first, last, outputs, OUTPUTS, GROUP, HAS_MINIMA)
     for start in range(first, last, BLOCK_INPUTS):
         if GROUPED:
-            group = start // GROUP
-            scale = tl.load(scales + group * OUTPUTS + outputs)
+            following = start + BLOCK_INPUTS
+            next_scale, next_least = _of_group(scales, minima, following, last, outputs, OUTPUTS, GROUP, HAS_MINIMA)
             part = tl.zeros((BLOCK_OUTPUTS, BLOCK_TOKENS), dtype=tl.float32)
         else:
             part = sums
@@ -305,7 +309,8 @@ def multiply_tile(
                     total = tl.sum(x_low.to(tl.float32), 0) + tl.sum(x_high.to(tl.float32), 0)
                 else:
                     total = tl.sum(x_tile.to(tl.float32), 0)
-                sums += tl.load(minima + group * OUTPUTS + outputs)[:, None] * total[None, :]
+                sums += least[:, None] * total[None, :]
+            scale, least = next_scale, next_least
         else:
             sums = part
     return sums
@@ -321,6 +326,19 @@ def finished(sums, scales, bias, outputs, OUTPUTS: tl.constexpr, SCALED: tl.cons
     if HAS_BIAS:
         results += tl.load(bias + outputs, mask=within, other=0.0).to(tl.float32)
     return results
+
+
+@triton.jit
+def _of_group(
+    scales, minima, start, last, outputs, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, HAS_MINIMA: tl.constexpr
+):
+    """Scales and minima, if there are any, of each output for the group of input ``start``, or for that of the last input."""
+    place = tl.minimum(start, last - 1) // GROUP * OUTPUTS + outputs
+    scale = tl.load(scales + place)
+    least = scale
+    if HAS_MINIMA:
+        least = tl.load(minima + place)
+    return scale, least
 
 
 @triton.jit

@@ -18,6 +18,7 @@ def case(
     num_stages=3,
     max_registers=None,
     blocks=1,
+    first=0,
     below=1000,
     **constants,
 ):
@@ -37,6 +38,7 @@ def case(
         aligned=tuple(key for key, kind in signature.items() if kind.startswith("*") or key in STRIDES),
         max_registers=max_registers,
         blocks=blocks,
+        first=first,
         below=below,
     )
 
@@ -86,6 +88,7 @@ def model(
             getattr(tuning, kind).num_stages,
             tuning.decode.max_registers if kind == "decode" else None,
             getattr(tuning, kind).programs_per_multiprocessor,
+            10 * major,
             below,
             QUERY_TILE=vectors[kind],
             KEY_TILE=getattr(tuning, kind).key_tile,
@@ -95,13 +98,14 @@ def model(
     ]
 
 
-def every_entry():
-    """The whole table, for those who change it: too many for every test run."""
-    elements = {1: "*bf16", 2: "*bf16", 4: "*fp32"}
+def of_every_head(capability):
+    """What ships for a processor, in each padded head size: too many for every test run."""
+    kinds = (("*bf16", False), ("*bf16", True), ("*fp32", False))
     return [
         found
-        for major, head_dim, element_bytes in attention_tuning._TUNING
-        for found in model(major, head_dim, elements[element_bytes], codes=element_bytes == 1)
+        for head_dim in (64, 128, 256, 512)
+        for element, codes in kinds
+        for found in model(capability // 10, head_dim, element, codes=codes)
     ]
 
 
@@ -113,6 +117,8 @@ CASES = [
     *model(10, 256, "*bf16"),
     *model(9, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True),
     *model(9, 64, "*bf16", group=8, window=True, sinks=True),
+    *model(8, 80, "*fp16", group=7, block_size=64, window=True, soft_cap=True, below=90),
+    *model(8, 64, "*bf16", group=8, window=True, sinks=True, below=90),
     *model(8, 12, "*fp32", group=1, block_size=8),
     *model(8, 12, "*fp32", group=1, block_size=8, codes=True),
 ]

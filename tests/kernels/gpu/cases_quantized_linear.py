@@ -6,7 +6,7 @@ from triton_compilation import CompileCase
 from headway_kernels.gpu import quantized_linear as module
 from headway_kernels.gpu.weights import DeviceWeight, WeightForm
 
-ATTENTION_OUTPUT, GATE_UP, DOWN = (4096, 4096), (28672, 4096), (4096, 14336)
+ATTENTION_OUTPUT, GATE_UP = (4096, 4096), (28672, 4096)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POINTERS = {"DENSE": None, "INT8": "*i8", "FP8": "*u8", "INT4": "*u8", "INT8_PAIRS": "*i16", "FP8_PAIRS": "*i16"}
 PAIRS = {"INT4", "INT8_PAIRS", "FP8_PAIRS"}
@@ -36,52 +36,25 @@ def pointers_of(dtype, form, *, has_bias):
 def product(dtype, form, shape, num_tokens, group=None, *, has_bias=False, **kind):
     weight = weight_of(form, shape, group, **kind)
     tiling = module.choose_tiling(num_tokens, weight, DTYPES[dtype])
-    constants = module.product_constants(weight, tiling, has_bias=has_bias)
-    pointers = pointers_of(dtype, form, has_bias=has_bias) | {"workspace": "*fp32"}
+    pointers = pointers_of(dtype, form, has_bias=has_bias)
     return CompileCase(
-        name=f"product {dtype} {form} {shape} T={num_tokens} group={group} bias={has_bias} splits={constants['SPLITS']}",
+        name=f"product {dtype} {form} {shape} T={num_tokens} group={group} bias={has_bias}",
         kernel=module._product,
         signature=pointers | {"x_stride": "i32", "out_stride": "i32", "num_tokens": "i32"},
-        constants=constants | {"WIDE": dtype == "fp32"},
+        constants=module.product_constants(weight, tiling, has_bias=has_bias) | {"WIDE": dtype == "fp32"},
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         aligned=(*pointers, "x_stride", "out_stride"),
-        fetches_ahead=tiling.tokens <= module._FEW_TOKENS.value,
-    )
-
-
-def sums(dtype, form, shape, num_tokens):
-    weight = weight_of(form, shape)
-    tiling = module.choose_tiling(num_tokens, weight, DTYPES[dtype])
-    constants = module.product_constants(weight, tiling, has_bias=False)
-    assert constants["SPLITS"] > 1
-    pointers = {"workspace": "*fp32", "scales": "*fp32", "bias": "*fp32", "out": f"*{dtype}"}
-    kept = {name: constants[name] for name in ("OUTPUTS", "SPLITS", "SCALED", "HAS_BIAS")}
-    return CompileCase(
-        name=f"add_splits {dtype} {form} {shape} T={num_tokens}",
-        kernel=module._add_splits,
-        signature=pointers | {"out_stride": "i32"},
-        constants=kept | {"SPLIT_TOKENS": tiling.tokens, "BLOCK": module.SUMS_PER_PROGRAM},
-        num_warps=module.SUM_WARPS,
-        aligned=(*pointers, "out_stride"),
     )
 
 
 CASES = [
-    product("bf16", "INT8_PAIRS", ATTENTION_OUTPUT, 16),
-    product("bf16", "FP8_PAIRS", ATTENTION_OUTPUT, 16),
-    product("bf16", "FP8_PAIRS", DOWN, 64),
     product("bf16", "INT8_PAIRS", GATE_UP, 256),
     product("bf16", "INT8_PAIRS", GATE_UP, 2048, has_bias=True),
     product("fp16", "FP8_PAIRS", GATE_UP, 2048),
     product("fp32", "INT8_PAIRS", ATTENTION_OUTPUT, 16),
-    product("bf16", "INT4", GATE_UP, 16, 128),
-    product("bf16", "INT4", DOWN, 16, 32, minima=True),
-    product("bf16", "INT4", ATTENTION_OUTPUT, 64, 128, minima=True, ordered=True),
     product("bf16", "INT4", GATE_UP, 2048, 128),
-    product("bf16", "INT8", DOWN, 16, 16),
+    product("bf16", "INT4", ATTENTION_OUTPUT, 256, 32, minima=True, ordered=True),
     product("bf16", "FP8_PAIRS", GATE_UP, 2048, 128),
     product("fp32", "INT4", ATTENTION_OUTPUT, 16, 32),
-    sums("bf16", "INT8_PAIRS", ATTENTION_OUTPUT, 16),
-    sums("fp32", "FP8_PAIRS", ATTENTION_OUTPUT, 16),
 ]

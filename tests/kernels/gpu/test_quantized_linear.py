@@ -1,18 +1,16 @@
 """Quantised weights, and products with them beside the oracle."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_weights import drawn_codes, normal, on, wide
 from headway_kernels import reference
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits
-from headway_kernels.gpu import quantized_linear as module
 from headway_kernels.gpu import weights as weights_module
-from headway_kernels.gpu.quantized_linear import quantized_linear, workspace_elements
-from headway_kernels.gpu.weights import WeightForm, coded, quantize, quantized
+from headway_kernels.gpu.quantized_linear import quantized_linear
+from headway_kernels.gpu.weights import WeightForm, coded, quantize
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 KINDS = ("int8", "fp8")
@@ -22,52 +20,18 @@ TOLERANCE = {
     torch.float16: {"rtol": 2**-10, "atol": 2e-4},
 }
 DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
-SPLIT_INPUTS = 1100
-"""Enough for two splits under the tilings for few tokens, and no multiple of any tile."""
-
-
-def normal(seed, *shape, dtype=torch.float32, device="cpu"):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+MANY_INPUTS = 1100
+"""Many tiles, and no multiple of any."""
 
 
 def multiply(x, weight, bias=None):
     """The product, in the middle of NaNs."""
     num_outputs = weight.num_outputs
     out = torch.full((x.shape[0] + 1, num_outputs + 5), torch.nan, dtype=x.dtype, device=x.device)
-    workspace = torch.full((workspace_elements(weight, x.dtype),), torch.nan, device=x.device)
-    quantized_linear(x, weight, bias, out[:-1, :num_outputs], workspace)
+    quantized_linear(x, weight, bias, out[:-1, :num_outputs])
     assert out[-1].isnan().all()
     assert out[:, num_outputs:].isnan().all()
     return out[:-1, :num_outputs]
-
-
-def wide(seed, kind, num_outputs, num_inputs, device):
-    """A quantised weight, and the numbers that it stands for."""
-    codes, scales = quantize(normal(seed, num_outputs, num_inputs, device=device), kind)
-    return quantized(codes.float() * scales[:, None], kind), codes.double() * scales.double()[:, None]
-
-
-def on(device, weight):
-    tensors = ("values", "scales", "minima", "order")
-    moved = {name: getattr(weight, name) for name in tensors if getattr(weight, name) is not None}
-    return replace(weight, **{name: tensor.to(device) for name, tensor in moved.items()})
-
-
-def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False, has_order=False):
-    """A weight as a checkpoint may have it."""
-    draw = torch.Generator().manual_seed(seed)
-    shape, groups = (num_outputs, num_inputs), -(-num_inputs // group)
-    if form is CodeForm.FP8:
-        codes = (torch.randn(shape, generator=draw) * 30).to(torch.float8_e4m3fn)
-    else:
-        low, high = (0, 16) if form is CodeForm.CODES4 else (-128, 128)
-        codes = torch.randint(low, high, shape, generator=draw).to(CODE_DTYPES[form])
-    scales = torch.rand(num_outputs, groups, generator=draw) / 50
-    minima = -torch.rand(num_outputs, groups, generator=draw) / 10 if has_minima else None
-    group_of = None
-    if has_order:
-        group_of = (torch.arange(num_inputs) // group)[torch.randperm(num_inputs, generator=draw)].to(torch.int32)
-    return CodedWeight(form, codes, scales, group, minima, group_of)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +64,7 @@ def test_numbers_too_small_to_divide_by_give_numbers():
 @given(
     num_tokens=st.integers(0, 20) | st.sampled_from((64, 65, 130, 260)),
     num_outputs=st.integers(1, 140),
-    num_inputs=st.integers(1, 300) | st.sampled_from((128, 256, SPLIT_INPUTS)),
+    num_inputs=st.integers(1, 300) | st.sampled_from((128, 256, MANY_INPUTS)),
     spare=st.sampled_from((0, 3)),
     dtype=DTYPES,
     kind=st.sampled_from(KINDS),
@@ -123,7 +87,7 @@ def test_equals_the_oracle(kernel_device, num_tokens, num_outputs, num_inputs, s
     form=st.sampled_from(CodeForm),
     num_tokens=st.sampled_from((1, 3, 20, 70)),
     num_outputs=st.integers(1, 70),
-    num_inputs=st.integers(1, 200) | st.sampled_from((256, SPLIT_INPUTS)),
+    num_inputs=st.integers(1, 200) | st.sampled_from((256, MANY_INPUTS)),
     group=st.sampled_from((16, 32, 48, 64, 128, 4096)),
     has_minima=st.booleans(),
     has_order=st.booleans(),
@@ -169,43 +133,3 @@ def test_every_code_is_its_number(kernel_device, dtype):
         stored = CodedWeight(form, codes, torch.ones(len(codes), 1), 16)
         found = multiply(x, on(kernel_device, coded(stored)))
         assert torch.equal(found[0].float().cpu(), stored.float()[:, 3]), form
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_result_does_not_depend_on_its_company(kernel_device, kind):
-    weight, _ = wide(0, kind, 70, SPLIT_INPUTS, kernel_device)
-    x = normal(1, 64, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
-    together = multiply(x, weight)
-    for num_tokens in (1, 2, 5, 16, 17, 33):
-        assert torch.equal(multiply(x[:num_tokens], weight), together[:num_tokens])
-    assert torch.equal(multiply(x[20:], weight), together[20:])
-
-
-@given(num_outputs=st.integers(1, 200_000), num_inputs=st.integers(1, 60_000))
-def test_few_tokens_are_cut_alike(num_outputs, num_inputs):
-    few = [tiling for tiling in module.TILINGS if tiling.max_tokens is not None and tiling.max_tokens <= 64]
-    assert [tiling.max_tokens for tiling in few] == [16, 64]
-    assert len({module._split(num_outputs, num_inputs, tiling) for tiling in few}) == 1
-    assert len({tiling.inputs for tiling in few}) == 1
-
-
-def test_a_short_workspace_is_refused(kernel_device):
-    weight, _ = wide(0, "int8", 8, SPLIT_INPUTS, kernel_device)
-    x = normal(1, 1, SPLIT_INPUTS, device=kernel_device)
-    size = workspace_elements(weight, x.dtype)
-    assert size > 0
-    with pytest.raises(ValueError, match="workspace has"):
-        quantized_linear(x, weight, None, torch.empty(1, 8, device=kernel_device), x.new_empty(1))
-
-
-@given(
-    num_outputs=st.integers(1, 200_000),
-    num_inputs=st.integers(1, 60_000),
-    tiling=st.sampled_from(module.TILINGS + module.FLOAT32_TILINGS),
-)
-def test_splits_cover_the_inputs(num_outputs, num_inputs, tiling):
-    splits, split_inputs = module._split(num_outputs, num_inputs, tiling)
-    assert 1 <= splits <= module.MOST_SPLITS
-    assert (splits - 1) * split_inputs < num_inputs <= splits * split_inputs
-    assert split_inputs % tiling.inputs == 0
-    assert splits == 1 or tiling.max_tokens <= tiling.tokens

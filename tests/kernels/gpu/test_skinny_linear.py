@@ -5,10 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_weights import drawn_codes, normal, on, wide
 from headway_kernels import reference
+from headway_kernels.cpu.coded_weight import CodeForm
 from headway_kernels.gpu import skinny_linear as module
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.skinny_linear import skinny_linear
+from headway_kernels.gpu.weights import coded, dense
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOLERANCE = {torch.bfloat16: {"rtol": 2**-7, "atol": 2e-3}, torch.float16: {"rtol": 2**-10, "atol": 2e-4}}
@@ -20,18 +23,15 @@ SPLIT_INPUTS = 700
 """Enough for several splits, and no multiple of any tile."""
 
 
-def normal(seed, *shape, dtype, device):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
 def workspace_for(weight):
-    partial, arrived = module.workspace_sizes(*weight.shape)
-    return torch.full((partial,), torch.nan, device=weight.device), weight.new_zeros(arrived, dtype=torch.int32)
+    partial, arrived = module.workspace_sizes(weight.num_outputs, weight.num_inputs)
+    device = weight.values.device
+    return torch.full((partial,), torch.nan, device=device), torch.zeros(arrived, dtype=torch.int32, device=device)
 
 
 def multiply(x, weight, bias=None, gate=Gate.NONE, workspace=None):
     """The product, in the middle of NaNs."""
-    width = len(weight) // (1 if gate is Gate.NONE else 2)
+    width = weight.num_outputs // (1 if gate is Gate.NONE else 2)
     out = torch.full((len(x) + 1, width + 5), torch.nan, dtype=x.dtype, device=x.device)
     partial, arrived = workspace or workspace_for(weight)
     skinny_linear(x, weight, bias, out[:-1, :width], partial, arrived, gate)
@@ -39,6 +39,16 @@ def multiply(x, weight, bias=None, gate=Gate.NONE, workspace=None):
     assert out[-1].isnan().all()
     assert out[:, width:].isnan().all()
     return out[:-1, :width]
+
+
+def expected_of(x, numbers, bias, gate):
+    expected = torch.empty(len(x), len(numbers), dtype=x.dtype, device=x.device)
+    reference.quantized_linear(x, numbers.double(), bias, expected)
+    if gate is Gate.NONE:
+        return expected
+    gated = expected[:, : len(numbers) // 2].clone()
+    ACTIVATIONS[gate](expected, gated)
+    return gated
 
 
 @settings(max_examples=20, deadline=None)
@@ -58,12 +68,34 @@ def test_equals_the_oracle(kernel_device, num_tokens, half_outputs, num_inputs, 
     x[:, :num_inputs] = normal(seed + 1, num_tokens, num_inputs, dtype=dtype, device=kernel_device) * num_inputs**-0.5
     x = x[:, :num_inputs]
     bias = normal(seed + 2, 2 * half_outputs, dtype=dtype, device=kernel_device) if has_bias else None
-    expected = torch.empty(num_tokens, 2 * half_outputs, dtype=dtype, device=kernel_device)
-    reference.quantized_linear(x, weight.double(), bias, expected)
-    if gate is not Gate.NONE:
-        gate_up, expected = expected, expected[:, :half_outputs].clone()
-        ACTIVATIONS[gate](gate_up, expected)
-    torch.testing.assert_close(multiply(x, weight, bias, gate), expected, **TOLERANCE[dtype])
+    expected = expected_of(x, weight, bias, gate)
+    torch.testing.assert_close(multiply(x, dense(weight), bias, gate), expected, **TOLERANCE[dtype])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    form=st.sampled_from(CodeForm),
+    num_tokens=st.sampled_from((1, 16, 17, 64)),
+    half_outputs=st.integers(1, 40),
+    num_inputs=st.integers(1, 200) | st.sampled_from((256, SPLIT_INPUTS)),
+    group=st.sampled_from((16, 32, 48, 64, 128, 4096)),
+    has_minima=st.booleans(),
+    has_order=st.booleans(),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    gate=st.sampled_from((Gate.NONE, Gate.SILU)),
+    seed=st.integers(0, 2**31),
+)
+def test_codes_are_what_they_stand_for(
+    kernel_device, form, num_tokens, half_outputs, num_inputs, group, has_minima, has_order, has_bias, dtype, gate, seed
+):
+    stored = drawn_codes(seed, form, 2 * half_outputs, num_inputs, group, has_minima=has_minima, has_order=has_order)
+    x = normal(seed + 1, num_tokens, num_inputs, dtype=dtype) * num_inputs**-0.5
+    bias = normal(seed + 2, 2 * half_outputs, dtype=dtype) if has_bias else None
+    expected = expected_of(x, stored.float(), bias, gate)
+    own_bias = None if bias is None else bias.to(kernel_device)
+    found = multiply(x.to(kernel_device), on(kernel_device, coded(stored)), own_bias, gate)
+    torch.testing.assert_close(found.cpu(), expected, **TOLERANCE[dtype])
 
 
 EVERY_NUMBER = range(1, module.MOST_TOKENS)
@@ -80,7 +112,7 @@ SOME_NUMBERS = (1, 2, 15, 16, 17, 31, 33, 63)
     ],
 )
 def test_a_result_does_not_depend_on_the_number_of_tokens(kernel_device, gate, num_inputs, numbers):
-    weight = normal(0, 60, num_inputs, dtype=torch.bfloat16, device=kernel_device)
+    weight = dense(normal(0, 60, num_inputs, dtype=torch.bfloat16, device=kernel_device))
     x = normal(1, module.MOST_TOKENS, num_inputs, dtype=torch.bfloat16, device=kernel_device)
     together = multiply(x, weight, gate=gate)
     for number in numbers:
@@ -89,12 +121,22 @@ def test_a_result_does_not_depend_on_the_number_of_tokens(kernel_device, gate, n
         assert torch.equal(multiply(x[first:], weight, gate=gate), together[first:]), first
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_with_codes_it_does_not_either(kernel_device, kind):
+    weight, _ = wide(0, kind, 70, SPLIT_INPUTS, kernel_device)
+    x = normal(1, module.MOST_TOKENS, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
+    together = multiply(x, weight)
+    for number in SOME_NUMBERS:
+        assert torch.equal(multiply(x[:number], weight), together[:number]), number
+    assert torch.equal(multiply(x[20:], weight), together[20:])
+
+
 def test_whoever_comes_last_adds_in_the_same_order(kernel_device):
-    weight = normal(0, 70, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
+    weight = dense(normal(0, 70, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device))
     x = normal(1, 3, SPLIT_INPUTS, dtype=torch.bfloat16, device=kernel_device)
     workspace = partial, arrived = workspace_for(weight)
     usual = multiply(x, weight, workspace=workspace)
-    splits, _ = module.cut(*weight.shape)
+    splits, _ = module.cut(weight.num_outputs, weight.num_inputs)
     assert splits > 2
     if x.is_cuda:
         return  # Blocks come in no order there.

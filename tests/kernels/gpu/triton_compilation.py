@@ -1,7 +1,8 @@
 """Compiles Triton kernels for GPUs that are not there, and prints what came of it as JSON.
 
 Owns: the description of a kernel's variant, and the compilation. Must run without ``TRITON_INTERPRET``, so in a process of
-its own: ``python triton_compilation.py CAPABILITY MODULE ...``, where each module (``cases_*.py`` beside this file) has ``CASES``.
+its own: ``python triton_compilation.py CAPABILITY MODULE ...``, where each module (``cases_*.py`` beside this file) has ``CASES``;
+``MODULE:FUNCTION`` asks for those of a processor.
 """
 
 import importlib
@@ -23,8 +24,8 @@ class CompileCase:
     ``kernel`` is the ``triton.jit`` function; ``signature`` maps its arguments to types as Triton writes them ("*bf16", "i32",
     "fp32"); ``constants`` its ``tl.constexpr`` arguments; ``aligned`` the arguments whose values are known multiples of
     16, as Triton finds of pointers and sizes at run time. ``blocks`` shall fit a multiprocessor at a time.
-    ``shows_fusion``: the binary is read for fused multiply-adds, which takes a while. ``below``: later processors have
-    another variant. ``fetches_ahead``: weights, while the grid before ends.
+    ``shows_fusion``: the binary is read for fused multiply-adds, which takes a while. Processors before ``first`` and from
+    ``below`` on have another variant. ``fetches_ahead``: weights, while the grid before ends.
     """
 
     name: str
@@ -37,6 +38,7 @@ class CompileCase:
     max_registers: int | None = None
     blocks: int = 1
     shows_fusion: bool = False
+    first: int = 0
     below: int = 1000
     fetches_ahead: bool = False
 
@@ -105,9 +107,11 @@ def _read_by(tool: str, option: str, cubin: bytes) -> str:
 def main(capability: int, modules: list[str]) -> int:
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     found = []
-    for module in modules:
-        for case in importlib.import_module(module).CASES:
-            if capability < case.below:
+    for name in modules:
+        module, _, function = name.partition(":")
+        cases = importlib.import_module(module)
+        for case in getattr(cases, function)(capability) if function else cases.CASES:
+            if case.first <= capability < case.below:
                 found.append(compile_case(case, capability))
                 sys.stderr.write(f"compiled {case.name}\n")
     sys.stdout.write(json.dumps(found))

@@ -148,7 +148,7 @@ class Decoder:
         library = self._library if has_chunks and longest else None
         if library is not None:
             tables, is_real = rows.block_tables.index_select(0, rows.rows), slots >= 0
-        torch.index_select(weights.embedding, 0, space.token_ids[:num_tokens], out=hidden)
+        gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
         update: Tensor | None = None
         for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
             layer.qkv(self._normed(hidden, update, layer.attention_norm, normed), qkv)

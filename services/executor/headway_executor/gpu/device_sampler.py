@@ -3,7 +3,7 @@
 Owns: parameters, the choice of kernels. Must not know: the model, blocks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -144,8 +144,8 @@ class DeviceSampler:
         )
 
     def try_largest(self, logits: Tensor, rows: Int32Array, views: ColumnViews, token_store: Tensor) -> None:
-        """Draw with every feature, to compile and to take the memory once."""
-        for asked in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), _EVERYTHING):
+        """Draw in every way, to compile and to take the memory once."""
+        for asked in _EVERY_WAY:
             self.add_rows(
                 tuple(
                     NewRow(
@@ -203,14 +203,20 @@ class DeviceSampler:
         return sent(self._runtime, values)
 
 
-_EVERYTHING = SamplingParams(
-    temperature=1.0,
-    top_k=10,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    logit_bias=((0, 1.0),),
-    logprobs=MAX_LOGPROBS,
+_DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 10, "top_p": 0.9, "min_p": 0.01},
 )
+_ADJUSTMENTS: tuple[dict[str, Any], ...] = (
+    {},
+    {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "logit_bias": ((0, 1.0),),
+        "logprobs": MAX_LOGPROBS,
+    },
+)
+_EVERY_WAY = tuple([SamplingParams(**draw, **adjustment) for draw in _DRAWS for adjustment in _ADJUSTMENTS])
+"""Adjusted logits are float32, so that each kind of draw has two variants of its kernels with a model of 16 bits."""

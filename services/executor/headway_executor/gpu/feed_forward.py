@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.activations import activation_of, gate_of
-from headway_executor.gpu.linear import AdaptedLinear, DenseLinear, DeviceLinear
+from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
@@ -45,8 +45,8 @@ class DenseFeedForward:
         self._gate_up = gate_up
         self._activate = activation_of(feed)
         self._gate = gate_of(feed)
-        self._together: DenseLinear | AdaptedLinear | None = None
-        if isinstance(gate_up, (DenseLinear, AdaptedLinear)) and self._gate is not Gate.NONE:
+        self._together: DenseLinear | CodedLinear | AdaptedLinear | None = None
+        if isinstance(gate_up, (DenseLinear, CodedLinear, AdaptedLinear)) and self._gate is not Gate.NONE:
             self._together = gate_up
         self._down = down
         self._space = space
@@ -54,7 +54,7 @@ class DenseFeedForward:
     def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:  # noqa: ARG002 - padding costs little
         """See ``DeviceFeedForward``."""
         up, inner = self._space.up[: len(inputs)], self._space.inner[: len(inputs)]
-        if self._together is None or not self._together.activate(inputs, inner, self._gate):
+        if self._together is None or not self._together.few(inputs, inner, self._gate):
             self._gate_up(inputs, up)
             self._activate(up, inner)
         self._down(inner, out)

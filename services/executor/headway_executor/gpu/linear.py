@@ -11,8 +11,8 @@ from torch import Tensor
 from headway_executor.models.adapted import StepAdapters
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear, workspace_elements
-from headway_kernels.gpu.weights import DeviceWeight
+from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
+from headway_kernels.gpu.weights import DeviceWeight, dense
 
 
 class DeviceLinear(Protocol):
@@ -38,43 +38,53 @@ class SplitWorkspace:
             self.arrived = torch.zeros(num_counters, dtype=torch.int32, device=self.arrived.device)
 
 
+class FewTokens:
+    """Products of a few tokens of 16-bit numbers, each of which has the same result in any number of them.
+
+    ``dtype`` is that of ``bias``, ``[out]`` or None, and of inputs.
+    """
+
+    def __init__(
+        self, weight: DeviceWeight, bias: Tensor | None, dtype: torch.dtype, workspace: SplitWorkspace
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._workspace = workspace
+        if dtype.itemsize == 2:
+            workspace.grow(*skinny_linear.workspace_sizes(weight.num_outputs, weight.num_inputs))
+
+    def __call__(self, inputs: Tensor, out: Tensor, gate: Gate = Gate.NONE) -> bool:
+        """Multiply; with a gate, gates and ups to ``[tokens, out / 2]``. False: nothing is done, they are too many or too wide."""
+        if not skinny_linear.takes(len(inputs), inputs.dtype):
+            return False
+        space = self._workspace
+        skinny_linear.skinny_linear(inputs, self._weight, self._bias, out, space.memory, space.arrived, gate)
+        return True
+
+
 class DenseLinear:
     """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, in the model's dtype.
 
-    A few tokens of 16-bit numbers are multiplied so that each has the same result in any number of them; of more, or of
-    float32, torch's library decides by their number how it adds.
+    Of more tokens than ``few``, or of float32, torch's library decides by their number how it adds.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, workspace: SplitWorkspace) -> None:
         self._weight = weight.contiguous()
         self._bias = bias
-        self._workspace = workspace
-        if weight.dtype.itemsize == 2:
-            workspace.grow(*skinny_linear.workspace_sizes(*weight.shape))
+        self.few = FewTokens(dense(self._weight), bias, weight.dtype, workspace)
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
-        if skinny_linear.takes(len(inputs), inputs.dtype):
-            self._skinny(inputs, out, Gate.NONE)
-        elif self._bias is None:
+        if self.few(inputs, out):
+            return
+        if self._bias is None:
             torch.mm(inputs, self._weight.t(), out=out)
         else:
             torch.addmm(self._bias, inputs, self._weight.t(), out=out)
 
-    def activate(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
-        """Multiply to gates and ups, and those to ``out``, ``[tokens, out / 2]``; False: nothing is done, they are too many."""
-        if not skinny_linear.takes(len(inputs), inputs.dtype):
-            return False
-        self._skinny(inputs, out, gate)
-        return True
-
-    def _skinny(self, inputs: Tensor, out: Tensor, gate: Gate) -> None:
-        space = self._workspace
-        skinny_linear.skinny_linear(inputs, self._weight, self._bias, out, space.memory, space.arrived, gate)
-
 
 class CodedLinear:
-    """Weights as codes; ``bias`` ``[out]`` or None, in the model's dtype, for which ``tilings`` are."""
+    """Weights as codes; ``bias`` ``[out]`` or None, in the model's ``dtype``, for which ``tilings`` are."""
 
     def __init__(
         self,
@@ -87,13 +97,13 @@ class CodedLinear:
     ) -> None:
         self._weight = weight
         self._bias = bias
-        self._workspace = workspace
         self._tilings = tilings
-        workspace.grow(workspace_elements(weight, dtype))
+        self.few = FewTokens(weight, bias, dtype, workspace)
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
-        quantized_linear(inputs, self._weight, self._bias, out, self._workspace.memory, self._tilings)
+        if not self.few(inputs, out):
+            quantized_linear(inputs, self._weight, self._bias, out, self._tilings)
 
 
 class AdaptedLinear:
@@ -110,10 +120,10 @@ class AdaptedLinear:
         self._product(inputs, out)
         self._step.add(self._layer, self._site, inputs, out)
 
-    def activate(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
-        """See ``DenseLinear``; what adapters add comes between the product and the activation."""
+    def few(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
+        """See ``FewTokens``; what adapters add comes between the product and the activation."""
         return (
-            not self._step.groups
-            and isinstance(self._product, DenseLinear)
-            and self._product.activate(inputs, out, gate)
+            not self._step.are_any
+            and isinstance(self._product, (DenseLinear, CodedLinear))
+            and self._product.few(inputs, out, gate)
         )

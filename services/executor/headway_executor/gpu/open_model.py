@@ -24,6 +24,7 @@ from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
 from headway_executor.gpu.device_weights import QuantizationKind
 from headway_executor.gpu.draft import DeviceDraftPass
+from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.loading import load_decoder
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.readback import Readback
@@ -43,6 +44,7 @@ from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.setting_checks import TRITON, option_of
 from headway_executor.speculation.draft_model import DraftModel
+from headway_kernels.gpu.skinny_linear import MOST_TOKENS
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowPromptLogprobs
@@ -291,7 +293,7 @@ class OpenModel:
         if self._adapters is not None:
             self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
         # No graph has what adapters add.
-        has_adapters = self._adapters is not None and bool(self._adapters.groups)
+        has_adapters = self._adapters is not None and self._adapters.are_any
         longest = int(batch.num_scheduled_tokens.max())
         self._target.launch(size, as_recorded=not has_adapters, longest=longest)
 
@@ -400,10 +402,20 @@ class OpenModel:
         self._launch(batch, shape)
         if self._draft is not None:
             self._draft.forward(self._draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))
+        if self._adapters is not None:
+            self._try_adapters(self._adapters)
         decoder = self._target.decoder
         self._prompt_reader.try_largest(decoder, self._rows.token_store, shape.num_tokens)
         self._sampler.try_largest(decoder.logits(shape.num_sampled), rows, self._upload.views, self._rows.token_store)
         self.runtime.mark().wait()
+
+    def _try_adapters(self, adapters: StepAdapters) -> None:
+        """Behind the gates and ups of few tokens to which an adapter adds lies no activation, which takes other kernels."""
+        adapters.are_any = True
+        for num_tokens in {1, min(MOST_TOKENS, self._config.max_num_batched_tokens)}:
+            num_rows = min(num_tokens, self._most_rows)
+            self._target.forward(LaunchSize(num_tokens, num_rows, has_decodes=True, has_chunks=False))
+        adapters.are_any = False
 
 
 def _nothing_drawn() -> StepResult:

@@ -170,4 +170,4 @@ def _tilings(products: tuple[ProductTiles, ...], width: int) -> tuple[Tiling, ..
 
 
 def _tiling(tiles: ProductTiles) -> Tiling:
-    return Tiling(tiles.max_tokens, tiles.tokens, tiles.outputs, tiles.inputs, 0, tiles.num_warps, tiles.num_stages)
+    return Tiling(tiles.max_tokens, tiles.tokens, tiles.outputs, tiles.inputs, tiles.num_warps, tiles.num_stages)

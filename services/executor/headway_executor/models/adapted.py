@@ -22,16 +22,18 @@ class _Group(NamedTuple):
 
 
 class StepAdapters:
-    """The adapters of the step that runs."""
+    """The adapters of the step that runs. ``are_any``: something may be added behind each product."""
 
     def __init__(self, adapters: ModelAdapters) -> None:
         self.adapters = adapters
+        self.are_any = False
         self.groups: list[_Group] = []
 
     def begin(self, token_rows: NDArray[np.integer], device: torch.device) -> None:
         """A step begins; ``token_rows``: the row of each token."""
         self.groups = []
         of_tokens = self.adapters.of_rows(token_rows)
+        self.are_any = of_tokens is not None
         if of_tokens is None:
             return
         tokens: dict[int, tuple[AdapterWeights, list[int]]] = {}

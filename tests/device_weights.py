@@ -1,0 +1,41 @@
+"""Weights as codes for tests of products, on a device, and the numbers that they stand for."""
+
+from dataclasses import replace
+
+import torch
+
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm
+from headway_kernels.gpu.weights import quantize, quantized
+
+
+def normal(seed, *shape, dtype=torch.float32, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def wide(seed, kind, num_outputs, num_inputs, device):
+    """A quantised weight, and the numbers that it stands for."""
+    codes, scales = quantize(normal(seed, num_outputs, num_inputs, device=device), kind)
+    return quantized(codes.float() * scales[:, None], kind), codes.double() * scales.double()[:, None]
+
+
+def on(device, weight):
+    tensors = ("values", "scales", "minima", "order")
+    moved = {name: getattr(weight, name) for name in tensors if getattr(weight, name) is not None}
+    return replace(weight, **{name: tensor.to(device) for name, tensor in moved.items()})
+
+
+def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False, has_order=False):
+    """A weight as a checkpoint may have it."""
+    draw = torch.Generator().manual_seed(seed)
+    shape, groups = (num_outputs, num_inputs), -(-num_inputs // group)
+    if form is CodeForm.FP8:
+        codes = (torch.randn(shape, generator=draw) * 30).to(torch.float8_e4m3fn)
+    else:
+        low, high = (0, 16) if form is CodeForm.CODES4 else (-128, 128)
+        codes = torch.randint(low, high, shape, generator=draw).to(CODE_DTYPES[form])
+    scales = torch.rand(num_outputs, groups, generator=draw) / 50
+    minima = -torch.rand(num_outputs, groups, generator=draw) / 10 if has_minima else None
+    group_of = None
+    if has_order:
+        group_of = (torch.arange(num_inputs) // group)[torch.randperm(num_inputs, generator=draw)].to(torch.int32)
+    return CodedWeight(form, codes, scales, group, minima, group_of)
