@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+LINEAR = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")
+"""How the names of weights end that are quantised."""
+
 GROUP = 32
 BLOCK = (32, 48)
 
@@ -53,7 +56,7 @@ def _gptq(
         zeros = low if symmetric else draw.integers(less, 1 << bits, (outputs, groups))
         scales = _scales(draw, groups, outputs)
         # One order for the projections that have the same inputs.
-        kind = inputs if base.rpartition(".")[2] in ("down_proj", "o_proj") else 0
+        kind = inputs if base.rpartition(".")[2] in ("down_proj", "o_proj", "w2") else 0
         kind = zlib.crc32(base.encode()) if own_order else kind
         order = np.random.default_rng(kind).permutation(inputs) if act_order else np.arange(inputs)
         group_of = order // GROUP
@@ -198,7 +201,7 @@ def quantise(directory: Path, kind: str, *, seed: int = 0) -> Path:
     shutil.copytree(directory, reference)
     stored = load_file(directory / "model.safetensors")
     dense = dict(stored)
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
+    for name in [name for name in stored if name.endswith(LINEAR)]:
         base = name.removesuffix(".weight")
         shape = stored.pop(name).shape
         tensors, values = store(draw, base, (shape[0], shape[1]))

@@ -90,6 +90,18 @@ class CodedWeight:
         minima = None if self.minima is None else change(self.minima)
         return replace(self, codes=_of_bytes(change, self.codes), scales=change(self.scales), minima=minima)
 
+    def with_inputs(self, count: int) -> "CodedWeight":
+        """Add inputs up to ``count``. Their weights are some numbers: whoever multiplies gives zeros there."""
+        more = count - self.codes.shape[1]
+        codes = _of_bytes(lambda rows: functional.pad(rows, (0, more)), self.codes)
+        if self.group_of is not None:
+            return replace(self, codes=codes, group_of=functional.pad(self.group_of, (0, more)))
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes, group=max(self.group, count))
+        groups = (0, -(-count // self.group) - self.scales.shape[1])
+        minima = None if self.minima is None else functional.pad(self.minima, groups)
+        return replace(self, codes=codes, scales=functional.pad(self.scales, groups), minima=minima)
+
     def contiguous(self) -> "CodedWeight":
         """The same in contiguous memory."""
         whole = self.with_rows(Tensor.contiguous)

@@ -184,16 +184,19 @@ class PackedLinear:
     ) -> None:
         self._library = library
         self._gated = gated
+        self.form: IntEnum
+        """In which the weights are held."""
         self.outputs, self.inputs = weight.shape
         wide_bias = None if bias is None else bias.float().contiguous()
         rest = (None if wide_bias is None else wide_bias.data_ptr(), self.outputs, self.inputs)
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
             struct = _coded_struct(kept)
-            held = _held_form(kept)
-            handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(held), int(gated))
+            self.form = _held_form(kept)
+            handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(self.form), int(gated))
         else:
             wide = weight.float().contiguous()
+            self.form = form
             handle = library.functions.headway_linear_new(wide.data_ptr(), *rest, int(form), int(gated))
         self.handle = made(handle, "the weights")
 
