@@ -239,6 +239,7 @@ CODED_MIXTURE = MIXTURE | {"moe_intermediate_size": 64, "shared_expert_intermedi
         ("awq", "auto", CODED_MIXTURE),
         ("fp8-blocks", "auto", CODED_MIXTURE),
         ("w8a8", "int8", CODED_MIXTURE),
+        ("mxfp4", "int8", STACKED),
     ],
 )
 def test_ranks_of_a_quantised_checkpoint_give_the_bits_of_one_rank(library, tmp_path, kind, activations, model):

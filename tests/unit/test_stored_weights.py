@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from decoder_driver import (
     Sequences,
@@ -24,7 +25,7 @@ from headway_executor.models.loading import check_tensors
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import CodeForm, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
-from quantised_checkpoints import KINDS, LINEAR, change_config, quantise
+from quantised_checkpoints import KINDS, LINEAR, STACKS, change_config, quantise
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
 _FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
@@ -51,6 +52,14 @@ _MIXTURES = {
     },
 }
 
+_STACKED = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "sliding_window": 20,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+}
 _OF_MIXTURES = ("gptq-act-order", "awq", "w4a16-zeros", "w8a8", "fp8-blocks")
 
 
@@ -98,6 +107,7 @@ def test_a_quantised_weight_stands_for_its_reference(tmp_path, kind):
     ("sizes", "kind"),
     [({}, kind) for kind in KINDS]
     + [(_MIXTURES["qwen3-moe"], kind) for kind in KINDS]
+    + [(_STACKED, "mxfp4")]
     + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert") for kind in _OF_MIXTURES],
 )
 def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, kind):
@@ -123,6 +133,8 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, ki
         ("w8a16", {}, CodeForm.CODES8),
         ("fp8-blocks", {}, CodeForm.FP8),
         ("awq", {"activations": "int8"}, BlockForm.CODES4),
+        ("mxfp4", {}, CodeForm.CODES8),
+        ("mxfp4", {"activations": "int8"}, BlockForm.CODES8),
         ("w8a8", {"activations": "int8"}, WeightForm.INT8),
         (None, {"quantization": "int8"}, WeightForm.INT8),
         (None, {"quantization": "int4"}, BlockForm.CODES4),
@@ -130,7 +142,8 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, ki
 )
 def test_experts_are_held_as_codes(tmp_path, kind, settings, form):
     """And are close to what they stand for, if their inputs are rounded."""
-    directory = write_checkpoint(tmp_path / "model", **_SIZES | _MIXTURES["a shared expert"])
+    sizes = _STACKED if kind == "mxfp4" else _MIXTURES["a shared expert"]
+    directory = write_checkpoint(tmp_path / "model", **_SIZES | sizes)
     reference = rounded(directory, **settings) if kind is None else quantise(directory, kind)
     sequences = Sequences(num_rows=1, length=20, vocab_size=96, block_size=8)
     exact = sequences.logits_of_all_tokens(eager_model(reference, sequences), [Span(0, 0, 20)])
@@ -141,6 +154,20 @@ def test_experts_are_held_as_codes(tmp_path, kind, settings, form):
         CompiledModel(decoder, compiled_pool(directory, decoder, sequences)), [Span(0, 0, 20)]
     )
     assert float((found - exact).norm() / exact.norm()) < (0.5 if settings else 1e-4)
+
+
+def test_a_stack_of_mxfp4_is_what_transformers_makes_of_it(tmp_path):
+    reference = load_file(written(tmp_path / "model", "mxfp4", **_STACKED) / "model.safetensors")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        for name in [name for name in reference if name.endswith(STACKS)]:
+            theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+            assert torch.equal(checkpoint.read(name, range(4)), theirs)
+            assert torch.equal(reference[name], theirs)
+            some = checkpoint.read(name, range(1, 2), range(8, 24))
+            assert torch.equal(some, theirs[1:2, :, 8:24])
+            assert checkpoint.read_codes(name, range(2, 3)).shape == theirs[2].t().shape
 
 
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
