@@ -279,6 +279,7 @@ def codes_of(form, group, *, has_minima=False, is_scattered=False, rounds_inputs
         {"form": CodeForm.CODES8, "group": 16, "has_minima": True},
         {"form": CodeForm.CODES8, "group": None},
         {"form": CodeForm.FP8, "group": 48},
+        {"form": CodeForm.FP4, "group": 32},
     ],
     ids=str,
 )
@@ -298,6 +299,7 @@ def test_experts_of_codes_have_the_bits_of_experts_of_what_they_stand_for(librar
         {"form": CodeForm.CODES4, "group": 32, "has_minima": True},
         {"form": CodeForm.CODES8, "group": 16},
         {"form": CodeForm.CODES8, "group": None},
+        {"form": CodeForm.FP4, "group": 32},
     ],
     ids=str,
 )

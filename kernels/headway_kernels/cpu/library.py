@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
+from headway_kernels.cpu.coded_weight import CodedWeight
 
 _DIRECTORY = Path(__file__).parent
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni")
@@ -44,14 +44,15 @@ class WeightForm(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
-    PAIRS = 8
+    PAIRS = 10
 
 
 class BlockForm(IntEnum):
     """Codes that are multiplied as integers, with inputs that are rounded to 8 bits in blocks."""
 
-    CODES4 = 6
-    CODES8 = 7
+    CODES4 = 7
+    CODES8 = 8
+    FP4 = 9
 
 
 class CpuLibrary:
@@ -227,7 +228,7 @@ def _held_form(weight: CodedWeight) -> IntEnum:
     if weight.is_for_int8:
         return WeightForm.INT8
     if weight.is_for_blocks:
-        return BlockForm.CODES4 if weight.form is CodeForm.CODES4 else BlockForm.CODES8
+        return BlockForm[weight.form.name]
     return weight.form
 
 

@@ -60,7 +60,7 @@ def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False,
     if form is CodeForm.FP8:
         codes = (torch.randn(shape, generator=draw) * 30).to(torch.float8_e4m3fn)
     else:
-        low, high = (0, 16) if form is CodeForm.CODES4 else (-128, 128)
+        low, high = (0, 16) if form in (CodeForm.CODES4, CodeForm.FP4) else (-128, 128)
         codes = torch.randint(low, high, shape, generator=draw).to(CODE_DTYPES[form])
     scales = torch.rand(num_outputs, groups, generator=draw) / 50
     minima = -torch.rand(num_outputs, groups, generator=draw) / 10 if has_minima else None
@@ -162,7 +162,7 @@ def test_codes_come_in_pairs_if_groups_are_whole_blocks():
 def test_every_code_is_its_number(kernel_device, dtype):
     patterns = torch.arange(256, dtype=torch.uint8)
     for form, code_dtype in CODE_DTYPES.items():
-        codes = patterns[:16] if form is CodeForm.CODES4 else patterns.view(code_dtype)
+        codes = patterns[:16] if form in (CodeForm.CODES4, CodeForm.FP4) else patterns.view(code_dtype)
         codes = codes[codes.float().isfinite()][:, None].expand(-1, 16).contiguous()
         x = torch.zeros(1, 16, dtype=dtype, device=kernel_device)
         x[0, 3] = 1

@@ -19,8 +19,6 @@ _BYTES = ("U8",)
 _LOW_4 = 15
 _NO_NUMBER = 255
 _ONE = 127
-_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice what the codes without a sign stand for: integers, so that signed codes of 8 bits hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,5 @@ class Mxfp4:
         if bool((exponents == _NO_NUMBER).any()):
             raise ModelFilesError(f"{base}_scales: a scale is not a number; allowed: 0 to {_NO_NUMBER - 1}")
         numbers = torch.stack([blocks & _LOW_4, blocks >> 4], dim=-1).flatten(1)
-        twice = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.int8)
         halves = torch.ldexp(torch.ones(exponents.shape), exponents.int() - (_ONE + 1))
-        return CodedWeight(CodeForm.CODES8, twice[numbers.long()], halves, _BLOCK)
+        return CodedWeight(CodeForm.FP4, numbers, halves, _BLOCK)
