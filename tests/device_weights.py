@@ -31,7 +31,7 @@ def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False,
     if form is CodeForm.FP8:
         codes = (torch.randn(shape, generator=draw) * 30).to(torch.float8_e4m3fn)
     else:
-        low, high = (0, 16) if form is CodeForm.CODES4 else (-128, 128)
+        low, high = (0, 16) if form in (CodeForm.CODES4, CodeForm.FP4) else (-128, 128)
         codes = torch.randint(low, high, shape, generator=draw).to(CODE_DTYPES[form])
     scales = torch.rand(num_outputs, groups, generator=draw) / 50
     minima = -torch.rand(num_outputs, groups, generator=draw) / 10 if has_minima else None

@@ -1,7 +1,7 @@
 """Checkpoints with quantised weights, written number by number in the layouts that published ones have.
 
 ``quantise(directory, kind)`` rewrites the linear weights of a float checkpoint; beside it stands the float32 checkpoint of
-what they stand for. ``KINDS`` lists the layouts.
+what they stand for. ``KINDS`` and ``STACKED_KINDS`` list the layouts.
 """
 
 import json
@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+LINEAR = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")
+"""How the names of weights end that are quantised."""
+
 GROUP = 32
 BLOCK = (32, 48)
 
 _Ints = NDArray[np.int64]
 _Stored = tuple[dict[str, Tensor], NDArray[np.float64]]
-_Store = Callable[[np.random.Generator, str, tuple[int, int]], _Stored]
+_Store = Callable[[np.random.Generator, str, tuple[int, ...]], _Stored]
 
 
 def _words(numbers: _Ints, bits: int, axis: int) -> Tensor:
@@ -45,7 +48,7 @@ def _wide(scales: Tensor) -> NDArray[np.float64]:
 def _gptq(
     bits: int, *, less: int = 1, act_order: bool = False, own_order: bool = False, symmetric: bool = False
 ) -> _Store:
-    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
         outputs, inputs = shape
         groups = inputs // GROUP
         codes = draw.integers(0, 1 << bits, shape)
@@ -53,7 +56,7 @@ def _gptq(
         zeros = low if symmetric else draw.integers(less, 1 << bits, (outputs, groups))
         scales = _scales(draw, groups, outputs)
         # One order for the projections that have the same inputs.
-        kind = inputs if base.rpartition(".")[2] in ("down_proj", "o_proj") else 0
+        kind = inputs if base.rpartition(".")[2] in ("down_proj", "o_proj", "w2") else 0
         kind = zlib.crc32(base.encode()) if own_order else kind
         order = np.random.default_rng(kind).permutation(inputs) if act_order else np.arange(inputs)
         group_of = order // GROUP
@@ -68,7 +71,7 @@ def _gptq(
     return store
 
 
-def _awq(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+def _awq(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
     outputs, inputs = shape
     codes = draw.integers(0, 16, (inputs, outputs))
     zeros = draw.integers(0, 16, (inputs // GROUP, outputs))
@@ -88,7 +91,7 @@ def _awq(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Store
 
 
 def _packed(bits: int, *, symmetric: bool = True, group: int | None = GROUP) -> _Store:
-    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
         outputs, inputs = shape
         size = group or inputs
         half = 1 << (bits - 1)
@@ -109,7 +112,7 @@ def _packed(bits: int, *, symmetric: bool = True, group: int | None = GROUP) -> 
 
 
 def _bytes(*, per_tensor: bool = False, symmetric: bool = True) -> _Store:
-    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
         codes = draw.integers(-128, 128, shape)
         scales = _scales(draw, *((1,) if per_tensor else (shape[0], 1)), dtype=torch.float32) / 16
         zeros = np.zeros((shape[0], 1), np.int64)
@@ -123,7 +126,7 @@ def _bytes(*, per_tensor: bool = False, symmetric: bool = True) -> _Store:
 
 
 def _float8(kind: str, scale_name: str = "weight_scale", *, is_static: bool = False) -> _Store:
-    def store(draw: np.random.Generator, base: str, shape: tuple[int, int]) -> _Stored:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
         codes = torch.from_numpy(draw.normal(0, 30, shape)).to(torch.float8_e4m3fn)
         codes[0, 0], codes[0, 1] = 2**-9, -448  # The smallest and the largest.
         counts = tuple(-(-size // block) for size, block in zip(shape, BLOCK, strict=True))
@@ -138,6 +141,20 @@ def _float8(kind: str, scale_name: str = "weight_scale", *, is_static: bool = Fa
         return stored, codes.double().numpy() * wide
 
     return store
+
+
+def _mxfp4(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+    """A stack ``[count, inputs, outputs]``."""
+    count, inputs, outputs = shape
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = draw.integers(0, 16, (count, outputs, inputs))
+    exponents = draw.integers(120, 124, (count, outputs, inputs // 32))
+    dense = values[codes] * 2.0 ** (exponents - 127).repeat(32, -1)
+    pairs = codes.reshape(count, outputs, -1, 16, 2)
+    return {
+        f"{base}_blocks": torch.from_numpy((pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)),
+        f"{base}_scales": torch.from_numpy(exponents.astype(np.uint8)),
+    }, dense.swapaxes(1, 2)
 
 
 def _gptq_config(bits: int = 4, **changes: object) -> dict[str, object]:
@@ -189,19 +206,24 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     ),
 }
 
+STACKED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
+    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, _mxfp4)
+}
+"""Layouts of experts that are one tensor."""
+
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+
 
 def quantise(directory: Path, kind: str, *, seed: int = 0) -> Path:
     """Rewrite a checkpoint; return the directory of its float32 reference."""
-    described, store = KINDS[kind]
+    described, store = (KINDS | STACKED_KINDS)[kind]
     draw = np.random.default_rng(seed)
     reference = directory.with_name(f"{directory.name}-reference")
     shutil.copytree(directory, reference)
     stored = load_file(directory / "model.safetensors")
     dense = dict(stored)
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
-        base = name.removesuffix(".weight")
-        shape = stored.pop(name).shape
-        tensors, values = store(draw, base, (shape[0], shape[1]))
+    for name in [name for name in stored if name.endswith(STACKS if kind in STACKED_KINDS else LINEAR)]:
+        tensors, values = store(draw, name.removesuffix(".weight"), tuple(stored.pop(name).shape))
         stored |= {name: tensor.contiguous() for name, tensor in tensors.items()}
         dense[name] = torch.from_numpy(values).float().contiguous()
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})

@@ -15,7 +15,11 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run he
 
 NORM_EPS = 1e-5
 WHOLE = 0
-GROUPS = {CodeForm.CODES4: (32, 64, 128, WHOLE), CodeForm.CODES8: (16, 32, 64, WHOLE)}
+GROUPS = {
+    CodeForm.CODES4: (32, 64, 128, WHOLE),
+    CodeForm.CODES8: (16, 32, 64, WHOLE),
+    CodeForm.FP4: (32, 32, 64, WHOLE),
+}
 SHAPES = ((1, 16), (15, 32), (33, 97), (70, 300))
 
 
@@ -33,7 +37,7 @@ def coded(form, outputs, inputs, group, draw, *, has_minima, is_exact=False):
     """A weight; ``is_exact``: its scales and minima are powers of two, so that float32 holds all sums of small products."""
     size = group or inputs
     values = (outputs, -(-inputs // size))
-    if form is CodeForm.CODES4:
+    if form is not CodeForm.CODES8:
         codes = torch.randint(0, 16, (outputs, inputs), generator=draw, dtype=torch.uint8)
     else:
         codes = torch.randint(-128, 128, (outputs, inputs), generator=draw, dtype=torch.int8)
@@ -54,7 +58,7 @@ def wide(weight):
     """Float64."""
     groups = torch.arange(weight.shape[1]) // weight.group
     middle = 8.0 if weight.form is CodeForm.CODES4 and weight.minima is None else 0.0
-    dense = (weight.codes.double() - middle) * weight.scales.double()[:, groups]
+    dense = (weight.with_integers().codes.double() - middle) * weight.scales.double()[:, groups]
     return dense if weight.minima is None else dense + weight.minima.double()[:, groups]
 
 
@@ -109,6 +113,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(library, team):
         (CodeForm.CODES4, 32, False),
         (CodeForm.CODES4, 128, True),
         (CodeForm.CODES8, 16, True),
+        (CodeForm.FP4, 32, False),
     ):
         draw = torch.Generator().manual_seed(group)
         weight = coded(form, 70, 300, group, draw, has_minima=has_minima)

@@ -20,7 +20,7 @@ GROUPS = (16, 32, 64, 128, 300)
 
 
 def drawn_codes(form, shape, draw):
-    if form is CodeForm.CODES4:
+    if form in (CodeForm.CODES4, CodeForm.FP4):
         return torch.randint(0, 16, shape, generator=draw, dtype=torch.uint8)
     if form is CodeForm.CODES8:
         return torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8)
@@ -101,6 +101,9 @@ def test_unified_parts_are_the_same_weights():
         assert len({(part.form, part.group, part.minima is None) for part in same}) == 1
         assert all(torch.equal(part.float(), was.float()) for part, was in zip(same, parts, strict=True))
     assert unified([fine, plain])[0].form is CodeForm.CODES4
+    small = drawn(CodeForm.FP4, 8, 64, 32)
+    assert [part.form for part in unified([small, coarse])] == [CodeForm.CODES8] * 2
+    assert torch.equal(unified([small, coarse])[0].float(), small.float())
     floats = drawn(CodeForm.FP8, 8, 64, 32)
     assert unified([floats, fine]) is None
     assert unified([floats, floats]) == [floats, floats]

@@ -225,13 +225,26 @@ def test_ranks_that_begin_different_steps_are_found(library, tmp_path):
     assert errors == ["the ranks of this executor began different steps"] * 2
 
 
+CODED_MIXTURE = MIXTURE | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+
+
 @pytest.mark.parametrize(
-    ("kind", "activations"),
-    [("awq", "auto"), ("gptq-act-order", "auto"), ("fp8-blocks", "auto"), ("awq", "int8"), ("w8a16", "int8")],
+    ("kind", "activations", "model"),
+    [
+        ("awq", "auto", {}),
+        ("gptq-act-order", "auto", {}),
+        ("fp8-blocks", "auto", {}),
+        ("awq", "int8", {}),
+        ("w8a16", "int8", {}),
+        ("awq", "auto", CODED_MIXTURE),
+        ("fp8-blocks", "auto", CODED_MIXTURE),
+        ("w8a8", "int8", CODED_MIXTURE),
+        ("mxfp4", "int8", STACKED),
+    ],
 )
-def test_ranks_of_a_quantised_checkpoint_give_the_bits_of_one_rank(library, tmp_path, kind, activations):
+def test_ranks_of_a_quantised_checkpoint_give_the_bits_of_one_rank(library, tmp_path, kind, activations, model):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    directory = write_checkpoint(tmp_path / "model", **sizes)
+    directory = write_checkpoint(tmp_path / "model", **model | sizes)
     quantise(directory, kind)
     sequences = Sequences(num_rows=3, length=100, vocab_size=90, block_size=8)
     settings = {"activations": activations}

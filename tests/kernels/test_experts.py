@@ -22,6 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from headway_executor.models.decoder import FeedForward
 from headway_executor.models.experts import Experts
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm
 from headway_kernels.cpu.experts import PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
@@ -143,7 +144,8 @@ class Layer:
         self.correction = drawn(NUM_EXPERTS, seed=6, scale=0.3) if routing.scoring is Scoring.SIGMOID else None
         self.norm = 0.5 + drawn(HIDDEN, seed=7).abs()
 
-    def packed(self, library, form):
+    def packed(self, library, form, coded=lambda weight: weight):
+        """``coded`` makes codes of a weight, or numbers."""
         every = [*self.experts, self.shared] if self.shared else self.experts
         router = PackedLinear(library, self.router, None, WeightForm.FLOAT32)
         activation = Activation.SILU if self.activation == "silu" else Activation.CLAMPED_SWISH
@@ -151,7 +153,16 @@ class Layer:
         def pack(weight, bias, *, gated=False):
             return PackedLinear(library, weight, bias, form, gated=gated)
 
-        packed = [packed_expert(library.panel, expert, pack, activation) for expert in every]
+        packed = [
+            packed_expert(
+                library.panel,
+                (coded(expert.gate_up), expert.gate_up_bias),
+                (coded(expert.down), expert.down_bias),
+                pack,
+                activation,
+            )
+            for expert in every
+        ]
         return PackedExperts(
             library, self.routing, router, packed, self.correction, has_gate=self.gate, activation=activation
         )
@@ -221,15 +232,102 @@ def test_8_bit_experts_are_chosen_by_a_router_in_full_precision(library):
     torch.testing.assert_close(given, layer.expected(hidden, in_8_bits), rtol=0.01, atol=0.05)
 
 
-@pytest.mark.parametrize("form", WeightForm)
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_rows_experts_give_the_same_bits_in_any_company(library, form, num_threads):
-    layer = Layer(V3, shared="gated")
-    packed, team = layer.packed(library, form), Team(library, num_threads)
+def company_changes_nothing(layer, packed, team):
     hidden = drawn(90, HIDDEN)
     together = packed(team, hidden, layer.norm, EPS)
     for rows in (slice(0, 1), slice(7, 9), slice(30, 61)):
         assert torch.equal(packed(team, hidden[rows], layer.norm, EPS), together[rows])
+    return together
+
+
+@pytest.mark.parametrize("form", WeightForm)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_rows_experts_give_the_same_bits_in_any_company(library, form, num_threads):
+    layer = Layer(V3, shared="gated")
+    company_changes_nothing(layer, layer.packed(library, form), Team(library, num_threads))
+
+
+def codes_of(form, group, *, has_minima=False, is_scattered=False, rounds_inputs=False):
+    """Codes of a weight's shape, which do not stand for it."""
+
+    def coded(weight):
+        draw = torch.Generator().manual_seed(weight.shape[0])
+        outputs, inputs = weight.shape
+        size = group or inputs
+        groups = -(-inputs // size)
+        codes = torch.randint(0, 127 if form is CodeForm.FP8 else 16, weight.shape, generator=draw, dtype=torch.uint8)
+        return CodedWeight(
+            form,
+            codes.view(CODE_DTYPES[form]),
+            torch.rand(outputs, groups, generator=draw) * (1e-3 if form is CodeForm.FP8 else 0.03),
+            size,
+            torch.rand(outputs, groups, generator=draw) * -0.2 if has_minima else None,
+            torch.randint(0, groups, (inputs,), generator=draw, dtype=torch.int32) if is_scattered else None,
+            rounds_inputs=rounds_inputs,
+        )
+
+    return coded
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped_swish"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"form": CodeForm.CODES4, "group": 16},
+        {"form": CodeForm.CODES4, "group": 32, "has_minima": True},
+        {"form": CodeForm.CODES4, "group": 16, "is_scattered": True},
+        {"form": CodeForm.CODES8, "group": 16, "has_minima": True},
+        {"form": CodeForm.CODES8, "group": None},
+        {"form": CodeForm.FP8, "group": 48},
+        {"form": CodeForm.FP4, "group": 32},
+    ],
+    ids=str,
+)
+def test_experts_of_codes_have_the_bits_of_experts_of_what_they_stand_for(library, kind, activation):
+    layer = Layer(V3, shared="gated" if activation == "silu" else "none", activation=activation)
+    coded, team = codes_of(**kind), Team(library, 2)
+    wide = layer.packed(library, WeightForm.FLOAT32, lambda weight: coded(weight).float())
+    hidden = drawn(90, HIDDEN)
+    found = company_changes_nothing(layer, layer.packed(library, WeightForm.FLOAT32, coded), team)
+    assert torch.equal(found, wide(team, hidden, layer.norm, EPS))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"form": CodeForm.CODES4, "group": 32},
+        {"form": CodeForm.CODES4, "group": 32, "has_minima": True},
+        {"form": CodeForm.CODES8, "group": 16},
+        {"form": CodeForm.CODES8, "group": None},
+        {"form": CodeForm.FP4, "group": 32},
+    ],
+    ids=str,
+)
+def test_experts_of_codes_round_their_inputs_if_they_may(library, kind):
+    layer = Layer(V3, shared="gated")
+    exact, rounded = (
+        company_changes_nothing(
+            layer, layer.packed(library, WeightForm.FLOAT32, codes_of(**kind, rounds_inputs=rounds)), Team(library, 2)
+        )
+        for rounds in (False, True)
+    )
+    assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 0.05
+
+
+def test_experts_may_be_stored_in_different_ways(library):
+    """One with codes whose inputs are rounded, which no product before it can pack, beside others."""
+    layer = Layer(V3, shared="plain")
+
+    def given(*, rounds):
+        coded = codes_of(CodeForm.CODES8, 16, rounds_inputs=rounds)
+
+        def of_shared(weight):
+            return coded(weight) if weight.shape in ((HIDDEN, SHARED_INNER), (2 * SHARED_INNER, HIDDEN)) else weight
+
+        return company_changes_nothing(layer, layer.packed(library, WeightForm.FLOAT32, of_shared), Team(library, 2))
+
+    rounded, exact = given(rounds=True), given(rounds=False)
+    assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 0.05
 
 
 def test_a_row_that_is_no_number_stays_alone(library):

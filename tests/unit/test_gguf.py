@@ -48,6 +48,19 @@ PLACES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.0.gate_proj": "ffn_gate_exps",
+    "mlp.experts.0.up_proj": "ffn_up_exps",
+    "mlp.experts.0.down_proj": "ffn_down_exps",
+}
+MIXTURE = SIZES | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
 }
 FORMS = {Kind.Q4_0: CodeForm.CODES4, Kind.Q8_0: CodeForm.CODES8, Kind.Q4_K: CodeForm.CODES4, Kind.Q6_K: CodeForm.CODES8}
 TEXTS = (
@@ -85,9 +98,15 @@ def turned(rows, heads):
     return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def write_file(path, kinds, *, architecture="llama", changes=()):
+def add_experts(writer):
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(256)
+
+
+def write_file(path, kinds, *, architecture="llama", changes=(), sizes=SIZES):
     """Write a GGUF file, and beside it the float32 checkpoint that it stands for; return that one's directory."""
-    reference = write_checkpoint(path.with_name("reference"), **SIZES)
+    reference = write_checkpoint(path.with_name("reference"), **sizes)
     stored = load_file(reference / "model.safetensors")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -104,12 +123,18 @@ def write_file(path, kinds, *, architecture="llama", changes=()):
     draw = np.random.default_rng(0)
     for number, name in enumerate(sorted(stored)):
         heads = HEADS if "q_proj" in name else 2 if "k_proj" in name else None
-        if stored[name].dim() == 1:
+        heads = heads if architecture == "llama" else None
+        if stored[name].dim() == 1 or ".mlp.gate." in name:
             writer.add_tensor(name_in_file(name), stored[name].numpy())
             continue
+        if ".experts." in name and ".experts.0." not in name:
+            continue
         kind = kinds[number % len(kinds)]
-        data = blocks_of(kind, *stored[name].shape, draw)
-        stored[name] = torch.from_numpy(gguf.quants.dequantize(data, kind).astype(np.float32))
+        stack = [name.replace(".experts.0.", f".experts.{i}.") for i in range(4 if ".experts." in name else 1)]
+        data = np.stack([blocks_of(kind, *stored[one].shape, draw) for one in stack])
+        for one, blocks in zip(stack, data, strict=True):
+            stored[one] = torch.from_numpy(gguf.quants.dequantize(blocks, kind).astype(np.float32))
+        data = data if ".experts." in name else data[0]
         writer.add_tensor(name_in_file(name), turned(data, heads) if heads else data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -141,9 +166,21 @@ def add_tokens(writer, model, tokens, *, kinds=None, merges=None, pre=None, scor
         writer.add_token_scores(scores)
 
 
-@pytest.mark.parametrize("kinds", [[kind] for kind in FORMS] + [[Kind.Q4_K, Kind.Q6_K, Kind.Q8_0]], ids=str)
-def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds):
-    reference = write_file(tmp_path / "model.gguf", kinds)
+MIXED = [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings"),
+    [([kind], {}) for kind in FORMS]
+    + [(MIXED, {})]
+    + [
+        (kinds, {"architecture": "qwen3moe", "sizes": MIXTURE, "changes": [add_experts]})
+        for kinds in ([Kind.Q4_K], MIXED)
+    ],
+    ids=str,
+)
+def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds, settings):
+    reference = write_file(tmp_path / "model.gguf", kinds, **settings)
     directory = tmp_path / "model"
     assert main(["gguf", str(tmp_path / "model.gguf"), str(directory)]) == 0
     config = read_model_config(directory)

@@ -2,19 +2,30 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from decoder_driver import Sequences, Span, compiled_model, eager_model, write_checkpoint
+from decoder_driver import (
+    Sequences,
+    Span,
+    compiled_decoder,
+    compiled_model,
+    compiled_pool,
+    eager_model,
+    write_checkpoint,
+)
 from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.models.compiled import CompiledModel
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
 from headway_executor.weights import Checkpoint
-from headway_kernels.cpu.coded_weight import CodeForm
-from headway_kernels.cpu.library import load_library
-from quantised_checkpoints import KINDS, change_config, quantise
+from headway_kernels.cpu.coded_weight import CodeForm, rounded_to_4_bits, rounded_to_8_bits
+from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
+from quantised_checkpoints import KINDS, LINEAR, STACKS, change_config, quantise
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
 _FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
@@ -22,9 +33,52 @@ _FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
 )
 
 
+_MIXTURES = {
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+    "a shared expert": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 160,
+        "mlp_only_layers": [0],
+    },
+}
+
+_STACKED = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "sliding_window": 20,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+_OF_MIXTURES = ("gptq-act-order", "awq", "w4a16-zeros", "w8a8", "fp8-blocks")
+
+
 def written(directory, kind, **changes):
     write_checkpoint(directory, **_SIZES | changes)
     return quantise(directory, kind)
+
+
+def rounded(directory, quantization):
+    """A checkpoint of what the weights of another are rounded to."""
+    reference = directory.with_name("reference")
+    shutil.copytree(directory, reference)
+    tensors = load_file(directory / "model.safetensors")
+    change = {"int8": rounded_to_8_bits, "int4": rounded_to_4_bits}[quantization]
+    for name in tensors:
+        if name.endswith((*LINEAR, "lm_head.weight")):
+            tensors[name] = change(tensors[name]).float()
+    save_file(tensors, reference / "model.safetensors", metadata={"format": "pt"})
+    return reference
 
 
 def form_of(kind):
@@ -39,7 +93,7 @@ def test_a_quantised_weight_stands_for_its_reference(tmp_path, kind):
     with Checkpoint(tmp_path / "model") as checkpoint:
         check_tensors(read_model_config(tmp_path / "model"), checkpoint)
         for name, wide in reference.items():
-            assert checkpoint.is_coded(name) == name.endswith("_proj.weight")
+            assert checkpoint.is_coded(name) == name.endswith(LINEAR)
             # The reference is rounded once; a product of scale and minimum may be rounded first.
             torch.testing.assert_close(checkpoint.read(name).float(), wide.float(), rtol=1e-6, atol=1e-7)
             some = checkpoint.read(name, range(5, 9))
@@ -49,9 +103,15 @@ def test_a_quantised_weight_stands_for_its_reference(tmp_path, kind):
                 assert torch.equal(checkpoint.read(name, range(3), range(4, 6)), checkpoint.read(name)[:3, 4:6])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, kind):
-    reference = written(tmp_path / "model", kind)
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [({}, kind) for kind in KINDS]
+    + [(_MIXTURES["qwen3-moe"], kind) for kind in KINDS]
+    + [(_STACKED, "mxfp4")]
+    + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert") for kind in _OF_MIXTURES],
+)
+def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, kind):
+    reference = written(tmp_path / "model", kind, **sizes)
     sequences = Sequences(num_rows=3, length=20, vocab_size=96, block_size=8)
     spans = [Span(row, 0, 20) for row in range(3)]
     library = load_library()
@@ -60,7 +120,54 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, kind):
     if library is not None:
         runs.append(compiled_model(tmp_path / "model", library, sequences))
     for model in runs:
-        torch.testing.assert_close(sequences.logits_of_all_tokens(model, spans), exact, rtol=1e-3, atol=1e-3)
+        found = sequences.logits_of_all_tokens(model, spans)
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+        assert torch.equal(found.argmax(-1), exact.argmax(-1))
+
+
+@pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
+@pytest.mark.parametrize(
+    ("kind", "settings", "form"),
+    [
+        ("awq", {}, CodeForm.CODES4),
+        ("w8a16", {}, CodeForm.CODES8),
+        ("fp8-blocks", {}, CodeForm.FP8),
+        ("awq", {"activations": "int8"}, BlockForm.CODES4),
+        ("mxfp4", {}, CodeForm.FP4),
+        ("mxfp4", {"activations": "int8"}, BlockForm.FP4),
+        ("w8a8", {"activations": "int8"}, WeightForm.INT8),
+        (None, {"quantization": "int8"}, WeightForm.INT8),
+        (None, {"quantization": "int4"}, BlockForm.CODES4),
+    ],
+)
+def test_experts_are_held_as_codes(tmp_path, kind, settings, form):
+    """And are close to what they stand for, if their inputs are rounded."""
+    sizes = _STACKED if kind == "mxfp4" else _MIXTURES["a shared expert"]
+    directory = write_checkpoint(tmp_path / "model", **_SIZES | sizes)
+    reference = rounded(directory, **settings) if kind is None else quantise(directory, kind)
+    sequences = Sequences(num_rows=1, length=20, vocab_size=96, block_size=8)
+    exact = sequences.logits_of_all_tokens(eager_model(reference, sequences), [Span(0, 0, 20)])
+    decoder = compiled_decoder(directory, load_library(), block_size=8, **settings)
+    experts = decoder._kept[1][1].feed_forward._kept[1]
+    assert {product.form for pair in experts for product in pair} == {form}
+    found = sequences.logits_of_all_tokens(
+        CompiledModel(decoder, compiled_pool(directory, decoder, sequences)), [Span(0, 0, 20)]
+    )
+    assert float((found - exact).norm() / exact.norm()) < (0.5 if settings else 1e-4)
+
+
+def test_a_stack_of_mxfp4_is_what_transformers_makes_of_it(tmp_path):
+    reference = load_file(written(tmp_path / "model", "mxfp4", **_STACKED) / "model.safetensors")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        for name in [name for name in reference if name.endswith(STACKS)]:
+            theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+            assert torch.equal(checkpoint.read(name, range(4)), theirs)
+            assert torch.equal(reference[name], theirs)
+            some = checkpoint.read(name, range(1, 2), range(8, 24))
+            assert torch.equal(some, theirs[1:2, :, 8:24])
+            assert checkpoint.read_codes(name, range(2, 3)).shape == theirs[2].t().shape
 
 
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")

@@ -141,6 +141,14 @@ QUANTISED_SIZES = {
         "moe_intermediate_size": 96,
         "norm_topk_prob": True,
     },
+    "stacked": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
+        "sliding_window": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "latent": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "num_key_value_heads": 4,
@@ -168,6 +176,7 @@ QUANTISED_SIZES = {
         pytest.param("experts", "fp8-blocks", marks=pytest.mark.deep),
         pytest.param("experts", "gptq-own-orders", marks=pytest.mark.deep),
         pytest.param("latent", "fp8-blocks", marks=pytest.mark.deep),
+        ("stacked", "mxfp4"),
     ],
 )
 def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path, sizes, kind):
@@ -194,7 +203,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         assert [entry.logprob for entry in request.logprobs] == pytest.approx(
             [entry.logprob for entry in other.logprobs], abs=1e-3
         )
-    if sizes != "latent" and kind != "gptq-own-orders":
+    if sizes not in ("latent", "stacked") and kind != "gptq-own-orders":
         qkv = backend._model._target.decoder._weights.layers[0].qkv
         assert isinstance(
             getattr(qkv, "_product", qkv), CodedLinear

@@ -112,6 +112,22 @@ INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
 #endif
 }
 
+INLINE void sum_fp4(const int rows, const half_block *of, ivec *sums) {
+    const int quads = BLOCK / QUAD / 2;
+    UNROLLED
+    for (int quad = 0; quad < quads; quad++) {
+        const ivec pairs = weights_at(of, quad);
+        const ivec lower = fp4_numbers(lower_codes(pairs), ADDED_TO_FP4);
+        const ivec upper = fp4_numbers(upper_codes(pairs), ADDED_TO_FP4);
+        UNROLLED
+        for (int row = 0; row < rows; row++) {
+            const int8_t *codes = of->codes + row * BLOCK + quad * QUAD;
+            sums[row] = add_quad_products(sums[row], lower, codes);
+            sums[row] = add_quad_products(sums[row], upper, codes + quads * QUAD);
+        }
+    }
+}
+
 INLINE void sum_codes8(const int rows, const int block, const half_block *of, ivec *sums) {
     UNROLLED
     for (int quad = 0; quad < block / QUAD; quad++) {
@@ -142,12 +158,14 @@ INLINE void add_block(const int rows, const int form, const int block, const lin
                       const char *weights, const block_rows *inputs, vec (*sums)[2]) {
     UNROLLED
     for (int half = 0; half < 2; half++) {
-        const half_block of = {weights + half * LANES * block / (form == FORM_BLOCKS4 ? 2 : 1), inputs->codes};
+        const half_block of = {weights + half * LANES * block / (has_pairs(form) ? 2 : 1), inputs->codes};
         ivec integers[TILE_ROWS];
         UNROLLED
         for (int row = 0; row < rows; row++) integers[row] = splat_int(inputs->excess[row]);
         if (form == FORM_BLOCKS4)
             sum_codes4(rows, &of, integers);
+        else if (form == FORM_BLOCKS_FP4)
+            sum_fp4(rows, &of, integers);
         else
             sum_codes8(rows, block, &of, integers);
         const vec scales = scales_at(with, values, half);
@@ -220,6 +238,8 @@ INLINE void sum_blocks(const int rows, const int form, const int block, const bl
     case rows:                                                                                                         \
         if (of->with->form == FORM_BLOCKS4)                                                                            \
             sum_blocks(rows, FORM_BLOCKS4, BLOCK, of, ahead, kept);                                                    \
+        else if (of->with->form == FORM_BLOCKS_FP4)                                                                    \
+            sum_blocks(rows, FORM_BLOCKS_FP4, BLOCK, of, ahead, kept);                                                 \
         else if (block_of(of->with) == BLOCK)                                                                          \
             sum_blocks(rows, FORM_BLOCKS8, BLOCK, of, ahead, kept);                                                    \
         else                                                                                                           \

@@ -33,7 +33,7 @@ static void pack_codes(const linear *of, uint8_t *to, int64_t column, const uint
     const int64_t half_bytes = bytes_of_block(of) / 2, half_block = BLOCK / 2;
     to += column / LANES * half_bytes + column % LANES * QUAD;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t place = of->form == FORM_BLOCKS4 ? i % half_block : i;
+        const int64_t place = has_pairs(of->form) ? i % half_block : i;
         uint8_t *byte = to + place / QUAD * LANES * QUAD + place % QUAD;
         if (of->form == FORM_BLOCKS8)
             *byte = (uint8_t)(codes[i] + ADDED_TO_CODES8);
@@ -115,12 +115,18 @@ INLINE void pack_block(const int block, const float *row, const float *weight, i
     *numbers.sum = *numbers.scale * (float)sum;
 }
 
+/* How much more than the codes stand for an instruction multiplies. */
+static int32_t added_to_codes(const linear *of) {
+    if (of->form == FORM_BLOCKS4) return of->has_minima ? 0 : MIDDLE_OF_CODES4;
+    return of->form == FORM_BLOCKS8 ? ADDED_TO_CODES8 : ADDED_TO_FP4;
+}
+
 void pack_tile_in_blocks(const packed_inputs *to, const linear *with, int64_t tile, const float *from, int64_t stride,
                          rms_norm norm) {
     const int64_t first = tile_start(tile, to->num_tiles, to->num_rows);
     const int64_t rows = tile_start(tile + 1, to->num_tiles, to->num_rows) - first;
     const int64_t block = block_of(with), num_blocks = blocks_in(with);
-    const int32_t added = with->form == FORM_BLOCKS8 ? ADDED_TO_CODES8 : with->has_minima ? 0 : MIDDLE_OF_CODES4;
+    const int32_t added = added_to_codes(with);
     char *start = (char *)to->tiles + first * bytes_of_packed_row(with);
     for (int64_t i = 0; i < rows; i++) {
         const float *row = from + row_taken(to, first + i) * stride;

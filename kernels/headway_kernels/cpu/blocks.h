@@ -13,6 +13,7 @@
 #ifndef HEADWAY_BLOCKS_H
 #define HEADWAY_BLOCKS_H
 
+#include "fp4.h"
 #include "products.h"
 
 #define BLOCK 32 /* inputs that are rounded with one scale */
@@ -24,6 +25,12 @@
 #else
 #define ADDED_TO_CODES8 0
 #endif
+
+/* Of FP4, where the instruction takes them so. */
+#define ADDED_TO_FP4 (MULTIPLIES_BYTES ? FP4_MOST : 0)
+
+/* Whether a byte has two codes. */
+static inline int has_pairs(int64_t form) { return form != FORM_BLOCKS8; }
 
 static inline int64_t block_of(const linear *of) {
     return of->form == FORM_BLOCKS8 && of->group == SMALL_BLOCK ? SMALL_BLOCK : BLOCK;
@@ -42,7 +49,7 @@ static inline int64_t bytes_of_values(const linear *of) {
 }
 
 static inline int64_t bytes_of_block(const linear *of) {
-    return PANEL * block_of(of) / (of->form == FORM_BLOCKS4 ? 2 : 1);
+    return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1);
 }
 
 /* Of a row of a packed tile. A tile stores, block after block, the codes of each row, then three numbers of each row:

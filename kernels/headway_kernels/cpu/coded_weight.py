@@ -14,14 +14,25 @@ from torch.nn import functional
 
 
 class CodeForm(IntEnum):
-    """Unsigned codes of 4 bits, one per byte; signed codes of 8 bits; floats of 8 bits (E4M3, no infinities)."""
+    """Unsigned codes of 4 bits, one per byte; signed codes of 8 bits; floats of 8 bits (E4M3, no infinities).
+
+    ``FP4``: codes of 4 bits, one per byte, of floats (E2M1), which stand for twice these, so for integers.
+    """
 
     CODES4 = 3
     CODES8 = 4
     FP8 = 5
+    FP4 = 6
 
 
-CODE_DTYPES = {CodeForm.CODES4: torch.uint8, CodeForm.CODES8: torch.int8, CodeForm.FP8: torch.float8_e4m3fn}
+CODE_DTYPES = {
+    CodeForm.CODES4: torch.uint8,
+    CodeForm.CODES8: torch.int8,
+    CodeForm.FP8: torch.float8_e4m3fn,
+    CodeForm.FP4: torch.uint8,
+}
+
+_OF_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _MIDDLE = 8.0
 """The code of 4 bits that stands for zero without minima."""
@@ -36,7 +47,7 @@ class CodedWeight:
     """Each weight is ``code * scale + minimum``, rounded once to float32.
 
     ``codes`` ``[outputs, inputs]``, of the form's dtype. ``scales`` and ``minima`` float32, ``[outputs, groups]``;
-    ``minima`` None: 0, or ``-8 * scale`` with codes of 4 bits. ``group_of`` int32, ``[inputs]``: the group of each input;
+    ``minima`` None: 0, or ``-8 * scale`` with CODES4. ``group_of`` int32, ``[inputs]``: the group of each input;
     None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
 
     ``rounds_inputs``: inputs may be rounded to 8 bits, symmetrically: whole rows if each output has one scale, else in
@@ -78,17 +89,36 @@ class CodedWeight:
 
     def float(self) -> Tensor:
         """The weights: float32, ``[outputs, inputs]``."""
-        groups = self._groups()
+        groups, stored = self._groups(), self.with_integers().codes
         if self.minima is None:
-            codes = self.codes.float() - (_MIDDLE if self.form is CodeForm.CODES4 else 0.0)
+            codes = stored.float() - (_MIDDLE if self.form is CodeForm.CODES4 else 0.0)
             return codes.mul_(self.scales[:, groups])
-        wide = self.codes.double().mul_(self.scales[:, groups])  # Exact, so the sum alone is rounded.
+        wide = stored.double().mul_(self.scales[:, groups])  # Exact, so the sum alone is rounded.
         return wide.add_(self.minima[:, groups]).float()
+
+    def with_integers(self) -> "CodedWeight":
+        """The same with codes of 8 bits, if they are floats of 4."""
+        if self.form is not CodeForm.FP4:
+            return self
+        numbers = torch.tensor(_OF_FP4, dtype=torch.int8, device=self.device)
+        return replace(self, form=CodeForm.CODES8, codes=numbers[self.codes.int()])
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> "CodedWeight":
         """Choose, order or repeat rows: ``change`` gets ``[outputs, ...]`` of the codes, and of each value of a group."""
         minima = None if self.minima is None else change(self.minima)
         return replace(self, codes=_of_bytes(change, self.codes), scales=change(self.scales), minima=minima)
+
+    def with_inputs(self, count: int) -> "CodedWeight":
+        """Add inputs up to ``count``. Their weights are some numbers: whoever multiplies gives zeros there."""
+        more = count - self.codes.shape[1]
+        codes = _of_bytes(lambda rows: functional.pad(rows, (0, more)), self.codes)
+        if self.group_of is not None:
+            return replace(self, codes=codes, group_of=functional.pad(self.group_of, (0, more)))
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes, group=max(self.group, count))
+        groups = (0, -(-count // self.group) - self.scales.shape[1])
+        minima = None if self.minima is None else functional.pad(self.minima, groups)
+        return replace(self, codes=codes, scales=functional.pad(self.scales, groups), minima=minima)
 
     def contiguous(self) -> "CodedWeight":
         """The same in contiguous memory."""
@@ -108,7 +138,7 @@ def unified(parts: Sequence[CodedWeight]) -> list[CodedWeight] | None:
         if any(part.form is CodeForm.FP8 or part.group_of is not None for part in parts):
             return None
         group = math.gcd(*(part.group for part in parts))
-        parts = [_as_codes8(part, group) for part in parts]
+        parts = [_as_codes8(part.with_integers(), group) for part in parts]
     if all(part.minima is None for part in parts):
         return list(parts)
     return [replace(part, minima=_minima(part)) for part in parts]

@@ -14,8 +14,8 @@ int64_t coded_panel_bytes(const linear *of) {
 }
 
 INLINE void widen_run(const int form, const coded_run *run, float *to) {
-    const int64_t step = form == FORM_CODES4 ? WORD : 1;
-    const int64_t step_bytes = form == FORM_CODES4 ? PANEL * 4 : PANEL;
+    const int64_t step = has_words(form) ? WORD : 1;
+    const int64_t step_bytes = has_words(form) ? PANEL * 4 : PANEL;
     for (int64_t k = run->begin; k < run->end;) {
         const char *ahead = run->codes + k / step * step_bytes + LINES_AHEAD * LINE;
         for (int64_t line = 0; line * LINE < step_bytes; line++) __builtin_prefetch(ahead + line * LINE);
@@ -26,7 +26,7 @@ INLINE void widen_run(const int form, const coded_run *run, float *to) {
                 continue;
             }
             vec weights[WORD];
-            weights_of_word(run, k, half, weights);
+            weights_of_word(form, run, k, half, weights);
             UNROLLED
             for (int i = 0; i < WORD; i++) store(to + i * PANEL + half * LANES, weights[i]);
         }
@@ -48,6 +48,7 @@ void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float 
     switch (of->form) {
     case FORM_CODES4: widen_form(FORM_CODES4, of, panel, first, count, to); break;
     case FORM_CODES8: widen_form(FORM_CODES8, of, panel, first, count, to); break;
+    case FORM_FP4: widen_form(FORM_FP4, of, panel, first, count, to); break;
     default: widen_form(FORM_FP8, of, panel, first, count, to);
     }
 }
@@ -55,7 +56,7 @@ void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float 
 /* The codes of one output of a panel. */
 static void pack_codes(uint8_t *to, int64_t form, int64_t column, const uint8_t *row, int64_t inputs) {
     for (int64_t k = 0; k < inputs; k++) {
-        if (form != FORM_CODES4)
+        if (!has_words(form))
             to[k * PANEL + column] = row[k];
         else
             to[(k / WORD * PANEL + column) * 4 + k % WORD / 2] |= (uint8_t)(row[k] << (k % 2 * 4));

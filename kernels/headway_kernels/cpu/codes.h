@@ -10,10 +10,8 @@
 #ifndef HEADWAY_CODES_H
 #define HEADWAY_CODES_H
 
+#include "fp4.h"
 #include "products.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 #define GROUPS_AHEAD 8 /* whose scales are fetched */
 #define WORD 8         /* codes of 4 bits in a word */
@@ -38,9 +36,12 @@ typedef struct {
     group_values values;
 } coded_run;
 
+/* Whether codes have 4 bits, and so lie in words. */
+static inline int has_words(int64_t form) { return form == FORM_CODES4 || form == FORM_FP4; }
+
 static inline int64_t bytes_of_codes(const linear *of) {
     const int64_t padded = steps_of(of->inputs, FORM_FLOAT32) * inputs_per_step(FORM_FLOAT32);
-    return of->form == FORM_CODES4 ? (padded + WORD - 1) / WORD * PANEL * 4 : padded * PANEL;
+    return has_words(of->form) ? (padded + WORD - 1) / WORD * PANEL * 4 : padded * PANEL;
 }
 
 /* The run at input `begin`, which ends at `end` at the latest. Inputs behind the last one belong to the last group. */
@@ -58,7 +59,7 @@ INLINE coded_run run_at(const int form, const linear *of, int64_t panel, int64_t
     for (int half = 0; half < 2; half++) {
         __builtin_prefetch(scales + GROUPS_AHEAD * PANEL + half * LANES);
         if (of->has_minima) __builtin_prefetch(minima + GROUPS_AHEAD * PANEL + half * LANES);
-        /* Without minima, codes of 4 bits are symmetric around 8. */
+        /* Without minima, integers of 4 bits are symmetric around 8. */
         if (of->has_minima)
             run.values.minima[half] = load(minima + half * LANES);
         else if (form == FORM_CODES4)
@@ -68,12 +69,14 @@ INLINE coded_run run_at(const int form, const linear *of, int64_t panel, int64_t
 }
 
 /* Code `place` of each word. A table takes the lowest bits of each lane, whatever stands above. */
-INLINE vec codes_of_words(words from, const int place) {
+INLINE vec codes_of_words(const int form, words from, const int place) {
 #if defined(__AVX512F__)
-    const vec table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (vec)_mm512_permutexvar_ps((__m512i)(from >> (4 * place)), (__m512)table);
+    const vec integers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vec floats = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return (vec)_mm512_permutexvar_ps((__m512i)(from >> (4 * place)), (__m512)(form == FORM_FP4 ? floats : integers));
 #else
-    return __builtin_convertvector((ivec)((from >> (4 * place)) & 15), vec);
+    const ivec codes = (ivec)((from >> (4 * place)) & 15);
+    return __builtin_convertvector(form == FORM_FP4 ? (fp4_numbers(codes, 0) << 24) >> 24 : codes, vec);
 #endif
 }
 
@@ -99,24 +102,24 @@ INLINE words words_at(const coded_run *of, int64_t k, const int half) {
 /* LANES weights of input `k` of a run. */
 INLINE vec weights_at(const int form, const coded_run *of, int64_t k, const int half) {
     vec codes;
-    if (form == FORM_CODES4)
-        codes = codes_of_words(words_at(of, k, half) >> (uint32_t)(k % WORD * 4), 0);
+    if (has_words(form))
+        codes = codes_of_words(form, words_at(of, k, half) >> (uint32_t)(k % WORD * 4), 0);
     else
         codes = codes_of_bytes(form, of->codes + k * PANEL + half * LANES);
     return codes * of->values.scales[half] + of->values.minima[half];
 }
 
 /* The weights of inputs k to k + WORD - 1, which are one word. */
-INLINE void weights_of_word(const coded_run *of, int64_t k, const int half, vec *weights) {
+INLINE void weights_of_word(const int form, const coded_run *of, int64_t k, const int half, vec *weights) {
     const words from = words_at(of, k, half);
     UNROLLED
     for (int i = 0; i < WORD; i++)
-        weights[i] = codes_of_words(from, i) * of->values.scales[half] + of->values.minima[half];
+        weights[i] = codes_of_words(form, from, i) * of->values.scales[half] + of->values.minima[half];
 }
 
 /* Whether the next inputs of a run from `k` on are one word. */
 INLINE int is_word(const int form, const coded_run *of, int64_t k) {
-    return form == FORM_CODES4 && k % WORD == 0 && k + WORD <= of->end;
+    return has_words(form) && k % WORD == 0 && k + WORD <= of->end;
 }
 
 #endif

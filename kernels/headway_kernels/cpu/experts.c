@@ -150,6 +150,14 @@ static float *activations_of(const expert_pass *now, int64_t pair) {
     return pair < num_chosen ? now->part->pairs + pair * width : now->part->of_shared + (pair - num_chosen) * width;
 }
 
+/* Experts may be stored in different ways. */
+static int packs_for_all(const expert_layer *layer) {
+    for (int64_t i = 0; i < experts_of(layer); i++) {
+        if (!packs_for(layer->gate_up[i], layer->down[i])) return 0;
+    }
+    return 1;
+}
+
 /* Both products of every expert that has tokens. The inputs of the second are packed at once, unless they must be
  * quantised or activated, which needs whole rows, or other ranks have parts of them. */
 static void sort_task(void *work, int64_t task) {
@@ -158,7 +166,7 @@ static void sort_task(void *work, int64_t task) {
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
     const int activates = layer->activation == SILU;
-    const int packs = activates && packs_for(layer->gate_up[0], layer->down[0]) && now->part->pairs == NULL;
+    const int packs = activates && packs_for_all(layer) && now->part->pairs == NULL;
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
     int64_t counts[MOST_EXPERTS + 1] = {0};
     place_pairs(now, counts);
@@ -188,7 +196,7 @@ static void sort_task(void *work, int64_t task) {
                                                  .from = packs ? NULL : rows,
                                                  .out = space->outputs + first * now->stride + now->part->hidden_start,
                                                  .out_stride = now->stride});
-        tiles += packed_bytes(counts[i], larger_of(gate_up->inputs, down->inputs), FORM_FLOAT32);
+        tiles += most_packed_bytes(counts[i], larger_of(gate_up->inputs, down->inputs));
         packed += packed_bytes(counts[i], down->inputs, FORM_FLOAT32);
     }
 }
@@ -274,7 +282,7 @@ int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t
     /* Every expert may have one tile that is not full. */
     const int64_t most_tiles = num_pairs / INPUT_ROWS + sizes->experts;
     const int64_t num_rows = INPUT_ROWS * (num_pairs < most_tiles ? num_pairs : most_tiles);
-    space->tiles = stream_alloc(packed_bytes(num_rows, larger_of(sizes->hidden, sizes->inner), FORM_FLOAT32));
+    space->tiles = stream_alloc(most_packed_bytes(num_rows, larger_of(sizes->hidden, sizes->inner)));
     space->factors = stream_alloc(num_pairs * 4);
     space->offsets = stream_alloc(num_pairs * 4);
     space->scores = stream_alloc(num_tokens * ((sizes->experts + PANEL - 1) / PANEL * PANEL) * 4);

@@ -7,15 +7,15 @@ The library gets addresses, so every object here keeps its arrays alive.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway_kernels.cpu.coded_weight import CodedWeight
 from headway_kernels.cpu.feed_forward import Activation, activates_in_product
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, made, rounded
-from headway_kernels.experts import Expert
 from headway_kernels.routing import Routing
 
 
@@ -109,27 +109,46 @@ def _join(library: CpuLibrary, products: Sequence[PackedLinear]) -> None:
 class Packing(Protocol):
     """Packs a weight, ``[outputs, inputs]``, and a bias."""
 
-    def __call__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> PackedLinear: ...  # noqa: D102
+    def __call__(  # noqa: D102
+        self, weight: Tensor | CodedWeight, bias: Tensor | None, *, gated: bool = False
+    ) -> PackedLinear: ...
+
+
+Projection: TypeAlias = tuple[Tensor | CodedWeight, Tensor | None]
+"""A weight, ``[outputs, inputs]``, and a bias."""
 
 
 def packed_expert(
     panel: int,
-    expert: Expert,
+    gate_up: Projection,
+    down: Projection,
     pack: Packing,
     activation: Activation = Activation.SILU,
     own_columns: int | None = None,
 ) -> tuple[PackedLinear, PackedLinear]:
-    """Pack both matrices, with as many inner columns as whole panels have; of them, a rank of several computes its own."""
-    inner, own = expert.down.shape[1], len(expert.gate_up) // 2
+    """Pack both matrices, with as many inner columns as whole panels have; of them, a rank of several computes its own.
+
+    ``gate_up`` has gates first.
+    """
+    (ups, bias), (downs, down_bias) = gate_up, down
+    inner, own = downs.shape[1], ups.shape[0] // 2
     width = rounded(inner, panel)
     more = (width if own_columns is None else own_columns) - own
-    gate_up = functional.pad(expert.gate_up.view(2, own, expert.gate_up.shape[1]), (0, 0, 0, more)).flatten(0, 1)
-    bias = expert.gate_up_bias
-    if bias is not None:
-        bias = functional.pad(bias.view(2, own), (0, more)).flatten()
+
+    def wide(rows: Tensor) -> Tensor:
+        halves = rows.reshape(2, own, *rows.shape[1:])
+        return functional.pad(halves, (*(0, 0) * (rows.dim() - 1), 0, more)).flatten(0, 1)
+
     return (
-        pack(gate_up, bias, gated=activates_in_product(activation, is_gated=True)),
-        pack(functional.pad(expert.down, (0, width - inner)), expert.down_bias),
+        pack(
+            ups.with_rows(wide) if isinstance(ups, CodedWeight) else wide(ups),
+            None if bias is None else wide(bias),
+            gated=activates_in_product(activation, is_gated=True),
+        ),
+        pack(
+            downs.with_inputs(width) if isinstance(downs, CodedWeight) else functional.pad(downs, (0, width - inner)),
+            down_bias,
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
+from headway_kernels.cpu.coded_weight import CodedWeight
 
 _DIRECTORY = Path(__file__).parent
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni")
@@ -44,14 +44,15 @@ class WeightForm(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
-    PAIRS = 8
+    PAIRS = 10
 
 
 class BlockForm(IntEnum):
     """Codes that are multiplied as integers, with inputs that are rounded to 8 bits in blocks."""
 
-    CODES4 = 6
-    CODES8 = 7
+    CODES4 = 7
+    CODES8 = 8
+    FP4 = 9
 
 
 class CpuLibrary:
@@ -184,15 +185,18 @@ class PackedLinear:
     ) -> None:
         self._library = library
         self._gated = gated
+        self.form: IntEnum
+        """In which the weights are held."""
         self.outputs, self.inputs = weight.shape
         wide_bias = None if bias is None else bias.float().contiguous()
         rest = (None if wide_bias is None else wide_bias.data_ptr(), self.outputs, self.inputs)
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
             struct = _coded_struct(kept)
-            held = _held_form(kept)
-            handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(held), int(gated))
+            self.form = _held_form(kept)
+            handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(self.form), int(gated))
         else:
+            self.form = form
             is_narrow = weight.dtype == torch.bfloat16 and form is not WeightForm.INT8
             floats = weight if is_narrow else weight.float()
             floats = floats if floats.stride(1) == 1 else floats.contiguous()
@@ -227,7 +231,7 @@ def _held_form(weight: CodedWeight) -> IntEnum:
     if weight.is_for_int8:
         return WeightForm.INT8
     if weight.is_for_blocks:
-        return BlockForm.CODES4 if weight.form is CodeForm.CODES4 else BlockForm.CODES8
+        return BlockForm[weight.form.name]
     return weight.form
 
 

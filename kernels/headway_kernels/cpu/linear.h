@@ -28,8 +28,8 @@
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
  * the memory to read, and the same result to the last bit. PAIRS are the same weights, for inputs that are rounded to
- * bfloat16: two products at once, only for processors with the instruction. CODES4, CODES8 and FP8
- * are codes with scales (codes.c): unsigned, signed, and floats of 8 bits. INT8 and BLOCKS multiply codes as integers,
+ * bfloat16: two products at once, only for processors with the instruction. CODES4, CODES8, FP8 and FP4
+ * are codes with scales (codes.c): unsigned, signed, and floats of 8 and 4 bits. INT8 and BLOCKS multiply codes as integers,
  * with inputs that are rounded to 8 bits: whole rows, or block by block (block_products.c). */
 enum weight_form {
     FORM_FLOAT32 = 0,
@@ -38,9 +38,11 @@ enum weight_form {
     FORM_CODES4 = 3,
     FORM_CODES8 = 4,
     FORM_FP8 = 5,
-    FORM_BLOCKS4 = 6,
-    FORM_BLOCKS8 = 7,
-    FORM_PAIRS = 8
+    FORM_FP4 = 6,
+    FORM_BLOCKS4 = 7,
+    FORM_BLOCKS8 = 8,
+    FORM_BLOCKS_FP4 = 9,
+    FORM_PAIRS = 10
 };
 
 typedef struct shared_memory shared_memory;
@@ -62,7 +64,7 @@ typedef struct {
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
- * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with codes of 4 bits. `group_of` [inputs]: each input's group;
+ * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with CODES4. `group_of` [inputs]: each input's group;
  * NULL: each `group` consecutive inputs are one. */
 typedef struct {
     const uint8_t *codes;
@@ -121,7 +123,7 @@ static inline int64_t row_taken(const packed_inputs *inputs, int64_t row) {
 }
 
 /* Whether inputs are rounded block by block. */
-static inline int is_in_blocks(const linear *of) { return of->form == FORM_BLOCKS4 || of->form == FORM_BLOCKS8; }
+static inline int is_in_blocks(const linear *of) { return of->form >= FORM_BLOCKS4 && of->form <= FORM_BLOCKS_FP4; }
 
 /* Whether a gated product can pack its results as the inputs of the next: not if one of both rounds its inputs, as that
  * takes more of a row than a panel gives. */

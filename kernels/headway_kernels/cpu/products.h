@@ -42,7 +42,7 @@ static inline int64_t steps_of(int64_t inputs, int64_t form) {
 }
 
 /* Whether weights are widened to float32 where they are multiplied. */
-static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4 && of->form <= FORM_FP8; }
+static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4 && of->form <= FORM_FP4; }
 
 #define FP8_FACTOR 256.0f
 

@@ -307,13 +307,13 @@ INLINE void sum_codes(const int rows, const int form, const linear *with, int64_
                 vec low[WORD], high[WORD];
                 turn(&ahead);
                 fetch(&ahead);
-                weights_of_word(&run, k, 0, low);
-                weights_of_word(&run, k, 1, high);
+                weights_of_word(form, &run, k, 0, low);
+                weights_of_word(form, &run, k, 1, high);
                 UNROLLED
                 for (int i = 0; i < WORD; i++) add_products(rows, column + i, low[i], high[i], sums);
                 k += WORD;
             } else {
-                if (form != FORM_CODES4 && k % (LINE / PANEL) == 0) turn(&ahead), fetch(&ahead);
+                if (!has_words(form) && k % (LINE / PANEL) == 0) turn(&ahead), fetch(&ahead);
                 add_products(rows, column, weights_at(form, &run, k, 0), weights_at(form, &run, k, 1), sums);
                 k++;
             }
@@ -372,6 +372,7 @@ INLINE void multiply_tile(const int rows, int64_t form, const linear *with, cons
         CASE_OF_FLOATS(FORM_CODES4)
         CASE_OF_FLOATS(FORM_CODES8)
         CASE_OF_FLOATS(FORM_FP8)
+        CASE_OF_FLOATS(FORM_FP4)
         CASE_OF_FLOATS(FORM_PAIRS)
     default: assert(0);
     }
@@ -412,7 +413,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
     const int64_t bytes = panel_bytes(with), step_bytes = is_coded(with) ? 0 : bytes / num_steps;
     /* Codes are fetched a word, or as many bytes, at a time. */
-    const int64_t fetched = step_bytes > 0 ? step_bytes : with->form == FORM_CODES4 ? PANEL * 4 : LINE;
+    const int64_t fetched = step_bytes > 0 ? step_bytes : has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
     float widened[CODED_DEPTH * PANEL];
     tile_sums kept[MOST_TILES];

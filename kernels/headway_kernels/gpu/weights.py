@@ -134,9 +134,9 @@ def quantized(weight: Tensor, kind: Literal["int8", "fp8"]) -> DeviceWeight:
 def coded(weight: CodedWeight) -> DeviceWeight | None:
     """The weight in a form for kernels; None if its groups are not of equal size.
 
-    Codes of 4 bits stay so in groups of whole blocks of 32 inputs; in other groups they take a byte.
+    Integers of 4 bits stay so in groups of whole blocks of 32 inputs; in other groups, and floats of 4 bits, they take a byte.
     """
-    order = None
+    weight, order = weight.with_integers(), None
     if weight.group_of is not None:
         groups = weight.group_of.to(weight.device).long()
         order = groups.argsort(stable=True)

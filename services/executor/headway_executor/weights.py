@@ -2,7 +2,8 @@
 
 Owns: files, tensors, the fingerprint. Must not know: what a tensor is for, how a format stores codes.
 
-A quantised weight goes by the name that it has unquantised, ``*.weight``, whatever tensors hold it.
+A quantised weight goes by the name that it has unquantised, ``*.weight``, whatever tensors hold it. A name with another end
+is that of a stack of weights, ``[count, inputs, outputs]``.
 
 Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch.load``.
 """
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -87,6 +89,20 @@ class _Files(NamedTuple):
         return self.reading.count(self.files[self.headers[name].file].get_tensor(name))
 
 
+class _PlaceInStacks(NamedTuple):
+    """The part at one place of each tensor; see ``StoredTensors``."""
+
+    stored: _Files
+    place: int
+
+    def dtype(self, name: str) -> str | None:
+        return self.stored.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        whole = self.stored.files[self.stored.headers[name].file].get_slice(name)
+        return self.stored.reading.count(whole[self.place : self.place + 1])[0]
+
+
 class Checkpoint:
     """The tensors of one checkpoint directory, mapped inside a ``with`` block.
 
@@ -133,10 +149,8 @@ class Checkpoint:
         return None if self._scheme is None else self._scheme.name
 
     def is_coded(self, name: str) -> bool:
-        """Whether a weight is stored as codes."""
-        if self._scheme is None or not name.endswith(_WEIGHT):
-            return False
-        return self._scheme.holds(name.removesuffix(_WEIGHT), self._stored)
+        """Whether a weight, or a stack of weights, is stored as codes."""
+        return self._scheme is not None and self._scheme.holds(name.removesuffix(_WEIGHT), self._stored)
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: AbstractSet[str] = frozenset()) -> None:
         """Check for exactly the ``expected`` tensors (name to shape), beside ``ignored`` ones.
@@ -161,11 +175,11 @@ class Checkpoint:
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         """Return a tensor, or some of its rows and columns (of the first and the last dimension), the only ones read.
 
-        Read-only: its storage may be the mapped file. A weight of codes is widened to float32.
+        Read-only: its storage may be the mapped file. A weight of codes is widened to float32; of a stack, rows are named.
         """
         if self.is_coded(name):
-            wide = self.read_codes(name, rows).float()
-            return wide if columns is None else wide[:, columns.start : columns.stop]
+            wide = self._widened(name, rows)
+            return wide if columns is None else wide[..., columns.start : columns.stop]
         if rows is None and columns is None:
             return self._stored.read(name)
         file = self._files[self.headers[name].file]
@@ -175,8 +189,11 @@ class Checkpoint:
         return self._stored.reading.count(file.get_slice(name)[tuple(wanted)])
 
     def read_codes(self, name: str, rows: range | None = None) -> CodedWeight:
-        """Return a weight that is stored as codes, or some of its rows."""
+        """Return a weight that is stored as codes, or some of its rows; of a stack, the weight of the one row."""
         assert self._scheme is not None
+        if not name.endswith(_WEIGHT):
+            assert rows is not None
+            return self._scheme.read(name, _PlaceInStacks(self._stored, rows.start))
         weight = self._scheme.read(name.removesuffix(_WEIGHT), self._stored)
         return weight if rows is None else weight.with_rows(lambda all_rows: all_rows[rows.start : rows.stop])
 
@@ -201,8 +218,20 @@ class Checkpoint:
         """The tensors that hold an expected one."""
         if self._scheme is None or not self.is_coded(name):
             return {name: StoredTensor(FLOATS, (shape,))}
-        outputs, inputs = shape
-        return self._scheme.tensors(name.removesuffix(_WEIGHT), (outputs, inputs))
+        if name.endswith(_WEIGHT):
+            outputs, inputs = shape
+            return self._scheme.tensors(name.removesuffix(_WEIGHT), (outputs, inputs))
+        count, inputs, outputs = shape
+        return {
+            tensor: wanted._replace(shapes=tuple((count, *one) for one in wanted.shapes))
+            for tensor, wanted in self._scheme.tensors(name, (outputs, inputs)).items()
+        }
+
+    def _widened(self, name: str, rows: range | None) -> Tensor:
+        if name.endswith(_WEIGHT):
+            return self.read_codes(name, rows).float()
+        assert rows is not None
+        return torch.stack([self.read_codes(name, range(row, row + 1)).float().t() for row in rows])
 
     def _check_tensor(self, name: str, wanted: StoredTensor) -> None:
         header = self.headers.get(name)

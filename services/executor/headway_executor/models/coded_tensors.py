@@ -34,13 +34,17 @@ class _View:
         return name in self._checkpoint
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
-        assert columns is None
         if not self._checkpoint.is_coded(name):
             self.is_coded = self.is_coded and not name.endswith(".weight")
-            return self._checkpoint.read(name, rows)
+            return self._checkpoint.read(name, rows, columns)
+        is_stack = not name.endswith(".weight")
         if name not in self.weights:
-            self.weights[name] = self._checkpoint.read_codes(name)
+            self.weights[name] = self._checkpoint.read_codes(name, rows if is_stack else None)
         part = self.part(self.weights[name])
+        if is_stack:
+            outputs = slice(None) if columns is None else slice(columns.start, columns.stop)
+            return part[outputs].t().unsqueeze(0)
+        assert columns is None
         return part if rows is None else part[rows.start : rows.stop]
 
 
@@ -58,7 +62,7 @@ class CodedTensors:
         view = _View(self._checkpoint)
         tensors = self._tensors_of(view)
         projection(tensors)
-        if not view.is_coded:
+        if not view.is_coded or not view.weights:
             return None
         same = unified(list(view.weights.values()))
         if same is None:

@@ -19,7 +19,6 @@ from headway_executor.linear import placed
 from headway_executor.models.adapters import GATE_UP, OUTPUT, QKV, SITES, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
-from headway_executor.models.expert_tensors import ExpertTensors
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
@@ -46,7 +45,6 @@ from headway_kernels.cpu.experts import PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
 from headway_kernels.cpu.latent import PackedExpansion, PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, load_library
-from headway_kernels.experts import Expert
 
 _ENOUGH_TO_TELL = 1024
 """Values of a matrix to check first: weights in full precision show in a few."""
@@ -309,32 +307,36 @@ class _Loader:
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DenseFeedForward | PackedExperts:
         activation = _ACTIVATIONS[feed.activation]
         if feed.experts is not None:
-            return self._experts(self._tensors.experts(index), feed, feed.experts)
+            return self._experts(index, feed, feed.experts)
         in_product = activates_in_product(activation, is_gated=feed.is_gated)
         gate_up = self.projection(lambda read: read.gate_up(index), gated=in_product)
         return DenseFeedForward(gate_up, self.projection(lambda read: read.down(index)), activation, feed.is_gated)
 
-    def _experts(self, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
+    def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
         """Experts are packed one by one: their weights are many times those of a dense layer."""
-        activation = _ACTIVATIONS[feed.activation]
+        tensors, activation = self._tensors.experts(index), _ACTIVATIONS[feed.activation]
         own, own_of_shared = (
             self._part.of_expert(size)[self._part.place.tensor_rank]
             for size in (feed.intermediate_size, config.shared_size)
         )
 
-        def packed(expert: Expert, columns: range = own) -> tuple[PackedLinear, PackedLinear]:
-            return packed_expert(self._library.panel, expert, self._linear, activation, len(columns))
+        def packed(number: int | None, columns: range = own) -> tuple[PackedLinear, PackedLinear]:
+            gate_up = self._read(lambda read: read.experts(index).gate_up(number))
+            down = self._read(lambda read: read.experts(index).down(number))
+            return packed_expert(self._library.panel, gate_up, down, self._linear, activation, len(columns))
 
         router, bias = tensors.router()
-        gate, correction, shared = tensors.shared_gate(), tensors.correction(), tensors.shared()
-        experts = [packed(tensors.expert(i)) for i in range(config.routing.num_experts)]
+        gate, correction = tensors.shared_gate(), tensors.correction()
+        experts = [packed(number) for number in range(config.routing.num_experts)]
+        if config.shared_size:
+            experts.append(packed(None, own_of_shared))
         if gate is not None:
             router = torch.cat([router, gate])
         return PackedExperts(
             self._library,
             config.routing,
             PackedLinear(self._library, router, bias, _exact_form(router)),  # In 8 bits it would choose others.
-            experts if shared is None else [*experts, packed(shared, own_of_shared)],
+            experts,
             None if correction is None else _float32(correction),
             has_gate=gate is not None,
             activation=activation,

@@ -12,6 +12,7 @@ from headway_executor.stored_weights.compressed_tensors import compressed_tensor
 from headway_executor.stored_weights.float8 import float8_of
 from headway_executor.stored_weights.gguf_blocks import GgufBlocks
 from headway_executor.stored_weights.gptq import gptq_of
+from headway_executor.stored_weights.mxfp4 import Mxfp4
 from headway_executor.stored_weights.scheme import WeightScheme
 
 _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
@@ -20,6 +21,7 @@ _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
     "fp8": float8_of,
     "gguf": lambda _: GgufBlocks(),
     "gptq": gptq_of,
+    "mxfp4": lambda _: Mxfp4(),
 }
 
 

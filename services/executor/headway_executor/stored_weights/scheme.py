@@ -43,7 +43,10 @@ class StoredTensors(Protocol):
 
 
 class WeightScheme(Protocol):
-    """A format of linear weights. ``base`` is a weight's name without ``.weight``; ``shape`` outputs and inputs."""
+    """A format of linear weights. ``base`` is a weight's name without ``.weight``; ``shape`` outputs and inputs.
+
+    Of a stack of weights, each tensor has one dimension more, the first.
+    """
 
     @property
     def name(self) -> str:

@@ -65,5 +65,5 @@ class GgufFile:
         return torch.from_numpy(np.array(data)).view(self.shape(name))
 
     def blocks(self, name: str) -> Tensor:
-        """A tensor of blocks: uint8, ``[rows, bytes]``."""
-        return torch.from_numpy(np.array(self._tensors[name].data)).view(self.shape(name)[0], -1)
+        """A tensor of blocks: uint8, ``[rows, bytes]``; of a stack ``[count, rows, bytes]``."""
+        return torch.from_numpy(np.array(self._tensors[name].data)).view(*self.shape(name)[:-1], -1)

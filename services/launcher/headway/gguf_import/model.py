@@ -20,12 +20,14 @@ from headway.gguf_import.file import GgufFile
 class _Family(NamedTuple):
     architecture: str
     turns_neighbours: bool
+    has_experts: bool = False
 
 
 _FAMILIES = {
     "llama": _Family("LlamaForCausalLM", turns_neighbours=True),
     "qwen2": _Family("Qwen2ForCausalLM", turns_neighbours=False),
     "qwen3": _Family("Qwen3ForCausalLM", turns_neighbours=False),
+    "qwen3moe": _Family("Qwen3MoeForCausalLM", turns_neighbours=False, has_experts=True),
 }
 _FLOATS = ("f32", "f16", "bf16")
 _BLOCKS = ("q4_0", "q8_0", "q4_k", "q6_k")
@@ -42,6 +44,17 @@ _INSIDE = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Braces: a stack of weights, one of each expert."""
+
+_EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -61,8 +74,12 @@ def config_of(file: GgufFile) -> dict[str, object]:
     heads = number("attention.head_count")
     hidden = number("embedding_length")
     head_dim = number("attention.key_length", hidden // heads)
-    _check_sizes(file, name, head_dim)
-    return {
+    _check_sizes(file, name, head_dim, family)
+    fields: dict[str, object] = {}
+    if family.has_experts:
+        fields |= {field: number(key) for field, key in _EXPERTS.items()}
+        fields["norm_topk_prob"] = True
+    return fields | {
         "architectures": [family.architecture],
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden,
@@ -100,7 +117,12 @@ def tensors_of(file: GgufFile) -> Iterator[tuple[str, Tensor]]:
         found = file.floats(tensor) if kind in _FLOATS else file.blocks(tensor)
         if family.turns_neighbours and place in counts:
             found = _by_halves(found, counts[place])
-        yield f"{base}.{suffix if kind in _FLOATS else kind}", found.contiguous()
+        end = suffix if kind in _FLOATS else kind
+        if "{}" not in base:
+            yield f"{base}.{end}", found.contiguous()
+            continue
+        for number, of_expert in enumerate(found):
+            yield f"{base.format(number)}.{end}", of_expert.clone()
 
 
 def _family_of(file: GgufFile) -> _Family:
@@ -110,11 +132,11 @@ def _family_of(file: GgufFile) -> _Family:
     return _FAMILIES[name]
 
 
-def _check_sizes(file: GgufFile, name: str, head_dim: float) -> None:
+def _check_sizes(file: GgufFile, name: str, head_dim: float, family: _Family) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.value(f"{name}.{key}", head_dim) != head_dim:
             raise file.refuse(f"{name}.{key} {file.value(f'{name}.{key}')} is not supported; allowed: {head_dim}")
-    for key in ("expert_count", "attention.sliding_window"):
+    for key in ("attention.sliding_window", *(() if family.has_experts else ("expert_count",))):
         if file.value(f"{name}.{key}", 0) != 0:
             raise file.refuse(f"{name}.{key} {file.value(f'{name}.{key}')} is not supported; allowed: none")
 
@@ -157,7 +179,7 @@ def _place_of(file: GgufFile, tensor: str) -> tuple[str, str, str]:
         inside = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", stem)
         if inside is not None and inside[2] in _INSIDE:
             return f"model.layers.{int(inside[1])}.{_INSIDE[inside[2]]}", inside[2], suffix
-    raise file.refuse(f"tensor {tensor[:64]} is not supported; allowed: those of a dense decoder")
+    raise file.refuse(f"tensor {tensor[:64]} is not supported; allowed: those of a decoder")
 
 
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
