@@ -48,9 +48,7 @@ static inline int64_t bytes_of_values(const linear *of) {
     return bytes_of_scales(of) + (of->has_minima ? PANEL * 4 : 0);
 }
 
-static inline int64_t bytes_of_block(const linear *of) {
-    return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1);
-}
+static inline int64_t bytes_of_block(const linear *of) { return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1); }
 
 /* Of a row of a packed tile. A tile stores, block after block, the codes of each row, then three numbers of each row:
  * the scale; what the sum of unsigned codes has too much, negative; and the sum of the inputs, for minima. */

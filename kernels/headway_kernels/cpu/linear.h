@@ -29,8 +29,8 @@
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
  * the memory to read, and the same result to the last bit. PAIRS are the same weights, for inputs that are rounded to
  * bfloat16: two products at once, only for processors with the instruction. CODES4, CODES8, FP8 and FP4
- * are codes with scales (codes.c): unsigned, signed, and floats of 8 and 4 bits. INT8 and BLOCKS multiply codes as integers,
- * with inputs that are rounded to 8 bits: whole rows, or block by block (block_products.c). */
+ * are codes with scales (codes.c): unsigned, signed, and floats of 8 and 4 bits. INT8 and BLOCKS multiply codes as
+ * integers, with inputs that are rounded to 8 bits: whole rows, or block by block (block_products.c). */
 enum weight_form {
     FORM_FLOAT32 = 0,
     FORM_BFLOAT16 = 1,
