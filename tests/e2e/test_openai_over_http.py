@@ -305,7 +305,8 @@ async def test_other_refusals(http) -> None:
     async with http.post("/v1/completions", json={"prompt": "x"}, headers={"origin": "http://evil"}) as answer:
         assert answer.status == 403
     deadline = {"headway-timeout-ms": "30"}
-    async with http.post("/v1/completions", json={"prompt": "x", "max_tokens": 900}, headers=deadline) as answer:
+    endless = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
+    async with http.post("/v1/completions", json=endless, headers=deadline) as answer:
         assert answer.status == 504
     async with http.post("/v1/completions", json={"prompt": "x"}, headers={"headway-timeout-ms": "soon"}) as answer:
         assert answer.status == 400
