@@ -169,16 +169,11 @@ def add_tokens(writer, model, tokens, *, kinds=None, merges=None, pre=None, scor
 MIXED = [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "settings"),
-    [([kind], {}) for kind in FORMS]
-    + [(MIXED, {})]
-    + [
-        (kinds, {"architecture": "qwen3moe", "sizes": MIXTURE, "changes": [add_experts]})
-        for kinds in ([Kind.Q4_K], MIXED)
-    ],
-    ids=str,
-)
+EXPERTS = {"architecture": "qwen3moe", "sizes": MIXTURE, "changes": [add_experts]}
+
+
+@pytest.mark.parametrize("settings", [pytest.param({}, id="dense"), pytest.param(EXPERTS, id="experts")])
+@pytest.mark.parametrize("kinds", [[kind] for kind in FORMS] + [MIXED], ids=str)
 def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds, settings):
     reference = write_file(tmp_path / "model.gguf", kinds, **settings)
     directory = tmp_path / "model"
