@@ -205,7 +205,7 @@ class IgnoresTheTimeOut(WrappedTransport):
     found_by = ("an_owner_that_is_paused",)
 
     def pull(self, pool, address, host_blocks, *, block_bytes, timeout_s):
-        return super().pull(pool, address, host_blocks, block_bytes=block_bytes, timeout_s=timeout_s + 2)
+        return super().pull(pool, address, host_blocks, block_bytes=block_bytes, timeout_s=timeout_s + 4)
 
 
 class NeverForgives(WrappedTransport):
