@@ -43,8 +43,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer
-
 sys.path.append(str(Path(__file__).parent / "peers"))
 
 from contenders import PRECISIONS, Contender, Installed, rival_of
@@ -53,6 +51,7 @@ from processes import Driver, ForeignLoad, Server, run_alone
 
 from checkpoints import OPENVINO_GROUP, Forms
 from program import commit_of, count, counts, parser_of, provenance, write_result
+from quantized_weights import held_out_tokens
 from served import DEMO_MODEL
 
 KINDS = ("offline", "online", "loss", "start")
@@ -205,9 +204,7 @@ class Run:
         return {RATE: totals[RATE], **latencies}
 
     def _losses(self, precision: str) -> None:
-        text = (DEMO_MODEL / "held_out.txt").read_text()
-        token_ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(text).ids
-        token_ids = token_ids[: self._arguments.loss_tokens or None]
+        token_ids = held_out_tokens(DEMO_MODEL, DEMO_MODEL / "held_out.txt", self._arguments.loss_tokens)
         known = {(line["precision"], line["contender"]) for line in self.lines.all if line["kind"] == "loss"}
         for one in self.installed.taking_part(precision):
             if one.has_loss and (precision, one.name) not in known:

@@ -161,6 +161,12 @@ def speeds(library: CpuLibrary, arguments: argparse.Namespace) -> dict[str, dict
     }
 
 
+def held_out_tokens(model: Path, text: Path, most: int) -> list[int]:
+    """Return the first ``most`` tokens of a text, or all for 0, by a model's tokenizer."""
+    token_ids: list[int] = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text.read_text()).ids
+    return token_ids[: most or None]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, seed=0)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
@@ -180,8 +186,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    token_ids = Tokenizer.from_file(str(arguments.model / "tokenizer.json")).encode(arguments.text.read_text()).ids
-    token_ids = token_ids[: arguments.tokens or None]
+    token_ids = held_out_tokens(arguments.model, arguments.text, arguments.tokens)
     library = load_library()
     if library is None:
         raise SystemExit("the CPU kernels are not installed, or do not run on this processor")

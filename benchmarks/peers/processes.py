@@ -88,8 +88,8 @@ class ForeignLoad:
 
 
 class Driver:
-    """An engine in a process of its own, ``process``. ``ready_s``: from its start to its first answer; ``foreign_share``: what other
-    programs took of the machine meanwhile.
+    """An engine in a process of its own, ``process``. ``ready_s``: from its start to its first answer; ``foreign_share``: what
+    other programs took of the machine meanwhile.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
