@@ -358,12 +358,13 @@ class OpenModel:
         proposer: LookedUp | Drafted = LookedUp(self.runtime, store)
         if self._draft is not None:
             run = DeviceDraftPass(self._draft, self._upload, self._sampler, config.max_num_batched_tokens)
-            sizes = {"num_blocks": self.num_blocks, "block_size": config.block_size}
-            proposer = Drafted(
-                self.runtime,
-                store,
-                DraftModel(run, max_model_len=self._draft_model_len, **sizes),
+            draft = DraftModel(
+                run,
+                max_model_len=self._draft_model_len,
+                num_blocks=self.num_blocks,
+                block_size=config.block_size,
             )
+            proposer = Drafted(self.runtime, store, draft)
         return DeviceSpeculation(proposer, most_rows=self._most_rows, most_tokens=config.max_num_batched_tokens)
 
     def _take_memory_again(self) -> None:
