@@ -1,4 +1,4 @@
-"""Products of integer codes with inputs that are rounded block by block, in every variant that runs here."""
+"""Products of integer codes with inputs that become integers block by block, in every variant that runs here."""
 
 import itertools
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm, rounded_to_4_bits, rounded_to_8_bits
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, installed_variants, runs_here
+from headway_kernels.cpu.library import BlockForm, CpuLibrary, PackedLinear, Team, installed_variants, runs_here
 
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
@@ -21,6 +21,8 @@ GROUPS = {
     CodeForm.FP4: (32, 32, 64, WHOLE),
 }
 SHAPES = ((1, 16), (15, 32), (33, 97), (70, 300))
+MOST_OF_DIGITS = 0x7F7F7F
+"""Of three signed bytes that are symmetric."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda path: path.stem)
@@ -33,7 +35,14 @@ def team(library):
     return Team(library, 2)
 
 
-def coded(form, outputs, inputs, group, draw, *, has_minima, is_exact=False):
+@pytest.fixture(scope="module", params=[True, False], ids=["rounded", "digits"])
+def rounds_inputs(library, request):
+    if not request.param and not library.multiplies_digits:
+        pytest.skip("this variant widens codes where inputs may not be rounded")
+    return request.param
+
+
+def coded(form, outputs, inputs, group, draw, *, has_minima, is_exact=False, rounds_inputs=True):
     """A weight; ``is_exact``: its scales and minima are powers of two, so that float32 holds all sums of small products."""
     size = group or inputs
     values = (outputs, -(-inputs // size))
@@ -45,7 +54,7 @@ def coded(form, outputs, inputs, group, draw, *, has_minima, is_exact=False):
         scales, minima = (0.5 ** torch.randint(0, 3, values, generator=draw) for _ in range(2))
     else:
         scales, minima = torch.rand(values, generator=draw) * 0.01 + 1e-4, torch.randn(values, generator=draw) * 0.02
-    return CodedWeight(form, codes, scales, size, minima if has_minima else None, rounds_inputs=True)
+    return CodedWeight(form, codes, scales, size, minima if has_minima else None, rounds_inputs=rounds_inputs)
 
 
 def kinds():
@@ -63,7 +72,7 @@ def wide(weight):
 
 
 def rounded_inputs(rows, norm, block):
-    """What the kernels multiply, in float64: codes as float32 gives them, times scales."""
+    """What the kernels multiply, in float64: codes of 8 bits as float32 gives them, times scales."""
     weighted = rows if norm is None else rows * norm
     blocks = functional.pad(weighted, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
@@ -74,17 +83,26 @@ def rounded_inputs(rows, norm, block):
     return scaled * (rows.double().square().mean(1, keepdim=True) + NORM_EPS).rsqrt()
 
 
+def normed(rows, norm):
+    """The same without rounding."""
+    if norm is None:
+        return rows.double()
+    return rows.double() * norm.double() * (rows.double().square().mean(1, keepdim=True) + NORM_EPS).rsqrt()
+
+
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_product_is_what_float64_gives_of_the_same_rounding(library, team, gated):
+def test_a_product_is_what_float64_gives_of_the_same_inputs(library, team, rounds_inputs, gated):
     for form, has_minima, half, inputs, group, seed in kinds():
         draw = torch.Generator().manual_seed(seed)
-        weight = coded(form, half * (1 + gated), inputs, group, draw, has_minima=has_minima)
-        assert weight.is_for_blocks or weight.is_for_int8
+        weight = coded(
+            form, half * (1 + gated), inputs, group, draw, has_minima=has_minima, rounds_inputs=rounds_inputs
+        )
         weight = replace(weight, minima=torch.zeros_like(weight.scales)) if weight.is_for_int8 else weight
         bias = torch.randn(len(weight.codes), generator=draw) if seed % 2 else None
         norm = torch.rand(inputs, generator=draw) + 0.5 if seed % 3 else None
         rows = torch.randn(13, inputs, generator=draw)
-        dense, rounded = wide(weight), rounded_inputs(rows, norm, 16 if group == 16 else 32)
+        dense = wide(weight)
+        rounded = rounded_inputs(rows, norm, 16 if group == 16 else 32) if rounds_inputs else normed(rows, norm)
         expected, sizes = rounded @ dense.t(), rounded.abs() @ dense.abs().t() + 1e-6
         if bias is not None:
             expected, sizes = expected + bias, sizes + bias.abs()
@@ -92,22 +110,60 @@ def test_a_product_is_what_float64_gives_of_the_same_rounding(library, team, gat
             (gates, ups), (gate_sizes, up_sizes) = expected.chunk(2, 1), sizes.chunk(2, 1)
             expected = functional.silu(gates) * ups
             sizes = gate_sizes * up_sizes + gate_sizes + up_sizes
-        found = PackedLinear(library, weight, bias, gated=gated)(team, rows, norm, NORM_EPS)
+        product = PackedLinear(library, weight, bias, gated=gated)
+        assert isinstance(product.form, BlockForm)
         # A block's sum is exact; its scales are rounded, and so are the additions of blocks.
-        assert ((found - expected).abs() / sizes).max() < 2e-7 * (inputs / 16 + 12), (form, has_minima, half, inputs)
+        errors = (product(team, rows, norm, NORM_EPS) - expected).abs() / sizes
+        assert errors.max() < 2e-7 * (inputs / 16 + 12), (form, has_minima, half, inputs)
 
 
-def test_sums_are_exact_integers(library, team):
+def test_inputs_of_digits_are_as_exact_as_float32_whatever_their_sizes(library, team):
+    if not library.multiplies_digits:
+        pytest.skip("this variant widens codes")
     for form, has_minima, outputs, inputs, group, seed in kinds():
         draw = torch.Generator().manual_seed(seed)
-        weight = coded(form, outputs, min(inputs, 160), group, draw, has_minima=has_minima, is_exact=True)
+        weight = coded(form, outputs, inputs, group, draw, has_minima=has_minima, rounds_inputs=False)
+        powers = torch.randint(-60, 60, (9, 1), generator=draw) + torch.randint(-12, 1, (9, inputs), generator=draw)
+        rows = torch.randn(9, inputs, generator=draw) * 2.0**powers
+        dense, largest = wide(weight).abs(), rows.abs().amax(1, keepdim=True).double()
+        errors = PackedLinear(library, weight, None)(team, rows) - rows.double() @ wide(weight).t()
+        # Of each input at most 2^-23 of the largest, and what float32 rounds in the sums, which partly cancel.
+        allowed = 2.0**-23 * (largest * dense.sum(1) + (inputs / 16 + 8) * (rows.abs().double() @ dense.t()))
+        allowed = allowed + 2.0**-23 * inputs / 16 * largest * weight.scales.double().amax(1) * 128
+        assert (errors.abs() <= allowed).all(), (form, has_minima, outputs, inputs)
+
+
+def test_integers_of_24_bits_are_multiplied_exactly(library, team):
+    if not library.multiplies_digits:
+        pytest.skip("this variant widens codes")
+    for form, code in ((CodeForm.CODES4, 9), (CodeForm.CODES8, 1), (CodeForm.FP4, 2)):
+        draw = torch.Generator().manual_seed(int(form))
+        rows = torch.randint(-MOST_OF_DIGITS, MOST_OF_DIGITS + 1, (64, 32), generator=draw).float()
+        rows[:, :4] = torch.tensor([MOST_OF_DIGITS, -MOST_OF_DIGITS, MOST_OF_DIGITS - 127, 128 - MOST_OF_DIGITS])
+        each = torch.full((32, 32), 8 if form is CodeForm.CODES4 else 0, dtype=torch.uint8).fill_diagonal_(code)
+        codes = each.to(torch.int8) if form is CodeForm.CODES8 else each
+        scales = torch.full((32, 1), 1.0 if form is not CodeForm.FP4 else 0.5)
+        found = PackedLinear(library, CodedWeight(form, codes, scales, 32), None)(team, rows)
+        assert torch.equal(found, rows if form is not CodeForm.FP4 else rows * wide_fp4(code))
+
+
+def wide_fp4(code):
+    weight = CodedWeight(CodeForm.FP4, torch.tensor([[code]], dtype=torch.uint8), torch.tensor([[0.5]]), 1)
+    return wide(weight).item()
+
+
+def test_sums_are_exact_integers(library, team, rounds_inputs):
+    for form, has_minima, outputs, inputs, group, seed in kinds():
+        draw = torch.Generator().manual_seed(seed)
+        kind = {"has_minima": has_minima, "is_exact": True, "rounds_inputs": rounds_inputs}
+        weight = coded(form, outputs, min(inputs, 160), group, draw, **kind)
         rows = torch.randint(-127, 128, (7, weight.shape[1]), generator=draw).float()
         rows[:, ::16] = 127.0  # So the scale of every block is 1, and the codes are these numbers.
         expected = (rows.double() @ wide(weight).t()).float()
         assert torch.equal(PackedLinear(library, weight, None)(team, rows), expected)
 
 
-def test_a_row_of_a_product_does_not_depend_on_the_others(library, team):
+def test_a_row_of_a_product_does_not_depend_on_the_others(library, team, rounds_inputs):
     norm = torch.rand(300) + 0.5
     for form, group, has_minima in (
         (CodeForm.CODES4, 32, False),
@@ -116,7 +172,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(library, team):
         (CodeForm.FP4, 32, False),
     ):
         draw = torch.Generator().manual_seed(group)
-        weight = coded(form, 70, 300, group, draw, has_minima=has_minima)
+        weight = coded(form, 70, 300, group, draw, has_minima=has_minima, rounds_inputs=rounds_inputs)
         rows = torch.randn(200, 300, generator=draw)
         for gated in (False, True):
             product = PackedLinear(library, weight, None, gated=gated)
@@ -125,10 +181,11 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(library, team):
                 assert torch.equal(product(team, rows[:count], norm, NORM_EPS), together[:count])
 
 
-def test_a_value_that_is_not_finite_spoils_its_row_alone(library, team):
+def test_a_value_that_is_not_finite_spoils_its_row_alone(library, team, rounds_inputs):
     rows = torch.randn(5, 96)
     rows[1, 40], rows[3, 95], rows[4] = float("nan"), float("-inf"), 0.0
-    found = PackedLinear(library, rounded_to_4_bits(torch.randn(20, 96)), torch.arange(20.0))(team, rows)
+    weight = replace(rounded_to_4_bits(torch.randn(20, 96)), rounds_inputs=rounds_inputs)
+    found = PackedLinear(library, weight, torch.arange(20.0))(team, rows)
     assert found[[1, 3]].isnan().all()
     assert found[[0, 2]].isfinite().all()
     assert torch.equal(found[4], torch.arange(20.0))
@@ -143,19 +200,16 @@ def test_scales_that_float16_does_not_hold_stay_float32(library, team):
     assert (found - coarse).abs().max() > 1e-3
 
 
-def test_which_weights_are_for_blocks():
+def test_which_weights_have_blocks():
     draw = torch.Generator().manual_seed(0)
     weight = coded(CodeForm.CODES4, 8, 96, 32, draw, has_minima=False)
-    assert weight.is_for_blocks
-    assert not replace(weight, rounds_inputs=False).is_for_blocks
-    assert not replace(weight, group_of=torch.zeros(96, dtype=torch.int32)).is_for_blocks
-    assert not coded(CodeForm.CODES4, 8, 96, 16, draw, has_minima=False).is_for_blocks
-    assert coded(CodeForm.CODES8, 8, 96, 16, draw, has_minima=False).is_for_blocks
-    assert not coded(CodeForm.CODES8, 8, 96, 48, draw, has_minima=False).is_for_blocks
-    plain = coded(CodeForm.CODES8, 8, 96, WHOLE, draw, has_minima=False)
-    assert (plain.is_for_int8, plain.is_for_blocks) == (True, False)
+    assert weight.has_blocks
+    assert not replace(weight, group_of=torch.zeros(96, dtype=torch.int32)).has_blocks
+    assert not coded(CodeForm.CODES4, 8, 96, 16, draw, has_minima=False).has_blocks
+    assert coded(CodeForm.CODES8, 8, 96, 16, draw, has_minima=False).has_blocks
+    assert not coded(CodeForm.CODES8, 8, 96, 48, draw, has_minima=False).has_blocks
     floats = replace(weight, form=CodeForm.FP8, codes=torch.zeros(8, 96).to(torch.float8_e4m3fn))
-    assert not floats.is_for_blocks
+    assert not floats.has_blocks
 
 
 def test_rounding_gives_scales_that_float16_holds_unless_they_are_too_large():

@@ -1,4 +1,4 @@
-"""Products of weights that are codes: the bits of float32 products of the same weights, in every variant that runs here."""
+"""Products of weights that are codes, against the same weights in float32, in every variant that runs here."""
 
 import itertools
 import random
@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits, unified
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
+from headway_kernels.cpu.library import (
+    BlockForm,
+    CpuLibrary,
+    PackedLinear,
+    Team,
+    WeightForm,
+    installed_variants,
+    runs_here,
+)
 
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
@@ -43,9 +51,15 @@ def library(request):
     return CpuLibrary(request.param)
 
 
+def assert_as_exact(found, expected):
+    """Test sums of up to 300 products; what they have in common is their rounding alone."""
+    assert ((found - expected).norm() <= 2e-6 * expected.norm()).all()
+
+
 @pytest.mark.parametrize("form", CodeForm)
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_product_has_the_bits_of_one_with_the_widened_weights(library, form, gated):
+def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, gated):
+    """Has its bits, where the variant widens."""
     team = Team(library, 2)
     choose = random.Random(int(form) + 8 * gated)
     kinds = itertools.product([False, True], [False, True])
@@ -59,9 +73,13 @@ def test_a_product_has_the_bits_of_one_with_the_widened_weights(library, form, g
         norm = torch.rand(inputs) if seed % 3 else None
         expected = PackedLinear(library, weight.float(), bias, WeightForm.FLOAT32, gated=gated)(team, rows, norm, 1e-5)
         product = PackedLinear(library, weight, bias, gated=gated)
-        assert torch.equal(product(team, rows, norm, 1e-5), expected)
+        found = product(team, rows, norm, 1e-5)
+        if isinstance(product.form, BlockForm):
+            assert_as_exact(found, expected)
+        else:
+            assert torch.equal(found, expected)
         one = torch.cat([product(team, rows[i : i + 1].contiguous(), norm, 1e-5) for i in range(len(rows))])
-        assert torch.equal(one, expected), "a row's bits depend on the number of rows"
+        assert torch.equal(one, found), "a row's bits depend on the number of rows"
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -283,13 +283,18 @@ def codes_of(form, group, *, has_minima=False, is_scattered=False, rounds_inputs
     ],
     ids=str,
 )
-def test_experts_of_codes_have_the_bits_of_experts_of_what_they_stand_for(library, kind, activation):
+def test_experts_of_codes_are_as_exact_as_experts_of_what_they_stand_for(library, kind, activation):
+    """They have their bits, where the variant widens codes."""
     layer = Layer(V3, shared="gated" if activation == "silu" else "none", activation=activation)
     coded, team = codes_of(**kind), Team(library, 2)
     wide = layer.packed(library, WeightForm.FLOAT32, lambda weight: coded(weight).float())
     hidden = drawn(90, HIDDEN)
     found = company_changes_nothing(layer, layer.packed(library, WeightForm.FLOAT32, coded), team)
-    assert torch.equal(found, wide(team, hidden, layer.norm, EPS))
+    expected = wide(team, hidden, layer.norm, EPS)
+    if library.multiplies_digits and coded(drawn(32, HIDDEN)).has_blocks:
+        assert (found - expected).norm() < 1e-6 * expected.norm()
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

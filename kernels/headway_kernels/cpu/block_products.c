@@ -1,7 +1,7 @@
-/* Products of integer codes with inputs that are rounded to 8 bits block by block, on the vector unit.
+/* Products of integer codes with inputs that become integers block by block, on the vector unit.
  *
- * The products of a block are added exactly, in integers; the sum times both scales is added to the output in float32,
- * block after block. So a row's result depends on the row alone. */
+ * The products of a block are added exactly, in integers, of each digit by itself; the sum times both scales is added to
+ * the output in float32, block after block. So a row's result depends on the row alone. */
 #include "adapters.h"
 #include "blocks.h"
 
@@ -150,28 +150,41 @@ typedef struct {
     const int8_t *codes;
     const float *scales;
     const int32_t *excess;
+    const int32_t *last_excess;
     const float *sums;
 } block_rows;
 
-/* Add the products of a block to `sums`. `values` are of its group. */
-INLINE void add_block(const int rows, const int form, const int block, const linear *with, const char *values,
-                      const char *weights, const block_rows *inputs, vec (*sums)[2]) {
+/* The sum of a row, of its digits' `sums`. The lower bits of those of several digits are added apart, since an integer of
+ * 32 bits may not hold all. */
+INLINE vec sum_of_digits(const int digits, const ivec *sums) {
+    if (digits == 1) return __builtin_convertvector(sums[0], vec);
+    const ivec upper = (sums[0] << DIGIT_BITS) + sums[1];
+    return __builtin_convertvector(upper, vec) * (float)(1 << DIGIT_BITS) + __builtin_convertvector(sums[2], vec);
+}
+
+/* Add the products of a block to `sums`. `values` are of its group. Each digit is multiplied as if it were a row. */
+INLINE void add_block(const int rows, const int digits, const int form, const int block, const linear *with,
+                      const char *values, const char *weights, const block_rows *inputs, vec (*sums)[2]) {
     UNROLLED
     for (int half = 0; half < 2; half++) {
         const half_block of = {weights + half * LANES * block / (has_pairs(form) ? 2 : 1), inputs->codes};
         ivec integers[TILE_ROWS];
         UNROLLED
-        for (int row = 0; row < rows; row++) integers[row] = splat_int(inputs->excess[row]);
+        for (int row = 0; row < rows; row++) {
+            ivec *own = integers + row * digits;
+            if (digits > 1) own[0] = (ivec){0}, own[2] = splat_int(inputs->last_excess[row]);
+            own[digits > 1] = splat_int(inputs->excess[row]);
+        }
         if (form == FORM_BLOCKS4)
-            sum_codes4(rows, &of, integers);
+            sum_codes4(rows * digits, &of, integers);
         else if (form == FORM_BLOCKS_FP4)
-            sum_fp4(rows, &of, integers);
+            sum_fp4(rows * digits, &of, integers);
         else
-            sum_codes8(rows, block, &of, integers);
+            sum_codes8(rows * digits, block, &of, integers);
         const vec scales = scales_at(with, values, half);
         UNROLLED
         for (int row = 0; row < rows; row++)
-            sums[row][half] += (scales * inputs->scales[row]) * __builtin_convertvector(integers[row], vec);
+            sums[row][half] += (scales * inputs->scales[row]) * sum_of_digits(digits, integers + row * digits);
         if (!with->has_minima) continue;
         const vec minima = load((const float *)(values + bytes_of_scales(with)) + half * LANES);
         UNROLLED
@@ -208,11 +221,13 @@ typedef struct {
     int64_t end;
 } block_range;
 
-INLINE void sum_blocks(const int rows, const int form, const int block, const block_range *of, fetching ahead,
-                       vec (*kept)[2]) {
+INLINE void sum_blocks(const int rows, const int digits, const int form, const int block, const block_range *of,
+                       fetching ahead, vec (*kept)[2]) {
     const linear *with = of->with;
     const int64_t per_group = blocks_per_group(with), values_bytes = bytes_of_values(with);
-    const int64_t block_bytes = bytes_of_block(with), packed_bytes = of->tile_rows * bytes_of_packed_block(block);
+    const int64_t block_bytes = bytes_of_block(with);
+    const int64_t packed_bytes = of->tile_rows * bytes_of_packed_block(block, digits);
+    const int64_t sums_at = (numbers_of_packed_block(digits) - 1) * of->tile_rows;
     const char *tile = of->tile + of->begin * packed_bytes;
     vec sums[TILE_ROWS][2];
     UNROLLED
@@ -223,35 +238,58 @@ INLINE void sum_blocks(const int rows, const int form, const int block, const bl
         const char *weights = values + values_bytes + (at - group * per_group) * block_bytes;
         const int64_t last = end < of->end ? end : of->end;
         for (; at < last; at++, weights += block_bytes, tile += packed_bytes) {
-            const float *scales = (const float *)(tile + of->tile_rows * block) + of->first_row;
-            const block_rows inputs = {(const int8_t *)tile + of->first_row * block, scales,
-                                       (const int32_t *)scales + of->tile_rows, scales + 2 * of->tile_rows};
+            const float *scales = (const float *)(tile + of->tile_rows * digits * block) + of->first_row;
+            const int32_t *excess = (const int32_t *)scales + of->tile_rows;
+            const block_rows inputs = {(const int8_t *)tile + of->first_row * digits * block, scales, excess,
+                                       excess + of->tile_rows, scales + sums_at};
             fetch(&ahead);
-            add_block(rows, form, block, with, values, weights, &inputs, sums);
+            add_block(rows, digits, form, block, with, values, weights, &inputs, sums);
         }
     }
     UNROLLED
     for (int row = 0; row < rows; row++) kept[row][0] = sums[row][0], kept[row][1] = sums[row][1];
 }
 
+INLINE void sum_form(const int rows, const int digits, const block_range *of, fetching ahead, vec (*kept)[2]) {
+    if (of->with->form == FORM_BLOCKS4)
+        sum_blocks(rows, digits, FORM_BLOCKS4, BLOCK, of, ahead, kept);
+    else if (of->with->form == FORM_BLOCKS_FP4)
+        sum_blocks(rows, digits, FORM_BLOCKS_FP4, BLOCK, of, ahead, kept);
+    else if (block_of(of->with) == BLOCK)
+        sum_blocks(rows, digits, FORM_BLOCKS8, BLOCK, of, ahead, kept);
+    else
+        sum_blocks(rows, digits, FORM_BLOCKS8, SMALL_BLOCK, of, ahead, kept);
+}
+
 #define CASE(rows)                                                                                                     \
-    case rows:                                                                                                         \
-        if (of->with->form == FORM_BLOCKS4)                                                                            \
-            sum_blocks(rows, FORM_BLOCKS4, BLOCK, of, ahead, kept);                                                    \
-        else if (of->with->form == FORM_BLOCKS_FP4)                                                                    \
-            sum_blocks(rows, FORM_BLOCKS_FP4, BLOCK, of, ahead, kept);                                                 \
-        else if (block_of(of->with) == BLOCK)                                                                          \
-            sum_blocks(rows, FORM_BLOCKS8, BLOCK, of, ahead, kept);                                                    \
-        else                                                                                                           \
-            sum_blocks(rows, FORM_BLOCKS8, SMALL_BLOCK, of, ahead, kept);                                              \
-        break;
+    case rows: sum_form(rows, 1, of, ahead, kept); break;
+
+#if MULTIPLIES_DIGITS
+static void sum_rows_of_digits(int64_t rows, const block_range *of, fetching ahead, vec (*kept)[2]) {
+    switch (rows) {
+    case 1: sum_form(1, MOST_DIGITS, of, ahead, kept); break;
+    case 2: sum_form(2, MOST_DIGITS, of, ahead, kept); break;
+    case 3: sum_form(3, MOST_DIGITS, of, ahead, kept); break;
+    default: sum_form(TILE_ROWS / MOST_DIGITS, MOST_DIGITS, of, ahead, kept);
+    }
+}
+#endif
 
 static void sum_rows(int64_t rows, const block_range *of, fetching ahead, vec (*kept)[2]) {
+#if MULTIPLIES_DIGITS
+    if (of->with->num_digits > 1) {
+        sum_rows_of_digits(rows, of, ahead, kept);
+        return;
+    }
+#endif
     switch (rows) { EACH_TILE_SIZE(CASE) }
 }
 
 /* Rows are summed a part of a tile at a time. */
-static int64_t parts_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+static int64_t parts_of(const linear *with, int64_t rows) {
+    const int64_t most = TILE_ROWS / with->num_digits;
+    return (rows + most - 1) / most;
+}
 
 static int64_t place_in_panel(const linear *of, int64_t block) {
     return block * bytes_of_block(of) + block / blocks_per_group(of) * bytes_of_values(of);
@@ -296,8 +334,8 @@ void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t p
     const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
     for (int64_t i = 0; i < end_row - first_row; i++) sums[i][0] = low_bias, sums[i][1] = high_bias;
     for (int64_t tile = first_tile; tile < end_tile; tile++)
-        num_parts += parts_of(tile_start(tile + 1, from->num_tiles, from->num_rows) -
-                              tile_start(tile, from->num_tiles, from->num_rows));
+        num_parts += parts_of(with, tile_start(tile + 1, from->num_tiles, from->num_rows) -
+                                        tile_start(tile, from->num_tiles, from->num_rows));
     block_range of = {.with = with, .panel = panel_at(with, panel)};
     const int64_t depth = num_parts > 1 ? DEPTH : num_blocks;
     for (of.begin = 0; of.begin < num_blocks; of.begin = of.end) {
@@ -307,7 +345,7 @@ void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t p
             const int64_t first = tile_start(tile, from->num_tiles, from->num_rows);
             of.tile_rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
             of.tile = (const char *)from->tiles + first * bytes_of_packed_row(with);
-            const int64_t parts = parts_of(of.tile_rows);
+            const int64_t parts = parts_of(with, of.tile_rows);
             for (int64_t part = 0; part < parts; part++, place++) {
                 of.first_row = tile_start(part, parts, of.tile_rows);
                 sum_rows(tile_start(part + 1, parts, of.tile_rows) - of.first_row, &of,

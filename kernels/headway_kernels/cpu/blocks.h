@@ -1,10 +1,13 @@
-/* Weights kept as integer codes for inputs that are rounded to 8 bits block by block: where everything lies.
+/* Weights kept as integer codes for inputs that become integers block by block: where everything lies.
  *
  * Owns: the layout of such panels, and of packed rows.
  * Must not know: how a product multiplies, what codes a checkpoint has, or when inputs may be rounded.
  *
  * The inputs of a row are cut into blocks of 32, or of 16 where the weight's groups are that small, each with a scale
- * of its own, as llama.cpp does (Q8_0 of ggml).
+ * of its own, as llama.cpp does (Q8_0 of ggml). With one digit an input is a code of 8 bits. With three it is an integer
+ * of 24 bits, whose scale is a power of two: it differs from the input by at most 2^-23 of the block's largest, so the
+ * product is as exact as one in float32. Each digit is a signed byte, as an instruction multiplies four of these at once;
+ * so three of them cost less than float32.
  *
  * A panel stores group after group: the scales of its outputs, then their minima if there are any, then the codes of
  * each block. Of a block stand first the codes of one half of the panel, a QUAD of inputs of each output side by side,
@@ -48,13 +51,22 @@ static inline int64_t bytes_of_values(const linear *of) {
     return bytes_of_scales(of) + (of->has_minima ? PANEL * 4 : 0);
 }
 
+/* The most digits of an input, and the largest integer that these hold: 127 in each. */
+#define MOST_DIGITS 3
+#define MOST_OF_DIGITS 8355711
+#define DIGIT_BITS 8
+
 static inline int64_t bytes_of_block(const linear *of) { return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1); }
 
-/* Of a row of a packed tile. A tile stores, block after block, the codes of each row, then three numbers of each row:
- * the scale; what the sum of unsigned codes has too much, negative; and the sum of the inputs, for minima. */
-static inline int64_t bytes_of_packed_block(int64_t block) { return block + 12; }
+/* Of a row of a packed tile. A tile stores, block after block, the codes of each row, the highest digit of all inputs
+ * first, then some numbers of each row: the scale; what the sum of unsigned codes has too much, negative, of all digits
+ * but the last, and of the last of several; and the sum of the inputs, for minima. */
+static inline int64_t numbers_of_packed_block(int64_t digits) { return digits > 1 ? 4 : 3; }
+static inline int64_t bytes_of_packed_block(int64_t block, int64_t digits) {
+    return digits * block + numbers_of_packed_block(digits) * 4;
+}
 static inline int64_t bytes_of_packed_row(const linear *of) {
-    return blocks_in(of) * bytes_of_packed_block(block_of(of));
+    return blocks_in(of) * bytes_of_packed_block(block_of(of), of->num_digits);
 }
 
 #endif

@@ -39,7 +39,7 @@ _MIDDLE = 8.0
 
 _BLOCK = 32
 _SMALL_BLOCK = 16
-"""Inputs that are rounded to 8 bits with one scale."""
+"""Inputs that become integers with one scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class CodedWeight:
         return self.rounds_inputs and self.form is CodeForm.CODES8 and is_plain
 
     @property
-    def is_for_blocks(self) -> bool:
-        """Whether inputs may be rounded in blocks, of which a group of the weight has one or several."""
-        if not self.rounds_inputs or self.is_for_int8 or self.group_of is not None or self.form is CodeForm.FP8:
+    def has_blocks(self) -> bool:
+        """Whether codes are integers, and each group consists of one or several blocks."""
+        if self.group_of is not None or self.form is CodeForm.FP8:
             return False
         has_small_groups = self.form is CodeForm.CODES8 and self.group == _SMALL_BLOCK
         return has_small_groups or self.scales.shape[1] == 1 or self.group % _BLOCK == 0

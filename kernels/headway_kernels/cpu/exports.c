@@ -1,9 +1,11 @@
 /* What Python calls beside decoders, experts and meetings: products, teams, sizes. */
 #include "decoder.h"
+#include "products.h"
 #include "workspace.h"
 
 int headway_permitted(void) { return products_permitted(); }
 int64_t headway_lanes(void) { return LANES; }
+int headway_multiplies_digits(void) { return MULTIPLIES_DIGITS; }
 int64_t headway_max_head_dim(void) { return MAX_HEAD_DIM; }
 int64_t headway_block_floats(const decoder_shape *shape) {
     attention_shape attention = attention_shape_of(shape);

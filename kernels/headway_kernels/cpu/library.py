@@ -48,7 +48,10 @@ class WeightForm(IntEnum):
 
 
 class BlockForm(IntEnum):
-    """Codes that are multiplied as integers, with inputs that are rounded to 8 bits in blocks."""
+    """Codes that are multiplied as integers, in blocks, with inputs that are rounded to 8 bits, or to 24 in three digits.
+
+    Digits only if the library ``multiplies_digits``. They are as exact as float32, and faster.
+    """
 
     CODES4 = 7
     CODES8 = 8
@@ -68,6 +71,8 @@ class CpuLibrary:
         self.max_head_dim = int(self.functions.headway_max_head_dim())
         self.multiplies_pairs = self.variant == _PAIRS[0] and bool(torch.cpu.get_capabilities().get(_PAIRS[1]))
         """Whether it multiplies pairs of bfloat16s at once on this processor."""
+        self.multiplies_digits = bool(self.functions.headway_multiplies_digits())
+        """Whether it multiplies codes with inputs in digits: see ``BlockForm``."""
 
     def padded_head_dim(self, head_dim: int) -> int:
         """Round up to whole vector registers."""
@@ -79,6 +84,7 @@ def _declared(functions: ctypes.CDLL) -> Any:
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "permitted": (ctypes.c_int, ()),
         "lanes": (integer, ()),
+        "multiplies_digits": (ctypes.c_int, ()),
         "max_head_dim": (integer, ()),
         "block_floats": (integer, (pointer,)),
         "logits_stride": (integer, (integer,)),
@@ -164,6 +170,7 @@ class _CodedStruct(ctypes.Structure):
         ("group_of", ctypes.c_void_p),
         ("group", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
+        ("rounds_inputs", ctypes.c_int64),
     )
 
 
@@ -193,7 +200,7 @@ class PackedLinear:
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
             struct = _coded_struct(kept)
-            self.form = _held_form(kept)
+            self.form = _held_form(library, kept)
             handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(self.form), int(gated))
         else:
             self.form = form
@@ -227,10 +234,10 @@ class PackedLinear:
         return out[:, : self.outputs // 2 if self._gated else self.outputs]
 
 
-def _held_form(weight: CodedWeight) -> IntEnum:
+def _held_form(library: CpuLibrary, weight: CodedWeight) -> IntEnum:
     if weight.is_for_int8:
         return WeightForm.INT8
-    if weight.is_for_blocks:
+    if weight.has_blocks and (weight.rounds_inputs or library.multiplies_digits):
         return BlockForm[weight.form.name]
     return weight.form
 
@@ -243,6 +250,7 @@ def _coded_struct(weight: CodedWeight) -> _CodedStruct:
         group_of=None if weight.group_of is None else weight.group_of.data_ptr(),
         group=weight.group,
         num_groups=weight.scales.shape[1],
+        rounds_inputs=weight.rounds_inputs,
     )
 
 

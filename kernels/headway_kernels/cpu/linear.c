@@ -249,7 +249,9 @@ float pack_int8_row(code *tile, int64_t rows, int64_t place, const float *row, i
 int64_t most_packed_bytes(int64_t num_rows, int64_t inputs) {
     const int64_t floats = packed_bytes(num_rows, inputs, FORM_FLOAT32);
     const int64_t codes = packed_bytes(num_rows, inputs, FORM_INT8);
-    return floats > codes ? floats : codes;
+    const int64_t digits = num_rows * most_bytes_of_packed_row(inputs);
+    const int64_t largest = floats > codes ? floats : codes;
+    return largest > digits ? largest : digits;
 }
 
 void pack_tile(const packed_inputs *to, const linear *with, int64_t tile, const float *from, int64_t stride,

@@ -60,12 +60,13 @@ typedef struct {
     int64_t num_groups;
     int64_t has_minima;
     int64_t has_half_scales; /* BLOCKS: float16 holds them */
+    int64_t num_digits;      /* BLOCKS: of an input, see blocks.h */
     int32_t *group_of;       /* [inputs], or NULL: groups are consecutive */
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
  * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with CODES4. `group_of` [inputs]: each input's group;
- * NULL: each `group` consecutive inputs are one. */
+ * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. */
 typedef struct {
     const uint8_t *codes;
     const float *scales;
@@ -73,6 +74,7 @@ typedef struct {
     const int32_t *group_of;
     int64_t group;
     int64_t num_groups;
+    int64_t rounds_inputs;
 } coded_weight;
 typedef struct added_rows added_rows;
 
@@ -131,7 +133,7 @@ static inline int packs_for(const linear *gated, const linear *next) {
     return next->form != FORM_INT8 && next->form != FORM_PAIRS && !is_in_blocks(next) && !is_in_blocks(gated);
 }
 
-/* Bytes that the tiles of `num_rows` rows need in a form; in blocks they need fewer than in float32. */
+/* Bytes that the tiles of `num_rows` rows need in a form that is not in blocks. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form);
 
 /* The most that they need in any form, for so many inputs or fewer. */

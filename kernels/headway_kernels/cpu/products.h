@@ -24,6 +24,10 @@ typedef int8_t code;
 typedef int16_t code;
 #endif
 
+/* Whether inputs of codes may be cut into digits of bytes (blocks.h): exact, and faster than widening the codes. A matrix
+ * unit has a way of its own. */
+#define MULTIPLIES_DIGITS (MULTIPLIES_BYTES && !HAS_TILES)
+
 #define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
 
 static inline int is_bfloat16(int64_t form) { return form == FORM_BFLOAT16 || form == FORM_PAIRS; }
@@ -66,6 +70,7 @@ void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const 
 int64_t tiles_at_once_whole(const linear *with);
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride);
+int64_t most_bytes_of_packed_row(int64_t inputs); /* in blocks */
 void pack_tile_in_blocks(const packed_inputs *to, const linear *with, int64_t tile, const float *from, int64_t stride,
                          rms_norm norm);
 int64_t tiles_at_once_in_blocks(void);

@@ -14,9 +14,9 @@
 #define MOST_TILES 10
 /* All tiles take so many steps of a sum before the next steps: this much of a panel, 8 KiB, stays in the L1 cache. */
 #define DEPTH (2048 / PANEL)
-#define FEW_TILES 4
+#define FEW_TILES 2
 #define MANY_DEPTH 768  /* with more tiles than FEW, the L2 cache will do */
-#define CODED_DEPTH 128 /* the same of a panel of codes, which is widened to float32 for them */
+#define CODED_DEPTH 768 /* the same of a panel of codes, which is widened to float32 for them */
 
 /* Floats, pairs of bfloat16s, or quads of codes. */
 static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
@@ -411,11 +411,11 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
     const int64_t form = widens ? FORM_FLOAT32 : with->form, num_steps = steps_of(with->inputs, form);
     const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
-    const int64_t bytes = panel_bytes(with), step_bytes = is_coded(with) ? 0 : bytes / num_steps;
-    /* Codes are fetched a word, or as many bytes, at a time. */
-    const int64_t fetched = step_bytes > 0 ? step_bytes : has_words(with->form) ? PANEL * 4 : LINE;
+    const int64_t bytes = panel_bytes(with), step_bytes = (is_coded(with) ? bytes_of_codes(with) : bytes) / num_steps;
+    /* A tile alone fetches codes a word, or as many bytes, at a time. */
+    const int64_t fetched = !is_coded(with) || widens ? step_bytes : has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
-    float widened[CODED_DEPTH * PANEL];
+    vec widened[CODED_DEPTH * PANEL / LANES];
     tile_sums kept[MOST_TILES];
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
@@ -427,7 +427,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
         const char *current = weights + begin * step_bytes;
         const char *following = steps.end < num_steps ? weights + steps.end * step_bytes : next;
         const char *taken = widens ? (const char *)widened : current;
-        if (widens) widen(with, panel, begin, steps.end - begin, widened);
+        if (widens) widen(with, panel, begin, steps.end - begin, (float *)widened);
         for (int64_t tile = first_tile; tile < end_tile; tile++) {
             int64_t first = tile_start(tile, from->num_tiles, from->num_rows), place = tile - first_tile;
             int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
@@ -436,8 +436,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
                 char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
                 to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
             }
-            fetching ahead = {.at = weights, .then = weights};
-            if (!widens) ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count);
+            fetching ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count);
             switch (rows) { EACH_TILE_SIZE(CASE) }
         }
     }
