@@ -1,7 +1,7 @@
 /* Products of integer codes with inputs that become integers block by block, on the vector unit.
  *
- * The products of a block are added exactly, in integers, of each digit by itself; the sum times both scales is added to
- * the output in float32, block after block. So a row's result depends on the row alone. */
+ * The products of a block are added exactly, in integers, of each digit by itself; the sum times both scales is added
+ * to the output in float32, block after block. So a row's result depends on the row alone. */
 #include "adapters.h"
 #include "blocks.h"
 
@@ -154,8 +154,8 @@ typedef struct {
     const float *sums;
 } block_rows;
 
-/* The sum of a row, of its digits' `sums`. The lower bits of those of several digits are added apart, since an integer of
- * 32 bits may not hold all. */
+/* The sum of a row, of its digits' `sums`. The lower bits of those of several digits are added apart, since an integer
+ * of 32 bits may not hold all. */
 INLINE vec sum_of_digits(const int digits, const ivec *sums) {
     if (digits == 1) return __builtin_convertvector(sums[0], vec);
     const ivec upper = (sums[0] << DIGIT_BITS) + sums[1];

@@ -108,8 +108,8 @@ static float power_of_two(int32_t exponent) {
     return power;
 }
 
-/* Powers of two, 1 / `up` and `up`: the largest one such that `largest` times it is at most MOST_OF_DIGITS. `largest` is
- * finite and at least TINY. */
+/* Powers of two, 1 / `up` and `up`: the largest one such that `largest` times it is at most MOST_OF_DIGITS. `largest`
+ * is finite and at least TINY. */
 INLINE block_scale scale_of_digits(float largest) {
     int32_t bits;
     memcpy(&bits, &largest, sizeof bits);
@@ -168,8 +168,8 @@ static int32_t added_to_codes(const linear *of) {
     return of->form == FORM_BLOCKS8 ? ADDED_TO_CODES8 : ADDED_TO_FP4;
 }
 
-INLINE void pack_row(const int block, const int digits, const linear *with, const float *row, rms_norm norm,
-                     char *tile, int64_t rows, int64_t place) {
+INLINE void pack_row(const int block, const int digits, const linear *with, const float *row, rms_norm norm, char *tile,
+                     int64_t rows, int64_t place) {
     const float factor = norm.weight != NULL ? root_mean_square_factor(row, with->inputs, norm.eps) : 1.0f;
     const int64_t num_blocks = blocks_in(with), sums = numbers_of_packed_block(digits) - 1;
     const int32_t added = added_to_codes(with);

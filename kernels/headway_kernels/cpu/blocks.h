@@ -4,10 +4,10 @@
  * Must not know: how a product multiplies, what codes a checkpoint has, or when inputs may be rounded.
  *
  * The inputs of a row are cut into blocks of 32, or of 16 where the weight's groups are that small, each with a scale
- * of its own, as llama.cpp does (Q8_0 of ggml). With one digit an input is a code of 8 bits. With three it is an integer
- * of 24 bits, whose scale is a power of two: it differs from the input by at most 2^-23 of the block's largest, so the
- * product is as exact as one in float32. Each digit is a signed byte, as an instruction multiplies four of these at once;
- * so three of them cost less than float32.
+ * of its own, as llama.cpp does (Q8_0 of ggml). With one digit an input is a code of 8 bits. With three it is an
+ * integer of 24 bits, whose scale is a power of two: it differs from the input by at most 2^-23 of the block's largest,
+ * so the product is as exact as one in float32. Each digit is a signed byte, as an instruction multiplies four of these
+ * at once; so three of them cost less than float32.
  *
  * A panel stores group after group: the scales of its outputs, then their minima if there are any, then the codes of
  * each block. Of a block stand first the codes of one half of the panel, a QUAD of inputs of each output side by side,

@@ -24,8 +24,8 @@ typedef int8_t code;
 typedef int16_t code;
 #endif
 
-/* Whether inputs of codes may be cut into digits of bytes (blocks.h): exact, and faster than widening the codes. A matrix
- * unit has a way of its own. */
+/* Whether inputs of codes may be cut into digits of bytes (blocks.h): exact, and faster than widening the codes. A
+ * matrix unit has a way of its own. */
 #define MULTIPLIES_DIGITS (MULTIPLIES_BYTES && !HAS_TILES)
 
 #define PAIR 2 /* bfloat16 weights of an output that a panel holds side by side (8-bit weights: QUAD of them) */
