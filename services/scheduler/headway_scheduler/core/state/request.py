@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from headway_proto.pooling import needs_every_token
+from headway_proto.pooling import NO_POOLING, needs_every_token
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.counters import WasteReason
@@ -167,7 +167,8 @@ class Request:
     @property
     def runs_whole_prompt(self) -> bool:
         """Whether all its tokens must run in one stay, since its vector is made of all of them."""
-        return needs_every_token(self.new.pooling)
+        pooling = self.new.pooling
+        return pooling != NO_POOLING and needs_every_token(pooling)
 
     def append_token(self, token_id: int) -> None:
         """Append a token that came too late for its row."""

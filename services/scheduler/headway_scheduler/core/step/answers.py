@@ -91,11 +91,9 @@ class Answers:
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
-            stays = np.ones(len(sampling_rows), dtype=np.bool_)
-            for row in (*failed, *step.leavers):
-                place = step.place_of(row)
-                if place >= 0:
-                    stays[place] = False
+            is_gone = np.zeros(self._rows.max_rows, dtype=np.bool_)
+            is_gone[[*failed, *step.leavers]] = True
+            stays = ~is_gone[sampling_rows]
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, {row: failed[row] for row in failed if row not in stale}, finished)
             if stale:

@@ -97,13 +97,12 @@ class SamplingRows:
 
     def _look_up(self, sampling_rows: RowIndices) -> None:
         rows = self._rows
-        owners, handles, num_prompt_tokens, last_position = rows.lasting_of(sampling_rows)
         num_tokens = rows.num_tokens[sampling_rows]
         rows.num_tokens[sampling_rows] = num_tokens + ONE
         self._sampling_rows = sampling_rows
-        self._owners, self._handles = owners, handles
-        self._indices = num_tokens - num_prompt_tokens
-        self._num_left = last_position - num_tokens
+        self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
+        self._indices = num_tokens - rows.num_prompt_tokens[sampling_rows]
+        self._num_left = rows.last_position[sampling_rows] - num_tokens
         self._places = rows.places_of(sampling_rows, num_tokens)
         self._num_before = self._first_end = 0
 
