@@ -19,9 +19,11 @@ from collections import deque
 import numpy as np
 
 from headway_scheduler.core.memory.eviction_queues import EvictionQueues
-from headway_scheduler.core.memory.prefix_cache import NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
+from headway_scheduler.core.memory.prefix_cache import NOT_CACHED, NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
 from headway_scheduler.core.state.counters import SchedulerCounters
-from headway_scheduler.core.state.indices import ONE, BlockIndices
+from headway_scheduler.core.state.indices import ONE, BlockIndices, joined
+
+_WORTHS = [np.array(worth, dtype=np.int8) for worth in range(NOT_CACHED, NUM_WORTHS)]
 
 _EVICTION_SHARE = 64
 """One batch evicts the pool's blocks divided by this number; one block at a time would cost more."""
@@ -91,16 +93,17 @@ class BlockPool:
         """Lift the fences of all steps up to ``step``."""
         self._count_released()
         while self._fences and self._fences[0][0] <= step:
-            parts = self._fences.popleft()[1]
-            blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            blocks = joined(self._fences.popleft()[1])
             self._num_fenced -= len(blocks)
             self._make_free(blocks)
 
     def share(self, blocks: BlockIndices) -> None:
         """Add a reference to each of these cached blocks."""
         self._count_released()
-        num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - self._evictable.take_out(blocks)
-        self._ref_count[blocks] += 1
+        references = self._ref_count[blocks]
+        num_unused = len(blocks) - int(np.count_nonzero(references))
+        self._ref_count[blocks] = references + ONE
+        num_fenced = num_unused - self._evictable.take_out(blocks) if num_unused else 0
         if num_fenced:
             self._num_fenced -= num_fenced
             self._fences = deque(
@@ -123,7 +126,7 @@ class BlockPool:
         free = self._evictable.among(blocks)
         if len(free):
             self._evictable.take_out(free)
-            self._enqueue(free)
+            self._make_free(free)
 
     def drop_cached(self) -> int:
         """Evict all free cached blocks; return how many."""
@@ -154,10 +157,10 @@ class BlockPool:
         """Drop the references of the uncounted tables."""
         if not self._uncounted:
             return
-        blocks = np.concatenate([table[::-1] for table in self._uncounted])
+        blocks = joined([table[::-1] for table in self._uncounted])
         if np.count_nonzero(self._ref_count[blocks] - ONE):
             # Some blocks are shared, perhaps between these tables: each is unused after its last table.
-            blocks = np.concatenate([self._drop_references(table)[::-1] for table in self._uncounted])
+            blocks = joined([self._drop_references(table)[::-1] for table in self._uncounted])
         else:
             self._ref_count[blocks] = 0
         self._uncounted.clear()
@@ -173,26 +176,22 @@ class BlockPool:
         return blocks[references == 0] if np.count_nonzero(references) else blocks
 
     def _make_free(self, blocks: BlockIndices) -> None:
+        """Put unreferenced blocks where they belong by their worth."""
         if not len(blocks):
             return
-        cached = self._cache.holds(blocks)
-        num_cached = np.count_nonzero(cached)
-        if num_cached == len(blocks):
-            self._enqueue(blocks)
-            return
-        if num_cached:
-            self._enqueue(blocks[cached])
-            blocks = blocks[~cached]
-        self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
-        self._plain_top -= len(blocks)
-
-    def _enqueue(self, blocks: BlockIndices) -> None:
-        worth = self._cache.worth_of(blocks)
-        if not np.count_nonzero(worth):
-            self._evictable.append(ONCE, blocks)
-            return
-        for level in range(NUM_WORTHS):
-            self._evictable.append(level, blocks[worth == level])
+        worth, num_left = self._cache.worth_of(blocks), len(blocks)
+        for level, of_level in enumerate(_WORTHS, NOT_CACHED):
+            found = blocks[worth == of_level]
+            if not len(found):
+                continue
+            if level == NOT_CACHED:
+                self._plain[self._plain_top - len(found) : self._plain_top] = found[::-1]
+                self._plain_top -= len(found)
+            else:
+                self._evictable.append(level, found)
+            num_left -= len(found)
+            if not num_left:
+                return
 
     def _take_evicted(self, count: int) -> BlockIndices:
         """Evict whole batches; return ``count`` blocks, stack the rest."""

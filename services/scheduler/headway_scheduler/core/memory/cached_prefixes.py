@@ -92,9 +92,7 @@ class CachedPrefixes:
         request.cache_node = self._cache.register(request.cache_node, token_bytes, blocks, self.scope_of(request))
         request.num_cached_blocks = end
 
-    def find_offloaded(
-        self, request: Request, token_bytes: bytes, num_shared: int, most_blocks: int
-    ) -> BlockIndices:
+    def find_offloaded(self, request: Request, token_bytes: bytes, num_shared: int, most_blocks: int) -> BlockIndices:
         """The host blocks that hold what follows ``num_shared`` cached blocks, if bringing them back pays."""
         if not self._is_enabled or request.num_swapped_tokens:
             return NO_BLOCKS
