@@ -85,11 +85,9 @@ def what_lacks_for(new: NewRequestEvent, capacity: ExecutorCapacity) -> Lacking 
         return Lacking("constraint", "cannot constrain outputs", "unset")
     if new.adapter and not capacity.supports_adapters:
         return Lacking("adapter", "cannot run adapters", "unset")
-    if new.pooling == NO_POOLING and not capacity.generates:
-        return Lacking("pooling", "makes vectors and no text", "any but none")
-    if new.pooling != NO_POOLING and not capacity.embedding_size:
-        return Lacking("pooling", "makes no vectors", "unset")
-    return None
+    if new.pooling == NO_POOLING:
+        return None if capacity.generates else Lacking("pooling", "makes vectors and no text", "any but none")
+    return None if capacity.embedding_size else Lacking("pooling", "makes no vectors", "unset")
 
 
 def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:

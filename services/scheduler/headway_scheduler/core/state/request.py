@@ -3,7 +3,7 @@
 Owns: its status, and what outlives a row. Must not know: queues, blocks.
 """
 
-from enum import Enum
+from enum import Enum, StrEnum
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -29,7 +29,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
