@@ -19,11 +19,9 @@ from collections import deque
 import numpy as np
 
 from headway_scheduler.core.memory.eviction_queues import EvictionQueues
-from headway_scheduler.core.memory.prefix_cache import NOT_CACHED, NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
+from headway_scheduler.core.memory.prefix_cache import NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.indices import ONE, BlockIndices, joined
-
-_WORTHS = [np.array(worth, dtype=np.int8) for worth in range(NOT_CACHED, NUM_WORTHS)]
 
 _EVICTION_SHARE = 64
 """One batch evicts the pool's blocks divided by this number; one block at a time would cost more."""
@@ -126,7 +124,7 @@ class BlockPool:
         free = self._evictable.among(blocks)
         if len(free):
             self._evictable.take_out(free)
-            self._make_free(free)
+            self._enqueue(free)
 
     def drop_cached(self) -> int:
         """Evict all free cached blocks; return how many."""
@@ -176,22 +174,28 @@ class BlockPool:
         return blocks[references == 0] if np.count_nonzero(references) else blocks
 
     def _make_free(self, blocks: BlockIndices) -> None:
-        """Put unreferenced blocks where they belong by their worth."""
         if not len(blocks):
             return
-        worth, num_left = self._cache.worth_of(blocks), len(blocks)
-        for level, of_level in enumerate(_WORTHS, NOT_CACHED):
-            found = blocks[worth == of_level]
-            if not len(found):
-                continue
-            if level == NOT_CACHED:
-                self._plain[self._plain_top - len(found) : self._plain_top] = found[::-1]
-                self._plain_top -= len(found)
-            else:
-                self._evictable.append(level, found)
-            num_left -= len(found)
-            if not num_left:
-                return
+        cached = self._cache.holds(blocks)
+        num_cached = np.count_nonzero(cached)
+        if num_cached == len(blocks):
+            self._enqueue(blocks)
+            return
+        if num_cached:
+            self._enqueue(blocks[cached])
+            blocks = blocks[~cached]
+        self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
+        self._plain_top -= len(blocks)
+
+    def _enqueue(self, blocks: BlockIndices) -> None:
+        worth = self._cache.worth_of(blocks)
+        if not np.count_nonzero(worth):
+            self._evictable.append(ONCE, blocks)
+            return
+        for level in range(NUM_WORTHS):
+            of_level = blocks[worth == level]
+            if len(of_level):
+                self._evictable.append(level, of_level)
 
     def _take_evicted(self, count: int) -> BlockIndices:
         """Evict whole batches; return ``count`` blocks, stack the rest."""

@@ -30,8 +30,8 @@ from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices, joined
 ROOT_NODE = 0
 """The node before every prompt."""
 
-NOT_CACHED, ONCE, REUSED, PINNED = -1, 0, 1, 2
-"""What a block is worth."""
+ONCE, REUSED, PINNED = 0, 1, 2
+"""What a cached block is worth."""
 
 NUM_WORTHS = 3
 
@@ -89,8 +89,8 @@ class PrefixCache:
         self._branches: dict[_Branch, _Run] = {}
         self._last_number = 0
         self._node_of_block = np.full(num_blocks, _NO_NODE, dtype=np.int64)
-        # A pinned block keeps what it is worth without the pin.
-        self._worth = np.full(num_blocks, NOT_CACHED, dtype=np.int8)
+        # Both are 0 for blocks that are not cached. A pinned block keeps its reuse for the time after the pin.
+        self._is_reused = np.zeros(num_blocks, dtype=np.int8)
         self._num_pins_of_block = np.zeros(num_blocks, dtype=np.int32)
         self._pins: dict[str, _Pin] = {}
         self._awaited: dict[_Branch, list[_Pin]] = {}
@@ -128,8 +128,8 @@ class PrefixCache:
         return held
 
     def worth_of(self, blocks: BlockIndices) -> NDArray[np.int8]:
-        """NOT_CACHED, ONCE, REUSED or PINNED, shape ``[len(blocks)]``."""
-        worth = self._worth[blocks]
+        """ONCE, REUSED or PINNED, shape ``[len(blocks)]``."""
+        worth = self._is_reused[blocks]
         if self._pins:
             worth[self._num_pins_of_block[blocks] > 0] = PINNED
         return worth
@@ -169,7 +169,6 @@ class PrefixCache:
         first_node = run.node(0)
         end_node = first_node + run.length
         self._node_of_block[blocks] = np.arange(first_node, end_node)
-        self._worth[blocks] = ONCE
         self.num_cached += run.length
         if self._log.is_on:
             self._log.record(self._entry(run))
@@ -180,11 +179,11 @@ class PrefixCache:
 
     def record_reuse(self, blocks: BlockIndices) -> None:
         """Make these cached blocks REUSED."""
-        self._worth[blocks] = REUSED
+        self._is_reused[blocks] = 1
 
     def forget_reuse(self, blocks: BlockIndices) -> None:
         """Make these cached blocks ONCE again."""
-        self._worth[blocks] = ONCE
+        self._is_reused[blocks] = 0
 
     def forget(self, blocks: BlockIndices) -> BlockIndices:
         """Cut the runs of these blocks, which will be overwritten.
@@ -193,7 +192,7 @@ class PrefixCache:
         """
         nodes = self._node_of_block[blocks]
         self._node_of_block[blocks] = _NO_NODE
-        self._worth[blocks] = NOT_CACHED
+        self._is_reused[blocks] = 0
         self.num_cached -= len(blocks)
         numbers, places = nodes >> _PLACE_BITS, nodes & _PLACE_MASK
         # Blocks of one run usually come together, last first.
