@@ -190,7 +190,7 @@ def lanes(core: Scheduler, output: SchedulerOutput, running: dict[int, int]) -> 
     for lane in core.lanes:
         elsewhere = [row for row in lane.indices().tolist() if of_rows[row] != lane.lane]
         require(not elsewhere, "LANES", f"rows {elsewhere} decode in lane {lane.lane}, and are not in it")
-        num_rows = int((of_rows == lane.lane).sum())
+        num_rows = of_rows.count(lane.lane)
         require(num_rows == lane.num_rows, "LANES", f"lane {lane.lane}: {num_rows} rows, {lane.num_rows} counted")
     if any(chunk.completes for chunk in core._epoch.in_flight[-1].chunks):
         most = -(-(core.num_running + core.num_waiting) // len(core.lanes))

@@ -21,7 +21,8 @@ _mistake = registering(MISTAKES)
 def row_in_the_wrong_lane(original):
     def enter(self, starting):
         original(self, starting)
-        self._rows.lane[starting] = self.lane + 1
+        for row in starting:
+            self._rows.lane[row] = self.lane + 1
 
     return enter
 

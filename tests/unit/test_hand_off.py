@@ -252,7 +252,8 @@ def test_the_prompt_stays_in_the_prefix_cache_of_the_cell_that_ran_it() -> None:
     prompt = add(a, origin=Origin(0, 1))
     request = a.core.find(ME)
     assert request is not None
-    assert a.core.prefixes.find(request, np.array(prompt, dtype=np.int32).tobytes(), 10)[0].tolist()
+    most_blocks = len(prompt) // a.core.capacity.block_size
+    assert a.core.prefixes.find(request, np.array(prompt, dtype=np.int32).tobytes(), most_blocks)[0].tolist()
 
 
 def test_a_decoding_request_leaves_with_its_next_token() -> None:

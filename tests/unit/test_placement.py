@@ -10,51 +10,27 @@ from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.choosing.cell_load import CellLoad
 from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
-from headway_scheduler.core.policies.step_time import StepTimeFigures
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
+from headway_scheduler.core.view import GapView, SchedulerView
 from headway_scheduler.placement.placement import Placed, Placement
 
 CAPACITY = ExecutorCapacity(num_blocks=100, block_size=4, max_model_len=400, vocab_size=50, max_num_rows=8)
 
 
-class Core:
-    """What ``CellLoad`` reads of a core, as plain numbers."""
+class Gaps(GapView):
+    """Of a core that is played."""
 
-    def __init__(self, **figures: Any) -> None:
-        self.capacity = CAPACITY
-        self.num_running = 0
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
-        self.max_running = 8
-        self.max_num_batched_tokens = 64
-        self.num_free_blocks = 100
-        self.num_prompt_tokens_left = 0
-        self.cached = 0
-        self.us_per_token: float | None = 10.0
-        self.step_us = 0.0
-        self.us_per_row = 0.0
-        self.tightest_s: float | None = None
-        self.are_kept = False
-        self.newest: Request | None = None
-        self.lowest_class = 0
-        self.step_times: StepTimeFigures | None = None
-        for name, value in figures.items():
-            assert hasattr(self, name)
-            setattr(self, name, value)
+    tightest_s: float | None = None
+    are_kept = False
+    step_us = 0.0
+    us_per_row = 0.0
+    newest: Request | None = None
 
-    def num_cached_tokens(self, query: PrefixQuery) -> int:
-        return min(self.cached, len(query.request.token_ids) - 1)
-
-    def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
-        del num_computed_tokens
-        return None if self.us_per_token is None else num_tokens * self.us_per_token * 1e-6
-
-    @property
-    def gaps(self) -> "Core":
-        return self
+    def __init__(self) -> None:
+        """Without a real core."""
 
     def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
         del more_context
@@ -63,12 +39,44 @@ class Core:
     def newest_decoding(self) -> Request | None:
         return self.newest
 
+
+class Core(SchedulerView):
+    """What ``CellLoad`` reads of a core, as plain numbers."""
+
+    capacity = CAPACITY
+    num_running = 0
+    num_waiting = 0
+    num_waiting_tokens = 0
+    max_running = 8
+    max_num_batched_tokens = 64
+    num_free_blocks = 100
+    num_prompt_tokens_left = 0
+    step_time_error = 0.0
+    cached = 0
+    us_per_token: float | None = 10.0
+    lowest_class = 0
+    gaps = Gaps()
+
+    def __init__(self, **figures: Any) -> None:
+        self.gaps = Gaps()
+        for name, value in figures.items():
+            holder = self if hasattr(Core, name) else self.gaps
+            assert hasattr(holder, name)
+            setattr(holder, name, value)
+
+    def num_cached_tokens(self, query: PrefixQuery) -> int:
+        return min(self.cached, len(query.request.token_ids) - 1)
+
+    def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None:
+        del num_computed_tokens
+        return None if self.us_per_token is None else num_tokens * self.us_per_token * 1e-6
+
     def lowest_running_class(self) -> int:
         return self.lowest_class
 
 
 def cells(*cores: Core, draining: int = -1) -> list[CellLoad]:
-    return [CellLoad(number, core, accepts=number != draining) for number, core in enumerate(cores)]  # type: ignore[arg-type]
+    return [CellLoad(number, core, accepts=number != draining) for number, core in enumerate(cores)]
 
 
 def new_request(handle: int, num_tokens: int = 8, **fields: Any) -> NewRequestEvent:

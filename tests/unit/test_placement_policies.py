@@ -21,8 +21,7 @@ TIGHT = {"itl_slo_ms": 10}
 
 def cells(*entries: tuple[Role, Core], draining: int = -1) -> list[CellLoad]:
     return [
-        CellLoad(number, core, accepts=number != draining, role=role)  # type: ignore[arg-type]
-        for number, (role, core) in enumerate(entries)
+        CellLoad(number, core, accepts=number != draining, role=role) for number, (role, core) in enumerate(entries)
     ]
 
 

@@ -162,9 +162,10 @@ def test_one_of_many_computes_what_they_share_if_that_is_enough(wait: int, num_c
 
 def waits_for_prefix(core: Scheduler, waiting: Request | None) -> bool:
     assert waiting is not None
-    shared, _ = core.admission._prefixes.find(waiting, waiting.token_ids.tobytes(), len(waiting.token_ids))
+    most_blocks = core.prefixes.most_blocks(waiting)
+    shared, _ = core.prefixes.find(waiting, waiting.token_ids.tobytes(), most_blocks)
     plan = StepPlan(core.max_num_batched_tokens, 0.0)
-    return core.admission._prefix_wait.waits(plan, waiting, len(shared) * core.rows.block_size)
+    return core.admission._prefix_wait.waits(plan, waiting, len(shared) * core.rows.block_size, most_blocks)
 
 
 def test_nobody_waits_for_who_makes_no_progress() -> None:

@@ -88,7 +88,7 @@ class Scheduler:
     def _begin(self, capacity: ExecutorCapacity, number: int, former: Swapping | None) -> None:
         """``former``: whose books go on if the executor's host pool does."""
         state, limits = self._state, self.limits
-        state.capacity = capacity
+        state.serve(capacity)
         offload = state.offload if limits.enable_prefix_caching else None
         books = books_for(capacity, former, keeps_prefixes=offload is not None)
         swapping = Swapping(

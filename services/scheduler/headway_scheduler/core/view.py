@@ -6,6 +6,7 @@ Owns: questions about a ``Scheduler``. Must not know: who asks.
 from typing import NamedTuple
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from headway_proto.columns import Int32Array
 from headway_scheduler.core.memory.cache_log import CacheEntry
@@ -62,6 +63,7 @@ class CachePart(NamedTuple):
     has_more: bool
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SchedulerView:
     """Reads a ``Scheduler`` across its epochs."""
 
@@ -143,6 +145,11 @@ class SchedulerView:
     def step_times(self) -> StepTimeFigures | None:
         """The model of step times; None at first."""
         return self._core.step_times.figures
+
+    @property
+    def step_time_error(self) -> float:
+        """The mean error of that model, as a share of the time; 0 at first."""
+        return self._core.step_times.relative_error
 
     @property
     def alone(self) -> Request | None:
@@ -265,6 +272,7 @@ class SchedulerView:
         return self._core.service_counter_of(tenant)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GapView:
     """Reads what the gaps between tokens follow from."""
 

@@ -38,11 +38,6 @@ _STAYS = {
     # Views of token_ids and of block_table.
     ("RowTable", "_flat_token_ids"),
     ("RowTable", "_flat_block_table"),
-    # Views of _lasting.
-    ("RowTable", "owner"),
-    ("RowTable", "handle"),
-    ("RowTable", "num_prompt_tokens"),
-    ("RowTable", "last_position"),
 }
 """Attributes that never change after a core is made."""
 _CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (list, set, frozenset, tuple)}

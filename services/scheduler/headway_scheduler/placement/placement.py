@@ -15,6 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from headway_scheduler.core.admission.endings import end_of
 from headway_scheduler.core.admission.fair_queue import burst_tokens_of
 from headway_scheduler.core.admission.intake import arrived, first_token_objective_s
 from headway_scheduler.core.admission.objectives import Danger, FirstTokenWatch
@@ -27,7 +28,7 @@ from headway_scheduler.core.choosing.policies import POLICIES, PlacementPolicy
 from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
 from headway_scheduler.core.policies.output_lengths import OutputLengths
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
-from headway_scheduler.core.state.events import FinishedEvent, end_of
+from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 

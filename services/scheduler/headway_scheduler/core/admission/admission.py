@@ -44,7 +44,7 @@ class Admission:
         making_way: MakingWay,
     ) -> None:
         self._state = state
-        self._limits = state.limits
+        self._is_prefix_aware = state.limits.prefix_aware
         self._waiting = state.waiting
         self._losses = state.losses
         self._epoch = epoch
@@ -156,20 +156,21 @@ class Admission:
 
         With ``prefix_aware``, the one with the longest cached prefix. Each is passed over at most ``MAX_PASSED_OVER`` times.
         """
-        has_place_for = self._running.adapters.has_place_for
-        if self._losses.is_active or first.num_passed_over >= MAX_PASSED_OVER:
-            return [], first if has_place_for(first) else None
-        if not self._limits.prefix_aware and has_place_for(first):
+        adapters = self._running.adapters
+        if not self._is_prefix_aware and adapters.has_place_for(first):
             return [], first
+        if self._losses.is_active or first.num_passed_over >= MAX_PASSED_OVER:
+            return [], first if adapters.has_place_for(first) else None
         few = self._waiting.queue.first_few(NUM_COMPARED_PREFIXES)
-        places = [place for place, other in enumerate(few) if has_place_for(other)]
+        places = [place for place, other in enumerate(few) if adapters.has_place_for(other)]
         if not places:
             return [], None
-        best = max(places, key=lambda place: self._num_cached(few[place])) if self._limits.prefix_aware else places[0]
+        best = max(places, key=lambda place: self._num_cached(few[place])) if self._is_prefix_aware else places[0]
         return few[:best], few[best]
 
     def _num_cached(self, request: Request) -> int:
-        return len(self._prefixes.find(request, request.token_ids.tobytes(), len(request.token_ids))[0])
+        most_blocks = self._prefixes.most_blocks(request)
+        return len(self._prefixes.find(request, request.token_ids.tobytes(), most_blocks)[0])
 
     def _admit(
         self, plan: StepPlan, request: Request, cut: PromptCut, budget: int, books: Books, *, lacks_row: bool
@@ -178,11 +179,14 @@ class Admission:
         rows, pool = self._rows, self._pool
         num_tokens = len(request.token_ids)
         token_bytes = request.token_ids.tobytes()
-        shared, node = self._prefixes.find(request, token_bytes, num_tokens)
-        offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared)) if self._offloads else NO_BLOCKS
+        most_blocks = self._prefixes.most_blocks(request)
+        shared, node = self._prefixes.find(request, token_bytes, most_blocks)
+        offloaded = NO_BLOCKS
+        if self._offloads:
+            offloaded = self._prefixes.find_offloaded(request, token_bytes, len(shared), most_blocks)
         num_kept_tokens = request.num_swapped_tokens
         start = max((len(shared) + len(offloaded)) * rows.block_size, num_kept_tokens)
-        if self._prefix_wait.waits(plan, request, start):
+        if self._prefix_wait.waits(plan, request, start, most_blocks):
             return Refused(Reason.PREFIX, request)
         num_free = pool.num_free - (pool.num_free_among(shared) if len(shared) else 0)
         chunk = cut.first_chunk(

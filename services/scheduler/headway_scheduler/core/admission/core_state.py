@@ -28,7 +28,7 @@ class CoreState:
 
     def __init__(self, limits: SchedulerLimits, capacity: ExecutorCapacity) -> None:
         self.limits = limits
-        self.capacity = capacity
+        self.serve(capacity)
         self.counters = SchedulerCounters()
         self.prefix_statistics = PrefixStatistics(self.counters)
         self.is_paused = False
@@ -54,6 +54,11 @@ class CoreState:
         self.num_arrivals = 0
         self.num_started = 0
 
+    def serve(self, capacity: ExecutorCapacity) -> None:
+        """Requests run on an executor of this capacity from now on."""
+        self.capacity = capacity
+        self.max_request_tokens = capacity.max_request_tokens
+
     def count_surplus(self, num_tokens: int) -> None:
         """Count computed tokens that nobody wants."""
         if num_tokens:
@@ -67,4 +72,4 @@ class CoreState:
 
     def _burst_tokens(self) -> int:
         capacity = self.capacity
-        return burst_tokens_of(capacity.max_request_tokens, capacity.num_blocks * capacity.block_size)
+        return burst_tokens_of(self.max_request_tokens, capacity.num_blocks * capacity.block_size)

@@ -13,6 +13,7 @@ from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request
 
+_UNSIGNED = np.dtype(np.uint32)
 ANOTHER_MODEL = "the executor that took over runs another model"
 
 
@@ -67,7 +68,7 @@ def check_request(new: NewRequestEvent, limit: int, capacity: ExecutorCapacity) 
             "invalid", "num_prompt_logprobs", f"{new.num_prompt_logprobs} of {new.num_prompt_tokens} prompt tokens"
         )
     # Seen as unsigned, a negative id is larger than any vocabulary.
-    largest = int(new.token_ids[new.token_ids.view(np.uint32).argmax()])
+    largest = int(new.token_ids[new.token_ids.view(_UNSIGNED).argmax()])
     if not 0 <= largest < capacity.vocab_size:
         raise _outside_vocabulary("token_ids", largest, capacity)
     for token_id in new.stop_token_ids:
@@ -84,11 +85,9 @@ def what_lacks_for(new: NewRequestEvent, capacity: ExecutorCapacity) -> Lacking 
         return Lacking("constraint", "cannot constrain outputs", "unset")
     if new.adapter and not capacity.supports_adapters:
         return Lacking("adapter", "cannot run adapters", "unset")
-    if new.pooling == NO_POOLING and not capacity.generates:
-        return Lacking("pooling", "makes vectors and no text", "any but none")
-    if new.pooling != NO_POOLING and not capacity.embedding_size:
-        return Lacking("pooling", "makes no vectors", "unset")
-    return None
+    if new.pooling == NO_POOLING:
+        return None if capacity.generates else Lacking("pooling", "makes vectors and no text", "any but none")
+    return None if capacity.embedding_size else Lacking("pooling", "makes no vectors", "unset")
 
 
 def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:

@@ -7,7 +7,7 @@ from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.memory.epoch import Epoch
-from headway_scheduler.core.state.events import FinishedEvent, end_of
+from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 
 
@@ -57,3 +57,32 @@ class Endings:
         start, first = request.device_us_marks
         now = self._state.counters.device_us
         return (now - start, 0) if request.first_token_time is None else (first - start, now - first)
+
+
+def end_of(
+    request: Request,
+    reason: FinishReason,
+    num_output_tokens: int,
+    *,
+    device_us: tuple[int, int] = (0, 0),
+    stop_token_id: int = -1,
+    error: str = "",
+) -> FinishedEvent:
+    """The end of a request, with what it knows of itself."""
+    new = request.new
+    return FinishedEvent(
+        origin=new.origin,
+        reason=reason,
+        num_output_tokens=num_output_tokens,
+        arrival_time=request.arrival_time,
+        scheduled_time=request.scheduled_time,
+        first_token_time=request.first_token_time,
+        num_preemptions=request.num_preemptions,
+        num_prompt_tokens=new.num_prompt_tokens,
+        num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
+        tenant=new.tenant,
+        device_us=device_us,
+        num_predicted_tokens=request.num_predicted_tokens,
+        stop_token_id=stop_token_id,
+        error=error,
+    )

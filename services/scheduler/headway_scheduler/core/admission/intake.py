@@ -16,7 +16,7 @@ def take_in(state: CoreState, new: NewRequestEvent, now: float) -> None:
     Raises:
         RequestRejected: it can never run, or the queue is full.
     """
-    limit = limit_of(new, state.capacity.max_request_tokens)
+    limit = limit_of(new, state.max_request_tokens)
     if new.origin in state.requests:
         raise RequestRejected("already_exists", "handle", f"{new.origin.handle} is the handle of a live request")
     check_request(new, limit, state.capacity)

@@ -69,5 +69,7 @@ class LossRecovery:
         """Drop a request that has ended."""
         if request is self.alone:
             self.alone = None
-        self.window.forget(request)
-        self._newcomers.pop(request.new.origin, None)
+        if self.window.is_narrow:
+            self.window.forget(request)
+        if self._newcomers:
+            self._newcomers.pop(request.new.origin, None)

@@ -125,7 +125,7 @@ class Moving:
         ``spares``: if it is to be computed again, then in steps that spare the rows that are here.
         """
         state = self._state
-        request.limit = limit_of(request.new, state.capacity.max_request_tokens)
+        request.limit = limit_of(request.new, state.max_request_tokens)
         request.start = -1
         start, first = request.device_us_marks
         request.device_us_marks = start + state.counters.device_us, first + state.counters.device_us

@@ -26,9 +26,10 @@ class PrefixWait:
         self._prefixes = prefixes
         self._running = running
 
-    def waits(self, plan: StepPlan, request: Request, start: int) -> bool:
+    def waits(self, plan: StepPlan, request: Request, start: int, most_blocks: int) -> bool:
         """Whether a running request computes enough tokens of this prompt from ``start`` on.
 
+        ``most_blocks``: the most that it may find cached.
         Only prompts in this step or in flight count, so each step of waiting brings its end nearer.
         """
         if not self._is_enabled:
@@ -36,7 +37,7 @@ class PrefixWait:
         newest = self._running.newest_prompts(plan)
         rows, size = self._rows, self._rows.block_size
         end = -(-(start + self._least_tokens) // size) * size
-        if request.num_swapped_tokens or end > self._prefixes.most_blocks(request, len(request.token_ids)) * size:
+        if request.num_swapped_tokens or end > most_blocks * size:
             return False
         mark = self._mark_of(request)
         for other in newest:

@@ -97,7 +97,7 @@ class RunningRequests:
         fence = self._fence_of(row)
         for step in epoch.in_flight:
             if row not in step.leavers:
-                samples = step.place_of(row) >= 0
+                samples = step.samples(row)
                 step.leavers[row] = request if samples and owed_tokens else None
                 if samples and owed_tokens:
                     request.num_unreturned += 1
@@ -106,7 +106,7 @@ class RunningRequests:
         epoch.pool.release(rows.blocks_of(row), fence)
         if request.itl_slo_ms:
             self.tightest.change(request.itl_slo_ms, -1)
-        lane = int(rows.lane[row])
+        lane = rows.lane[row]
         if lane != NO_LANE:
             epoch.lanes[lane].give_up(row)
         rows.give_back(row)

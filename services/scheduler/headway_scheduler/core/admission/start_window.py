@@ -54,8 +54,9 @@ class StartWindow:
 
     def has_place_for(self, request: Request) -> bool:
         """Whether it may start in this step."""
-        return request.new.origin not in self._goals or self._num_running < self._width
+        return not self._goals or request.new.origin not in self._goals or self._num_running < self._width
 
     def record_start(self, request: Request) -> None:
         """Count a start."""
-        self._num_running += request.new.origin in self._goals
+        if self._goals:
+            self._num_running += request.new.origin in self._goals

@@ -4,16 +4,14 @@ Owns: these answers. Must not know: other cells, or which request is next.
 """
 
 from enum import Enum
-from typing import Protocol
 
 from mypy_extensions import mypyc_attr
 
 from headway_scheduler.core.admission.door import limit_of, what_lacks_for
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.cached_prefixes import PrefixQuery
-from headway_scheduler.core.policies.step_time import StepTimeFigures
-from headway_scheduler.core.state.limits import ExecutorCapacity
 from headway_scheduler.core.state.request import Request, RequestStatus
+from headway_scheduler.core.view import SchedulerView
 
 _LEAST_SLACK = 0.05
 """Of a step that the rows which decode fill, prompts are expected to get so much all the same."""
@@ -38,46 +36,6 @@ class Shortage:
         self.num_there = num_there
 
 
-class Gaps(Protocol):
-    """What is read of the gaps between tokens; see ``GapView``."""
-
-    @property
-    def tightest_s(self) -> float | None: ...  # noqa: D102
-    @property
-    def are_kept(self) -> bool: ...  # noqa: D102
-    def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float: ...  # noqa: D102
-    def newest_decoding(self) -> Request | None: ...  # noqa: D102
-
-
-class Core(Protocol):
-    """What is read of a core; see ``SchedulerView``."""
-
-    @property
-    def capacity(self) -> ExecutorCapacity: ...  # noqa: D102
-    @property
-    def num_running(self) -> int: ...  # noqa: D102
-    @property
-    def num_waiting(self) -> int: ...  # noqa: D102
-    @property
-    def num_waiting_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def num_prompt_tokens_left(self) -> int: ...  # noqa: D102
-    @property
-    def num_free_blocks(self) -> int: ...  # noqa: D102
-    @property
-    def max_running(self) -> int: ...  # noqa: D102
-    @property
-    def max_num_batched_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def step_times(self) -> StepTimeFigures | None: ...  # noqa: D102
-    @property
-    def gaps(self) -> Gaps: ...  # noqa: D102
-    def num_cached_tokens(self, query: PrefixQuery) -> int: ...  # noqa: D102
-    def prefill_s(self, num_tokens: int, num_computed_tokens: int) -> float | None: ...  # noqa: D102
-    def lowest_running_class(self) -> int: ...  # noqa: D102
-    def waiting(self) -> list[Request]: ...  # noqa: D102
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class CellLoad:
     """One cell. ``accepts``: it takes requests at all. ``kind``: cells of one number have equal capacities.
@@ -86,7 +44,9 @@ class CellLoad:
     ``read_anew``.
     """
 
-    def __init__(self, number: int, view: Core, *, accepts: bool, role: Role = Role.BOTH, kind: int = -1) -> None:
+    def __init__(
+        self, number: int, view: SchedulerView, *, accepts: bool, role: Role = Role.BOTH, kind: int = -1
+    ) -> None:
         self.number = number
         self.kind = kind
         self._view = view
@@ -104,7 +64,6 @@ class CellLoad:
         self._decode_s = -1.0
         """Asked once per round: what is placed in it does not decode yet."""
         self._tightest_s: float | None = None
-        self._relative_error = -1.0
         self.read_anew()
 
     def read_anew(self) -> None:
@@ -169,10 +128,7 @@ class CellLoad:
     @property
     def relative_error(self) -> float:
         """The mean error of the step-time model, as a share of the time; 0 while it has learned nothing."""
-        if self._relative_error < 0.0:
-            model = self._view.step_times
-            self._relative_error = 0.0 if model is None else model.relative_error
-        return self._relative_error
+        return self._view.step_time_error
 
     def num_cached_tokens(self, query: PrefixQuery) -> int:
         """Tokens of its prompt that need not be computed here."""

@@ -21,7 +21,7 @@ import numpy as np
 from headway_scheduler.core.memory.eviction_queues import EvictionQueues
 from headway_scheduler.core.memory.prefix_cache import NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
 from headway_scheduler.core.state.counters import SchedulerCounters
-from headway_scheduler.core.state.indices import ONE, BlockIndices
+from headway_scheduler.core.state.indices import ONE, BlockIndices, joined
 
 _EVICTION_SHARE = 64
 """One batch evicts the pool's blocks divided by this number; one block at a time would cost more."""
@@ -91,16 +91,17 @@ class BlockPool:
         """Lift the fences of all steps up to ``step``."""
         self._count_released()
         while self._fences and self._fences[0][0] <= step:
-            parts = self._fences.popleft()[1]
-            blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            blocks = joined(self._fences.popleft()[1])
             self._num_fenced -= len(blocks)
             self._make_free(blocks)
 
     def share(self, blocks: BlockIndices) -> None:
         """Add a reference to each of these cached blocks."""
         self._count_released()
-        num_fenced = int(np.count_nonzero(self._ref_count[blocks] == 0)) - self._evictable.take_out(blocks)
-        self._ref_count[blocks] += 1
+        references = self._ref_count[blocks]
+        num_unused = len(blocks) - int(np.count_nonzero(references))
+        self._ref_count[blocks] = references + ONE
+        num_fenced = num_unused - self._evictable.take_out(blocks) if num_unused else 0
         if num_fenced:
             self._num_fenced -= num_fenced
             self._fences = deque(
@@ -154,10 +155,10 @@ class BlockPool:
         """Drop the references of the uncounted tables."""
         if not self._uncounted:
             return
-        blocks = np.concatenate([table[::-1] for table in self._uncounted])
+        blocks = joined([table[::-1] for table in self._uncounted])
         if np.count_nonzero(self._ref_count[blocks] - ONE):
             # Some blocks are shared, perhaps between these tables: each is unused after its last table.
-            blocks = np.concatenate([self._drop_references(table)[::-1] for table in self._uncounted])
+            blocks = joined([self._drop_references(table)[::-1] for table in self._uncounted])
         else:
             self._ref_count[blocks] = 0
         self._uncounted.clear()
@@ -192,7 +193,9 @@ class BlockPool:
             self._evictable.append(ONCE, blocks)
             return
         for level in range(NUM_WORTHS):
-            self._evictable.append(level, blocks[worth == level])
+            of_level = blocks[worth == level]
+            if len(of_level):
+                self._evictable.append(level, of_level)
 
     def _take_evicted(self, count: int) -> BlockIndices:
         """Evict whole batches; return ``count`` blocks, stack the rest."""

@@ -15,19 +15,19 @@ _ADAPTER_WIDTH = 129
 adapter is never that of a tenant."""
 
 
-def scope_of(request: Request, limits: SchedulerLimits) -> str:
-    """Only requests of the same scope share blocks."""
+def scope_of(request: Request, *, is_tenants: bool) -> str:
+    """Only requests of the same scope share blocks; ``is_tenants``: and of the same tenant."""
     new = request.new
-    tenant = new.tenant if limits.prefix_cache_scope == "tenant" else ""
+    tenant = new.tenant if is_tenants else ""
     return f"{new.adapter:\0<{_ADAPTER_WIDTH}}{tenant}" if new.adapter else tenant
 
 
-def most_cached_tokens(request: Request, num_tokens: int) -> int:
-    """The most cached tokens that the request may use."""
+def most_cached_tokens(request: Request) -> int:
+    """The most cached tokens that a request without a row may use."""
     if request.runs_whole_prompt:
         return 0
     # At least one token must run, to sample from; so must each token whose logits are wanted.
-    most_tokens = num_tokens - 1
+    most_tokens = len(request.token_ids) - 1
     return min(most_tokens, request.num_prompt_logprobs) if request.is_owed_prompt_logprobs else most_tokens
 
 
@@ -38,8 +38,8 @@ class PrefixQuery:
 
     def __init__(self, request: Request, limits: SchedulerLimits) -> None:
         self.request = request
-        self.most_tokens = most_cached_tokens(request, len(request.token_ids))
-        self.scope = scope_of(request, limits)
+        self.most_tokens = most_cached_tokens(request)
+        self.scope = scope_of(request, is_tenants=limits.prefix_cache_scope == "tenant")
         self.token_bytes = request.token_ids.tobytes()
         self._branch_bytes = 0
         self._branch = (self.scope, b"")
@@ -57,16 +57,16 @@ class CachedPrefixes:
 
     def __init__(self, limits: SchedulerLimits, epoch: Epoch) -> None:
         self._is_enabled = limits.enable_prefix_caching
-        self._limits = limits
+        self._is_tenants = limits.prefix_cache_scope == "tenant"
         self._cache = epoch.cache
         self._rows = epoch.rows
         self._swapping = epoch.swapping
 
-    def find(self, request: Request, token_bytes: bytes, num_tokens: int) -> tuple[BlockIndices, int]:
-        """The cached blocks that the request may use, and the last node."""
+    def find(self, request: Request, token_bytes: bytes, most_blocks: int) -> tuple[BlockIndices, int]:
+        """The cached blocks that the request may use, and the last node. ``most_blocks``: what is said of it."""
         if not self._is_enabled:
             return NO_BLOCKS, ROOT_NODE
-        return self._cache.find(token_bytes, self.most_blocks(request, num_tokens), self.scope_of(request))
+        return self._cache.find(token_bytes, most_blocks, self.scope_of(request))
 
     def num_cached_tokens(self, query: PrefixQuery) -> int:
         """Leading tokens of a request, known here or not, whose blocks are cached."""
@@ -77,9 +77,9 @@ class CachedPrefixes:
         blocks, _ = self._cache.find(query.token_bytes, most_blocks, query.scope)
         return len(blocks) * block_size
 
-    def most_blocks(self, request: Request, num_tokens: int) -> int:
-        """The most cached blocks that the request may use."""
-        return most_cached_tokens(request, num_tokens) // self._rows.block_size
+    def most_blocks(self, request: Request) -> int:
+        """The most cached blocks that a request without a row may use."""
+        return most_cached_tokens(request) // self._rows.block_size
 
     def register(self, request: Request, row: int, num_computed_tokens: int) -> None:
         """Cache the full blocks of a row's computed tokens."""
@@ -92,11 +92,10 @@ class CachedPrefixes:
         request.cache_node = self._cache.register(request.cache_node, token_bytes, blocks, self.scope_of(request))
         request.num_cached_blocks = end
 
-    def find_offloaded(self, request: Request, token_bytes: bytes, num_shared: int) -> BlockIndices:
+    def find_offloaded(self, request: Request, token_bytes: bytes, num_shared: int, most_blocks: int) -> BlockIndices:
         """The host blocks that hold what follows ``num_shared`` cached blocks, if bringing them back pays."""
         if not self._is_enabled or request.num_swapped_tokens:
             return NO_BLOCKS
-        most_blocks = self.most_blocks(request, len(request.token_ids))
         return self._swapping.find_offloaded(token_bytes, num_shared, most_blocks, self.scope_of(request))
 
     def offload(self, request: Request, row: int) -> int:
@@ -109,4 +108,4 @@ class CachedPrefixes:
 
     def scope_of(self, request: Request) -> str:
         """See ``scope_of``."""
-        return scope_of(request, self._limits)
+        return scope_of(request, is_tenants=self._is_tenants)

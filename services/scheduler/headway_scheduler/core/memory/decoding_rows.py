@@ -54,6 +54,11 @@ class DecodingRows:
         decoding = self.indices()
         return bool((self._rows.num_computed_tokens[decoding] < self._rows.last_position[decoding]).any())
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the next answer may bring the last token of some row: no row has anything left to compute before."""
+        return bool(self.idle) or self._tick >= self._next_end
+
     def due(self) -> RowIndices:
         """The rows that need a block for the lane's next step, ascending, once those that end are stopped."""
         found: RowIndices = (self._due_tick[: self._rows.end] == self._now).nonzero()[0]

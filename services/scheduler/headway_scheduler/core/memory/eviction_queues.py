@@ -8,7 +8,7 @@ a block forgets its place; its entry is skipped later.
 
 import numpy as np
 
-from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
+from headway_scheduler.core.state.indices import BlockIndices, joined
 
 _NOT_QUEUED = -1
 
@@ -71,7 +71,7 @@ class EvictionQueues:
             current = entries[self._place[entries] == np.arange(head, head + len(entries))]
             count -= len(current)
             parts.append(current)
-        blocks = parts[0] if len(parts) == 1 else np.concatenate((NO_BLOCKS, *parts))
+        blocks = joined(parts)
         self._place[blocks] = _NOT_QUEUED
         return blocks
 

@@ -25,7 +25,7 @@ from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from headway_scheduler.core.memory.cache_log import CacheEntry, CacheLog
-from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
+from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices, joined
 
 ROOT_NODE = 0
 """The node before every prompt."""
@@ -147,9 +147,7 @@ class PrefixCache:
     def find(self, token_bytes: bytes, max_blocks: int, scope: str = "") -> tuple[BlockIndices, int]:
         """The longest cached prefix, and its last node."""
         parts, node = self._walk(ROOT_NODE, scope, token_bytes, max_blocks)
-        if not parts:
-            return NO_BLOCKS, node
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)), node
+        return joined(parts), node
 
     def register(self, parent_node: int, token_bytes: bytes, blocks: BlockIndices, scope: str = "") -> int:
         """Record that ``blocks`` hold ``token_bytes`` behind ``parent_node``; return the last node.

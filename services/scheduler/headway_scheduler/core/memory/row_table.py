@@ -24,7 +24,7 @@ class RowTable:
 
     - ``num_tokens``: prompt and received output; ``num_computed_tokens``: after all scheduled steps.
     - ``last_position``: of the last token allowed.
-    - ``lane``: whose steps it decodes in; ``NO_LANE`` in its prompt.
+    - ``lane``, a list: whose steps it decodes in; ``NO_LANE`` in its prompt.
     - ``itl_slo_ms``: the objective on gaps, 0 for none; ``token_time``: of the newest token. Only ``GapGuard`` needs these.
     - ``order_key``: lower is served first; ``priority``: higher is less urgent.
     - ``tenant``: index in the order's books; ``curve``: of output lengths.
@@ -44,10 +44,11 @@ class RowTable:
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_blocks = np.zeros(max_rows, dtype=np.intp)
-        # What stays as it is while a request has the row lies together: it is read together.
-        self._lasting = np.zeros((max_rows, 4), dtype=np.int32)
-        self.owner, self.handle, self.num_prompt_tokens, self.last_position = self._lasting.T
-        self.lane = np.full(max_rows, NO_LANE, dtype=np.int32)
+        self.owner = np.zeros(max_rows, dtype=np.int32)
+        self.handle = np.zeros(max_rows, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.last_position = np.zeros(max_rows, dtype=np.int32)
+        self.lane = [NO_LANE] * max_rows
         self.order_key = np.full(max_rows, -1, dtype=np.int64)
         self.priority = np.zeros(max_rows, dtype=np.int32)
         self.itl_slo_ms = np.zeros(max_rows, dtype=np.int32)
@@ -139,10 +140,6 @@ class RowTable:
     def num_tokens_of(self, request: Request) -> int:
         """The tokens of a live request."""
         return len(request.token_ids) if request.row < 0 else int(self.num_tokens[request.row])
-
-    def lasting_of(self, rows: RowIndices) -> Int32Array:
-        """Owner, handle, number of prompt tokens and last position of these rows, shape ``[4, len(rows)]``."""
-        return self._lasting.take(rows, 0).T.copy()
 
     def places_of(self, rows: RowIndices, positions: Int32Array) -> NDArray[np.intp]:
         """Where the tokens at these positions, one of each row, are in the flat table of tokens."""

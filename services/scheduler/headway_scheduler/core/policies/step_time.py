@@ -123,7 +123,8 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self.num_shifts = 0
-        self._relative_error = 0.0
+        self.relative_error = 0.0
+        """The mean of abs(actual / predicted - 1)."""
         self._num_observed = 0
         self._knows_prefill = False
         self._coefficients: _Row = (0.0,) * _NUM_FEATURES
@@ -142,7 +143,7 @@ class StepTimeModel:
         return StepTimeFigures(
             num_observed=self._num_observed,
             num_shifts=self.num_shifts,
-            relative_error=self._relative_error,
+            relative_error=self.relative_error,
             constant_s=constant,
             row_s=row * _ROWS_UNIT,
             token_s=token * _TOKENS_UNIT,
@@ -199,7 +200,7 @@ class StepTimeModel:
         if features[6]:
             self._knows_prefill = True
         predicted_s = max(sum(map(mul, self._coefficients, features)), _SHORTEST_S)
-        self._relative_error += _ERROR_GAIN * (abs(duration_s / predicted_s - 1.0) - self._relative_error)
+        self.relative_error += _ERROR_GAIN * (abs(duration_s / predicted_s - 1.0) - self.relative_error)
         # Relative to the prediction; less so where it is far too long, or its own size would make the evidence count less.
         unit_s = min(predicted_s, max(2.0 * duration_s, predicted_s / 8.0))
         inverse = 1.0 / unit_s

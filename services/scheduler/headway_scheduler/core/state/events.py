@@ -9,7 +9,7 @@ from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.step import RowLogprobs
 from headway_scheduler.core.state.arrival import Origin
-from headway_scheduler.core.state.request import FinishReason, Request
+from headway_scheduler.core.state.request import FinishReason
 
 
 class AdmittedEvent(msgspec.Struct, frozen=True):
@@ -52,35 +52,6 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     num_predicted_tokens: int | None = None
     stop_token_id: int = -1
     error: str = ""
-
-
-def end_of(
-    request: Request,
-    reason: FinishReason,
-    num_output_tokens: int,
-    *,
-    device_us: tuple[int, int] = (0, 0),
-    stop_token_id: int = -1,
-    error: str = "",
-) -> FinishedEvent:
-    """The end of a request, with what it knows of itself."""
-    new = request.new
-    return FinishedEvent(
-        origin=new.origin,
-        reason=reason,
-        num_output_tokens=num_output_tokens,
-        arrival_time=request.arrival_time,
-        scheduled_time=request.scheduled_time,
-        first_token_time=request.first_token_time,
-        num_preemptions=request.num_preemptions,
-        num_prompt_tokens=new.num_prompt_tokens,
-        num_held_tokens=len(new.token_ids) - new.num_prompt_tokens,
-        tenant=new.tenant,
-        device_us=device_us,
-        num_predicted_tokens=request.num_predicted_tokens,
-        stop_token_id=stop_token_id,
-        error=error,
-    )
 
 
 class LogprobsEvent(msgspec.Struct, frozen=True):

@@ -16,6 +16,14 @@ BlockIndices: TypeAlias = NDArray[np.intp]
 NO_ROWS: RowIndices = np.empty(0, dtype=np.intp)
 NO_BLOCKS: BlockIndices = np.empty(0, dtype=np.intp)
 
+
+def joined(parts: list[BlockIndices]) -> BlockIndices:
+    """Some arrays one behind the other, often only one."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_BLOCKS
+
+
 # For array operations: to make an array of a Python number takes NumPy as long as the operation itself.
 ONE: NDArray[np.int32] = np.array(1, dtype=np.int32)
 ONE_PLACE: NDArray[np.intp] = np.array(1, dtype=np.intp)

@@ -3,12 +3,12 @@
 Owns: its status, and what outlives a row. Must not know: queues, blocks.
 """
 
-from enum import Enum
+from enum import Enum, StrEnum
 
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from headway_proto.pooling import needs_every_token
+from headway_proto.pooling import NO_POOLING, needs_every_token
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.counters import WasteReason
@@ -29,7 +29,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
@@ -167,7 +167,8 @@ class Request:
     @property
     def runs_whole_prompt(self) -> bool:
         """Whether all its tokens must run in one stay, since its vector is made of all of them."""
-        return needs_every_token(self.new.pooling)
+        pooling = self.new.pooling
+        return pooling != NO_POOLING and needs_every_token(pooling)
 
     def append_token(self, token_id: int) -> None:
         """Append a token that came too late for its row."""

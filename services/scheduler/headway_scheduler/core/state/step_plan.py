@@ -233,7 +233,7 @@ class InFlightStep:
     """
 
     __slots__ = (
-        "_places",
+        "_samples",
         "chunks",
         "digest",
         "lane",
@@ -269,7 +269,7 @@ class InFlightStep:
         self.load = load
         self.num_moved_blocks = num_moved_blocks
         self.leavers: dict[int, Request | None] = {}
-        self._places: RowIndices | None = None  # by row; computed on demand
+        self._samples: bytes | None = None  # by row, 1 if it samples; computed on demand
 
     def ran_rows(self) -> set[int]:
         """The rows of this step that still belong to the same request."""
@@ -280,7 +280,7 @@ class InFlightStep:
         """Whether the request that has ``row`` is in this step."""
         if row in self.leavers:
             return False
-        return self.place_of(row) >= 0 or any(chunk.row == row and chunk.counts for chunk in self.chunks)
+        return self.samples(row) or any(chunk.row == row and chunk.counts for chunk in self.chunks)
 
     def disregard(self, request: Request) -> None:
         """What this step computes of the request's prompt does not count."""
@@ -288,10 +288,14 @@ class InFlightStep:
             if chunk.request is request:
                 chunk.counts = False
 
+    def samples(self, row: int) -> bool:
+        """Whether this step brings a token for ``row``."""
+        if self._samples is None:
+            mask = np.zeros(int(self.sampling_rows[-1]) + 1 if len(self.sampling_rows) else 0, dtype=np.bool_)
+            mask[self.sampling_rows] = True
+            self._samples = mask.tobytes()
+        return row < len(self._samples) and self._samples[row] == 1
+
     def place_of(self, row: int) -> int:
         """The place of ``row`` among the sampling rows; -1 if this step brings no token for it."""
-        if self._places is None:
-            end = int(self.sampling_rows[-1]) + 1 if len(self.sampling_rows) else 0
-            self._places = np.full(end, -1, dtype=np.intp)
-            self._places[self.sampling_rows] = np.arange(len(self.sampling_rows))
-        return int(self._places[row]) if row < len(self._places) else -1
+        return int(self.sampling_rows.searchsorted(row)) if self.samples(row) else -1

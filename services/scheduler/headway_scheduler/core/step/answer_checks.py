@@ -82,7 +82,7 @@ class AnswerChecks:
             if not 0 <= error.row < self._max_rows:
                 raise StateMismatch(f"an error of row {error.row}, which does not exist, in step {step.step}")
         for values in output.logprobs:
-            if not 0 <= values.row < self._max_rows or step.place_of(values.row) < 0:
+            if not 0 <= values.row < self._max_rows or not step.samples(values.row):
                 raise StateMismatch(f"log probabilities of row {values.row} in step {step.step}, which sampled nothing")
         if output.prompt_logprobs:
             _require_prompts(step, output.prompt_logprobs)

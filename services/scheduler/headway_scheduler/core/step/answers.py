@@ -91,11 +91,9 @@ class Answers:
         sampling_rows = step.sampling_rows
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
-            stays = np.ones(len(sampling_rows), dtype=np.bool_)
-            for row in (*failed, *step.leavers):
-                place = step.place_of(row)
-                if place >= 0:
-                    stays[place] = False
+            is_gone = np.zeros(self._rows.max_rows, dtype=np.bool_)
+            is_gone[[*failed, *step.leavers]] = True
+            stays = ~is_gone[sampling_rows]
             late = self._late_tokens(step, token_ids, failed)
             self._fail_rows(step, {row: failed[row] for row in failed if row not in stale}, finished)
             if stale:
@@ -103,7 +101,7 @@ class Answers:
             sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
         if self._gaps.is_on:
             self._gaps.record_tokens(sampling_rows, now)
-        columns = self._append_tokens(self._sampling[step.lane], sampling_rows, token_ids, stops_some, finished)
+        columns = self._append_tokens(step.lane, sampling_rows, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)
         if accepted:
@@ -228,16 +226,18 @@ class Answers:
 
     def _append_tokens(
         self,
-        sampling: SamplingRows,
+        lane: int,
         sampling_rows: RowIndices,
         token_ids: Int32Array,
         stops_some: NDArray[np.bool_],
         finished: list[FinishedEvent],
     ) -> TokenColumns:
         rows = self._rows
-        columns = sampling.append(sampling_rows, token_ids)
+        columns = self._sampling[lane].append(sampling_rows, token_ids)
         self._queue.charge_rows(rows.tenant, sampling_rows)
-        for entry in sampling.ending(stops_some):
+        if self._epoch.lanes[lane].may_end:
+            stops_some = stops_some | (rows.num_tokens[sampling_rows] > rows.last_position[sampling_rows])
+        for entry in stops_some.nonzero()[0].tolist():
             row = int(sampling_rows[entry])
             end = self._end_at(rows.request_in(row), int(rows.num_tokens[row]), int(token_ids[entry]))
             if end is not None:

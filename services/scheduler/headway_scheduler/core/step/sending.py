@@ -5,6 +5,8 @@ Owns: that both agree. Must not know: how the plan was made.
 
 from typing import Any
 
+import numpy as np
+
 from headway_proto.columns import encode_column
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
@@ -102,5 +104,5 @@ def _fields(output: SchedulerOutput) -> dict[str, Any]:
 def digest_of(rows: RowTable, *, has_lanes: bool) -> int:
     """The digest of the state that the executor mirrors."""
     live = rows.live_rows()
-    lanes = rows.lane[live] if has_lanes else None
+    lanes = np.array([rows.lane[row] for row in live.tolist()], dtype=np.int32) if has_lanes else None
     return state_digest(live, rows.num_computed_tokens[live], rows.num_blocks[live], rows.block_table, lanes)

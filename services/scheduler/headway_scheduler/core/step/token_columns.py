@@ -4,10 +4,8 @@ Owns: these columns. Must not know: how a request ends.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
-from headway_scheduler.core.memory.decoding_rows import NEVER
 from headway_scheduler.core.memory.row_table import RowTable
 from headway_scheduler.core.state.indices import NO_ROWS, ONE, ONE_PLACE, RowIndices
 from headway_scheduler.core.state.request import Request
@@ -58,12 +56,8 @@ class SamplingRows:
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
         self._sampling_rows: RowIndices | None = None
-        self._owners = self._handles = self._indices = self._num_left = self._counts = EMPTY_COLUMN
+        self._owners = self._handles = self._indices = self._counts = EMPTY_COLUMN
         self._places = NO_ROWS
-        self._num_before = 0
-        """Tokens that these same rows got before the newest."""
-        self._first_end = 0
-        """With so many before it, the newest token is the last of some row."""
 
     def forget(self) -> None:
         """Some row may have got tokens in another way."""
@@ -75,9 +69,9 @@ class SamplingRows:
         if self._sampling_rows is not sampling_rows:
             self._look_up(sampling_rows)
         else:
-            if not self._num_before:
-                self._prepare(sampling_rows)
-            self._num_before += 1
+            if not len(self._counts):
+                self._counts = np.zeros(rows.end, dtype=np.int32)
+                self._counts[sampling_rows] = ONE
             self._places += ONE_PLACE
             self._indices = self._indices + ONE
             num_tokens = rows.num_tokens[: len(self._counts)]
@@ -85,30 +79,12 @@ class SamplingRows:
         rows.append_tokens(self._places, token_ids)
         return TokenColumns(self._owners, self._handles, self._indices, token_ids)
 
-    def ending(self, stops_some: NDArray[np.bool_]) -> list[int]:
-        """The places in the newest columns of the tokens after which a row may end.
-
-        Such a token is the last that its row may have, or some row stops at it (``stops_some``, one entry per token).
-        """
-        if self._num_before >= self._first_end:
-            stops_some = stops_some | (self._num_left == np.array(self._num_before, dtype=np.int32))
-        ending: list[int] = stops_some.nonzero()[0].tolist()
-        return ending
-
     def _look_up(self, sampling_rows: RowIndices) -> None:
         rows = self._rows
-        owners, handles, num_prompt_tokens, last_position = rows.lasting_of(sampling_rows)
         num_tokens = rows.num_tokens[sampling_rows]
         rows.num_tokens[sampling_rows] = num_tokens + ONE
         self._sampling_rows = sampling_rows
-        self._owners, self._handles = owners, handles
-        self._indices = num_tokens - num_prompt_tokens
-        self._num_left = last_position - num_tokens
+        self._owners, self._handles = rows.owner[sampling_rows], rows.handle[sampling_rows]
+        self._indices = num_tokens - rows.num_prompt_tokens[sampling_rows]
         self._places = rows.places_of(sampling_rows, num_tokens)
-        self._num_before = self._first_end = 0
-
-    def _prepare(self, sampling_rows: RowIndices) -> None:
-        """These rows go on: find what makes it cheaper."""
-        self._counts = np.zeros(self._rows.end, dtype=np.int32)
-        self._counts[sampling_rows] = ONE
-        self._first_end = int(self._num_left.min(initial=NEVER))
+        self._counts = EMPTY_COLUMN
