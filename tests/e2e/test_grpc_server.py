@@ -41,6 +41,14 @@ class Methods:
         for number in range(int(request)):
             yield b"%d" % number
 
+    async def offered(self, request: bytes, call: Call) -> None:
+        """A head without haste; then a message, if there is one, once it may be taken."""
+        call.offer_initial_metadata((("number", "7"),))
+        if not request:
+            raise CallRefusedError(grpc.StatusCode.NOT_FOUND, "nothing")
+        await self.may_take.wait()
+        await call.write(request)
+
     async def written(self, request: bytes, call: Call) -> None:
         """Messages of so many bytes until nobody wants them."""
         while True:
@@ -81,7 +89,7 @@ class Methods:
     def handlers(self) -> dict[str, "grpc.RpcMethodHandler"]:
         kinds = {
             grpc.unary_unary_rpc_method_handler: (self.one, self.endless, self.refusing, self.context),
-            grpc.unary_stream_rpc_method_handler: (self.many, self.written),
+            grpc.unary_stream_rpc_method_handler: (self.many, self.offered, self.written),
             grpc.stream_unary_rpc_method_handler: (self.joined,),
             grpc.stream_stream_rpc_method_handler: (self.echoed,),
         }
@@ -126,6 +134,21 @@ async def test_every_kind_of_method() -> None:
         echoed = channel.stream_stream("/test/echoed")(iter([b"a", b"b"]))
         assert [message async for message in echoed] == [b"a", b"b"]
         assert [message async for message in channel.unary_stream("/test/many")(b"0")] == []
+
+
+async def test_a_head_that_is_offered_comes_with_the_first_message_or_soon_without_one() -> None:
+    async with served() as on, channel_to(on) as channel:
+        offered = channel.unary_stream("/test/offered")
+        late = offered(b"x")
+        assert ("number", "7") in tuple(await late.initial_metadata())
+        on.methods.may_take.set()
+        assert [message async for message in late] == [b"x"]
+        refused = offered(b"")
+        assert await refused.code() is grpc.StatusCode.NOT_FOUND
+        assert ("number", "7") in tuple(await refused.initial_metadata())
+        at_once = offered(b"y")
+        assert [message async for message in at_once] == [b"y"]
+        assert ("number", "7") in tuple(await at_once.initial_metadata())
 
 
 async def test_what_a_handler_knows_of_its_call() -> None:

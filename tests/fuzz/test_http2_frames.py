@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.limits import bounded, examples
-from headway_gateway.grpc_server.http2 import PREFACE, BreachError, Headers, Http2, Kind, pack_headers
+from headway_gateway.grpc_server.header_blocks import Headers
+from headway_gateway.grpc_server.http2 import PREFACE, BreachError, Http2, Kind, pack_headers
 from headway_gateway.grpc_server.wire import MessageReader, read_head
 from headway_gateway.statuses import CallRefusedError
 

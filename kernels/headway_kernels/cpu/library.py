@@ -7,6 +7,8 @@ The library gets addresses, so every object here keeps its arrays alive. Every c
 
 import ctypes
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,22 @@ class _CodedStruct(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """A matrix in ``parts``, ``[rows, inputs]`` each and of one dtype, whose rows follow each other."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """All rows, and inputs."""
+        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> "StackedRows":
+        """Change the rows of each part."""
+        return StackedRows(tuple(map(change, self.parts)))
+
+
 class PackedLinear:
     """Weights of one product in the library's layout; ``weight`` and ``bias`` are copied.
 
@@ -184,7 +202,7 @@ class PackedLinear:
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Tensor | CodedWeight,
+        weight: Tensor | StackedRows | CodedWeight,
         bias: Tensor | None,
         form: WeightForm = WeightForm.FLOAT32,
         *,
@@ -204,10 +222,10 @@ class PackedLinear:
             handle = library.functions.headway_linear_of_codes(ctypes.byref(struct), *rest, int(self.form), int(gated))
         else:
             self.form = form
-            is_narrow = weight.dtype == torch.bfloat16 and form is not WeightForm.INT8
-            floats = weight if is_narrow else weight.float()
-            floats = floats if floats.stride(1) == 1 else floats.contiguous()
-            rows = floats.data_ptr() + torch.arange(self.outputs) * floats.stride(0) * floats.itemsize
+            stacked = StackedRows((weight,)) if isinstance(weight, Tensor) else weight
+            is_narrow = stacked.parts[0].dtype == torch.bfloat16 and form is not WeightForm.INT8
+            floats = stacked.with_rows(lambda part: _with_whole_rows(part if is_narrow else part.float()))
+            rows = torch.cat([_addresses_of_rows(part) for part in floats.parts])
             handle = library.functions.headway_linear_new(rows.data_ptr(), is_narrow, *rest, int(form), int(gated))
         self.handle = made(handle, "the weights")
 
@@ -232,6 +250,14 @@ class PackedLinear:
         )
         made(done, "a product")
         return out[:, : self.outputs // 2 if self._gated else self.outputs]
+
+
+def _with_whole_rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _addresses_of_rows(matrix: Tensor) -> Tensor:
+    return matrix.data_ptr() + torch.arange(len(matrix)) * matrix.stride(0) * matrix.itemsize
 
 
 def _held_form(library: CpuLibrary, weight: CodedWeight) -> IntEnum:

@@ -5,12 +5,13 @@ Owns: the look-up, where the built-in ones are. Must not know: how a backend wor
 
 import importlib.util
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
 from headway_executor.setting_checks import BUILT_IN
 from headway_executor.torch_build import cuda_advice
+from headway_process.entry_points import entry_points
 from headway_process.installation import install_advice
 
 ENTRY_POINT_GROUP = "headway.executor_backends"

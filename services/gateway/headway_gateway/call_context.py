@@ -19,8 +19,8 @@ class CallContext(Protocol):
         """Name the connection."""
         ...
 
-    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...]) -> None:
-        """Send what goes before the first event."""
+    def offer_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...]) -> None:
+        """Send what goes before the first event, with it or earlier."""
         ...
 
     def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None:

@@ -3,11 +3,8 @@
 import ssl
 from pathlib import Path
 
-import structlog
-
 from headway_gateway.config import GatewayConfig
-
-_log = structlog.get_logger(__name__)
+from headway_process.late_logs import log_of
 
 _Signature = tuple[tuple[int, int, int], ...]
 
@@ -60,13 +57,13 @@ class CertificateFiles:
             self._log_problem(str(error))
             return None
         self._seen, self._problem = signature, ""
-        _log.info("certificate read again", tls_cert_file=self._config.tls_cert_file)
+        log_of(__name__).info("certificate read again", tls_cert_file=self._config.tls_cert_file)
         return newer
 
     def _log_problem(self, problem: str) -> None:
         if problem != self._problem:
             self._problem = problem
-            _log.error("certificate not read again", reason=problem)
+            log_of(__name__).error("certificate not read again", reason=problem)
 
     def _signature(self) -> _Signature:
         found = [path.stat() for path in self._paths]

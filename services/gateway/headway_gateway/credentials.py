@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import msgspec
-import structlog
 
+from headway_process.late_logs import log_of
 from headway_process.token_files import text_of_token_file
 
 GENERATE, ADMIN = "generate", "admin"
@@ -25,8 +25,6 @@ _MAX_TENANT_BYTES = 128
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _TENANT = "tenant="
 _LOOK_INTERVAL_S = 0.5
-
-_log = structlog.get_logger(__name__)
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -155,10 +153,10 @@ class TokenFile:
             self._table = self._read()
         except ValueError as error:
             self.problem = str(error)
-            _log.error("tokens not read again", reason=self.problem)
+            log_of(__name__).error("tokens not read again", reason=self.problem)
             return False
         self.problem = None
-        _log.info("tokens read again", tokens=len(self._table))
+        log_of(__name__).info("tokens read again", tokens=len(self._table))
         return True
 
     def _signature(self) -> tuple[int, int, int] | None:

@@ -129,9 +129,7 @@ class Generation:
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
             # This comes after submitting, so that the scheduler already works.
-            await self._call.context.send_initial_metadata(
-                ((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),)
-            )
+            self._call.context.offer_initial_metadata(((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),))
             await self._stream()
         finally:
             # However the call ended (client, deadline, error), the scheduler must stop the sequences

@@ -39,6 +39,8 @@ def run(config: GatewayConfig) -> int:
         # gRPC's and the tokeniser's threads hand over to the event loop many times per request. With the default switch
         # interval each handover could wait 5 ms for the interpreter lock.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        # The library would hand each text to a thread of its own, and wait for it: it can share out several texts only.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if config.exit_with_parent and not end_with_parent():
             return EXIT_OK
         code = asyncio.run(_run(config))

@@ -86,6 +86,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The processes in order."""
         return list(self.commands)
 
+    @property
+    def models(self) -> list[Path]:
+        """The directories of the executors' checkpoints."""
+        configs = [each.config for each in self.settled if isinstance(each.config, ExecutorConfig)]
+        return [Path(model) for model in dict.fromkeys(config.model for config in configs) if model]
+
     def orders(self, environment: Mapping[str, str]) -> FleetOrders:
         """Return what is to be run; ``environment`` is that of every process."""
         return FleetOrders(

@@ -17,6 +17,7 @@ from headway.plan import Plan, make_plan, without_settings
 from headway.readiness import wait_until_serving
 from headway.services import add_serve_flags
 from headway.socket_directory import socket_directory
+from headway_executor.reading_ahead import read_ahead
 from headway_process.log_sink import LogSink
 
 _LOG_DRAIN_S = 0.5
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenReady) -> int:
     """Run the fleet; return the exit code."""
+    for model in plan.models:  # the executor itself would begin later, after some imports
+        read_ahead(model)
     runner = FleetRunner(plan.orders(environment), say)
     _deliver_signals(runner)
     attendant = asyncio.create_task(_attend(plan, runner, when_ready))

@@ -95,7 +95,8 @@ class TorchBackend:
             for name, adapter in config.adapters.items():
                 assert forward.adapters is not None  # the settings are checked
                 forward.adapters.load(name, adapter)
-            _warm_up(forward, max_model_len)
+            if forward.has_slow_start:
+                _warm_up(forward, max_model_len)
             swap_us_per_block = _slowest(forward.pool.measure_swap_us(), self._group)
             supports_constraints = False
             if config.place.rank == 0:

@@ -6,12 +6,12 @@ Owns: the look-up, the built-in ones. Must not know: how a transport works.
 import importlib
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import cast
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.block_store.transport import BlockTransport
+from headway_process.entry_points import entry_points
 
 ENTRY_POINT_GROUP = "headway.block_transports"
 

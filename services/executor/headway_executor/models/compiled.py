@@ -5,10 +5,12 @@ Owns: their weights and arguments. Must not know: how they compute.
 A row's logits have the same bits in any step and with any chunks, but not with any variant of the kernels.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,7 +46,9 @@ from headway_kernels.cpu.decoder import (
 from headway_kernels.cpu.experts import PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
 from headway_kernels.cpu.latent import PackedExpansion, PackedLatent
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, load_library
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, StackedRows, Team, WeightForm, load_library
+
+_Weight: TypeAlias = Tensor | StackedRows | CodedWeight
 
 _ENOUGH_TO_TELL = 1024
 """Values of a matrix to check first: weights in full precision show in a few."""
@@ -87,6 +91,8 @@ def part_for(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> Mode
 
 class CompiledModel:
     """A ``ForwardPass``. ``decoder`` and ``pool`` must fit each other."""
+
+    has_slow_start = False
 
     def __init__(
         self, decoder: Decoder, pool: KvPool, stage: Stage | None = None, adapters: ModelAdapters | None = None
@@ -274,7 +280,7 @@ class _Loader:
         qk_norm, sinks = tensors.qk_norm(index), tensors.sinks(index)
         output = self._read(lambda read: read.output(index)) if latent is None else (latent.output(), None)
         return LayerWeights(
-            qkv=self._heads(*self._read(lambda read: read.qkv(index))) if latent is None else self._latent(latent),
+            qkv=self._qkv(index) if latent is None else self._latent(latent),
             output=self._output(*output),
             feed_forward=self._feed_forward(index, layer.feed_forward),
             attention_norm=self._norm(index, names.attention_norm),
@@ -286,6 +292,10 @@ class _Loader:
             window=layer.window,
             sinks=None if sinks is None else _float32(sinks),
         )
+
+    def _qkv(self, index: int) -> PackedLinear:
+        weight, bias = self._coded.read(lambda read: read.qkv(index)) or _stacked(*self._tensors.qkv_parts(index))
+        return self._heads(weight, bias)
 
     def _latent(self, latent: LatentTensors) -> PackedLatent:
         query, query_in, query_expansion = latent.query(), latent.query_in(), latent.query_expansion()
@@ -309,7 +319,8 @@ class _Loader:
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
         in_product = activates_in_product(activation, is_gated=feed.is_gated)
-        gate_up = self.projection(lambda read: read.gate_up(index), gated=in_product)
+        parts = self._coded.read(lambda read: read.gate_up(index)) or _stacked(*self._tensors.gate_up_parts(index))
+        gate_up = self._linear(*parts, gated=in_product)
         return DenseFeedForward(gate_up, self.projection(lambda read: read.down(index)), activation, feed.is_gated)
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
@@ -351,8 +362,11 @@ class _Loader:
     def projection(self, read: Projection, *, gated: bool = False) -> PackedLinear:
         return self._linear(*self._read(read), gated=gated)
 
-    def _heads(self, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> PackedLinear:
-        padded = weight.with_rows(self._padded) if isinstance(weight, CodedWeight) else self._padded(weight)
+    def _heads(self, weight: _Weight, bias: Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, Tensor):
+            padded: _Weight = self._padded(weight)
+        else:
+            padded = weight.with_rows(self._padded)
         return self._linear(padded, None if bias is None else self._padded(bias))
 
     def _output(self, weight: Tensor | CodedWeight, bias: Tensor | None) -> PackedLinear:
@@ -364,20 +378,22 @@ class _Loader:
     def _read(self, read: Projection) -> tuple[Tensor | CodedWeight, Tensor | None]:
         return self._coded.read(read) or read(self._tensors)
 
-    def _linear(self, weight: Tensor | CodedWeight, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
-        if isinstance(weight, Tensor) and self._quantization == "none":
-            held = weight.to(self._dtype) if self._dtype == torch.bfloat16 else weight
-            return PackedLinear(self._library, held, bias, self._form(weight), gated=gated)
+    def _linear(self, weight: _Weight, bias: Tensor | None, *, gated: bool = False) -> PackedLinear:
         if isinstance(weight, Tensor):
-            weight = _ROUNDED[self._quantization](weight)
+            weight = StackedRows((weight,))
+        if isinstance(weight, StackedRows) and self._quantization == "none":
+            held = weight.with_rows(lambda part: part.bfloat16()) if self._dtype == torch.bfloat16 else weight
+            return PackedLinear(self._library, held, bias, self._form(weight), gated=gated)
+        if isinstance(weight, StackedRows):
+            weight = _ROUNDED[self._quantization](torch.cat(weight.parts))
         if self._activations != "auto":
             weight = replace(weight, rounds_inputs=self._activations == "int8")
         return PackedLinear(self._library, weight, bias, gated=gated)
 
-    def _form(self, weight: Tensor) -> WeightForm:
+    def _form(self, weight: StackedRows) -> WeightForm:
         if self._dtype == torch.bfloat16:
             return WeightForm.PAIRS if self._library.multiplies_pairs else WeightForm.BFLOAT16
-        return _exact_form(weight)
+        return _exact_form(*weight.parts)
 
     def _padded(self, heads: Tensor) -> Tensor:
         return _with_padded_heads(heads, self._config.head_dim, self._padding)
@@ -392,8 +408,14 @@ def _with_padded_heads(heads: Tensor, head_dim: int, padding: int) -> Tensor:
     return functional.pad(by_head, (*rest, 0, padding)).flatten(0, 1)
 
 
-def _exact_form(weight: Tensor) -> WeightForm:
-    return WeightForm.BFLOAT16 if is_exact_in_bfloat16(weight) else WeightForm.FLOAT32
+def _stacked(weights: Sequence[Tensor], bias: Tensor | None) -> tuple[StackedRows, Tensor | None]:
+    """Parts of several dtypes widen to one that holds all."""
+    wide = functools.reduce(torch.promote_types, [weight.dtype for weight in weights])
+    return StackedRows(tuple(weight.to(wide) for weight in weights)), bias
+
+
+def _exact_form(*weights: Tensor) -> WeightForm:
+    return WeightForm.BFLOAT16 if all(map(is_exact_in_bfloat16, weights)) else WeightForm.FLOAT32
 
 
 def is_exact_in_bfloat16(weight: Tensor) -> bool:

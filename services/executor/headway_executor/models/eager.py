@@ -45,6 +45,9 @@ from headway_kernels.experts import Expert
 class EagerModel:
     """A ``ForwardPass``. ``embedding`` ``[vocab, own_hidden]``, or None in a later stage. ``adapters``: the loader's."""
 
+    has_slow_start = True
+    """Torch prepares its operators."""
+
     def __init__(
         self,
         config: ModelConfig,

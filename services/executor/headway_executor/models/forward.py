@@ -62,6 +62,8 @@ class ForwardPass(Protocol):
 
     pool: KvPool
     adapters: ModelAdapters | None
+    has_slow_start: bool
+    """Whether the first prompt and the first token take much longer than later ones."""
 
     def run(self, rows: StepRows, token_ids: Tensor) -> Tensor:
         """Store the keys and values of all tokens; return the wanted logits: floating, ``[m, vocab]``.

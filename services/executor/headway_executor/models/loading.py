@@ -167,6 +167,7 @@ class ModelTensors:
         self._head = _head_name(config.names, checkpoint)
         self._checkpoint = checkpoint
         self._channel_order = channel_order if device is None else channel_order.to(device)
+        self._keeps_order = bool((channel_order.diff() == 1).all())
         self._device = device
         self._part = whole(config) if part is None else part
 
@@ -193,8 +194,13 @@ class ModelTensors:
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values."""
-        weight = self._qkv(index, "weight")
-        return weight, self._qkv(index, "bias") if self._config.attention.qkv_bias else None
+        weights, bias = self.qkv_parts(index)
+        return torch.cat(weights), bias
+
+    def qkv_parts(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """As ``qkv``; the weight is in parts, whose rows follow each other."""
+        bias = torch.cat(self._qkv(index, "bias")) if self._config.attention.qkv_bias else None
+        return self._qkv(index, "weight"), bias
 
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, all heads * head_dim]``, and bias."""
@@ -203,8 +209,13 @@ class ModelTensors:
 
     def gate_up(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[2 * own_inner, hidden]``, and bias: gates, then ups; without a gate, ``[own_inner, hidden]``."""
-        weight = self._gate_up(index, "weight")
-        return weight, self._gate_up(index, "bias") if self._config.layers[index].feed_forward.has_bias else None
+        weights, bias = self.gate_up_parts(index)
+        return torch.cat(weights), bias
+
+    def gate_up_parts(self, index: int) -> tuple[list[Tensor], Tensor | None]:
+        """As ``gate_up``; the weight is in parts, whose rows follow each other."""
+        has_bias = self._config.layers[index].feed_forward.has_bias
+        return self._gate_up(index, "weight"), torch.cat(self._gate_up(index, "bias")) if has_bias else None
 
     def down(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, intermediate]``, and bias."""
@@ -279,13 +290,13 @@ class ModelTensors:
         weight = self._read(index, f"{name}.weight", columns=own_inputs)
         return weight, self._read(index, f"{name}.bias") if has_bias else None
 
-    def _gate_up(self, index: int, kind: str) -> Tensor:
+    def _gate_up(self, index: int, kind: str) -> list[Tensor]:
         feed = self._config.layers[index].feed_forward
         count = 2 if feed.is_gated else 1
         widths, owns = (feed.intermediate_size,) * count, (self._part.own_inner(feed.intermediate_size),) * count
-        return torch.cat(self._parts(index, self._names.gate_up, kind, widths, owns))
+        return self._parts(index, self._names.gate_up, kind, widths, owns)
 
-    def _qkv(self, index: int, kind: str) -> Tensor:
+    def _qkv(self, index: int, kind: str) -> list[Tensor]:
         heads, kv_heads = self._channels(self._part.heads), self._channels(self._part.kv_heads)
         if self._names.is_fused_by_head:
             (name,) = self._names.qkv
@@ -295,7 +306,7 @@ class ModelTensors:
         else:
             owns = (heads, kv_heads, kv_heads)
             queries, keys, values = self._parts(index, self._names.qkv, kind, _qkv_widths(self._config), owns)
-        return torch.cat([self._reordered(queries), self._reordered(keys), values])
+        return [self._reordered(queries), self._reordered(keys), values]
 
     def _parts(
         self, index: int, names: Sequence[str], kind: str, widths: Sequence[int], owns: Sequence[range]
@@ -314,5 +325,7 @@ class ModelTensors:
 
     def _reordered(self, heads: Tensor) -> Tensor:
         """``heads`` is ``[heads * head_dim, ...]``."""
+        if self._keeps_order:
+            return heads
         by_head = heads.reshape(-1, self._config.head_dim, *heads.shape[1:])
         return by_head[:, self._channel_order].flatten(0, 1)

@@ -30,6 +30,9 @@ Behaviour: TypeAlias = "Callable[[Call], Awaitable[None]]"
 """Serves a call."""
 
 _HEAD = head_of_answer()
+_HEAD_WAITS_S = 0.02
+"""So long a head waits for the first message, so that both leave in one write: each write wakes the client."""
+
 _LATE_S = 0.5
 """A call that has not ended itself so long after its deadline is ended."""
 
@@ -67,6 +70,8 @@ class Call:
         self._timer: asyncio.TimerHandle | None = None
         self._is_late = False
         self._has_begun = False
+        self._waiting_head: bytes | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         self._trailing: Metadata = ()
 
     # What a stream tells.
@@ -128,6 +133,11 @@ class Call:
         self._has_begun = True
         self._stream.send_head(_HEAD + write_metadata(initial_metadata))
 
+    def offer_initial_metadata(self, initial_metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Send what goes before the first message with it, or soon without it."""
+        self._waiting_head = _HEAD + write_metadata(initial_metadata)
+        self._head_timer = asyncio.get_running_loop().call_later(_HEAD_WAITS_S, self._send_waiting_head)
+
     def set_trailing_metadata(self, trailing_metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Keep what goes behind the last message."""
         self._trailing = tuple(trailing_metadata)
@@ -135,6 +145,7 @@ class Call:
     async def write(self, message: Any) -> None:
         """Send a message; wait while the client reads too slowly."""
         data = framed(message if self.serialize is None else self.serialize(message))
+        self._send_waiting_head()
         if not self._has_begun:
             await self.send_initial_metadata(())
         self._stream.send(data)
@@ -174,6 +185,14 @@ class Call:
         """Yield the requests of a stream."""
         while (request := await self.request(deserialize)) is not None:
             yield request
+
+    def _send_waiting_head(self) -> None:
+        if self._waiting_head is None or self._head_timer is None:
+            return
+        self._head_timer.cancel()
+        self._has_begun = True
+        self._stream.send_head(self._waiting_head)
+        self._waiting_head = None
 
     def _acknowledge(self) -> None:
         self._stream.acknowledge(self._num_unacknowledged)
@@ -219,6 +238,7 @@ class Call:
 
     def _finish(self, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
         trailers = write_status(code, message, metadata)
+        self._send_waiting_head()
         self._stream.finish(trailers if self._has_begun else _HEAD + trailers)
 
 

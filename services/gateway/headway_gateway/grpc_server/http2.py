@@ -13,12 +13,11 @@ window updates and priorities spend none: each costs as little as any frame, and
 import enum
 import struct
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-Headers: TypeAlias = list[tuple[bytes, bytes]]
+from headway_gateway.grpc_server.header_blocks import HeaderBlocks, Headers
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 LARGEST_WINDOW = (1 << 31) - 1
@@ -126,7 +125,7 @@ class Http2:
         """``most_streams`` may be open at a time; others are refused."""
         self._to = streams
         self._most_streams = most_streams
-        self._decoder = Decoder(max_header_list_size=MOST_HEADER_BYTES)
+        self._header_blocks = HeaderBlocks(MOST_HEADER_BYTES)
         self._streams: dict[int, _Stream] = {}
         self._last_id = 0
         self._held = bytearray()
@@ -333,7 +332,7 @@ class Http2:
 
     def _take_block(self, stream_id: int, flags: int, block: bytes) -> None:
         try:
-            headers: Headers = self._decoder.decode(block, raw=True)  # type: ignore[assignment]  # raw: pairs of bytes
+            headers: Headers = self._header_blocks.read(block)
         except HPACKError as error:
             raise BreachError(ErrorCode.COMPRESSION_ERROR, "a block of headers cannot be read") from error
         if stream_id > self._last_id:

@@ -11,7 +11,7 @@ import grpc
 
 from headway_gateway.grpc_server.call import Behaviour, Call
 from headway_gateway.grpc_server.connection import Bounds, Connection, Stream
-from headway_gateway.grpc_server.http2 import Headers
+from headway_gateway.grpc_server.header_blocks import Headers
 from headway_gateway.grpc_server.wire import read_head, refusal_without_call
 from headway_gateway.statuses import CallRefusedError
 

@@ -182,7 +182,7 @@ class HttpCall:
         client = self._scope.get("client")
         return f"http:{client[0]}:{client[1]}" if client else "http"
 
-    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...]) -> None:
+    def offer_initial_metadata(self, initial_metadata: tuple[tuple[str, str], ...]) -> None:
         """Send nothing yet: a refusal may still need the status."""
 
     def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None:
