@@ -180,8 +180,9 @@ def _scatter(contents: Tensor, layers: Tensor, blocks: Int32Array) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> HostBytes:
-    """The same memory, contiguous, as uint8, ``[*tensor.shape[:2], m]``."""
-    found: HostBytes = tensor.flatten(2).view(torch.uint8).numpy()
+    """The same memory, contiguous behind the first two dimensions, as uint8, ``[*tensor.shape[:2], m]``."""
+    num_elements = math.prod(tensor.shape[2:])
+    found: HostBytes = tensor.view(*tensor.shape[:2], num_elements).view(torch.uint8).numpy()
     return found
 
 
