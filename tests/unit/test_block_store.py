@@ -4,7 +4,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
+import weakref
 import zlib
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.block_store import pool_file, registry
+from headway_executor.block_store.kept_memory import MOST_BYTES, KeptMemory
 from headway_executor.block_store.pool_file import PoolHeader, PoolLayout, hold_pool_file, read_header
 from headway_executor.block_store.puller import BlockPuller
 from headway_executor.block_store.records import BlockRecords
@@ -192,6 +195,28 @@ def test_shm_copies_blocks_and_records(shm, tmp_path):
     assert pulled.blocks[0, 0] == 3, "the copy is private"
 
 
+def test_shm_copies_to_pages_that_it_had_before_and_that_nobody_holds(shm, tmp_path):
+    held = filled_pool(tmp_path)
+    first = pull(shm, held, 1, 2)
+    place = first.blocks.ctypes.data
+    second = pull(shm, held, 3)
+    assert second.blocks.ctypes.data != place
+    assert first.blocks[:, 0].tolist() == [1, 2]
+    kept = first.blocks[1:].reshape(-1)[5:]
+    del first
+    assert pull(shm, held, 3).blocks.ctypes.data != place, "part of it is still held"
+    assert kept.tolist() == [2] * (BLOCK_BYTES - 5)
+    del kept
+    assert pull(shm, held, 3, 4).blocks.ctypes.data == place
+
+
+def test_more_blocks_than_are_kept_get_memory_of_their_own():
+    memory = KeptMemory()
+    assert memory.blocks(3, MOST_BYTES).shape == (3, MOST_BYTES)
+    assert memory.blocks(0, 64).shape == (0, 64)
+    assert memory.blocks(1, MOST_BYTES).shape == (1, MOST_BYTES)
+
+
 def test_shm_reads_no_bytes_while_no_block_has_a_record(shm, tmp_path, monkeypatch):
     held = filled_pool(tmp_path)
     held.records["epoch"] = 0
@@ -352,6 +377,7 @@ class FakeTransport:
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
         self.asked = []
+        self.threads = []
         self.is_closed = False
 
     def register(self, memory):
@@ -359,6 +385,7 @@ class FakeTransport:
 
     def pull(self, pool, address, host_blocks, *, block_bytes, timeout_s):
         self.asked.append((address, host_blocks.tolist()))
+        self.threads.append(threading.current_thread())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -484,3 +511,56 @@ def test_a_block_beyond_the_own_pool_is_missing():
     memory = HostMemory("x-id", "", np.zeros(3, RECORD), np.zeros((3, BLOCK_BYTES), np.uint8))
     found = fetch({}, pull_from(), own=memory)
     assert "no block 4; allowed: 0 to 2" in found.problems[0]
+
+
+class QuickTransport(FakeTransport):
+    """Never waits."""
+
+    never_waits = True
+
+
+@pytest.fixture
+def puller_of():
+    """Makes a puller of these transports, which ends with the test."""
+    made = []
+
+    def make(transports, block_bytes=BLOCK_BYTES):
+        made.append(BlockPuller(transports, own=None, identity="id", block_bytes=block_bytes, patience_s=0.2))
+        return made[-1]
+
+    yield make
+    for puller in made:
+        puller.close()
+
+
+def test_a_transport_that_never_waits_is_asked_at_once(puller_of):
+    quick, slow = QuickTransport(contents_of(None, 5, 7)), FakeTransport(contents_of(None, 5, 7))
+    future = puller_of({"quick": quick, "slow": slow}).fetch((pull_from("quick:1"),))
+    assert future.done()
+    assert future.result().blocks.tolist() == [11, 12]
+    assert quick.threads == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("answer", [contents_of(None, 5, 6), PullError("gone"), RuntimeError("a mistake")])
+def test_what_is_not_there_at_once_is_fetched_by_the_other_thread_and_transports(puller_of, answer):
+    quick, slow = QuickTransport(answer, PullError("gone")), FakeTransport(contents_of(None, 5, 7))
+    found = puller_of({"quick": quick, "slow": slow}).fetch((pull_from("quick:1", "slow:2"),)).result(10)
+    assert found.blocks.tolist() == [11, 12]
+    here = threading.current_thread()
+    assert [thread is here for thread in quick.threads] == [True, False]
+    assert [thread is here for thread in slow.threads] == [False]
+
+
+def test_many_bytes_are_fetched_by_the_other_thread(puller_of):
+    quick = QuickTransport(PullError("gone"))
+    puller_of({"quick": quick}, block_bytes=3 << 20).fetch((pull_from("quick:1"),)).result(10)
+    assert threading.current_thread() not in quick.threads
+
+
+def test_a_puller_that_waits_for_work_holds_no_blocks(puller_of):
+    puller = puller_of({"fake": FakeTransport(contents_of(None, 5, 7))})
+    held = weakref.ref(puller.fetch((pull_from("fake:1"),)).result(10).contents)
+    deadline = time.monotonic() + 5
+    while held() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() is None

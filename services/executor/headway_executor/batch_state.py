@@ -235,11 +235,21 @@ class BatchState:
         )
 
     def _append_blocks(self, output: SchedulerOutput) -> Int32Array:
-        groups = [decoded_group(output.new_blocks, "new_blocks")]
-        for request in reversed(output.scheduled_new_reqs):
-            blocks = decoded(request.block_ids, "block_ids")
-            groups.insert(0, np.stack((np.full_like(blocks, request.row), blocks)))
-        new_blocks = np.concatenate(groups, axis=1) if len(groups) > 1 else groups[0]
+        groups = [self._append_to_new(request) for request in output.scheduled_new_reqs]
+        if output.new_blocks:
+            groups.append(self._append_to_any(decoded_group(output.new_blocks, "new_blocks")))
+        return np.concatenate(groups, axis=1) if len(groups) > 1 else groups[0]
+
+    def _append_to_new(self, request: NewRequest) -> Int32Array:
+        blocks = decoded(request.block_ids, "block_ids")
+        check_range(blocks, self._info.num_blocks, "new_blocks: block")
+        if len(blocks) > self._block_table.shape[1]:
+            raise self._too_many_blocks(request.row)
+        self._block_table[request.row, : len(blocks)] = blocks
+        self._num_blocks[request.row] = len(blocks)
+        return np.stack((np.full_like(blocks, request.row), blocks))
+
+    def _append_to_any(self, new_blocks: Int32Array) -> Int32Array:
         rows, blocks = new_blocks
         check_range(rows, len(self._live), "new_blocks: row")
         check_range(blocks, self._info.num_blocks, "new_blocks: block")
@@ -251,11 +261,13 @@ class BatchState:
         place_in_run = np.arange(len(rows)) - np.searchsorted(sorted_rows, sorted_rows)
         places = self._num_blocks[sorted_rows] + place_in_run
         if len(places) and places.max() >= self._block_table.shape[1]:
-            full = sorted_rows[int(places.argmax())]
-            raise ImpossibleDiff(f"new_blocks: row {full} would exceed {self._block_table.shape[1]} blocks")
+            raise self._too_many_blocks(sorted_rows[int(places.argmax())])
         self._block_table[sorted_rows, places] = blocks[order]
         np.add.at(self._num_blocks, rows, 1)
         return new_blocks
+
+    def _too_many_blocks(self, row: int) -> ImpossibleDiff:
+        return ImpossibleDiff(f"new_blocks: row {row} would exceed {self._block_table.shape[1]} blocks")
 
     def _block_moves(self, output: SchedulerOutput, new_rows: tuple[NewRow, ...]) -> BlockMoves | None:
         transfers = output if isinstance(output, TransferringOutput) else None
@@ -304,10 +316,18 @@ class BatchState:
         is_new = np.zeros(len(self._live), dtype=bool)
         is_new[[new.row for new in new_rows]] = True
         for rows, is_wanted in ((np.flatnonzero(is_new), True), (np.flatnonzero(self._live & ~is_new), False)):
-            wrong = np.isin(pulled, self._blocks_of(rows)) != is_wanted
-            if wrong.any():
+            wrong = pulled[self._are_held(pulled, rows) != is_wanted]
+            if len(wrong):
                 problem = "is in no new row of this step" if is_wanted else "is in a row of earlier steps"
-                raise ImpossibleDiff(f"pulls: device block {pulled[wrong][0]} {problem}")
+                raise ImpossibleDiff(f"pulls: device block {wrong[0]} {problem}")
+
+    def _are_held(self, blocks: Int32Array, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of these blocks are in the tables of ``rows``."""
+        is_held = np.zeros(self._info.num_blocks, dtype=bool)
+        if len(rows):
+            is_held[self._blocks_of(rows)] = True
+        found: NDArray[np.bool_] = is_held[blocks]
+        return found
 
     def _blocks_of(self, rows: NDArray[np.integer]) -> Int32Array:
         counts = self._num_blocks[rows]

@@ -3,7 +3,9 @@
 Owns: which transport reads a pool, waiting for blocks that are still being written, the check. Must not know: rows,
 devices.
 
-A thread of its own pulls, because transports are called from one thread and the executor must show life meanwhile.
+A thread of its own pulls, because transports are called from one thread and the executor must show life meanwhile. A few
+blocks that are there already, in a pool of this host, are brought at once: to wake that thread and to be woken by it takes
+as long as copying them.
 """
 
 import queue
@@ -29,6 +31,9 @@ _PAUSE_SHARE = 0.1
 """Of the time waited so far, which is therefore the most that a block waits in vain."""
 
 _LEAST_TIMEOUT_S = 0.01
+
+_MOST_BYTES_AT_ONCE = 4 << 20
+"""What is copied and checked within about a millisecond."""
 
 
 class FetchedBlocks(NamedTuple):
@@ -69,6 +74,7 @@ class BlockPuller:
         self._identity = identity
         self._block_bytes = block_bytes
         self._patience_s = patience_s
+        self._never_wait = {name: one for name, one in transports.items() if getattr(one, "never_waits", False)}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="block-puller", daemon=True)
         self._thread.start()
@@ -76,14 +82,14 @@ class BlockPuller:
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         """Begin to bring the blocks of one step. The future has no errors: blocks are there, or missing."""
         future: Future[FetchedBlocks] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(self._fetch(pulls))
-            except Exception as error:  # noqa: BLE001 (a transport's mistake costs its blocks only)
-                future.set_result(nothing_of(pulls, f"{type(error).__name__}: {error}"))
-
-        self._work.put(work)
+        if sum(pull.blocks.shape[1] for pull in pulls) * self._block_bytes <= _MOST_BYTES_AT_ONCE:
+            found = self._try_to_fetch(pulls, self._never_wait, patience_s=0.0)
+            if not len(found.missing):
+                future.set_result(found)
+                return future
+        self._work.put(
+            lambda: future.set_result(self._try_to_fetch(pulls, self._transports, patience_s=self._patience_s))
+        )
         return future
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -96,10 +102,21 @@ class BlockPuller:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            del work  # while this waits, it would keep the blocks of the last step
 
-    def _fetch(self, pulls: tuple[Pull, ...]) -> FetchedBlocks:
+    def _try_to_fetch(
+        self, pulls: tuple[Pull, ...], transports: Mapping[str, BlockTransport], *, patience_s: float
+    ) -> FetchedBlocks:
+        try:
+            return self._fetch(pulls, transports, patience_s)
+        except Exception as error:  # noqa: BLE001 (a transport's mistake costs its blocks only)
+            return nothing_of(pulls, f"{type(error).__name__}: {error}")
+
+    def _fetch(
+        self, pulls: tuple[Pull, ...], transports: Mapping[str, BlockTransport], patience_s: float
+    ) -> FetchedBlocks:
         started = time.monotonic()
-        deadline = started + self._patience_s
+        deadline = started + patience_s
         targets = np.concatenate([pull.blocks[2] for pull in pulls])
         contents = np.empty((len(targets), self._block_bytes), dtype=np.uint8)
         is_right = np.zeros(len(targets), dtype=bool)
@@ -113,7 +130,7 @@ class BlockPuller:
             late: list[_Part] = []
             for pull, places in parts:
                 try:
-                    pulled = self._pull(pull, deadline)
+                    pulled = self._pull(pull, transports, deadline)
                 except PullError as error:
                     problems.append(str(error))
                     continue
@@ -136,7 +153,7 @@ class BlockPuller:
         seconds = time.monotonic() - started
         return FetchedBlocks(contents, targets[is_right], targets[~is_right], tuple(problems), seconds)
 
-    def _pull(self, pull: Pull, deadline: float) -> PulledBlocks:
+    def _pull(self, pull: Pull, transports: Mapping[str, BlockTransport], deadline: float) -> PulledBlocks:
         """Try the addresses in their order: the best may be of another host."""
         host_blocks = np.ascontiguousarray(pull.blocks[0])
         if pull.pool.rpartition("-")[2] != self._identity:
@@ -146,7 +163,7 @@ class BlockPuller:
         problems = []
         for address in pull.addresses:
             name, _, rest = address.partition(":")
-            transport = self._transports.get(name)
+            transport = transports.get(name)
             if transport is None:
                 continue
             timeout_s = max(_LEAST_TIMEOUT_S, deadline - time.monotonic())

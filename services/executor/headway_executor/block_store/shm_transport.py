@@ -10,8 +10,10 @@ import re
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfigError
+from headway_executor.block_store.kept_memory import KeptMemory
 from headway_executor.block_store.pool_file import SHARED_MEMORY, PoolLayout, read_header
 from headway_executor.block_store.transport import RECORD, Bytes, HostMemory, PulledBlocks, PullError
 from headway_proto.columns import Int32Array
@@ -22,8 +24,11 @@ _NAME = re.compile(r"headway-[0-9A-Za-z_.-]+")
 class ShmTransport:
     """See ``transport.BlockTransport``. An address is a file's name within ``/dev/shm``."""
 
+    never_waits = True
+
     def __init__(self) -> None:
         self._directory = SHARED_MEMORY
+        self._kept = KeptMemory()
 
     def register(self, memory: HostMemory) -> str:
         """See ``BlockTransport``. The file is there already."""
@@ -48,7 +53,8 @@ class ShmTransport:
             _check(header.layout, host_blocks, block_bytes)
             if header.name != pool:
                 raise ValueError("another pool is there")
-            return _read(descriptor, header.layout, host_blocks)
+            blocks = self._kept.blocks(len(host_blocks), block_bytes)
+            return PulledBlocks(_read(descriptor, header.layout, host_blocks, blocks), blocks)
         except (OSError, ValueError) as error:
             raise PullError(f"shm: {address!r:.64}: {' '.join(str(error).split())}") from error
         finally:
@@ -69,15 +75,17 @@ def _check(layout: PoolLayout, host_blocks: Int32Array, block_bytes: int) -> Non
         raise ValueError(f"it has no block {outside[0]}; allowed: 0 to {layout.num_blocks - 1}")
 
 
-def _read(descriptor: int, layout: PoolLayout, host_blocks: Int32Array) -> PulledBlocks:
-    """Records first: a right record then says that its bytes were there. Without any, no bytes are worth reading yet."""
+def _read(descriptor: int, layout: PoolLayout, host_blocks: Int32Array, blocks: Bytes) -> NDArray[np.void]:
+    """Fill ``blocks``; return their records.
+
+    Records first: a right record then says that its bytes were there. Without any, no bytes are worth reading yet.
+    """
     bytes_of_records = np.empty((len(host_blocks), RECORD.itemsize), dtype=np.uint8)
-    blocks = np.empty((len(host_blocks), layout.block_bytes), dtype=np.uint8)
     _read_runs(descriptor, bytes_of_records, host_blocks, layout.records_at)
-    records = bytes_of_records.view(RECORD).reshape(-1)
+    records: NDArray[np.void] = bytes_of_records.view(RECORD).reshape(-1)
     if records["epoch"].any():
         _read_runs(descriptor, blocks, host_blocks, layout.blocks_at)
-    return PulledBlocks(records, blocks)
+    return records
 
 
 def _read_runs(descriptor: int, found: Bytes, host_blocks: Int32Array, begin: int) -> None:

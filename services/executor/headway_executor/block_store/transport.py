@@ -47,7 +47,11 @@ class PullError(RuntimeError):
 
 
 class BlockTransport(Protocol):
-    """Four calls, all from one thread."""
+    """Four calls, all from one thread.
+
+    A transport whose attribute ``never_waits`` is true may be asked to ``pull`` from a second thread too: that takes as long
+    as copying, and touches nothing that its other calls use.
+    """
 
     def register(self, memory: HostMemory) -> str:
         """Let others read this memory; return its address behind ``TRANSPORT:``. Called at most once.
