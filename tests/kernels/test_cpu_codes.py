@@ -51,9 +51,10 @@ def library(request):
     return CpuLibrary(request.param)
 
 
-def assert_as_exact(found, expected):
-    """Test sums of up to 300 products; what they have in common is their rounding alone."""
-    assert ((found - expected).norm() <= 2e-6 * expected.norm()).all()
+def most_of_an_output(rows, weight, *, gated):
+    """No output is larger, whatever cancels (Cauchy and Schwarz); rows that are normed have norm sqrt(inputs) at most."""
+    size = max(rows.norm(dim=1).max(), weight.shape[1] ** 0.5) * weight.float().norm(dim=1).max()
+    return size * (2 + size) if gated else size
 
 
 @pytest.mark.parametrize("form", CodeForm)
@@ -75,7 +76,7 @@ def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, ga
         product = PackedLinear(library, weight, bias, gated=gated)
         found = product(team, rows, norm, 1e-5)
         if isinstance(product.form, BlockForm):
-            assert_as_exact(found, expected)
+            assert (found - expected).abs().max() <= 1e-6 * (1 + most_of_an_output(rows, weight, gated=gated))
         else:
             assert torch.equal(found, expected)
         one = torch.cat([product(team, rows[i : i + 1].contiguous(), norm, 1e-5) for i in range(len(rows))])
