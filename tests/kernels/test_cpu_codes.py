@@ -91,9 +91,10 @@ def test_a_weight_for_rounded_inputs_is_multiplied_as_int8(library, gated):
         weight = replace(drawn(CodeForm.CODES8, outputs, inputs, inputs, seed=seed), rounds_inputs=True)
         assert weight.is_for_int8
         bias, rows = torch.randn(outputs), torch.randn(5, inputs)
-        steps = rows.abs().amax(1, keepdim=True) / 127
-        found = (rows / steps).round().double() @ weight.codes.double().t()
-        expected = (found * steps * weight.scales.t() + bias).float()
+        largest = rows.abs().amax(1, keepdim=True)
+        # As the kernels do: a division would round some input that lies between two codes to the other one.
+        found = (rows * torch.full_like(largest, 127.0).div(largest)).round().double() @ weight.codes.double().t()
+        expected = (found * largest / 127 * weight.scales.t() + bias).float()
         if gated:
             gate, up = expected.chunk(2, 1)
             expected = torch.nn.functional.silu(gate) * up

@@ -15,8 +15,7 @@
 /* All tiles take so many steps of a sum before the next steps: this much of a panel, 8 KiB, stays in the L1 cache. */
 #define DEPTH (2048 / PANEL)
 #define FEW_TILES 2
-#define MANY_DEPTH 768  /* with more tiles than FEW, the L2 cache will do */
-#define CODED_DEPTH 768 /* the same of a panel of codes, which is widened to float32 for them */
+#define MANY_DEPTH 768 /* with more tiles than FEW, or codes that are widened, the L2 cache will do */
 
 /* Floats, pairs of bfloat16s, or quads of codes. */
 static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
@@ -410,12 +409,12 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int64_t count = end_tile - first_tile;
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
     const int64_t form = widens ? FORM_FLOAT32 : with->form, num_steps = steps_of(with->inputs, form);
-    const int64_t depth = widens ? CODED_DEPTH : count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
+    const int64_t depth = widens || count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
     const int64_t bytes = panel_bytes(with), step_bytes = (is_coded(with) ? bytes_of_codes(with) : bytes) / num_steps;
     /* A tile alone fetches codes a word, or as many bytes, at a time. */
     const int64_t fetched = !is_coded(with) || widens ? step_bytes : has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
-    vec widened[CODED_DEPTH * PANEL / LANES];
+    vec widened[MANY_DEPTH * PANEL / LANES];
     tile_sums kept[MOST_TILES];
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
