@@ -159,7 +159,7 @@ INLINE void pack_block(const int block, const int digits, const float *row, cons
     *to.scale = (is_finite ? scale.down : NAN) * factor;
     *to.excess = -added * sum;
     if (digits > 1) *to.last_excess = -added * last_sum;
-    *to.sum = *to.scale * (float)(digits > 1 ? (sum << DIGIT_BITS) + last_sum : sum);
+    *to.sum = *to.scale * (float)(digits > 1 ? sum * (1 << DIGIT_BITS) + last_sum : sum);
 }
 
 /* How much more than the codes stand for an instruction multiplies. */
