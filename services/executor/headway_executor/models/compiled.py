@@ -385,7 +385,7 @@ class _Loader:
             held = weight.with_rows(lambda part: part.bfloat16()) if self._dtype == torch.bfloat16 else weight
             return PackedLinear(self._library, held, bias, self._form(weight), gated=gated)
         if isinstance(weight, StackedRows):
-            weight = _ROUNDED[self._quantization](torch.cat(weight.parts))
+            weight = _ROUNDED[self._quantization](*weight.parts)
         if self._activations != "auto":
             weight = replace(weight, rounds_inputs=self._activations == "int8")
         return PackedLinear(self._library, weight, bias, gated=gated)
