@@ -192,6 +192,13 @@ def rounded_to_4_bits(*parts: Tensor) -> CodedWeight:
     return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP, rounds_inputs=True)
 
 
+def of_4_bits(outputs: int, inputs: int) -> CodedWeight:
+    """A weight as ``rounded_to_4_bits`` gives it, on the CPU, whose codes and scales are still to be written."""
+    scales = torch.empty(outputs, -(-inputs // _ROUNDED_GROUP))
+    codes = torch.empty(outputs, inputs, dtype=CODE_DTYPES[CodeForm.CODES4])
+    return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP, rounds_inputs=True)
+
+
 def rounded_to_8_bits(*parts: Tensor) -> CodedWeight:
     """The nearest codes, symmetric, with a scale for each output, for inputs that are rounded too.
 
