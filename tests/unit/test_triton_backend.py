@@ -210,6 +210,43 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         )  # Where there may be adapters, they are around it.
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_meant", "may_be"),
+    [("fp8-tensors", True, True), ("float-channel", False, True), ("fp8-blocks", True, False), ("w8a16", False, False)],
+)
+def test_inputs_of_many_tokens_are_rounded_if_the_checkpoint_or_an_option_says_so(tmp_path, kind, is_meant, may_be):
+    """And if a kernel multiplies weights in this form so: blocks of 32 inputs are too small."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": VOCAB_SIZE}
+    write_checkpoint(tmp_path / "model", **sizes)
+    quantise(tmp_path / "model", kind)
+
+    def logprobs(activations, budget):
+        request = Request(prompt(70), 1, GREEDY)
+        settings = {"max_model_len": 80, "max_num_batched_tokens": 80, "options": {"activations": activations}}
+        BackendDriver(*open_backend(tmp_path / "model", **settings)).run([request], budget=budget)
+        return request.logprobs[0].top_logprobs
+
+    exact, found, rounded = (logprobs(activations, 70) for activations in ("exact", "auto", "fp8"))
+    assert found == (rounded if is_meant else exact)
+    assert (rounded != exact) == may_be
+    # Steps of few tokens compute with inputs as they are.
+    assert logprobs("fp8", 35) == logprobs("exact", 35)
+
+
+def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(llama):
+    directory, _ = llama
+
+    def output(**settings):
+        request = Request(prompt(70), 1, GREEDY)
+        limits = {"max_model_len": 80, "max_num_batched_tokens": 80, "quantization": "fp8"}
+        BackendDriver(*open_backend(directory, **limits, **settings)).run([request], budget=70)
+        return request.logprobs[0].top_logprobs
+
+    rounded, exact = output(), output(options={"activations": "exact"})
+    assert rounded == output(options={"activations": "fp8"})
+    assert rounded != exact
+
+
 def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
     """Beside a row without; one adapter comes while it runs, and goes."""
     model = make_checkpoint(tmp_path / "model", "llama-bias")
@@ -330,7 +367,7 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
         (
             {"options": {"graph": "off"}},
-            "backend_options 'graph' is not allowed; allowed: chunk_attention, graphs, step_log",
+            "backend_options 'graph' is not allowed; allowed: activations, chunk_attention, graphs, step_log",
         ),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (

@@ -63,7 +63,7 @@ class DeviceWeight:
     ``values`` ``[outputs, inputs]``: floating, int8, or the bits of E4M3 as uint8; with INT4 uint8, ``[outputs, bytes]``,
     with other pairs int16, ``[outputs, words]``.
     ``scales`` and ``minima`` float32, ``[groups, outputs]``, or None: each ``group`` inputs share them. ``order`` int32,
-    ``[inputs]``, or None: which input meets a column.
+    ``[inputs]``, or None: which input meets a column. ``rounds_inputs``: see ``CodedWeight``.
     """
 
     form: WeightForm
@@ -73,6 +73,7 @@ class DeviceWeight:
     scales: Tensor | None = None
     minima: Tensor | None = None
     order: Tensor | None = None
+    rounds_inputs: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -123,10 +124,12 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
 
 
 def quantized(weight: Tensor, kind: Literal["int8", "fp8"]) -> DeviceWeight:
-    """A floating weight, ``[outputs, inputs]``, as codes with a scale for each output."""
+    """A floating weight, ``[outputs, inputs]``, as codes with a scale for each output; with fp8 for inputs that are rounded too."""
     codes, scales = quantize(weight, kind)
     form = CodeForm.CODES8 if kind == "int8" else CodeForm.FP8
-    found = coded(CodedWeight(form, codes, scales[:, None], max(weight.shape[1], 1)))
+    found = coded(
+        CodedWeight(form, codes, scales[:, None], max(weight.shape[1], 1), rounds_inputs=form is CodeForm.FP8)
+    )
     assert found is not None
     return found
 
@@ -152,6 +155,7 @@ def coded(weight: CodedWeight) -> DeviceWeight | None:
         scales.t().contiguous(),
         None if minima is None else minima.t().contiguous(),
         None if order is None else order.to(torch.int32),
+        weight.rounds_inputs,
     )
 
 

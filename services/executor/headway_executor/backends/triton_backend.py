@@ -35,6 +35,7 @@ from headway_executor.models.rope import halves
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_executor.weights import Checkpoint
+from headway_kernels.gpu.float8_linear import is_native
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
@@ -43,7 +44,7 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Options: ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
+    Options: ``activations``: see ``gpu.device_weights``; ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
     a file with a line per step; ``tuning``: see ``gpu.tuning_file``.
     """
 
@@ -64,6 +65,10 @@ class TritonBackend:
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
         check_kernels_have(model_config)
+        if option_of(config, TRITON, "activations") == "fp8" and not is_native(device):
+            raise BackendConfigError(
+                "backend_options activations 'fp8' is not allowed with a compute capability below 8.9; allowed here: auto, exact"
+            )
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         draft = _draft_settings(config, settings)

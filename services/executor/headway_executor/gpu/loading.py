@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
-from headway_executor.gpu.device_weights import DeviceWeights, QuantizationKind
+from headway_executor.gpu.device_weights import Activations, DeviceWeights, QuantizationKind
 from headway_executor.gpu.feed_forward import (
     DenseFeedForward,
     DeviceFeedForward,
@@ -41,6 +41,7 @@ def load_decoder(
     dtype: torch.dtype,
     tunings: Tunings,
     quantization: QuantizationKind | None,
+    activations: Activations,
     adapters: StepAdapters | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
@@ -53,8 +54,10 @@ def load_decoder(
         checkpoint,
         lambda source: ModelTensors(config, source, order, device),
         quantization,
+        activations,
         dtype,
         tunings,
+        max_num_tokens,
     )
     loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))

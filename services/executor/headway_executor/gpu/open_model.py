@@ -22,7 +22,7 @@ from headway_executor.gpu.decoder import Decoder
 from headway_executor.gpu.device_model import DeviceModel
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
-from headway_executor.gpu.device_weights import QuantizationKind
+from headway_executor.gpu.device_weights import Activations, QuantizationKind
 from headway_executor.gpu.draft import DeviceDraftPass
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.loading import load_decoder
@@ -50,6 +50,7 @@ from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowPromptLogprobs
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
+_ACTIVATIONS: dict[str, Activations] = {"auto": "auto", "exact": "exact", "fp8": "fp8"}
 _POOL_SHARE = 0.94
 """The pool's share of the memory that the largest step leaves; the rest is for the graphs."""
 
@@ -313,6 +314,7 @@ class OpenModel:
             dtype=dtype,
             tunings=self._tunings,
             quantization=_QUANTIZATIONS[config.quantization],
+            activations=_ACTIVATIONS[option_of(config, TRITON, "activations")],
             adapters=adapters,
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
