@@ -44,6 +44,7 @@ from headway_executor.kv_pool import CODES, block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.flash_attention import FlashLacking, find_flash_attention
+from headway_kernels.gpu.float8_linear import is_native
 from program import add_line, parser_of, provenance, write_result
 
 SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
@@ -60,9 +61,21 @@ def measure_limits(device: Device) -> Limits:
             product_rate=speed.bfloat16_flops,
             out_bandwidth=speed.to_host_bytes_per_s,
             in_bandwidth=speed.from_host_bytes_per_s,
+            float8_rate=float8_rate(device, 8192) if is_native(device.device) else 0.0,
         )
     host = measure_host(say)
     return Limits(host.copy_bytes_per_s, host.float32_flops, host.copy_bytes_per_s, host.copy_bytes_per_s)
+
+
+def float8_rate(device: Device, size: int) -> float:
+    """Operations per second of torch's product of E4M3 matrices."""
+    left, right = (torch.randn(size, size, device=device.device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device.device)
+    seconds = device.seconds(
+        lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16),  # noqa: SLF001 (torch has no other)
+        20,
+    )
+    return 2.0 * size**3 / seconds
 
 
 class StepBenchmark:
@@ -322,6 +335,7 @@ def table(result: dict[str, object]) -> str:
     limits = result["limits"]
     rates = (
         f"copy {limits['bandwidth'] / 1e12:.2f} TB/s, products {limits['product_rate'] / 1e12:.0f} TFLOP/s, "
+        f"of 8-bit floats {limits['float8_rate'] / 1e12:.0f} TFLOP/s, "
         f"pinned memory {limits['out_bandwidth'] / 1e9:.1f} GB/s out, {limits['in_bandwidth'] / 1e9:.1f} GB/s in"
     )
     rows = [

@@ -51,10 +51,10 @@ def test_torch_cpu(tmp_path):
         assert str(row["output_rate"]) in printed
 
 
-def test_kv_cache_loss(tmp_path):
+def test_loss_of_codes(tmp_path):
     result = tmp_path / "result.json"
     load = ("--tokens", "40", "--window", "20", "--chunk", "8", "--dtypes", "float32")
-    printed = run("kv_cache_loss.py", *load, "--json", str(result), cwd=tmp_path)
+    printed = run("loss_of_codes.py", *load, "--json", str(result), cwd=tmp_path)
     record = json.loads(result.read_text())
     assert PROVENANCE | {"backend", "tokens", "results"} <= record.keys()
     exact, coded = record["results"]

@@ -1,10 +1,11 @@
-"""What a KV cache of 8 bits costs in quality: a text's loss with it beside without, on one backend.
+"""What a KV cache of 8 bits, or products of 8-bit floats, cost in quality: a text's loss with them beside without, on one backend.
 
-Owns: scoring a text through a backend's steps. Must not know: how a backend stores keys and values.
+Owns: scoring a text through a backend's steps. Must not know: how a backend stores and multiplies.
 
-    python benchmarks/kv_cache_loss.py --json result.json                           # the demo model, PyTorch operators
-    python benchmarks/kv_cache_loss.py --dtypes bfloat16 --model DIR --text held_out.txt
-    python benchmarks/kv_cache_loss.py --backend triton --device cuda --dtypes bfloat16
+    python benchmarks/loss_of_codes.py --json result.json                           # the demo model, PyTorch operators
+    python benchmarks/loss_of_codes.py --dtypes bfloat16 --model DIR --text held_out.txt
+    python benchmarks/loss_of_codes.py --backend triton --device cuda --dtypes bfloat16
+    python benchmarks/loss_of_codes.py --of fp8 --backend triton --device cuda --chunk 256   # inputs of many tokens are rounded
 
 The loss is the mean negative log-likelihood per token, in nats, over consecutive windows of the text. A window runs in
 chunks, so that most of its tokens attend to keys and values that were stored by an earlier step.
@@ -27,7 +28,15 @@ from program import add_line, count, count_or_none, parser_of, provenance, write
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 BLOCK_SIZE = 16
-KV_CACHE_DTYPES = ("auto", "fp8")
+FORMS: dict[str, dict[str, dict[str, object]]] = {
+    "kv_cache_dtype": {"auto": {}, "fp8": {"kv_cache_dtype": "fp8"}},
+    "fp8": {
+        "none": {},
+        "exact inputs": {"quantization": "fp8", "options": {"activations": "exact"}},
+        "rounded inputs": {"quantization": "fp8"},
+    },
+}
+"""What is compared with the first: settings of the backend."""
 
 
 class Scorer:
@@ -76,21 +85,20 @@ class Scorer:
         return result.result() if isinstance(result, Future) else result
 
 
-def loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, kv_cache_dtype: str) -> float:
+def loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, settings: dict[str, object]) -> float:
     """Nats per token; every window is scored alone."""
     backend = create_backend(arguments.backend)
     config = BackendConfig(
         model=str(arguments.model),
         device=arguments.device,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
         block_size=BLOCK_SIZE,
         num_kv_blocks=-(-(arguments.window + 1) // BLOCK_SIZE),
         max_model_len=arguments.window + 1,
         max_num_seqs=1,
         max_num_batched_tokens=arguments.chunk,
         swap_space_mib=0,
-        options={"kernels": "eager"} if arguments.backend == "torch" else {},
+        **({"options": {"kernels": "eager"}} if arguments.backend == "torch" else {}) | settings,
     )
     scorer = Scorer(backend, config)
     total, number = 0.0, 0
@@ -108,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
     parser.add_argument("--tokens", type=count_or_none, default=0, help="of the text; 0: all")
     parser.add_argument("--window", type=count, default=256, help="tokens that are scored together")
+    parser.add_argument("--of", choices=sorted(FORMS), default="kv_cache_dtype", help="fp8: with --backend triton")
     parser.add_argument("--chunk", type=count, default=64, help="tokens of a step")
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", default="cpu")
@@ -122,14 +131,15 @@ def main() -> None:
     token_ids = token_ids[: arguments.tokens or None]
     results = []
     for dtype in arguments.dtypes.split(","):
-        losses = {name: loss(arguments, token_ids, dtype, name) for name in KV_CACHE_DTYPES}
+        losses = {name: loss(arguments, token_ids, dtype, settings) for name, settings in FORMS[arguments.of].items()}
+        without = next(iter(losses.values()))
         for name, nats in losses.items():
-            change = nats / losses["auto"] - 1
-            line = {"dtype": dtype, "kv_cache_dtype": name, "nats_per_token": round(nats, 5)}
+            change = nats / without - 1
+            line = {"dtype": dtype, arguments.of: name, "nats_per_token": round(nats, 5)}
             line |= {"perplexity": round(math.exp(nats), 4), "relative_difference": round(change, 6)}
             results.append(line)
-            add_line(arguments.lines, {"kind": "kv loss", "backend": arguments.backend, **line})
-            print(f"{dtype:9} kv {name:5} {nats:.5f} nats per token ({change:+.4%})", flush=True)
+            add_line(arguments.lines, {"kind": f"{arguments.of} loss", "backend": arguments.backend, **line})
+            print(f"{dtype:9} {arguments.of} {name:14} {nats:.5f} nats per token ({change:+.4%})", flush=True)
     record = {
         **provenance(arguments.seed),
         "backend": arguments.backend,
