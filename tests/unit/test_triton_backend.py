@@ -269,6 +269,59 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
     assert outputs[0] == outputs[1]
 
 
+class KeptGraphs:
+    """Stands for recorded steps: launches again what was recorded, and writes down which."""
+
+    def __init__(self):
+        self.recorded = {}
+        self.launched = []
+
+    def record(self, forward, sizes, progress):
+        for size in sizes:
+            forward(size)
+            self.recorded[size] = forward
+
+    def launch(self, size):
+        if size in self.recorded:
+            self.recorded[size](size)
+            self.launched.append(size)
+        return size in self.recorded
+
+
+def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_run(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", make_checkpoint(tmp_path / "model", "llama3"), seed=1)
+    outputs = []
+    for has_graphs in (True, False):
+        backend, info = open_backend(tmp_path / "model", max_num_batched_tokens=8)
+        opened = backend._model
+        graphs = KeptGraphs()
+        if has_graphs:
+            opened._target._graphs = graphs
+            with torch.inference_mode():
+                opened._upload.clear()
+                opened._target.record(lambda *_: None)
+        driver, plain = BackendDriver(backend, info), backend.execute
+
+        def execute(batch, backend=backend, plain=plain):
+            if batch.step == 3:
+                backend.load_adapter("late", str(adapter))
+            return plain(batch)
+
+        backend.execute = execute
+        first = [Request(prompt(3 + i, seed=i), 5, GREEDY) for i in range(2)]
+        driver.run(first, budget=8)
+        assert {size.is_adapted for size in graphs.recorded} == ({True, False} if has_graphs else set())
+        name = backend.load_adapter("late", str(adapter)).identity
+        graphs.launched.clear()
+        second = [Request(prompt(1), 3, GREEDY, adapter=name), Request(prompt(1), 6, GREEDY)]
+        driver.run(second, budget=8)
+        # A step of decodes is launched as it was recorded, with adapters as long as one has one.
+        assert {size.is_adapted for size in graphs.launched} == ({True, False} if has_graphs else set())
+        assert second[0].output != second[1].output[:3]
+        outputs.append([request.output for request in (*first, *second)])
+    assert outputs[0] == outputs[1]
+
+
 def test_a_model_with_experts_refuses_adapters_by_name(tmp_path):
     make_checkpoint(tmp_path, "mixtral")
     with pytest.raises(BackendConfigError, match="adapter 'a' is not allowed with this model, which has experts; "):

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway_executor.models.adapted import StepAdapters
+from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.float8_linear import float8_linear, workspace_size
@@ -143,9 +143,9 @@ class CodedLinear:
 
 
 class AdaptedLinear:
-    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; only this allocates."""
+    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; this allocates in large steps."""
 
-    def __init__(self, product: DeviceLinear, step: StepAdapters, layer: int, site: str) -> None:
+    def __init__(self, product: DeviceLinear, step: DeviceAdapters, layer: int, site: str) -> None:
         self._product = product
         self._step = step
         self._layer = layer
@@ -154,7 +154,8 @@ class AdaptedLinear:
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
         self._product(inputs, out)
-        self._step.add(self._layer, self._site, inputs, out)
+        if self._step.are_any:
+            self._step.add(self._layer, self._site, inputs, out)
 
     def few(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
         """See ``FewTokens``; what adapters add comes between the product and the activation."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
+from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_weights import Activations, DeviceWeights, QuantizationKind
 from headway_executor.gpu.feed_forward import (
     DenseFeedForward,
@@ -22,7 +23,6 @@ from headway_executor.gpu.feed_forward import (
 from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
 from headway_executor.gpu.linear import AdaptedLinear, DeviceLinear
 from headway_executor.linear import placed
-from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
@@ -42,7 +42,7 @@ def load_decoder(
     tunings: Tunings,
     quantization: QuantizationKind | None,
     activations: Activations,
-    adapters: StepAdapters | None,
+    adapters: DeviceAdapters | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
     """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
@@ -82,7 +82,7 @@ class _Loader:
         self,
         config: ModelConfig,
         weights: DeviceWeights,
-        adapters: StepAdapters | None,
+        adapters: DeviceAdapters | None,
         max_model_len: int,
         max_num_tokens: int,
         dtype: torch.dtype,

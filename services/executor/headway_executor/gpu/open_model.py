@@ -19,12 +19,13 @@ from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, chunk_library
 from headway_executor.gpu.decoder import Decoder
+from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_model import DeviceModel
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
 from headway_executor.gpu.device_weights import Activations, QuantizationKind
 from headway_executor.gpu.draft import DeviceDraftPass
-from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.graphs import LaunchSize, most_recorded_tokens
 from headway_executor.gpu.loading import load_decoder
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.readback import Readback
@@ -37,7 +38,6 @@ from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_pool import HostBytes
 from headway_executor.kv_pool import CODES, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
-from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.loading import TensorSource
 from headway_executor.prompt_logprobs import PromptReports
@@ -45,6 +45,7 @@ from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.setting_checks import TRITON, option_of
 from headway_executor.speculation.draft_model import DraftModel
 from headway_kernels.gpu.skinny_linear import MOST_TOKENS
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowPromptLogprobs
@@ -71,13 +72,12 @@ class OpenModel:
         files: ModelFiles,
         runtime: Runtime,
         constraints: ConstrainedRows,
-        adapters: StepAdapters | None,
+        adapters: ModelAdapters | None,
         draft: ModelFiles | None,
     ) -> None:
         model_config, _, max_model_len = files.settings
         self.runtime = runtime
         self._constraints = constraints
-        self._adapters = adapters
         self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
         self._config = config
         self._max_model_len = max_model_len
@@ -85,6 +85,12 @@ class OpenModel:
         max_num_rows, vocab_size = config.max_num_seqs, model_config.vocab_size
         num_proposals = 0 if config.speculation == "off" else config.num_speculative_tokens
         self._most_rows = most_rows_of(max_num_rows, config.max_num_batched_tokens, num_proposals)
+        self._adapters: DeviceAdapters | None = None
+        if adapters is not None:
+            most_tokens = most_recorded_tokens(self._most_rows, config.max_num_batched_tokens)
+            self._adapters = DeviceAdapters(
+                adapters, model_config, runtime, max_num_rows=self._most_rows, most_tokens=most_tokens
+            )
         self._upload = StepUpload(runtime, self._most_rows)
         self._rows = DeviceRows(
             runtime, max_num_rows=max_num_rows, max_model_len=max_model_len, block_size=config.block_size
@@ -95,7 +101,7 @@ class OpenModel:
         self._refusals = Refusals(vocab_size)
         self._prompts = PromptReports()
         self._prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
-        self._target = self._loaded(files, self._most_rows, adapters, option_of(config, TRITON, OPTION))
+        self._target = self._loaded(files, self._most_rows, self._adapters, option_of(config, TRITON, OPTION))
         self._draft_model_len = 0 if draft is None else draft.settings.max_model_len
         self._draft = None if draft is None else self._loaded(draft, max_num_rows, None, OWN_KERNEL)
         self._speculation: DeviceSpeculation | None = None
@@ -128,7 +134,9 @@ class OpenModel:
         if record_graphs:
             self._upload.clear()  # The recording may run the step.
             for model in self._both:
-                model.record(lambda done, total: config.progress("recording graphs", done, total))
+                model.record(self._said_recording)
+            if self._adapters is not None and self._adapters.adapters.loaded:
+                self._target.record_adapted(self._said_recording)
             self._take_memory_again()
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -230,11 +238,24 @@ class OpenModel:
             self._unread.append((self.runtime.mark(), masks, drawn))
         return drawn
 
-    def loaded_adapters(self) -> ModelAdapters:
-        """Those that rows may name. Raises ``BackendConfigError``: the model takes none."""
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``. Before the first one, steps of rows with adapters are recorded."""
         if self._adapters is None:
             raise BackendConfigError(NO_ADAPTERS)
-        return self._adapters.adapters
+        # Behind the steps that are launched, and before the next one sends its own.
+        self._upload.clear()
+        self._adapters.clear()
+        self._target.record_adapted(self._said_recording)
+        return self._adapters.adapters.load(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """See ``AdapterBackend.unload_adapter``."""
+        if self._adapters is None:
+            raise BackendConfigError(NO_ADAPTERS)
+        self._adapters.adapters.unload(name)
+
+    def _said_recording(self, done: int, total: int) -> None:
+        self._config.progress("recording graphs", done, total)
 
     def _forget(self, rows: Int32Array) -> None:
         self._refusals.forget(rows)
@@ -289,21 +310,18 @@ class OpenModel:
         self.mover.load(contents, blocks)
 
     def _launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
+        if self._adapters is not None:
+            self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens))
         size = self._target.size_of(shape, draws=draws)
         self._upload.send(batch, shape, size.num_rows)
-        if self._adapters is not None:
-            self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
-        # No graph has what adapters add.
-        has_adapters = self._adapters is not None and self._adapters.are_any
-        longest = int(batch.num_scheduled_tokens.max())
-        self._target.launch(size, as_recorded=not has_adapters, longest=longest)
+        self._target.launch(size, longest=int(batch.num_scheduled_tokens.max()))
 
     @property
     def _both(self) -> tuple[DeviceModel, ...]:
         return (self._target,) if self._draft is None else (self._target, self._draft)
 
     def _loaded(
-        self, files: ModelFiles, most_rows: int, adapters: StepAdapters | None, chunk_attention: str
+        self, files: ModelFiles, most_rows: int, adapters: DeviceAdapters | None, chunk_attention: str
     ) -> DeviceModel:
         """A model over the rows and columns of this one."""
         config, (model_config, dtype, max_model_len) = self._config, files.settings
@@ -343,6 +361,7 @@ class OpenModel:
             most_rows=most_rows,
             most_tokens=config.max_num_batched_tokens,
             draw=lambda logits: sampler.draw_likeliest(logits, views, store),
+            adapters=adapters,
         )
 
     def _open_pools(self, num_blocks: int, *, swap_space_mib: int) -> None:
@@ -406,19 +425,18 @@ class OpenModel:
         if self._draft is not None:
             self._draft.forward(self._draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))
         if self._adapters is not None:
-            self._try_adapters(self._adapters)
+            self._try_adapters()
         decoder = self._target.decoder
         self._prompt_reader.try_largest(decoder, self._rows.token_store, shape.num_tokens)
         self._sampler.try_largest(decoder.logits(shape.num_sampled), rows, self._upload.views, self._rows.token_store)
         self.runtime.mark().wait()
 
-    def _try_adapters(self, adapters: StepAdapters) -> None:
+    def _try_adapters(self) -> None:
         """Behind the gates and ups of few tokens to which an adapter adds lies no activation, which takes other kernels."""
-        adapters.are_any = True
         for num_tokens in {1, min(MOST_TOKENS, self._config.max_num_batched_tokens)}:
             num_rows = min(num_tokens, self._most_rows)
-            self._target.forward(LaunchSize(num_tokens, num_rows, has_decodes=True, has_chunks=False))
-        adapters.are_any = False
+            size = LaunchSize(num_tokens, num_rows, has_decodes=True, has_chunks=False, is_adapted=True)
+            self._target.forward(size)
 
 
 def _nothing_drawn() -> StepResult:
