@@ -5,6 +5,7 @@ Owns: scoring a text through a backend's steps. Must not know: how a backend sto
     python benchmarks/loss_of_codes.py --json result.json                           # the demo model, PyTorch operators
     python benchmarks/loss_of_codes.py --dtypes bfloat16 --model DIR --text held_out.txt
     python benchmarks/loss_of_codes.py --backend triton --device cuda --dtypes bfloat16
+    python benchmarks/loss_of_codes.py --of fp8 --chunk 256                         # the same roundings, PyTorch operators
     python benchmarks/loss_of_codes.py --of fp8 --backend triton --device cuda --chunk 256   # inputs of many tokens are rounded
 
 The loss is the mean negative log-likelihood per token, in nats, over consecutive windows of the text. A window runs in
@@ -14,14 +15,24 @@ chunks, so that most of its tokens attend to keys and values that were stored by
 import argparse
 import math
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
 
 import headway
 from headway_executor.backend import BackendConfig, ExecutorBackend, NewRow, StepBatch, StepResult
+from headway_executor.linear import Linear
+from headway_executor.models.families import read_model_config
 from headway_executor.registry import create_backend
+from headway_kernels import kv_codes
+from headway_kernels.gpu.float8_linear import BLOCK
+from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
+from headway_kernels.gpu.weights import quantize
 from headway_proto.columns import EMPTY_COLUMN
 from headway_proto.sampling import SamplingParams
 from program import add_line, count, count_or_none, parser_of, provenance, write_result
@@ -85,8 +96,56 @@ class Scorer:
         return result.result() if isinstance(result, Future) else result
 
 
+class Float8Reference:
+    """Products of PyTorch operators with the roundings of ``--quantization fp8``, which that backend does not have.
+
+    The head stays as it is; ``rounds``: inputs of more than 64 tokens, too.
+    """
+
+    def __init__(self, *, rounds: bool, num_head: int) -> None:
+        self._rounds = rounds
+        self._num_head = num_head
+        self._made, self._called = Linear.__init__, Linear.__call__
+
+    def __enter__(self) -> None:
+        made, called = self._made, self._called
+
+        def rounded_weight(linear: Linear, weight: Tensor, bias: Tensor | None, **form: Any) -> None:
+            if len(weight) != self._num_head:
+                codes, scales = quantize(weight, "fp8")
+                weight = codes.float() * scales[:, None]
+            made(linear, weight, bias, **form)
+
+        def rounded_inputs(linear: Linear, inputs: Tensor) -> Tensor:
+            is_head = len(linear._weight) == self._num_head  # noqa: SLF001 (which product it is)
+            if self._rounds and len(inputs) > MOST_FEW_TOKENS and not is_head:
+                blocks = functional.pad(inputs, (0, -inputs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+                rounded = kv_codes.decode(*kv_codes.encode(blocks)).flatten(1)[:, : inputs.shape[1]]
+                inputs = rounded.to(inputs.dtype)
+            return called(linear, inputs)
+
+        Linear.__init__, Linear.__call__ = rounded_weight, rounded_inputs
+
+    def __exit__(self, *_: object) -> None:
+        Linear.__init__, Linear.__call__ = self._made, self._called
+
+
+def emulating(arguments: argparse.Namespace, settings: dict[str, object]) -> AbstractContextManager[None]:
+    """What stands for products of 8-bit floats where PyTorch operators compute."""
+    if arguments.backend != "torch" or settings.pop("quantization", "none") != "fp8":
+        return nullcontext()
+    config = read_model_config(arguments.model)
+    return Float8Reference(rounds=not settings.pop("options", None), num_head=config.vocab_size)
+
+
 def loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, settings: dict[str, object]) -> float:
     """Nats per token; every window is scored alone."""
+    settings = dict(settings)
+    with emulating(arguments, settings):
+        return _loss(arguments, token_ids, dtype, settings)
+
+
+def _loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, settings: dict[str, object]) -> float:
     backend = create_backend(arguments.backend)
     config = BackendConfig(
         model=str(arguments.model),
@@ -116,7 +175,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
     parser.add_argument("--tokens", type=count_or_none, default=0, help="of the text; 0: all")
     parser.add_argument("--window", type=count, default=256, help="tokens that are scored together")
-    parser.add_argument("--of", choices=sorted(FORMS), default="kv_cache_dtype", help="fp8: with --backend triton")
+    parser.add_argument("--of", choices=sorted(FORMS), default="kv_cache_dtype", help="what is compared")
     parser.add_argument("--chunk", type=count, default=64, help="tokens of a step")
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", default="cpu")
