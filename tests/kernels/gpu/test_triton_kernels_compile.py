@@ -22,7 +22,7 @@ KNOWN_LOCAL = {
     80: {"decode 512 *fp32 for 8.x": 8, "chunk 80 *fp16 for 8.x": 32},
     90: {"chunk 512 *bf16 for 9.x": 16, "decode 512 *fp32 for 9.x": 56},
     100: {
-        "multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 160,
+        "multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 168,
         "multiply_pairs gpt-oss fp32 DENSE group=None gathers=False": 8,
         "add_layer_norm fp32 4096 bias=False": 8,
         "chunk 64 *fp32 for 10.x": 16,
