@@ -96,9 +96,13 @@ class Floors:
         """Keys and values of one position, all layers."""
         return self._kv_bytes
 
-    def line(self, name: str, measured_ms: float, contexts: list[int], chunk: int, asked: float) -> Line:
-        """Return a step's line; see ``phases``."""
+    def line(
+        self, name: str, measured_ms: float, contexts: list[int], chunk: int, asked: float, *, num_more_bytes: int = 0
+    ) -> Line:
+        """Return a step's line; see ``phases``. ``num_more_bytes`` are read beside them."""
         floors = {phase.name: phase.floor_s(self._limits) * 1e3 for phase in self.phases(contexts, chunk)}
+        if num_more_bytes:
+            floors["more"] = num_more_bytes / self._limits.bandwidth * 1e3
         return Line(name, measured_ms, sum(floors.values()), asked, floors)
 
     def phases(self, contexts: list[int], chunk: int = 0) -> list[Phase]:

@@ -77,6 +77,7 @@ def _other_speeds() -> list[Task]:
             _steps(f"steps {kind}", 150, 330, "--sections", "decode", "--quantization", kind)
             for kind in ("int8", "int4")
         ],
+        _steps("steps adapters", 150, 330, "--sections", "adapters"),
         _steps("steps kv fp8", 150, 330, "--sections", "decode,attention", "--kv-cache-dtype", "fp8"),
         Task("tune", ("benchmarks/gpu_tune.py",), 400, 580, adds_lines=True),
         _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
@@ -109,7 +110,7 @@ def _rehearsed() -> list[Task]:
     load = ("--concurrency", "2", "--requests", "3", "--prompt", "5", "--output", "4")
     return [
         Task("toolkits", ("-c", _trial("try_triton", device="cpu")), 10, 60),
-        _steps("steps", 60, 400, "--sections", "decode,attention", *tiny),
+        _steps("steps", 60, 400, "--sections", "decode,adapters,attention", *tiny),
         _stack("stack", 60, 400, "--no-peer", *tiny, *load),
         Task(
             "conformance",

@@ -188,7 +188,12 @@ def test_nine_minutes_are_for_speeds_and_later_ones_for_the_rest(tool):
     fitting = [task.name for task, seconds in zip(tasks, reached, strict=True) if seconds <= 9 * 60 - tool.MARGIN_S]
     assert fitting == ["toolkits", "steps", "attention", "swap", "stack"]
     commands = [" ".join(task.command) for task in tasks]
-    for said in ("decode,prefill,mixed --quantization fp8", "--quantization int8", "--quantization int4"):
+    for said in (
+        "decode,prefill,mixed --quantization fp8",
+        "--quantization int8",
+        "--quantization int4",
+        "sections adapters",
+    ):
         assert any(said in command for command in commands), said
     for said in (
         "decode,attention --kv-cache-dtype fp8",
