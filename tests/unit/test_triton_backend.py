@@ -22,7 +22,7 @@ from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu import device_model, open_model
+from headway_executor.gpu import device_model, graphs, open_model
 from headway_executor.gpu.linear import CodedLinear
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -247,8 +247,10 @@ def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(l
     assert rounded != exact
 
 
-def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
-    """Beside a row without; one adapter comes while it runs, and goes."""
+@pytest.mark.parametrize("most_recorded", [512, 8], ids=["recorded sizes", "larger"])
+def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path, monkeypatch, most_recorded):
+    """Beside a row without; one adapter comes while it runs, and goes. Steps beyond recorded sizes compute in another way."""
+    monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
     model = make_checkpoint(tmp_path / "model", "llama-bias")
     first = write_adapter(tmp_path / "first", model, seed=1)
     second = write_adapter(tmp_path / "second", model, seed=2, targets=("o_proj", "down_proj"), rank=3)
@@ -294,9 +296,9 @@ def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_
     for has_graphs in (True, False):
         backend, info = open_backend(tmp_path / "model", max_num_batched_tokens=8)
         opened = backend._model
-        graphs = KeptGraphs()
+        kept = KeptGraphs()
         if has_graphs:
-            opened._target._graphs = graphs
+            opened._target._graphs = kept
             with torch.inference_mode():
                 opened._upload.clear()
                 opened._target.record(lambda *_: None)
@@ -310,13 +312,13 @@ def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_
         backend.execute = execute
         first = [Request(prompt(3 + i, seed=i), 5, GREEDY) for i in range(2)]
         driver.run(first, budget=8)
-        assert {size.is_adapted for size in graphs.recorded} == ({True, False} if has_graphs else set())
+        assert {size.is_adapted for size in kept.recorded} == ({True, False} if has_graphs else set())
         name = backend.load_adapter("late", str(adapter)).identity
-        graphs.launched.clear()
+        kept.launched.clear()
         second = [Request(prompt(1), 3, GREEDY, adapter=name), Request(prompt(1), 6, GREEDY)]
         driver.run(second, budget=8)
         # A step of decodes is launched as it was recorded, with adapters as long as one has one.
-        assert {size.is_adapted for size in graphs.launched} == ({True, False} if has_graphs else set())
+        assert {size.is_adapted for size in kept.launched} == ({True, False} if has_graphs else set())
         assert second[0].output != second[1].output[:3]
         outputs.append([request.output for request in (*first, *second)])
     assert outputs[0] == outputs[1]

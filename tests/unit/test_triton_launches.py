@@ -180,9 +180,9 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
         for row in range(len(counts)):
             opened._adapters.adapters.enter(row, chosen[row % len(chosen)])
         with torch.inference_mode():
-            opened._adapters.begin(np.repeat(np.arange(len(counts)), counts))
-            size = send(opened, counts, 3)
-            assert size.is_adapted
+            size = send(opened, counts, 3)._replace(is_adapted=True)
+            opened._adapters.begin(np.repeat(np.arange(len(counts)), counts), size.num_tokens)
+            assert opened._adapters.are_any
             with logged() as log:
                 opened._target.forward(size)
         logs.append(log)
@@ -192,6 +192,20 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
     assert {launch.kernel for launch in logs[0].launches if not launch.may_overlap} == set()
     num_layers = opened._target.decoder.num_layers
     assert [launch.kernel for launch in logs[0].launches].count("_shrink") == 4 * num_layers
+
+
+def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_computed_as_in_larger_ones(adapted):
+    """Else its products would look for them where nobody has put them."""
+    backend, _, _, adapters = adapted
+    step = backend._model._adapters
+    step.adapters.enter(0, backend.load_adapter("late", str(adapters[0])).identity)
+    for num_tokens in (step.most_tokens, step.most_tokens + 8):
+        with torch.inference_mode():
+            step.clear()
+            step.begin(np.zeros(step.most_tokens, dtype=np.int32), num_tokens)
+        assert bool(step._tables.any()) == (num_tokens <= step.most_tokens)
+        assert bool(step._large.groups) == (num_tokens > step.most_tokens)
+    step.adapters.leave(np.zeros(1, dtype=np.int32))
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])

@@ -70,9 +70,9 @@ class DeviceAdapters:
         sizes = [workspace_size(most_tokens, width, _PARTS[site] * MAX_RANK) for site, width in widths.items()]
         self._workspace = torch.empty(max(sizes), dtype=torch.float32, device=runtime.device)
 
-    def begin(self, token_rows: NDArray[np.integer]) -> None:
-        """A step begins, on the current stream; ``token_rows``: the row of each token."""
-        if len(token_rows) > self.most_tokens:
+    def begin(self, token_rows: NDArray[np.integer], num_tokens: int) -> None:
+        """A step begins, on the current stream; ``token_rows``: the row of each token; it is padded to ``num_tokens``."""
+        if num_tokens > self.most_tokens:
             self._large.begin(token_rows, self._runtime.device)
             self.are_any = self._large.are_any
             return

@@ -72,8 +72,7 @@ class DeviceModel:
 
     def size_of(self, shape: StepShape, *, draws: bool = False) -> LaunchSize:
         """The size in which a step is launched; only one of decodes ``draws``."""
-        size = self.sizes.of(shape, draws=draws)
-        return size._replace(is_adapted=self._adapters is not None and self._adapters.are_any)
+        return self.sizes.of(shape, draws=draws)
 
     def launch(self, size: LaunchSize, *, longest: int = 0) -> None:
         """Launch the step in the columns, as a graph if there is one; ``longest``: see ``Decoder.run``."""

@@ -279,9 +279,10 @@ class OpenModel:
         self.mover.load(contents, blocks)
 
     def _launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
-        if self._adapters is not None:
-            self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens))
         size = self._target.size_of(shape, draws=draws)
+        if self._adapters is not None:
+            self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), size.num_tokens)
+            size = size._replace(is_adapted=self._adapters.are_any)
         self._upload.send(batch, shape, size.num_rows)
         self._target.launch(size, longest=int(batch.num_scheduled_tokens.max()))
 
