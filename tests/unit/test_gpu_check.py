@@ -190,9 +190,19 @@ def test_nine_minutes_are_for_speeds_and_later_ones_for_the_rest(tool):
     fitting = [task.name for task, seconds in zip(tasks, reached, strict=True) if seconds <= 9 * 60 - tool.MARGIN_S]
     assert fitting == ["toolkits", "steps", "attention", "swap", "stack"]
     commands = [" ".join(task.command) for task in tasks]
-    for said in ("decode,prefill,mixed", "--quantization fp8", "--quantization int8", "--quantization int4"):
+    for said in (
+        "decode,prefill,mixed --quantization fp8",
+        "--quantization int8",
+        "--quantization int4",
+        "sections adapters",
+    ):
         assert any(said in command for command in commands), said
-    for said in ("decode,attention --kv-cache-dtype fp8", "kv_cache_loss.py", "gpu_tune.py", "test_flash_attention.py"):
+    for said in (
+        "decode,attention --kv-cache-dtype fp8",
+        "loss_of_codes.py --backend triton --device cuda --dtypes bfloat16 --of fp8",
+        "gpu_tune.py",
+        "test_flash_attention.py",
+    ):
         assert any(said in command for command in commands), said
 
 
@@ -249,7 +259,7 @@ def test_the_rehearsal_holds(tmp_path):
         check=False,
     )
     assert done.stdout.splitlines()[-1].startswith(
-        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, tune, kv loss; lacks: memcheck "
+        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, tune, kv loss, fp8 loss; lacks: memcheck "
     )
     assert done.returncode == 3
 

@@ -51,7 +51,7 @@ class CodedWeight:
     None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
 
     ``rounds_inputs``: inputs may be rounded to 8 bits, symmetrically: whole rows if each output has one scale, else in
-    blocks. Whoever can multiply so may; others compute more exactly.
+    blocks; with FP8 to floats, always in blocks. Whoever can multiply so may; others compute more exactly.
     """
 
     form: CodeForm
