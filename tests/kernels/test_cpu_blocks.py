@@ -149,6 +149,18 @@ def test_inputs_of_digits_are_as_exact_as_float32_whatever_their_sizes(library, 
 
 
 @pytest.mark.usefixtures("needs_digits")
+def test_digits_scale_with_their_inputs_up_to_the_ends_of_float32(library, team):
+    for form, has_minima, outputs, inputs, group, seed in kinds():
+        draw = torch.Generator().manual_seed(seed)
+        weight = coded(form, outputs, inputs, group, draw, has_minima=has_minima, rounds_inputs=False)
+        minima = None if weight.minima is None else weight.minima / 2**12
+        product = PackedLinear(library, replace(weight, scales=weight.scales / 2**12, minima=minima), None)
+        rows = torch.randn(5, inputs, generator=draw).clamp(-3.9, 3.9)
+        for power in (-70.0, 125.0):
+            assert torch.equal(product(team, rows * 2.0**power), product(team, rows) * 2.0**power)
+
+
+@pytest.mark.usefixtures("needs_digits")
 def test_integers_of_24_bits_are_multiplied_exactly(library, team):
     for form, code in ((CodeForm.CODES4, 9), (CodeForm.CODES8, 1), (CodeForm.FP4, 2)):
         draw = torch.Generator().manual_seed(int(form))

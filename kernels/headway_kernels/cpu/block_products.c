@@ -1,6 +1,6 @@
 /* Products of integer codes with inputs that become integers block by block, on the vector unit.
  *
- * The products of a block are added exactly, in integers, of each digit by itself; the sum times both scales is added
+ * The products of a block are added exactly, in integers, of each digit by itself; the sum times the scales is added
  * to the output in float32, block after block. So a row's result depends on the row alone. */
 #include "adapters.h"
 #include "blocks.h"
@@ -12,6 +12,7 @@
 
 #define MOST_TILES 10
 #define LINES_AHEAD 128
+#define DIGIT_ROWS (TILE_ROWS / NUM_DIGITS) /* rows of digits that are multiplied at once */
 #define DEPTH 24 /* blocks that all tiles take before the next ones: so much of a panel stays in the L1 cache */
 
 /* An instruction adds two products of bytes in 16 bits. */
@@ -25,11 +26,19 @@ typedef _Float16 few_halves __attribute__((vector_size(LANES * 2), aligned(2), m
 
 /* ---- sums of a block ---- */
 
-/* LANES outputs of a block, and the inputs of some rows, which are a block apart. */
+/* LANES outputs of a block, and the inputs of some rows: codes, or quads of digits. */
 typedef struct {
     const char *weights;
-    const int8_t *codes;
+    const void *inputs;
 } half_block;
+
+/* A QUAD of the inputs of row `place / digits`: its digit `place % digits`. */
+INLINE const int8_t *inputs_at(const half_block *of, const int digits, const int block, const int place,
+                               const int quad) {
+    if (digits == 1) return (const int8_t *)of->inputs + place * block + quad * QUAD;
+    const quad_of_digits *row = (const quad_of_digits *)of->inputs + place / digits * (block / QUAD);
+    return row[quad].digits[place % digits];
+}
 
 INLINE ivec weights_at(const half_block *of, const int quad) {
     return *(const unaligned_ivec *)(of->weights + quad * LANES * QUAD);
@@ -84,7 +93,7 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
 INLINE ivec lower_codes(ivec pairs) { return pairs & splat_int(0x0f0f0f0f); }
 INLINE ivec upper_codes(ivec pairs) { return (pairs >> 4) & splat_int(0x0f0f0f0f); }
 
-INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
+INLINE void sum_codes4(const int rows, const int digits, const half_block *of, ivec *sums) {
     const int quads = BLOCK / QUAD / 2;
 #if MULTIPLIES_SMALL_BYTES
     __m256i shorts[TILE_ROWS];
@@ -95,14 +104,15 @@ INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
     for (int quad = 0; quad < quads; quad++) {
         const ivec pairs = weights_at(of, quad), lower = lower_codes(pairs), upper = upper_codes(pairs);
         UNROLLED
-        for (int row = 0; row < rows; row++) {
-            const int8_t *codes = of->codes + row * BLOCK + quad * QUAD;
+        for (int i = 0; i < rows * digits; i++) {
+            const int8_t *first = inputs_at(of, digits, BLOCK, i, quad);
+            const int8_t *second = inputs_at(of, digits, BLOCK, i, quad + quads);
 #if MULTIPLIES_SMALL_BYTES
-            shorts[row] = add_small_products(shorts[row], lower, codes);
-            shorts[row] = add_small_products(shorts[row], upper, codes + quads * QUAD);
+            shorts[i] = add_small_products(shorts[i], lower, first);
+            shorts[i] = add_small_products(shorts[i], upper, second);
 #else
-            sums[row] = add_quad_products(sums[row], lower, codes);
-            sums[row] = add_quad_products(sums[row], upper, codes + quads * QUAD);
+            sums[i] = add_quad_products(sums[i], lower, first);
+            sums[i] = add_quad_products(sums[i], upper, second);
 #endif
         }
     }
@@ -112,7 +122,7 @@ INLINE void sum_codes4(const int rows, const half_block *of, ivec *sums) {
 #endif
 }
 
-INLINE void sum_fp4(const int rows, const half_block *of, ivec *sums) {
+INLINE void sum_fp4(const int rows, const int digits, const half_block *of, ivec *sums) {
     const int quads = BLOCK / QUAD / 2;
     UNROLLED
     for (int quad = 0; quad < quads; quad++) {
@@ -120,21 +130,20 @@ INLINE void sum_fp4(const int rows, const half_block *of, ivec *sums) {
         const ivec lower = fp4_numbers(lower_codes(pairs), ADDED_TO_FP4);
         const ivec upper = fp4_numbers(upper_codes(pairs), ADDED_TO_FP4);
         UNROLLED
-        for (int row = 0; row < rows; row++) {
-            const int8_t *codes = of->codes + row * BLOCK + quad * QUAD;
-            sums[row] = add_quad_products(sums[row], lower, codes);
-            sums[row] = add_quad_products(sums[row], upper, codes + quads * QUAD);
+        for (int i = 0; i < rows * digits; i++) {
+            sums[i] = add_quad_products(sums[i], lower, inputs_at(of, digits, BLOCK, i, quad));
+            sums[i] = add_quad_products(sums[i], upper, inputs_at(of, digits, BLOCK, i, quad + quads));
         }
     }
 }
 
-INLINE void sum_codes8(const int rows, const int block, const half_block *of, ivec *sums) {
+INLINE void sum_codes8(const int rows, const int digits, const int block, const half_block *of, ivec *sums) {
     UNROLLED
     for (int quad = 0; quad < block / QUAD; quad++) {
         const ivec weights = weights_at(of, quad);
         UNROLLED
-        for (int row = 0; row < rows; row++)
-            sums[row] = add_quad_products(sums[row], weights, of->codes + row * block + quad * QUAD);
+        for (int i = 0; i < rows * digits; i++)
+            sums[i] = add_quad_products(sums[i], weights, inputs_at(of, digits, block, i, quad));
     }
 }
 
@@ -145,50 +154,55 @@ INLINE vec scales_at(const linear *of, const char *values, const int half) {
     return __builtin_convertvector(*(const few_halves *)(values + half * LANES * 2), vec);
 }
 
-/* The numbers of rows from one on, in a packed block. */
+/* Rows in a packed block, from one on. `scales` and `excess` only of one digit. */
 typedef struct {
-    const int8_t *codes;
+    const void *inputs;
     const float *scales;
     const int32_t *excess;
-    const int32_t *last_excess;
     const float *sums;
 } block_rows;
 
-/* The sum of a row, of its digits' `sums`. The lower bits of those of several digits are added apart, since an integer
- * of 32 bits may not hold all. */
-INLINE vec sum_of_digits(const int digits, const ivec *sums) {
-    if (digits == 1) return __builtin_convertvector(sums[0], vec);
-    const ivec upper = (sums[0] << DIGIT_BITS) + sums[1];
-    return __builtin_convertvector(upper, vec) * (float)(1 << DIGIT_BITS) + __builtin_convertvector(sums[2], vec);
+INLINE const quad_of_digits *digits_of(const block_rows *of, const int block, const int row) {
+    return (const quad_of_digits *)of->inputs + row * (block / QUAD);
+}
+
+/* The sum of all digits, of their sums with what these start from; exact but for the last addition, or, of codes of 8
+ * bits, the last two. */
+INLINE vec sum_of_digits(const ivec *sums, const quad_of_digits *quads) {
+    const vec of_starts = bits_as_vec(splat_int(quads[NUM_DIGITS].number));
+    return ((bits_as_vec(sums[0]) - of_starts) + bits_as_vec(sums[1])) + bits_as_vec(sums[2]);
 }
 
 /* Add the products of a block to `sums`. `values` are of its group. Each digit is multiplied as if it were a row. */
 INLINE void add_block(const int rows, const int digits, const int form, const int block, const linear *with,
-                      const char *values, const char *weights, const block_rows *inputs, vec (*sums)[2]) {
+                      const char *values, const char *weights, const block_rows *from, vec (*sums)[2]) {
     UNROLLED
     for (int half = 0; half < 2; half++) {
-        const half_block of = {weights + half * LANES * block / (has_pairs(form) ? 2 : 1), inputs->codes};
+        const half_block of = {weights + half * LANES * block / (has_pairs(form) ? 2 : 1), from->inputs};
         ivec integers[TILE_ROWS];
         UNROLLED
-        for (int row = 0; row < rows; row++) {
-            ivec *own = integers + row * digits;
-            if (digits > 1) own[0] = (ivec){0}, own[2] = splat_int(inputs->last_excess[row]);
-            own[digits > 1] = splat_int(inputs->excess[row]);
-        }
+        for (int i = 0; i < rows * digits; i++)
+            integers[i] =
+                splat_int(digits == 1 ? from->excess[i] : digits_of(from, block, i / digits)[i % digits].number);
         if (form == FORM_BLOCKS4)
-            sum_codes4(rows * digits, &of, integers);
+            sum_codes4(rows, digits, &of, integers);
         else if (form == FORM_BLOCKS_FP4)
-            sum_fp4(rows * digits, &of, integers);
+            sum_fp4(rows, digits, &of, integers);
         else
-            sum_codes8(rows * digits, block, &of, integers);
+            sum_codes8(rows, digits, block, &of, integers);
         const vec scales = scales_at(with, values, half);
         UNROLLED
-        for (int row = 0; row < rows; row++)
-            sums[row][half] += (scales * inputs->scales[row]) * sum_of_digits(digits, integers + row * digits);
+        for (int row = 0; row < rows; row++) {
+            const ivec *own = integers + row * digits;
+            if (digits == 1)
+                sums[row][half] += (scales * from->scales[row]) * __builtin_convertvector(*own, vec);
+            else
+                sums[row][half] += scales * sum_of_digits(own, digits_of(from, block, row));
+        }
         if (!with->has_minima) continue;
         const vec minima = load((const float *)(values + bytes_of_scales(with)) + half * LANES);
         UNROLLED
-        for (int row = 0; row < rows; row++) sums[row][half] += minima * inputs->sums[row];
+        for (int row = 0; row < rows; row++) sums[row][half] += minima * from->sums[row];
     }
 }
 
@@ -226,9 +240,10 @@ INLINE void sum_blocks(const int rows, const int digits, const int form, const i
     const linear *with = of->with;
     const int64_t per_group = blocks_per_group(with), values_bytes = bytes_of_values(with);
     const int64_t block_bytes = bytes_of_block(with);
+    const int64_t row_bytes = digits > 1 ? bytes_of_packed_block(block, digits) : block;
     const int64_t packed_bytes = of->tile_rows * bytes_of_packed_block(block, digits);
-    const int64_t sums_at = (numbers_of_packed_block(digits) - 1) * of->tile_rows;
     const char *tile = of->tile + of->begin * packed_bytes;
+    const float *sums_of_tile = (const float *)(of->tile + blocks_in(with) * packed_bytes);
     vec sums[TILE_ROWS][2];
     UNROLLED
     for (int row = 0; row < rows; row++) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
@@ -238,12 +253,12 @@ INLINE void sum_blocks(const int rows, const int digits, const int form, const i
         const char *weights = values + values_bytes + (at - group * per_group) * block_bytes;
         const int64_t last = end < of->end ? end : of->end;
         for (; at < last; at++, weights += block_bytes, tile += packed_bytes) {
-            const float *scales = (const float *)(tile + of->tile_rows * digits * block) + of->first_row;
-            const int32_t *excess = (const int32_t *)scales + of->tile_rows;
-            const block_rows inputs = {(const int8_t *)tile + of->first_row * digits * block, scales, excess,
-                                       excess + of->tile_rows, scales + sums_at};
+            const float *scales = (const float *)(tile + of->tile_rows * block) + of->first_row;
+            const block_rows from = {tile + of->first_row * row_bytes, scales, (const int32_t *)scales + of->tile_rows,
+                                     digits > 1 ? sums_of_tile + at * of->tile_rows + of->first_row
+                                                : scales + 2 * of->tile_rows};
             fetch(&ahead);
-            add_block(rows, digits, form, block, with, values, weights, &inputs, sums);
+            add_block(rows, digits, form, block, with, values, weights, &from, sums);
         }
     }
     UNROLLED
@@ -267,10 +282,10 @@ INLINE void sum_form(const int rows, const int digits, const block_range *of, fe
 #if MULTIPLIES_DIGITS
 static void sum_rows_of_digits(int64_t rows, const block_range *of, fetching ahead, vec (*kept)[2]) {
     switch (rows) {
-    case 1: sum_form(1, MOST_DIGITS, of, ahead, kept); break;
-    case 2: sum_form(2, MOST_DIGITS, of, ahead, kept); break;
-    case 3: sum_form(3, MOST_DIGITS, of, ahead, kept); break;
-    default: sum_form(TILE_ROWS / MOST_DIGITS, MOST_DIGITS, of, ahead, kept);
+    case 1: sum_form(1, NUM_DIGITS, of, ahead, kept); break;
+    case 2: sum_form(2, NUM_DIGITS, of, ahead, kept); break;
+    case 3: sum_form(3, NUM_DIGITS, of, ahead, kept); break;
+    default: sum_form(DIGIT_ROWS, NUM_DIGITS, of, ahead, kept);
     }
 }
 #endif
@@ -287,7 +302,7 @@ static void sum_rows(int64_t rows, const block_range *of, fetching ahead, vec (*
 
 /* Rows are summed a part of a tile at a time. */
 static int64_t parts_of(const linear *with, int64_t rows) {
-    const int64_t most = TILE_ROWS / with->num_digits;
+    const int64_t most = with->num_digits > 1 ? DIGIT_ROWS : TILE_ROWS;
     return (rows + most - 1) / most;
 }
 
@@ -313,11 +328,12 @@ static fetching what_to_fetch(const linear *with, const char *panel, const char 
 
 int64_t tiles_at_once_in_blocks(void) { return MOST_TILES; }
 
-static void finish_rows(const packed_inputs *from, int64_t panel, int64_t first, int64_t rows, vec (*sums)[2],
-                        enum epilogue epilogue, float *out, int64_t stride) {
+static void finish_rows(const linear *with, const packed_inputs *from, int64_t panel, int64_t first, int64_t rows,
+                        vec (*sums)[2], enum epilogue epilogue, float *out, int64_t stride) {
     const int64_t column = panel * (epilogue == GATED ? LANES : PANEL);
+    const float spared = with->num_digits > 1 ? 1 << SPARED_BITS : 1;
     for (int64_t i = 0; i < rows; i++) {
-        vec low = sums[i][0], high = sums[i][1];
+        vec low = sums[i][0] * spared, high = sums[i][1] * spared;
         if (from->added != NULL) add_low_rank(from->added, first + i, panel, &low, &high);
         finish_row(epilogue, low, high, out + (first + i) * stride + column);
     }
@@ -331,7 +347,9 @@ void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t p
     int64_t num_parts = 0;
     vec sums[MOST_TILES * INPUT_ROWS][2];
     if (from->added != NULL) fetch_additions(from->added, panel_number(with, next), first_row, end_row - first_row);
-    const vec low_bias = load(with->bias + panel * PANEL), high_bias = load(with->bias + panel * PANEL + LANES);
+    const float spared = with->num_digits > 1 ? 1.0f / (1 << SPARED_BITS) : 1.0f;
+    const vec low_bias = load(with->bias + panel * PANEL) * spared;
+    const vec high_bias = load(with->bias + panel * PANEL + LANES) * spared;
     for (int64_t i = 0; i < end_row - first_row; i++) sums[i][0] = low_bias, sums[i][1] = high_bias;
     for (int64_t tile = first_tile; tile < end_tile; tile++)
         num_parts += parts_of(with, tile_start(tile + 1, from->num_tiles, from->num_rows) -
@@ -354,5 +372,5 @@ void multiply_in_blocks(const linear *with, const packed_inputs *from, int64_t p
             }
         }
     }
-    finish_rows(from, panel, first_row, end_row - first_row, sums, epilogue, out, stride);
+    finish_rows(with, from, panel, first_row, end_row - first_row, sums, epilogue, out, stride);
 }

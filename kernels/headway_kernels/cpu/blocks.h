@@ -51,22 +51,37 @@ static inline int64_t bytes_of_values(const linear *of) {
     return bytes_of_scales(of) + (of->has_minima ? PANEL * 4 : 0);
 }
 
-/* The most digits of an input, and the largest integer that these hold: 127 in each. */
-#define MOST_DIGITS 3
+static inline int64_t bytes_of_block(const linear *of) { return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1); }
+
+/* An input of several digits, the highest first, is an integer of at most MOST_OF_DIGITS: 127 in each. */
+#define NUM_DIGITS 3
 #define MOST_OF_DIGITS 8355711
 #define DIGIT_BITS 8
 
-static inline int64_t bytes_of_block(const linear *of) { return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1); }
+/* A QUAD of inputs of a row, and one of the numbers of its block. The first quads have what the sum of each digit
+ * starts from: the bits of 1.5 * 2^23 times what one is worth in this digit, less what unsigned codes are too much. So
+ * the sum's bits are those of a float: this number, and the sum of signed codes times their worth; nothing is
+ * converted, scaled or rounded. The next quad has the sum of these numbers of all digits, as a float. */
+typedef struct {
+    int8_t digits[NUM_DIGITS][QUAD];
+    int32_t number;
+} quad_of_digits;
 
-/* Of a row of a packed tile. A tile stores, block after block, the codes of each row, the highest digit of all inputs
- * first, then some numbers of each row: the scale; what the sum of unsigned codes has too much, negative, of all digits
- * but the last, and of the last of several; and the sum of the inputs, for minima. */
-static inline int64_t numbers_of_packed_block(int64_t digits) { return digits > 1 ? 4 : 3; }
+/* All floats of digits are smaller by 2^SPARED_BITS than what they stand for, so that the largest is finite. */
+#define SPARED_BITS 18
+
+/* A packed tile of one digit stores, block after block, the codes of each row, then three numbers of each row: the
+ * scale; what the sum of unsigned codes has too much, negative; and the sum of the inputs, for minima. A tile of digits
+ * stores, block after block, the quads of each row; behind all blocks the sums of the inputs, block after block. */
 static inline int64_t bytes_of_packed_block(int64_t block, int64_t digits) {
-    return digits * block + numbers_of_packed_block(digits) * 4;
+    return digits > 1 ? block / QUAD * (int64_t)sizeof(quad_of_digits) : block + 3 * 4;
+}
+static inline int64_t bytes_of_packed_blocks(int64_t inputs, int64_t block, int64_t digits) {
+    const int64_t num_blocks = (inputs + block - 1) / block, sums = digits > 1 ? 4 : 0;
+    return (num_blocks * (bytes_of_packed_block(block, digits) + sums) + LINE - 1) / LINE * LINE;
 }
 static inline int64_t bytes_of_packed_row(const linear *of) {
-    return blocks_in(of) * bytes_of_packed_block(block_of(of), of->num_digits);
+    return bytes_of_packed_blocks(of->inputs, block_of(of), of->num_digits);
 }
 
 #endif

@@ -32,6 +32,7 @@ static void embed_task(void *work, int64_t token) {
     const pass *now = work;
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
+    if (shape->hidden_columns == 0) return; /* a rank of more than there are columns has no embedding */
     const float *from = shape->embedding == NULL
                             ? now->step->shared->hidden_in + token * shape->hidden_columns
                             : shape->embedding + now->step->token_ids[token] * shape->hidden_columns;

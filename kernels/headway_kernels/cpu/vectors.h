@@ -41,8 +41,15 @@
 #define EACH_TILE_SIZE(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
 #endif
 
+/* The sums of a tile stay in registers if all that touches them is one function without loops. A compiler that adds
+ * checks to each access takes minutes for functions of that size: with LOOPS_STAY it leaves them as they are written. */
+#ifdef LOOPS_STAY
+#define INLINE static inline
+#define UNROLLED
+#else
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("clang loop unroll(full)")
+#endif
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
