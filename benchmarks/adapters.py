@@ -11,7 +11,6 @@ ratio that matters is of "one each" to "one for all": what it costs that the row
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,13 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
-from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import expected_tensors
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
@@ -34,6 +30,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from program import count, parser_of, provenance, write_result
+from random_adapters import write_adapter
 from torch_cpu import SHAPE_135M, write_checkpoint
 
 NUM_PROMPT_TOKENS = 16
@@ -50,21 +47,6 @@ SHAPES: dict[str, dict[str, object]] = {
     "135M": SHAPE_135M,
 }
 """The first has four of the 22 layers of a Llama with 1.1 billion parameters."""
-
-
-def write_adapter(directory: Path, model: Path, rank: int, seed: int, dtype: torch.dtype) -> None:
-    """Write a random adapter of every projection of the model's layers."""
-    directory.mkdir()
-    torch.manual_seed(seed)
-    tensors = {}
-    for name, shape in expected_tensors(read_model_config(model)).items():
-        if len(shape) == 2 and name.startswith("model.layers."):
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = (torch.randn(rank, shape[1]) * 0.02).to(dtype)
-            tensors[f"{module}.lora_B.weight"] = (torch.randn(shape[0], rank) * 0.02).to(dtype)
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 class Bench:

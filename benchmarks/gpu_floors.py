@@ -6,7 +6,7 @@ A floor is the sum over a step's phases: products of the layers, experts, attent
 the one before it gives, so they cannot share the device. A phase takes at least the larger of its bytes over the
 bandwidth and its operations over the rate of large products. Weights and each row's keys and values are read once, of
 experts as many as tokens reach that choose at random; operations are two per weight and token, and four per head
-component and visible position.
+component and visible position. With fp8 weights, products of many tokens are counted at the rate of 8-bit floats.
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ import torch
 from headway_executor.kv_pool import block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import expected_tensors
+from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
 
 BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 """Of a weight; codes of 4 bits have a scale for 32."""
@@ -25,26 +26,30 @@ BYTES_OF_CODES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
 @dataclass(frozen=True)
 class Limits:
     """The device's limits: bytes per second of a copy (read and written), operations per second of a large product in
-    bfloat16 (on a CPU in float32), and bytes per second between pinned memory and the device, out and in.
+    bfloat16 (on a CPU in float32), bytes per second between pinned memory and the device, out and in, and operations per
+    second of a large product of 8-bit floats; 0: there is none.
     """
 
     bandwidth: float
     product_rate: float
     out_bandwidth: float
     in_bandwidth: float
+    float8_rate: float = 0.0
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step that nothing else can run beside."""
+    """A part of a step that nothing else can run beside. ``is_float8``: its products are of 8-bit floats."""
 
     name: str
     num_bytes: float
     operations: float
+    is_float8: bool = False
 
     def floor_s(self, limits: Limits) -> float:
         """Return the larger of both times."""
-        return max(self.num_bytes / limits.bandwidth, self.operations / limits.product_rate)
+        rate = limits.float8_rate if self.is_float8 and limits.float8_rate else limits.product_rate
+        return max(self.num_bytes / limits.bandwidth, self.operations / rate)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Floors:
         self._num_in_layers = sum(sizes.values()) - num_embeddings * self._num_head - self._num_in_experts
         routings = [layer.feed_forward.experts.routing for layer in config.layers if layer.feed_forward.experts]
         self._chosen = routings[0].num_chosen / routings[0].num_experts if routings else 1.0
+        self._rounds_inputs = quantization == "fp8"
         self._bytes_of_weight = BYTES_OF_CODES.get(quantization, self._element)
 
     @property
@@ -90,9 +96,13 @@ class Floors:
         """Keys and values of one position, all layers."""
         return self._kv_bytes
 
-    def line(self, name: str, measured_ms: float, contexts: list[int], chunk: int, asked: float) -> Line:
-        """Return a step's line; see ``phases``."""
+    def line(
+        self, name: str, measured_ms: float, contexts: list[int], chunk: int, asked: float, *, num_more_bytes: int = 0
+    ) -> Line:
+        """Return a step's line; see ``phases``. ``num_more_bytes`` are read beside them."""
         floors = {phase.name: phase.floor_s(self._limits) * 1e3 for phase in self.phases(contexts, chunk)}
+        if num_more_bytes:
+            floors["more"] = num_more_bytes / self._limits.bandwidth * 1e3
         return Line(name, measured_ms, sum(floors.values()), asked, floors)
 
     def phases(self, contexts: list[int], chunk: int = 0) -> list[Phase]:
@@ -101,8 +111,9 @@ class Floors:
         per_pair = 4 * self._config.num_heads * self._config.head_dim * self._config.num_layers
         reached = self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
         multiplied = self._num_in_experts * self._chosen
+        is_float8 = self._rounds_inputs and num_tokens > MOST_FEW_TOKENS
         phases = [
-            self._product("products", self._num_in_layers, self._num_in_layers * num_tokens),
+            self._product("products", self._num_in_layers, self._num_in_layers * num_tokens, is_float8=is_float8),
             self._product("experts", reached, multiplied * num_tokens),
             Phase(
                 "attention",
@@ -113,5 +124,5 @@ class Floors:
         ]
         return [phase for phase in phases if phase.num_bytes]
 
-    def _product(self, name: str, num_weights: float, num_multiplied: float) -> Phase:
-        return Phase(name, num_weights * self._bytes_of_weight, 2 * num_multiplied)
+    def _product(self, name: str, num_weights: float, num_multiplied: float, *, is_float8: bool = False) -> Phase:
+        return Phase(name, num_weights * self._bytes_of_weight, 2 * num_multiplied, is_float8)

@@ -4,7 +4,7 @@ Owns: rows, their blocks, steps in flight. Must not know: what is measured, floo
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from statistics import median
 
@@ -34,7 +34,7 @@ class SteppedBackend:
         self._gone: list[int] = []
         self._step = 0
 
-    def start(self, row: int, num_tokens: int) -> NewRow:
+    def start(self, row: int, num_tokens: int, adapter: str = "") -> NewRow:
         """Start a row of random tokens; ``run`` gives it blocks."""
         self._computed[row] = 0
         self._held[row] = 0
@@ -45,6 +45,7 @@ class SteppedBackend:
             num_prompt_tokens=num_tokens,
             num_computed_tokens=0,
             sampling=GREEDY,
+            adapter=adapter,
         )
 
     def forget(self, row: int) -> None:
@@ -52,10 +53,10 @@ class SteppedBackend:
         self._held.pop(row)
         self._gone.append(row)
 
-    def fill(self, num_rows: int, context: int) -> None:
-        """Start rows ``0 .. num_rows - 1`` and compute ``context`` tokens of each, so that they decode."""
+    def fill(self, num_rows: int, context: int, adapters: Sequence[str] = ("",)) -> None:
+        """Start rows ``0 .. num_rows - 1``, with ``adapters`` in turn, and compute ``context`` tokens of each, so that they decode."""
         for row in range(num_rows):
-            new = (self.start(row, context),)
+            new = (self.start(row, context, adapters[row % len(adapters)]),)
             for first in range(0, context, self._max_num_tokens):
                 count = min(self._max_num_tokens, context - first)
                 device_ms(iter([self.run({row: count}, new, samples=first + count == context)]))

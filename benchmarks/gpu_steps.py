@@ -44,9 +44,13 @@ from headway_executor.kv_pool import CODES, block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.flash_attention import FlashLacking, find_flash_attention
+from headway_kernels.gpu.float8_linear import is_native
 from program import add_line, parser_of, provenance, write_result
+from random_adapters import write_adapter
 
-SECTIONS = ("decode", "prefill", "mixed", "attention", "swap")
+SECTIONS = ("decode", "prefill", "mixed", "adapters", "attention", "swap")
+OF_A_MODEL = SECTIONS[:4]
+ADAPTERS, RANK = 8, 16
 _NAMED = ("shape", "dtype", "quantization", "kv_cache_dtype")
 """What a line says of its origin; the line of limits says the rest."""
 
@@ -60,9 +64,21 @@ def measure_limits(device: Device) -> Limits:
             product_rate=speed.bfloat16_flops,
             out_bandwidth=speed.to_host_bytes_per_s,
             in_bandwidth=speed.from_host_bytes_per_s,
+            float8_rate=float8_rate(device, 8192) if is_native(device.device) else 0.0,
         )
     host = measure_host(say)
     return Limits(host.copy_bytes_per_s, host.float32_flops, host.copy_bytes_per_s, host.copy_bytes_per_s)
+
+
+def float8_rate(device: Device, size: int) -> float:
+    """Operations per second of torch's product of E4M3 matrices."""
+    left, right = (torch.randn(size, size, device=device.device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device.device)
+    seconds = device.seconds(
+        lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16),  # noqa: SLF001 (torch has no other)
+        20,
+    )
+    return 2.0 * size**3 / seconds
 
 
 class StepBenchmark:
@@ -126,6 +142,33 @@ class StepBenchmark:
         measured = device_ms(self._chunks(num_decodes, chunk))
         name = f"mixed, {num_decodes} decodes and a chunk of {chunk}"
         yield floors.line(name, measured, [context] * num_decodes, chunk, 1 / 1.15)
+
+    def adapters(self, floors: Floors) -> Iterator[Line]:
+        """Decodes with adapters, which are read too, beside the same without, if the model takes any."""
+        if not self.info.supports_adapters:
+            return
+        batch, context = max(batch for batch in self._shape.decode_batches if batch <= 64), self._shape.decode_context
+        names, num_bytes = self._loaded_adapters()
+        counts, reached = dict.fromkeys(range(batch), 1), [context + self._shape.repetitions // 2] * batch
+        for chosen, read, said in (([""], 0, "no adapters"), (names, num_bytes, f"{ADAPTERS} adapters of rank {RANK}")):
+            steps = self._stepped()
+            steps.fill(batch, context, chosen)
+            measured = device_ms(steps.run(counts) for _ in range(self._shape.repetitions))
+            yield floors.line(f"decode, {batch} rows, {said}", measured, reached, 0, 0.70, num_more_bytes=read)
+
+    def _loaded_adapters(self) -> tuple[list[str], int]:
+        """Names, and the bytes of all on the device."""
+        names, num_bytes = [], 0
+        with tempfile.TemporaryDirectory() as directory:
+            model = Path(directory) / "model"
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(self._shape.config))
+            for number in range(ADAPTERS):
+                path = Path(directory) / str(number)
+                write_adapter(path, model, RANK, number, torch.float32)
+                num_bytes += (path / "adapter_model.safetensors").stat().st_size
+                names.append(self._backend.load_adapter(str(number), str(path)).identity)
+        return names, num_bytes
 
     def close(self) -> None:
         """Close the backend."""
@@ -266,7 +309,7 @@ class Run:
         sections = self._arguments.sections.split(",")
         if {"attention", "swap"} & {*sections}:
             self._without_model(sections, limits)
-        if {"decode", "prefill", "mixed"} & {*sections}:
+        if {*OF_A_MODEL} & {*sections}:
             self._attempt("opening the model", lambda: self._steps(sections, limits))
         return {**self._origin, "lines": self._lines, "parts": self._parts, "failures": self._failures}
 
@@ -288,7 +331,7 @@ class Run:
         forms = arguments.quantization, arguments.kv_cache_dtype
         steps = StepBenchmark(self._shape, self._device, arguments.dtype, arguments.seed, *forms)
         floors = Floors(self._config, steps.dtype, *forms, limits)
-        for section in ("decode", "prefill", "mixed"):
+        for section in OF_A_MODEL:
             if section in sections:
                 lines: Iterator[Line | Parts] = getattr(steps, section)(floors)
                 self._attempt(section, lambda lines=lines: self._add(lines))  # type: ignore[misc]
@@ -322,6 +365,7 @@ def table(result: dict[str, object]) -> str:
     limits = result["limits"]
     rates = (
         f"copy {limits['bandwidth'] / 1e12:.2f} TB/s, products {limits['product_rate'] / 1e12:.0f} TFLOP/s, "
+        f"of 8-bit floats {limits['float8_rate'] / 1e12:.0f} TFLOP/s, "
         f"pinned memory {limits['out_bandwidth'] / 1e9:.1f} GB/s out, {limits['in_bandwidth'] / 1e9:.1f} GB/s in"
     )
     rows = [

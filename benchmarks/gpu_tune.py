@@ -47,6 +47,7 @@ from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu.attention_tuning import AttentionTuning, padded_head, stored_bytes
 from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs, sort_pairs
+from headway_kernels.gpu.float8_linear import float8_linear, is_native, workspace_size
 from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings, shipped_pair_tiling, shipped_tilings
 from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
@@ -183,16 +184,22 @@ class Tuner:
         return [self._attention(kv_cache_dtype) for kv_cache_dtype in kinds]
 
     def products(self) -> list[ProductTiles]:
-        """Of more tokens than are few, for each shipped tiling of so many."""
-        weights = [self._weight(shape, form) for shape in self._layer_shapes() for form in ("int8", "fp8", "int4")]
+        """Of more tokens than are few, for each shipped tiling of so many; with fp8 also of rounded inputs."""
+        found = self._products(self._dtype, ("int8", "fp8", "int4"), PRODUCT_NAMES)
+        if is_native(self._device):
+            found += self._products(torch.float8_e4m3fn, ("fp8",), FLOAT8_NAMES)
+        return found
+
+    def _products(self, inputs: torch.dtype, forms: Sequence[str], names: Sequence[str]) -> list[ProductTiles]:
+        weights = [self._weight(shape, form) for shape in self._layer_shapes() for form in forms]
         found = []
-        for tiling in shipped_tilings(self._dtype):
+        for tiling in shipped_tilings(inputs):
             if tiling.max_tokens is not None and tiling.max_tokens <= MOST_FEW_TOKENS:
                 continue
             num_tokens = tiling.max_tokens or self._shape.chunk
-            loads = [self._product(weight, num_tokens) for weight in weights]
-            best = self._climb(f"products of {num_tokens} tokens", loads, tiling, PRODUCT_NAMES)
-            found.append(self._as_product(best))
+            loads = [self._product(weight, num_tokens, inputs) for weight in weights]
+            best = self._climb(f"products of {num_tokens} tokens, inputs {inputs}", loads, tiling, names)
+            found.append(self._as_product(best, inputs))
         return found
 
     def pairs(self) -> list[ProductTiles]:
@@ -203,7 +210,7 @@ class Tuner:
         shape = (2 * feeds[0].intermediate_size, self._config.hidden_size)
         loads = [self._pairs(shape, tokens) for tokens in (1, MOST_FEW_TOKENS, self._shape.chunk)]
         best = self._climb("pairs", loads, shipped_pair_tiling(self._dtype), PRODUCT_NAMES)
-        return [self._as_product(best)]
+        return [self._as_product(best, self._dtype)]
 
     def _attention(self, kv_cache_dtype: str) -> AttentionTiles:
         is_coded = kv_cache_dtype != KV_CACHE_DTYPES[0]
@@ -240,12 +247,17 @@ class Tuner:
             return weight
         return quantized(numbers, "int8" if form == "int8" else "fp8")
 
-    def _product(self, weight: DeviceWeight, num_tokens: int) -> Load[Tiling]:
+    def _product(self, weight: DeviceWeight, num_tokens: int, inputs: torch.dtype) -> Load[Tiling]:
         x = torch.randn(num_tokens, weight.num_inputs, dtype=self._dtype, device=self._device) / 16
         out = torch.empty(num_tokens, weight.num_outputs, dtype=self._dtype, device=self._device)
 
+        size = workspace_size(*x.shape) if inputs == torch.float8_e4m3fn else 0
+        workspace = torch.empty(size, dtype=torch.float32, device=self._device)
+
         def launching(tiling: Tiling) -> Callable[[], None]:
             tilings = (replace(tiling, max_tokens=None),)
+            if size:
+                return lambda: float8_linear(x, weight, None, out, workspace, tilings)
             return lambda: quantized_linear(x, weight, None, out, tilings)
 
         return Load(f"product {weight.num_outputs} x {weight.num_inputs} {weight.form.name}", launching, out)
@@ -275,13 +287,16 @@ class Tuner:
         self._say(f"{name}: {best}{'' if best != shipped else ', as it ships'}")
         return best
 
-    def _as_product(self, tiling: Tiling) -> ProductTiles:
+    @staticmethod
+    def _as_product(tiling: Tiling, inputs: torch.dtype) -> ProductTiles:
         fields = {name: getattr(tiling, name) for name in ("max_tokens", *PRODUCT_NAMES)}
-        return ProductTiles(element_bytes=self._dtype.itemsize, **fields)
+        return ProductTiles(element_bytes=inputs.itemsize, **fields)
 
 
 ATTENTION_NAMES = ("query_tile", "key_tile", "num_warps", "num_stages", "programs_per_multiprocessor")
 PRODUCT_NAMES = ("tokens", "outputs", "inputs", "num_warps", "num_stages")
+FLOAT8_NAMES = tuple(name for name in PRODUCT_NAMES if name != "inputs")
+"""Inputs come in the blocks in which they are rounded."""
 
 
 def _one_kind(launching: Launching, shipped: AttentionTuning, kind: str) -> Launching:

@@ -72,10 +72,12 @@ def _checks() -> list[Task]:
 
 def _other_speeds() -> list[Task]:
     return [
+        _steps("steps fp8", 180, 400, "--sections", "decode,prefill,mixed", "--quantization", "fp8"),
         *[
             _steps(f"steps {kind}", 150, 330, "--sections", "decode", "--quantization", kind)
-            for kind in ("fp8", "int8", "int4")
+            for kind in ("int8", "int4")
         ],
+        _steps("steps adapters", 150, 330, "--sections", "adapters"),
         _steps("steps kv fp8", 150, 330, "--sections", "decode,attention", "--kv-cache-dtype", "fp8"),
         Task("tune", ("benchmarks/gpu_tune.py",), 400, 580, adds_lines=True),
         _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
@@ -96,7 +98,8 @@ def _slow_checks() -> list[Task]:
         _pytest("moves", ("tests/unit/test_device_moves.py",), 30, 120, _TESTS),
         _pytest("conformance kv fp8", codes, 60, 300, _COMPARED),
         _pytest("truth over grpc", truth, 120, 400, (*_COMPARED, "pytest_asyncio", *_SERVICES)),
-        _kv_loss("--device", "cuda", "--dtypes", "bfloat16"),
+        _loss("kv loss", "--device", "cuda", "--dtypes", "bfloat16"),
+        _loss("fp8 loss", "--device", "cuda", "--dtypes", "bfloat16", "--of", "fp8", "--chunk", "256"),
         Task("doctor", ("-m", "headway", "doctor", "--shape", "llama-3-8b"), 40, 120, ("headway_lab.doctor.command",)),
     ]
 
@@ -107,7 +110,7 @@ def _rehearsed() -> list[Task]:
     load = ("--concurrency", "2", "--requests", "3", "--prompt", "5", "--output", "4")
     return [
         Task("toolkits", ("-c", _trial("try_triton", device="cpu")), 10, 60),
-        _steps("steps", 60, 400, "--sections", "decode,attention", *tiny),
+        _steps("steps", 60, 400, "--sections", "decode,adapters,attention", *tiny),
         _stack("stack", 60, 400, "--no-peer", *tiny, *load),
         Task(
             "conformance",
@@ -118,7 +121,8 @@ def _rehearsed() -> list[Task]:
         _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens and qwen2"), 60, 300, _COMPARED),
         _pytest("kernels", ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_trial.py"), 60, 300, _TESTS),
         Task("tune", ("benchmarks/gpu_tune.py", *tiny, "--most", "1", "--rounds", "1"), 30, 300, adds_lines=True),
-        _kv_loss(*("--tokens", "14", "--window", "12", "--chunk", "8", "--dtypes", "float32")),
+        _loss("kv loss", *("--tokens", "14", "--window", "12", "--chunk", "8", "--dtypes", "float32")),
+        _loss("fp8 loss", *("--of", "fp8", "--tokens", "71", "--window", "70", "--chunk", "70", "--dtypes", "float32")),
         _sanitized("memcheck", _SANITIZED[0]),
     ]
 
@@ -136,9 +140,9 @@ def _stack(name: str, seconds: int, limit: int, *arguments: str) -> Task:
     return Task(name, ("benchmarks/gpu_stack.py", *arguments), seconds, limit, _SERVICES, adds_lines=True)
 
 
-def _kv_loss(*arguments: str) -> Task:
-    command = ("benchmarks/kv_cache_loss.py", "--backend", "triton", *arguments)
-    return Task("kv loss", command, 60, 300, ("tokenizers", "headway"), adds_lines=True)
+def _loss(name: str, *arguments: str) -> Task:
+    command = ("benchmarks/loss_of_codes.py", "--backend", "triton", *arguments)
+    return Task(name, command, 60, 300, ("tokenizers", "headway"), adds_lines=True)
 
 
 def _conformance(name: str, seconds: int, limit: int, *arguments: str) -> Task:

@@ -8,7 +8,16 @@ import torch
 from torch.nn import functional
 
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm, rounded_to_4_bits, rounded_to_8_bits
-from headway_kernels.cpu.library import BlockForm, CpuLibrary, PackedLinear, Team, installed_variants, runs_here
+from headway_kernels.cpu.library import (
+    BlockForm,
+    CpuLibrary,
+    PackedLinear,
+    StackedRows,
+    Team,
+    installed_variants,
+    runs_here,
+)
+from headway_kernels.cpu.library import rounded_to_4_bits as rounded_by_library
 
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here")
@@ -233,6 +242,46 @@ def test_rounding_gives_scales_that_float16_holds_unless_they_are_too_large():
     assert not rounded.float()[1].any()
     assert (rounded.float() - weight)[2].abs().max() < 2**-24
     assert (rounded.float() - weight)[3].norm() < 0.1 * weight[3].norm()
+
+
+def squared_errors(weight, rounded):
+    """Of each group of 32 inputs; the last may have fewer."""
+    inputs = weight.shape[1]
+    errors = functional.pad((rounded.float() - weight.float()).square(), (0, -inputs % 32))
+    return errors.view(len(weight), -1, 32).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6, 32), (5, 33), (7, 80), (3, 512), (40, 1000)])
+def test_the_library_rounds_to_4_bits_as_torch_does(library, dtype, outputs, inputs):
+    weight = (torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) * 0.02).to(dtype)
+    weight[1], weight[2] = 0.0, weight[2] * 1e-7
+    weight[0, :8] *= 1e9
+    turned = weight.t().contiguous().t()
+    for parts in ((weight,), (weight[:1], weight[1:]), (turned,)):
+        rounded, expected = rounded_by_library(library, StackedRows(parts)), rounded_to_4_bits(weight)
+        # Two scales may be equally good; sums in another order choose the other.
+        differs = rounded.scales != expected.scales
+        assert differs.float().mean() <= 0.01
+        torch.testing.assert_close(
+            squared_errors(weight, rounded), squared_errors(weight, expected), rtol=1e-5, atol=0.0
+        )
+        same = ~differs.repeat_interleave(32, 1)[:, :inputs]
+        assert torch.equal(rounded.codes[same], expected.codes[same])
+        assert (rounded.form, rounded.group, rounded.rounds_inputs) == (expected.form, 32, True)
+        assert (rounded.codes.dtype, rounded.codes.shape, rounded.scales.shape) == (
+            *(expected.codes.dtype, expected.codes.shape),
+            expected.scales.shape,
+        )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_group_that_cannot_be_rounded_stays_visible(library, value):
+    weight = torch.ones(3, 96)
+    weight[1, 40] = value
+    rounded = rounded_by_library(library, StackedRows((weight,)))
+    assert rounded.scales.isnan().nonzero().tolist() == [[1, 1]]
+    assert (rounded.codes < 16).all()
 
 
 def test_rounding_to_8_bits_takes_the_nearest_codes():

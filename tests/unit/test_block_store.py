@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headway_executor.backend import BackendConfigError
-from headway_executor.block_store import pool_file, registry
+from headway_executor.block_store import pool_file
 from headway_executor.block_store.kept_memory import MOST_BYTES, KeptMemory
 from headway_executor.block_store.pool_file import PoolHeader, PoolLayout, hold_pool_file, read_header
 from headway_executor.block_store.puller import BlockPuller
@@ -25,6 +25,7 @@ from headway_executor.block_store.shm_transport import ShmTransport
 from headway_executor.block_store.store import BlockStore
 from headway_executor.block_store.transport import RECORD, HostMemory, PulledBlocks, PullError
 from headway_executor.diff_checks import Pull
+from headway_process.entry_points import ByName
 from step_columns import backend_info
 
 LAYOUT = PoolLayout(6, 5000)
@@ -296,7 +297,7 @@ class Configured:
 
 
 def test_a_transport_gets_the_settings_that_it_names(monkeypatch):
-    monkeypatch.setattr(registry, "_load", lambda name: Configured)
+    monkeypatch.setattr(ByName, "load", lambda registered, name: Configured)
     assert make_transport("shm", {"curve_keys": "k", "step_address": "s"}).values == ("k", 3)
 
 

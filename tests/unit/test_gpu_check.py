@@ -7,7 +7,7 @@ import sys
 import tomllib
 import venv
 from argparse import Namespace
-from importlib.metadata import EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,7 +22,9 @@ import program
 from gpu_shapes import SHAPES, TINY, config_of
 from headway_conformance import SCENARIOS
 from headway_executor import registry
+from headway_executor.backend import BackendConfigError
 from headway_kernels.gpu.attention import paged_attention
+from headway_process.entry_points import ByName
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "gpu_check.py"
@@ -188,19 +190,50 @@ def test_nine_minutes_are_for_speeds_and_later_ones_for_the_rest(tool):
     fitting = [task.name for task, seconds in zip(tasks, reached, strict=True) if seconds <= 9 * 60 - tool.MARGIN_S]
     assert fitting == ["toolkits", "steps", "attention", "swap", "stack"]
     commands = [" ".join(task.command) for task in tasks]
-    for said in ("decode,prefill,mixed", "--quantization fp8", "--quantization int8", "--quantization int4"):
+    for said in (
+        "decode,prefill,mixed --quantization fp8",
+        "--quantization int8",
+        "--quantization int4",
+        "sections adapters",
+    ):
         assert any(said in command for command in commands), said
-    for said in ("decode,attention --kv-cache-dtype fp8", "kv_cache_loss.py", "gpu_tune.py", "test_flash_attention.py"):
+    for said in (
+        "decode,attention --kv-cache-dtype fp8",
+        "loss_of_codes.py --backend triton --device cuda --dtypes bfloat16 --of fp8",
+        "gpu_tune.py",
+        "test_flash_attention.py",
+    ):
         assert any(said in command for command in commands), said
+
+
+def offer(monkeypatch, *offered: EntryPoint) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: EntryPoints(offered))
+    monkeypatch.setattr(registry, "BACKENDS", ByName(registry.BACKENDS.group, registry.PLACES))
+
+
+def test_packages_offer_backends_under_names_that_are_not_taken(monkeypatch):
+    group = registry.BACKENDS.group
+    offer(
+        monkeypatch,
+        EntryPoint("mine", "headway_executor.backends.simulated:SimulatedBackend", group),
+        EntryPoint("simulated", "nowhere:Nothing", group),
+        EntryPoint("broken", "no_such_package.backend:Backend", group),
+    )
+    assert registry.backend_names() == ("broken", "mine", "simulated", "torch", "triton")
+    assert type(registry.create_backend("mine")) is type(registry.create_backend("simulated"))
+    with pytest.raises(BackendConfigError, match="'broken' needs 'no_such_package', which is not installed"):
+        registry.create_backend("broken")
+    with pytest.raises(BackendConfigError, match="'other' is not allowed; allowed: broken, mine, simulated, torch"):
+        registry.create_backend("other")
 
 
 def test_backends_are_found_without_an_installation(monkeypatch):
-    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints(()))
+    offer(monkeypatch)
     assert registry.backend_names() == ("simulated", "torch", "triton")
     registry.check_installed("torch")
     assert type(registry.create_backend("simulated")).__name__ == "SimulatedBackend"
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert stated[registry.ENTRY_POINT_GROUP] == registry.PLACES
+    assert stated[registry.BACKENDS.group] == registry.PLACES
 
 
 def test_steps_and_conformance_need_no_package_of_services():
@@ -226,7 +259,7 @@ def test_the_rehearsal_holds(tmp_path):
         check=False,
     )
     assert done.stdout.splitlines()[-1].startswith(
-        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, tune, kv loss; lacks: memcheck "
+        "gpu-check: held: toolkits, steps, stack, conformance, truth, kernels, tune, kv loss, fp8 loss; lacks: memcheck "
     )
     assert done.returncode == 3
 

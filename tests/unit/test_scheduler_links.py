@@ -368,7 +368,7 @@ def test_a_gateway_that_does_not_acknowledge_is_sent_no_more_and_catches_up_late
     assert link is not None
     one = np.ones(1, dtype=np.int32)
     for index in range(MAX_UNACKNOWLEDGED_FRAMES + 50):
-        link.hold(columns=(one, one * index, one))
+        link.hold_tokens(one, one * index, one)
         links.flush()
     # The hello was the first frame of the link.
     assert len(links.outgoing) == MAX_UNACKNOWLEDGED_FRAMES - 1
@@ -401,7 +401,7 @@ def test_a_gateway_that_heartbeats_and_takes_nothing_in_is_dropped_before_memory
         for _ in range(1000):
             link = links.get(owner)
             assert link is not None
-            link.hold(columns=(one, one, one))
+            link.hold_tokens(one, one, one)
             links.flush()
             links.outgoing.clear()
             num_steps += 1

@@ -191,6 +191,24 @@ def test_the_kernels_round_inputs_of_w8a8_row_by_row_if_the_checkpoint_asks_for_
     assert (1e-3 < error < 0.05) if is_dynamic else error < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("inputs", "rounds"),
+    [
+        ({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, True),
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, True),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, False),
+        (None, False),
+    ],
+)
+def test_floats_of_8_bits_are_meant_for_such_inputs_if_the_checkpoint_says_so(tmp_path, inputs, rounds):
+    written(tmp_path / "model", "float-channel")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    change_config(tmp_path / "model", quantization_config=config)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        assert checkpoint.read_codes("model.layers.0.self_attn.q_proj.weight").rounds_inputs == rounds
+
+
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
 @pytest.mark.parametrize(
     "kind", ["gptq", "gptq-8", "gptq-act-order", "awq", "w4a16-channel", "w8a16", "w8a8-zeros", "fp8-blocks"]

@@ -22,7 +22,7 @@ from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu import device_model, open_model
+from headway_executor.gpu import device_model, graphs, open_model
 from headway_executor.gpu.linear import CodedLinear
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -210,8 +210,47 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         )  # Where there may be adapters, they are around it.
 
 
-def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
-    """Beside a row without; one adapter comes while it runs, and goes."""
+@pytest.mark.parametrize(
+    ("kind", "is_meant", "may_be"),
+    [("fp8-tensors", True, True), ("float-channel", False, True), ("fp8-blocks", True, False), ("w8a16", False, False)],
+)
+def test_inputs_of_many_tokens_are_rounded_if_the_checkpoint_or_an_option_says_so(tmp_path, kind, is_meant, may_be):
+    """And if a kernel multiplies weights in this form so: blocks of 32 inputs are too small."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": VOCAB_SIZE}
+    write_checkpoint(tmp_path / "model", **sizes)
+    quantise(tmp_path / "model", kind)
+
+    def logprobs(activations, budget):
+        request = Request(prompt(70), 1, GREEDY)
+        settings = {"max_model_len": 80, "max_num_batched_tokens": 80, "options": {"activations": activations}}
+        BackendDriver(*open_backend(tmp_path / "model", **settings)).run([request], budget=budget)
+        return request.logprobs[0].top_logprobs
+
+    exact, found, rounded = (logprobs(activations, 70) for activations in ("exact", "auto", "fp8"))
+    assert found == (rounded if is_meant else exact)
+    assert (rounded != exact) == may_be
+    # Steps of few tokens compute with inputs as they are.
+    assert logprobs("fp8", 35) == logprobs("exact", 35)
+
+
+def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(llama):
+    directory, _ = llama
+
+    def output(**settings):
+        request = Request(prompt(70), 1, GREEDY)
+        limits = {"max_model_len": 80, "max_num_batched_tokens": 80, "quantization": "fp8"}
+        BackendDriver(*open_backend(directory, **limits, **settings)).run([request], budget=70)
+        return request.logprobs[0].top_logprobs
+
+    rounded, exact = output(), output(options={"activations": "exact"})
+    assert rounded == output(options={"activations": "fp8"})
+    assert rounded != exact
+
+
+@pytest.mark.parametrize("most_recorded", [512, 8], ids=["recorded sizes", "larger"])
+def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path, monkeypatch, most_recorded):
+    """Beside a row without; one adapter comes while it runs, and goes. Steps beyond recorded sizes compute in another way."""
+    monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
     model = make_checkpoint(tmp_path / "model", "llama-bias")
     first = write_adapter(tmp_path / "first", model, seed=1)
     second = write_adapter(tmp_path / "second", model, seed=2, targets=("o_proj", "down_proj"), rank=3)
@@ -229,6 +268,59 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path):
         assert gone.errors[0].message == f"adapter '{names[2]}' is not loaded on this executor"
         outputs.append([request.output for request in requests])
         backend.close()
+    assert outputs[0] == outputs[1]
+
+
+class KeptGraphs:
+    """Stands for recorded steps: launches again what was recorded, and writes down which."""
+
+    def __init__(self):
+        self.recorded = {}
+        self.launched = []
+
+    def record(self, forward, sizes, progress):
+        for size in sizes:
+            forward(size)
+            self.recorded[size] = forward
+
+    def launch(self, size):
+        if size in self.recorded:
+            self.recorded[size](size)
+            self.launched.append(size)
+        return size in self.recorded
+
+
+def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_run(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", make_checkpoint(tmp_path / "model", "llama3"), seed=1)
+    outputs = []
+    for has_graphs in (True, False):
+        backend, info = open_backend(tmp_path / "model", max_num_batched_tokens=8)
+        opened = backend._model
+        kept = KeptGraphs()
+        if has_graphs:
+            opened._target._graphs = kept
+            with torch.inference_mode():
+                opened._upload.clear()
+                opened._target.record(lambda *_: None)
+        driver, plain = BackendDriver(backend, info), backend.execute
+
+        def execute(batch, backend=backend, plain=plain):
+            if batch.step == 3:
+                backend.load_adapter("late", str(adapter))
+            return plain(batch)
+
+        backend.execute = execute
+        first = [Request(prompt(3 + i, seed=i), 5, GREEDY) for i in range(2)]
+        driver.run(first, budget=8)
+        assert {size.is_adapted for size in kept.recorded} == ({True, False} if has_graphs else set())
+        name = backend.load_adapter("late", str(adapter)).identity
+        kept.launched.clear()
+        second = [Request(prompt(1), 3, GREEDY, adapter=name), Request(prompt(1), 6, GREEDY)]
+        driver.run(second, budget=8)
+        # A step of decodes is launched as it was recorded, with adapters as long as one has one.
+        assert {size.is_adapted for size in kept.launched} == ({True, False} if has_graphs else set())
+        assert second[0].output != second[1].output[:3]
+        outputs.append([request.output for request in (*first, *second)])
     assert outputs[0] == outputs[1]
 
 
@@ -330,7 +422,7 @@ def test_a_row_with_impossible_tokens_fails_alone(llama):
         ({"quantization": "int2"}, "quantization 'int2' is not allowed; allowed: none, int8, int4, fp8"),
         (
             {"options": {"graph": "off"}},
-            "backend_options 'graph' is not allowed; allowed: chunk_attention, graphs, step_log",
+            "backend_options 'graph' is not allowed; allowed: activations, chunk_attention, graphs, step_log",
         ),
         ({"options": {"graphs": "on"}}, "backend_options graphs 'on' is not allowed; allowed: auto, off"),
         (

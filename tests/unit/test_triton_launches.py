@@ -87,7 +87,7 @@ def send(opened, counts, computed):
         block_table=np.empty((0, 0), dtype=np.int32),
     )
     shape = shape_of(batch)
-    size = opened._target.sizes.of(shape)
+    size = opened._target.size_of(shape)
     opened._upload.send(batch, shape, size.num_rows)
     return size
 
@@ -137,12 +137,15 @@ def test_nothing_is_compiled_while_serving(model):
     assert len(serving.launches) > 500
 
 
-def test_adapters_launch_nothing_new(tmp_path):
-    """They come after the start, and their rows run beside others."""
-    adapter = write_adapter(tmp_path / "adapter", make_checkpoint(tmp_path / "model", "llama3"), seed=1)
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """An open model with adapters, as it is before the first one comes, and what opening launched."""
+    directory = tmp_path_factory.mktemp("adapted")
+    model = make_checkpoint(directory / "model", "llama3")
+    adapters = [write_adapter(directory / str(seed), model, seed=seed, rank=2 + 20 * seed) for seed in (1, 2)]
     backend = TritonBackend()
     config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
-    info = backend.open(BackendConfig(model=str(tmp_path / "model"), **config))
+    info = backend.open(BackendConfig(model=str(directory / "model"), **config))
     opened = backend._model
     with torch.inference_mode(), logged() as opening:
         opened._target.decoder._space.token_ids.zero_()  # No kernel will fill them.
@@ -150,14 +153,59 @@ def test_adapters_launch_nothing_new(tmp_path):
         opened._target.sizes = opened._target.step_sizes(recorded=True)
         for size in opened._target.sizes.recorded():
             opened._target.forward(size)
-    name = backend.load_adapter("late", str(adapter)).identity
+    return backend, info, opening, adapters
+
+
+def test_adapters_launch_nothing_new(adapted):
+    """They come after the start, and their rows run beside others."""
+    backend, info, opening, adapters = adapted
+    name = backend.load_adapter("late", str(adapters[0])).identity
     with logged() as serving:
         requests = [Request(prompt(3 + 20 * i), 3, adapter=name if i % 2 else "") for i in range(3)]
         driver = BackendDriver(backend, info)
         driver.run(requests, budget=MOST_TOKENS)
         driver.run([Request(prompt(5), 2, adapter=name)], budget=MOST_TOKENS)
     assert serving.keys - opening.keys == set()
-    assert {launch.kernel for launch in serving.launches} >= {"skinny_kernel", "_activate_and_multiply"}
+    assert {launch.kernel for launch in serving.launches} >= {"skinny_kernel", "_activate_and_multiply", "_shrink"}
+
+
+@pytest.mark.parametrize("counts", [[1] * 8, [70, 1, 57]])
+def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_memory(adapted, counts):
+    """Whichever adapters its rows have, of whatever rank: its graph finds them in memory."""
+    backend, _, _, adapters = adapted
+    opened = backend._model
+    names = [backend.load_adapter(str(seed), str(path)).identity for seed, path in enumerate(adapters)]
+    logs = []
+    for chosen in ((names[0], ""), (names[1], names[0], names[1])):
+        for row in range(len(counts)):
+            opened._adapters.adapters.enter(row, chosen[row % len(chosen)])
+        with torch.inference_mode():
+            size = send(opened, counts, 3)._replace(is_adapted=True)
+            opened._adapters.begin(np.repeat(np.arange(len(counts)), counts), size.num_tokens)
+            assert opened._adapters.are_any
+            with logged() as log:
+                opened._target.forward(size)
+        logs.append(log)
+    opened._adapters.adapters.leave(np.arange(len(counts)))
+    assert logs[0].allocations == logs[1].allocations == []
+    assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
+    assert {launch.kernel for launch in logs[0].launches if not launch.may_overlap} == set()
+    num_layers = opened._target.decoder.num_layers
+    assert [launch.kernel for launch in logs[0].launches].count("_shrink") == 4 * num_layers
+
+
+def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_computed_as_in_larger_ones(adapted):
+    """Else its products would look for them where nobody has put them."""
+    backend, _, _, adapters = adapted
+    step = backend._model._adapters
+    step.adapters.enter(0, backend.load_adapter("late", str(adapters[0])).identity)
+    for num_tokens in (step.most_tokens, step.most_tokens + 8):
+        with torch.inference_mode():
+            step.clear()
+            step.begin(np.zeros(step.most_tokens, dtype=np.int32), num_tokens)
+        assert bool(step._tables.any()) == (num_tokens <= step.most_tokens)
+        assert bool(step._large.groups) == (num_tokens > step.most_tokens)
+    step.adapters.leave(np.zeros(1, dtype=np.int32))
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])

@@ -113,6 +113,7 @@ def test_what_is_measured_is_what_a_model_gets(tmp_path, monkeypatch):
         ({"products": [{"tokens": 48}]}, "products: tokens 48; allowed: 16, 32, 64, 128, 256"),
         ({"products": [{"num_warps": 3}]}, "products: num_warps 3; allowed: 1, 2, 4, 8, 16"),
         ({"products": [{"max_tokens": 64}]}, "products of max_tokens 64 or less; those keep the tiles that ship"),
+        ({"products": [{"element_bytes": 1, "inputs": 64}]}, "products of element_bytes 1: allowed: inputs 128"),
         ({"products": [{"max_tokens": 256}]}, "products have no tiles without max_tokens"),
     ],
 )

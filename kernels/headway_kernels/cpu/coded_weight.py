@@ -51,7 +51,7 @@ class CodedWeight:
     None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
 
     ``rounds_inputs``: inputs may be rounded to 8 bits, symmetrically: whole rows if each output has one scale, else in
-    blocks. Whoever can multiply so may; others compute more exactly.
+    blocks; with FP8 to floats, always in blocks. Whoever can multiply so may; others compute more exactly.
     """
 
     form: CodeForm
@@ -178,30 +178,42 @@ _EXTREME_CODES = (-8.0, -9.0, -7.0)
 """Where the scale may put a group's largest value: at the end of the codes, or a little beyond or inside it."""
 
 _CHUNK = 1 << 22
+_CHUNK_IN_CACHE = 1 << 18
+"""Weights that are rounded at a time: on a CPU, so few that what lies between them stays in its caches."""
 
 
-def rounded_to_4_bits(weight: Tensor) -> CodedWeight:
+def rounded_to_4_bits(*parts: Tensor) -> CodedWeight:
     """The nearest codes, symmetric, with a scale for 32 inputs, for inputs that are rounded too.
 
-    Of some scales, each a float16, it is the one with the least squared error. ``weight`` floating, ``[outputs, inputs]``.
+    Of some scales, each a float16, it is the one with the least squared error. ``parts`` floating, ``[outputs, inputs]``:
+    their rows follow each other.
     """
-    codes, scales = _in_chunks(_rounded_rows, weight)
+    codes, scales = _in_chunks(_rounded_rows, parts)
     return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP, rounds_inputs=True)
 
 
-def rounded_to_8_bits(weight: Tensor) -> CodedWeight:
+def of_4_bits(outputs: int, inputs: int) -> CodedWeight:
+    """A weight as ``rounded_to_4_bits`` gives it, on the CPU, whose codes and scales are still to be written."""
+    scales = torch.empty(outputs, -(-inputs // _ROUNDED_GROUP))
+    codes = torch.empty(outputs, inputs, dtype=CODE_DTYPES[CodeForm.CODES4])
+    return CodedWeight(CodeForm.CODES4, codes, scales, _ROUNDED_GROUP, rounds_inputs=True)
+
+
+def rounded_to_8_bits(*parts: Tensor) -> CodedWeight:
     """The nearest codes, symmetric, with a scale for each output, for inputs that are rounded too.
 
-    ``weight`` floating, ``[outputs, inputs]``.
+    ``parts``: as in ``rounded_to_4_bits``.
     """
-    codes, scales = _in_chunks(_bytes_of_rows, weight)
-    return CodedWeight(CodeForm.CODES8, codes, scales, weight.shape[1], rounds_inputs=True)
+    codes, scales = _in_chunks(_bytes_of_rows, parts)
+    return CodedWeight(CodeForm.CODES8, codes, scales, codes.shape[1], rounds_inputs=True)
 
 
-def _in_chunks(rounded: Callable[[Tensor], tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, Tensor]:
+def _in_chunks(rounded: Callable[[Tensor], tuple[Tensor, Tensor]], parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Round some rows at a time, to save memory."""
-    step = max(1, _CHUNK // weight.shape[1])
-    chunks = [rounded(weight[first : first + step].float()) for first in range(0, max(1, len(weight)), step)]
+    step = max(1, (_CHUNK_IN_CACHE if parts[0].is_cpu else _CHUNK) // parts[0].shape[1])
+    chunks = [
+        rounded(part[first : first + step].float()) for part in parts for first in range(0, max(1, len(part)), step)
+    ]
     codes, scales = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return codes, scales
 

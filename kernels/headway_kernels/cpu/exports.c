@@ -1,6 +1,7 @@
 /* What Python calls beside decoders, experts and meetings: products, teams, sizes. */
 #include "decoder.h"
 #include "products.h"
+#include "rounding.h"
 #include "workspace.h"
 
 int headway_permitted(void) { return products_permitted(); }
@@ -20,6 +21,10 @@ linear *headway_linear_new(const void *const *rows, int64_t is_narrow, const flo
 linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
                                 int64_t form, int64_t gated) {
     return linear_of_codes(from, bias, outputs, inputs, form, gated);
+}
+void headway_round_to_4_bits(const void *const *rows, int64_t is_narrow, int64_t outputs, int64_t inputs,
+                             uint8_t *codes, float *scales) {
+    round_to_4_bits(rows, is_narrow, outputs, inputs, codes, scales);
 }
 void headway_linear_free(linear *the_linear) { linear_free(the_linear); }
 void headway_linears_join(linear *const *which, int64_t count) { linears_join(which, count); }

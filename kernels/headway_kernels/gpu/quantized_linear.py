@@ -131,9 +131,7 @@ def _product(
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
-    token_tile, output_tile = _tile_of(
-        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND
-    )
+    token_tile, output_tile = tile_of(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND)
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
@@ -167,7 +165,7 @@ def _product(
 
 
 @triton.jit
-def _tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BAND: tl.constexpr):
+def tile_of(program, token_tiles, OUTPUTS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BAND: tl.constexpr):
     """Bands of ``BAND`` output tiles; within a band, token tile after token tile."""
     output_tiles = tl.cdiv(OUTPUTS, BLOCK_OUTPUTS)
     band = program // (BAND * token_tiles)

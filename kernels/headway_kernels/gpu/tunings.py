@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning, padded_head, stored_bytes
+from headway_kernels.gpu.float8_linear import FLOAT8_TILINGS
 from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
 from headway_kernels.gpu.skinny_linear import MOST_TOKENS
 
@@ -38,7 +39,7 @@ class Tunings:
         return found or attention_tuning(self.device, head_dim, dtype, is_coded=is_coded)
 
     def of_products(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
-        """For products of weights as codes with inputs of ``dtype``, by ascending number of tokens."""
+        """For products of weights as codes with inputs of ``dtype``, perhaps E4M3, by ascending number of tokens."""
         shipped = shipped_tilings(dtype)
         few = tuple(
             tiling for tiling in shipped if tiling.max_tokens is not None and tiling.max_tokens <= MOST_FEW_TOKENS
@@ -53,6 +54,8 @@ class Tunings:
 
 def shipped_tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:
     """Those of products with codes."""
+    if dtype == torch.float8_e4m3fn:
+        return FLOAT8_TILINGS
     return FLOAT32_TILINGS if dtype == torch.float32 else TILINGS
 
 

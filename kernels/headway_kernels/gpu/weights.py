@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 from headway_kernels.gpu.float8 import NUMBERS_TOO_SMALL, numbers_of
+from headway_kernels.gpu.pairs import numbers_of_fp8_pairs, numbers_of_int4_pairs
 
 
 class WeightForm(IntEnum):
@@ -63,7 +64,7 @@ class DeviceWeight:
     ``values`` ``[outputs, inputs]``: floating, int8, or the bits of E4M3 as uint8; with INT4 uint8, ``[outputs, bytes]``,
     with other pairs int16, ``[outputs, words]``.
     ``scales`` and ``minima`` float32, ``[groups, outputs]``, or None: each ``group`` inputs share them. ``order`` int32,
-    ``[inputs]``, or None: which input meets a column.
+    ``[inputs]``, or None: which input meets a column. ``rounds_inputs``: see ``CodedWeight``.
     """
 
     form: WeightForm
@@ -73,6 +74,7 @@ class DeviceWeight:
     scales: Tensor | None = None
     minima: Tensor | None = None
     order: Tensor | None = None
+    rounds_inputs: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -123,10 +125,12 @@ def quantize(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tens
 
 
 def quantized(weight: Tensor, kind: Literal["int8", "fp8"]) -> DeviceWeight:
-    """A floating weight, ``[outputs, inputs]``, as codes with a scale for each output."""
+    """A floating weight, ``[outputs, inputs]``, as codes with a scale for each output; with fp8 for inputs that are rounded too."""
     codes, scales = quantize(weight, kind)
     form = CodeForm.CODES8 if kind == "int8" else CodeForm.FP8
-    found = coded(CodedWeight(form, codes, scales[:, None], max(weight.shape[1], 1)))
+    found = coded(
+        CodedWeight(form, codes, scales[:, None], max(weight.shape[1], 1), rounds_inputs=form is CodeForm.FP8)
+    )
     assert found is not None
     return found
 
@@ -152,6 +156,7 @@ def coded(weight: CodedWeight) -> DeviceWeight | None:
         scales.t().contiguous(),
         None if minima is None else minima.t().contiguous(),
         None if order is None else order.to(torch.int32),
+        weight.rounds_inputs,
     )
 
 
@@ -295,8 +300,9 @@ def multiply_tile(
             low = start + place // _HALF * (2 * _HALF) + place % _HALF
             x_low = _inputs(x_rows, order, low, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
             x_high = _inputs(x_rows, order, low + _HALF, INPUTS, INPUTS % BLOCK_INPUTS != 0, HAS_ORDER, WIDE)
-            part = tl.dot(_of_pairs(pairs, x_low.dtype, FORM, HAS_E4M3, False), x_low, part, input_precision="ieee")
-            part = tl.dot(_of_pairs(pairs, x_high.dtype, FORM, HAS_E4M3, True), x_high, part, input_precision="ieee")
+            low_numbers, high_numbers = _of_pairs(pairs, x_low.dtype, FORM, HAS_E4M3, WIDE)
+            part = tl.dot(low_numbers, x_low, part, input_precision="ieee")
+            part = tl.dot(high_numbers, x_high, part, input_precision="ieee")
         else:
             inputs = start + tl.arange(0, BLOCK_INPUTS)
             codes = _loaded(rows, inputs, INPUTS, INPUTS % BLOCK_INPUTS != 0)
@@ -367,7 +373,20 @@ def _inputs(
 
 
 @triton.jit
-def _of_pairs(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HAS_E4M3: tl.constexpr, HIGH: tl.constexpr):
+def _of_pairs(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HAS_E4M3: tl.constexpr, WIDE: tl.constexpr):
+    """The low and the high number of each pair. Triton's interpreter knows no instructions, and is always ``WIDE``."""
+    if FORM == _FP8_PAIRS and not WIDE:
+        low, high = numbers_of_fp8_pairs(pairs, dtype)
+    elif FORM == _INT4 and not WIDE:
+        low, high = numbers_of_int4_pairs(pairs, dtype)
+    else:
+        low = _of_pair(pairs, dtype, FORM, HAS_E4M3, False)
+        high = _of_pair(pairs, dtype, FORM, HAS_E4M3, True)
+    return low, high
+
+
+@triton.jit
+def _of_pair(pairs, dtype: tl.constexpr, FORM: tl.constexpr, HAS_E4M3: tl.constexpr, HIGH: tl.constexpr):
     """One number of each pair."""
     if FORM == _INT4:
         codes = ((pairs >> 4) if HIGH else (pairs & 15)).to(tl.int8) - 8

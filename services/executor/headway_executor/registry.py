@@ -5,16 +5,14 @@ Owns: the look-up, where the built-in ones are. Must not know: how a backend wor
 
 import importlib.util
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint
 from types import MappingProxyType
+from typing import cast
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
 from headway_executor.setting_checks import BUILT_IN
 from headway_executor.torch_build import cuda_advice
-from headway_process.entry_points import entry_points
+from headway_process.entry_points import ByName
 from headway_process.installation import install_advice
-
-ENTRY_POINT_GROUP = "headway.executor_backends"
 
 PLACES: Mapping[str, str] = MappingProxyType(
     {
@@ -25,13 +23,15 @@ PLACES: Mapping[str, str] = MappingProxyType(
 )
 """Known without the metadata of an installation: a checkout may run as it is."""
 
+BACKENDS = ByName("headway.executor_backends", PLACES)
+
 _OF_EXECUTOR = frozenset({"torch", "safetensors"})
 _OF_CUDA = frozenset({"triton", "cupy"})
 
 
 def backend_names() -> tuple[str, ...]:
     """Return the sorted names; import nothing."""
-    return tuple(sorted({*PLACES, *entry_points(group=ENTRY_POINT_GROUP).names}))
+    return BACKENDS.names
 
 
 def create_backend(name: str) -> ExecutorBackend:
@@ -40,8 +40,11 @@ def create_backend(name: str) -> ExecutorBackend:
     Raises:
         BackendConfigError: the name is unknown, or a Python package is missing.
     """
-    backend: ExecutorBackend = _load(_find(name))()
-    return backend
+    _check_known(name)
+    try:
+        return cast(type[ExecutorBackend], BACKENDS.load(name))()
+    except ModuleNotFoundError as error:
+        raise _lacking(name, error.name or "") from error
 
 
 def check_installed(name: str) -> None:
@@ -50,26 +53,15 @@ def check_installed(name: str) -> None:
     Raises:
         BackendConfigError: see ``create_backend``.
     """
-    entry_point = _find(name)
+    _check_known(name)
     for package in BUILT_IN[name].packages if name in BUILT_IN else ():
         if importlib.util.find_spec(package) is None:
-            raise _lacking(entry_point.name, package)
+            raise _lacking(name, package)
 
 
-def _find(name: str) -> EntryPoint:
-    for installed in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return installed
-    if name not in PLACES:
-        raise BackendConfigError(f"backend: {name!r:.64} is not allowed; allowed: {', '.join(backend_names())}")
-    return EntryPoint(name, PLACES[name], ENTRY_POINT_GROUP)
-
-
-def _load(entry_point: EntryPoint) -> type[ExecutorBackend]:
-    try:
-        loaded: type[ExecutorBackend] = entry_point.load()
-    except ModuleNotFoundError as error:
-        raise _lacking(entry_point.name, error.name or "") from error
-    return loaded
+def _check_known(name: str) -> None:
+    if name not in BACKENDS:
+        raise BackendConfigError(f"backend: {name!r:.64} is not allowed; allowed: {', '.join(BACKENDS.names)}")
 
 
 def _lacking(backend: str, module: str) -> BackendConfigError:

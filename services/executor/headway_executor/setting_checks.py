@@ -44,6 +44,7 @@ TRITON = Takes(
     quantizations=("none", "int8", "int4", "fp8"),
     options=MappingProxyType(
         {
+            "activations": ("auto", "exact", "fp8"),
             "chunk_attention": ("triton", "flash", "auto"),
             "graphs": ("auto", "off"),
             "step_log": (),

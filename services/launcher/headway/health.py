@@ -90,6 +90,15 @@ def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
+def listens(target: Target, *, timeout_s: float = 1.0) -> bool:
+    """Return whether somebody takes connections there."""
+    try:
+        _connected(target, timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
 def serves_within(target: Target, wait_s: float) -> bool:
     """Return True as soon as the server says that it serves, False after ``wait_s`` or if nobody answers."""
     import grpc
@@ -146,11 +155,15 @@ def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> st
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if target.client:
         context.load_cert_chain(target.client.certificate_file, target.client.key_file)
-    host, _, port = target.reachable_address.rpartition(":")
     with (
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection,
+        _connected(target, timeout_s) as connection,
         context.wrap_socket(connection) as secured,
     ):
         certificate = secured.getpeercert() or {}
     names = [str(entry[1]) for entry in certificate.get("subjectAltName", ())]
     return names[0].replace("*", "headway", 1) if names else ""
+
+
+def _connected(target: Target, timeout_s: float) -> socket.socket:
+    host, _, port = target.reachable_address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)

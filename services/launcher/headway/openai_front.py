@@ -6,8 +6,6 @@ import json
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Sequence
 
 from headway.health import SERVING, Target, health_of
@@ -78,7 +76,7 @@ def is_serving(openai_address: str, num_gateways: int = 1, gateways: Collection[
         has_all = all(b'"id"' in _asked(openai_address, f"v1/{listed}") for listed in ("models", "tokenizers"))
         ready = ready_gateways(openai_address) if has_all else []
         return len(ready) >= num_gateways and set(gateways) <= set(ready)
-    except (urllib.error.URLError, OSError, ValueError):
+    except (OSError, ValueError):
         return False
 
 
@@ -94,6 +92,8 @@ def ready_gateways(openai_address: str) -> list[str]:
 
 
 def _asked(openai_address: str, path: str) -> bytes:
+    import urllib.request  # it imports much, and smg runs in few fleets
+
     with urllib.request.urlopen(f"http://{openai_address}/{path}", timeout=1.0) as answer:
         content: bytes = answer.read()
         return content

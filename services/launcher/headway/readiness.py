@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headway.health import Target, model_of, serves_within
+from headway.health import Target, listens, model_of, serves_within
 
 if TYPE_CHECKING:
     from headway_proto import generation_pb2
@@ -57,7 +57,8 @@ def _why(waiting: Sequence[Target], late: Sequence[str]) -> str:
 
 
 def _model_if_serving(target: Target) -> "generation_pb2.GetModelResponse | None":
-    return model_of(target) if serves_within(target, _WATCH_S) else None
+    """What imports gRPC waits for a gateway that listens: until then, processes that start need the cores."""
+    return model_of(target) if listens(target) and serves_within(target, _WATCH_S) else None
 
 
 def readiness_line(

@@ -1,19 +1,39 @@
-"""What packages of this environment offer. Must not know: what for.
+"""What goes by a name: the built-in things, and what packages of this environment offer. Must not know: what for.
 
-A look reads the metadata of every package, which takes some milliseconds, so a process looks once for each group.
+A look into the environment imports much, and reads the metadata of every package. So a built-in name is never looked up,
+and others once.
 """
 
 import functools
-import importlib.metadata
-from importlib.metadata import EntryPoints
+import pkgutil
+from collections.abc import Mapping
 
 
-def entry_points(group: str, name: str | None = None) -> EntryPoints:
-    """Return those of a group, or the ones of this ``name``."""
-    found = _of_group(group)
-    return found if name is None else found.select(name=name)
+class ByName:
+    """``built_in`` things, ``module:attribute`` by name, and those of an entry point group under other names."""
 
+    def __init__(self, group: str, built_in: Mapping[str, str]) -> None:
+        self.group = group
+        self._built_in = built_in
 
-@functools.cache
-def _of_group(group: str) -> EntryPoints:
-    return importlib.metadata.entry_points(group=group)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All, sorted; nothing is imported."""
+        return tuple(sorted({*self._built_in, *self._offered}))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._built_in or name in self._offered
+
+    def load(self, name: str) -> object:
+        """Import what goes by a known name.
+
+        Raises:
+            ModuleNotFoundError: it needs a package that is not installed.
+        """
+        return pkgutil.resolve_name(self._built_in.get(name) or self._offered[name])
+
+    @functools.cached_property
+    def _offered(self) -> Mapping[str, str]:
+        import importlib.metadata
+
+        return {found.name: found.value for found in importlib.metadata.entry_points(group=self.group)}

@@ -4,7 +4,6 @@ Owns: the command. Must not know: extras' purposes.
 No package index has Headway, so the command lists the extra's packages.
 """
 
-import importlib.metadata
 import re
 import shlex
 import sys
@@ -25,6 +24,8 @@ def install_advice(extra: str = "") -> str:
 
 
 def _requirements(extra: str) -> list[str]:
+    import importlib.metadata  # it imports much, and few processes give advice
+
     try:
         stated = importlib.metadata.requires("headway") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -34,6 +35,8 @@ def _requirements(extra: str) -> list[str]:
 
 
 def _is_installed(requirement: str) -> bool:
+    import importlib.metadata
+
     name = _NAME.match(requirement)
     assert name is not None
     try:

@@ -6,9 +6,6 @@ Owns: reading them. Must not know: whose keys they are.
 import struct
 from pathlib import Path
 
-import zmq.auth
-from zmq.utils import z85
-
 _KEY_BYTES = 32
 
 
@@ -48,6 +45,9 @@ def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
     Raises:
         ValueError: no readable file with a whole key.
     """
+    import zmq.auth  # the launcher reads keys only if there are some
+    from zmq.utils import z85
+
     try:
         public, secret = zmq.auth.load_certificate(path)
         are_whole = all(len(z85.decode(key)) == _KEY_BYTES for key in (public, secret) if key is not None)

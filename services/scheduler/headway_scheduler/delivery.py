@@ -54,10 +54,10 @@ def deliver_end(links: IngressLinks, end: FinishedEvent, now: float) -> None:
 def _deliver_tokens(links: list[GatewayLink], events: StepEvents) -> None:
     for link in links:
         if len(links) == 1:
-            link.hold(columns=(events.handles, events.indices, events.token_ids))
+            link.hold_tokens(events.handles, events.indices, events.token_ids)
         else:
             mine = events.owners == link.owner
-            link.hold(columns=(events.handles[mine], events.indices[mine], events.token_ids[mine]))
+            link.hold_tokens(events.handles[mine], events.indices[mine], events.token_ids[mine])
 
 
 def _token_logprobs(event: LogprobsEvent) -> TokenLogprobs:

@@ -102,18 +102,20 @@ class GatewayLink:
         """The gateway has ``num_frames`` frames."""
         self._acknowledged = max(self._acknowledged, min(num_frames, self._writer.next_sequence))
 
+    def hold_tokens(self, handles: Int32Array, indices: Int32Array, token_ids: Int32Array) -> None:
+        """Add these tokens, shape ``[n]``, to the next ``Tokens``."""
+        if len(handles):
+            self._columns.append((handles, indices, token_ids))
+            self._num_held += len(handles) + _TOKENS_WORTH_OF_A_PART
+
     def hold(
         self,
-        columns: tuple[Int32Array, Int32Array, Int32Array] | None = None,
         admitted: tuple[Admitted, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
         finished: tuple[Finished, ...] = (),
         prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
-        """Add to the next ``Tokens``. ``columns``: handle, index, token id."""
-        if columns is not None and len(columns[0]):
-            self._columns.append(columns)
-            self._num_held += len(columns[0]) + _TOKENS_WORTH_OF_A_PART
+        """Add to the next ``Tokens``."""
         self._num_held += (len(logprobs) + len(finished) + len(admitted)) * _TOKENS_WORTH_OF_A_PART
         self._admitted += admitted
         self._logprobs += logprobs

@@ -22,7 +22,7 @@ KNOWN_LOCAL = {
     80: {"decode 512 *fp32 for 8.x": 8, "chunk 80 *fp16 for 8.x": 32},
     90: {"chunk 512 *bf16 for 9.x": 16, "decode 512 *fp32 for 9.x": 56},
     100: {
-        "multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 160,
+        "multiply_pairs Qwen3 bf16 INT4 group=32 gathers=False": 168,
         "multiply_pairs gpt-oss fp32 DENSE group=None gathers=False": 8,
         "add_layer_norm fp32 4096 bias=False": 8,
         "chunk 64 *fp32 for 10.x": 16,
@@ -30,9 +30,11 @@ KNOWN_LOCAL = {
     },
 }
 """Bytes of local memory of a thread. The assembler for sm_100 spares registers where it need not."""
-IN_GROUPS = re.compile(r"skinny|chunk (?!512)\d+ \*..16")
+IN_GROUPS = re.compile(r"skinny|float8 product|chunk (?!512)\d+ \*..16")
 """From sm_90 on, a group of warps multiplies together, if it has 64 rows."""
-COPIES_WIDELY = re.compile(r"(chunk|decode) \d+ \*..16|(skinny|product) ..16 (DENSE|INT8_PAIRS|FP8_PAIRS)")
+COPIES_WIDELY = re.compile(
+    r"(chunk|decode) \d+ \*..16|(skinny|product) ..16 (DENSE|INT8_PAIRS|FP8_PAIRS)|float8 product"
+)
 MODULES = sorted(path.stem for path in FOLDER.glob("cases_*.py"))
 AHEAD = "prefetch.global.L2"
 
@@ -57,7 +59,9 @@ def test_kernels_compile(module, capability, compiled_once):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = json.loads(done.stdout)
-    assert {entry["capability"] for entry in compiled} == {capability}
+    # sm_80 does not multiply codes.
+    assert bool(compiled) == (capability >= 89 or module != "cases_float8_linear")
+    assert {entry["capability"] for entry in compiled} <= {capability}
     for entry in compiled:
         assert entry["registers"] > 0
         assert entry["shared_bytes"] <= SHARED_BYTES[capability], entry
@@ -88,6 +92,8 @@ def check_the_binary(entry, capability):
     assert entry["before_wait"] == ([AHEAD] if entry["fetches_ahead"] else []), entry
     if capability >= 90 and IN_GROUPS.match(name):
         assert entry["group_products"] > 0, entry
+    if name.startswith("float8 product"):
+        assert entry["float8_products"] > 0, entry
     if name.startswith("skinny"):
         assert entry["copied_bytes"], entry
     if COPIES_WIDELY.match(name):

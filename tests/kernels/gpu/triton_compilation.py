@@ -71,6 +71,11 @@ def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
             Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], (0x[0-9a-f]+)", compiled.asm["ptx"]))
         ),
         "group_products": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"])),
+        "float8_products": len(
+            re.findall(
+                r"(?:wgmma\.mma_async|mma\.sync)\S*\.e4m3\.e4m3|tcgen05\.mma\S*kind::f8f6f4", compiled.asm["ptx"]
+            )
+        ),
         "fused": fused_instructions(compiled.asm["cubin"]) if case.shows_fusion else None,
     } | resources_in(compiled.asm["cubin"])
 

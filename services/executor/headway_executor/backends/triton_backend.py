@@ -22,10 +22,10 @@ from headway_executor.backend import BackendConfig, BackendConfigError, StepBatc
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.decoder import check_kernels_have
+from headway_executor.gpu.device_adapters import with_table
 from headway_executor.gpu.open_model import ModelFiles, OpenModel
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
-from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, takes_adapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
@@ -35,6 +35,7 @@ from headway_executor.models.rope import halves
 from headway_executor.random_weights import RandomCheckpoint
 from headway_executor.setting_checks import TRITON, check_settings, option_of
 from headway_executor.weights import Checkpoint
+from headway_kernels.gpu.float8_linear import is_native
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
@@ -43,7 +44,7 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Options: ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
+    Options: ``activations``: see ``gpu.device_weights``; ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
     a file with a line per step; ``tuning``: see ``gpu.tuning_file``.
     """
 
@@ -64,6 +65,10 @@ class TritonBackend:
         settings = settings_of(config, device)
         model_config, dtype, max_model_len = settings
         check_kernels_have(model_config)
+        if option_of(config, TRITON, "activations") == "fp8" and not is_native(device):
+            raise BackendConfigError(
+                "backend_options activations 'fp8' is not allowed with a compute capability below 8.9; allowed here: auto, exact"
+            )
         # Sums in bfloat16 would save little time and lose much precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         draft = _draft_settings(config, settings)
@@ -108,7 +113,7 @@ class TritonBackend:
             supports_constraints=constraints.is_supported,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
             supports_adapters=adapters is not None,
-            adapters=() if adapters is None else adapters.adapters.loaded,
+            adapters=() if adapters is None else adapters.loaded,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -131,12 +136,13 @@ class TritonBackend:
 
     def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``."""
-        with translating(), self._opened.runtime.on_stream():
-            return self._opened.loaded_adapters().load(name, directory)
+        model = self._opened
+        with translating(), torch.inference_mode(), model.runtime.on_stream():
+            return model.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
         """See ``AdapterBackend.unload_adapter``."""
-        self._opened.loaded_adapters().unload(name)
+        self._opened.unload_adapter(name)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -179,11 +185,11 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
     return checkpoint
 
 
-def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> StepAdapters | None:
+def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters | None:
     if not takes_adapters(model_config, config.adapters):
         return None
     order = halves(model_config.head_dim, model_config.attention)
-    adapters = ModelAdapters(model_config, order, whole(model_config), device=device)
+    adapters = ModelAdapters(model_config, order, whole(model_config), device=device, prepare=with_table)
     for name, directory in config.adapters.items():
         adapters.load(name, directory)
-    return StepAdapters(adapters)
+    return adapters

@@ -3,7 +3,6 @@
 Owns: the look-up, the built-in ones. Must not know: how a transport works.
 """
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,9 +10,7 @@ from typing import cast
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.block_store.transport import BlockTransport
-from headway_process.entry_points import entry_points
-
-ENTRY_POINT_GROUP = "headway.block_transports"
+from headway_process.entry_points import ByName
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -24,10 +21,12 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 )
 """Known without the metadata of an installation, which may be older than the source."""
 
+TRANSPORTS = ByName("headway.block_transports", BUILT_IN)
+
 
 def transport_names() -> tuple[str, ...]:
     """Return the sorted names; import nothing."""
-    return tuple(sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names}))
+    return TRANSPORTS.names
 
 
 def enabled_transports(block_transports: str) -> tuple[str, ...]:
@@ -37,11 +36,10 @@ def enabled_transports(block_transports: str) -> tuple[str, ...]:
         BackendConfigError: a name is unknown or listed twice; one line.
     """
     names = tuple([name.strip() for name in block_transports.split(",")]) if block_transports.strip() else ()
-    known = transport_names()
     for name in names:
-        if name not in known or names.count(name) > 1:
+        if name not in TRANSPORTS or names.count(name) > 1:
             raise BackendConfigError(
-                f"block_transports: {name!r:.64} is not allowed; allowed: each at most once, of {', '.join(known)}"
+                f"block_transports: {name!r:.64} is not allowed; allowed: each at most once, of {', '.join(TRANSPORTS.names)}"
             )
     return names
 
@@ -52,21 +50,14 @@ def make_transport(name: str, settings: Mapping[str, object] | None = None) -> B
     Raises:
         BackendConfigError: the name is unknown, a package is missing, or a setting cannot be honoured.
     """
-    if name not in transport_names():
+    if name not in TRANSPORTS:
         raise BackendConfigError(
-            f"block_transports: {name!r:.64} is not allowed; allowed: {', '.join(transport_names())}"
+            f"block_transports: {name!r:.64} is not allowed; allowed: {', '.join(TRANSPORTS.names)}"
         )
     try:
-        found = _load(name)
+        found = cast(type, TRANSPORTS.load(name))
     except ModuleNotFoundError as error:
         raise BackendConfigError(f"block_transports: {name!r} needs {error.name!r}, which is not installed") from error
     wanted = inspect.signature(found).parameters
     given = {field: value for field, value in (settings or {}).items() if field in wanted}
     return cast(BlockTransport, found(**given))
-
-
-def _load(name: str) -> type:
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return cast(type, entry_point.load())
-    module, _, attribute = BUILT_IN[name].partition(":")
-    return cast(type, getattr(importlib.import_module(module), attribute))

@@ -10,6 +10,7 @@ from torch import Tensor
 from headway_executor.backend import HostMemorySource
 from headway_executor.gpu.block_mover import BlockMover, open_pool
 from headway_executor.gpu.decoder import Decoder
+from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
 from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.step_columns import StepShape
@@ -22,7 +23,7 @@ ALIGNMENT = 16
 class DeviceModel:
     """Runs the step in the decoder's columns. ``draw`` launches the likeliest token of each row of logits.
 
-    ``block`` is of one layer. ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
+    ``adapters``: what the decoder's products ask, or None. ``block`` is of one layer. ``most_rows`` and ``most_tokens`` of a step are those for which the decoder has memory.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class DeviceModel:
         most_rows: int,
         most_tokens: int,
         draw: Callable[[Tensor], None],
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         self._runtime = runtime
         self.decoder = decoder
@@ -41,6 +43,7 @@ class DeviceModel:
         self._most_rows = most_rows
         self._most_tokens = most_tokens
         self._draw = draw
+        self._adapters = adapters
         self._graphs = StepGraphs(runtime)
         self._recorded: frozenset[LaunchSize] = frozenset()
         self.sizes = self.step_sizes(recorded=False)
@@ -71,25 +74,33 @@ class DeviceModel:
         """The size in which a step is launched; only one of decodes ``draws``."""
         return self.sizes.of(shape, draws=draws)
 
-    def launch(self, size: LaunchSize, *, as_recorded: bool = True, longest: int = 0) -> None:
-        """Launch the step in the columns, as a graph if there is one and it may be; ``longest``: see ``Decoder.run``."""
-        if not as_recorded or not self._graphs.launch(size):
+    def launch(self, size: LaunchSize, *, longest: int = 0) -> None:
+        """Launch the step in the columns, as a graph if there is one; ``longest``: see ``Decoder.run``."""
+        if not self._graphs.launch(size):
             # What a graph would record computes as in the graph.
             is_recorded = size in self._recorded
             self.forward(size, longest=0 if is_recorded else longest)
 
     def forward(self, size: LaunchSize, *, longest: int = 0) -> None:
         """Launch the step kernel by kernel."""
+        if self._adapters is not None:
+            self._adapters.are_any = size.is_adapted
         kinds = {"has_decodes": size.has_decodes, "has_chunks": size.has_chunks}
         self.decoder.run(self._pool, size.num_tokens, size.num_rows, longest=longest, **kinds)
         if size.draws:
             self._draw(self.decoder.logits(size.num_rows))
 
-    def record(self, progress: Callable[[int, int], None]) -> None:
+    def record(self, progress: Callable[[int, int], None], *, is_adapted: bool = False) -> None:
         """Record the graphs of all sizes; the step in the columns must be harmless."""
         self.sizes = self.step_sizes(recorded=True)
-        self._recorded = frozenset(self.sizes.recorded())
-        self._graphs.record(self.forward, self.sizes.recorded(), progress)
+        sizes = [size._replace(is_adapted=is_adapted) for size in self.sizes.recorded()]
+        self._recorded |= {*sizes}
+        self._graphs.record(self.forward, sizes, progress)
+
+    def record_adapted(self, progress: Callable[[int, int], None]) -> None:
+        """Record the same sizes for rows with adapters, once, if any are recorded; as ``record``."""
+        if self._recorded and not any(size.is_adapted for size in self._recorded):
+            self.record(progress, is_adapted=True)
 
     def step_sizes(self, *, recorded: bool) -> StepSizes:
         """The sizes of steps, with graphs or without."""

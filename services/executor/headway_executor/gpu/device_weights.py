@@ -1,6 +1,6 @@
 """From the tensors of a checkpoint to weights on a device, as numbers or as codes.
 
-Owns: which weights become codes. Must not know: layers, launches, formats.
+Owns: which weights become codes, which inputs are rounded. Must not know: layers, launches, formats.
 
 Codes of a checkpoint stay codes, where a kernel has their form. The rest is numbers of the model's dtype, or codes of a
 ``QuantizationKind``.
@@ -12,34 +12,44 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from headway_executor.gpu.linear import CodedLinear, DenseLinear, DeviceLinear, SplitWorkspace
+from headway_executor.gpu.linear import CodedLinear, DenseLinear, DeviceLinear, RoundedTokens, SplitWorkspace
 from headway_executor.linear import placed
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.loading import ModelTensors, TensorSource
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
+from headway_kernels.gpu import float8_linear
 from headway_kernels.gpu.tunings import Tunings
 from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
 
 QuantizationKind: TypeAlias = Literal["int8", "int4", "fp8"]
+Activations: TypeAlias = Literal["auto", "exact", "fp8"]
+"""The inputs of products with E4M3 codes: as the weights are meant, as they are, rounded. Values of the option ``activations``."""
 
 
 class DeviceWeights:
-    """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the device of ``tunings``."""
+    """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the device of ``tunings``.
+
+    ``max_num_tokens``: of a step.
+    """
 
     def __init__(
         self,
         checkpoint: TensorSource,
         tensors_of: Callable[[TensorSource], ModelTensors],
         quantization: QuantizationKind | None,
+        activations: Activations,
         dtype: torch.dtype,
         tunings: Tunings,
+        max_num_tokens: int,
     ) -> None:
         device = tunings.device
         self.tunings = tunings
         self.tensors = tensors_of(checkpoint)
         self._codes = CodedTensors(checkpoint, tensors_of) if isinstance(checkpoint, Checkpoint) else None
         self._quantization = quantization
+        self._activations = activations
+        self._max_num_tokens = max_num_tokens
         self._dtype = dtype
         self._device = device
         self._workspace = SplitWorkspace(device)
@@ -66,7 +76,15 @@ class DeviceWeights:
             dtype=self._dtype,
             workspace=self._workspace,
             tilings=self.tunings.of_products(self._dtype),
+            rounded=None if is_exact else self._rounded(weight, own_bias),
         )
+
+    def _rounded(self, weight: DeviceWeight, bias: Tensor | None) -> RoundedTokens | None:
+        is_meant = weight.rounds_inputs if self._activations == "auto" else self._activations == "fp8"
+        if not is_meant or not float8_linear.is_native(self._device) or not float8_linear.multiplies(weight):
+            return None
+        tilings = self.tunings.of_products(torch.float8_e4m3fn)
+        return RoundedTokens(weight, bias, self._workspace, tilings, self._max_num_tokens)
 
     def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
         """The same projection of each expert, and biases ``[experts, outputs]``. All have codes of one form, or none."""

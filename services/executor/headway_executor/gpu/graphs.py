@@ -7,7 +7,7 @@ Rows without tokens pad a step to its graph's size.
 
 import bisect
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,13 +21,16 @@ _MIXED_STEP = 64
 
 
 class LaunchSize(NamedTuple):
-    """The size of a launch, at least that of the step. It ``draws``: each row's likeliest token follows, in the same launch."""
+    """The size of a launch, at least that of the step. It ``draws``: each row's likeliest token follows, in the same launch.
+    ``is_adapted``: rows may have adapters.
+    """
 
     num_tokens: int
     num_rows: int
     has_decodes: bool
     has_chunks: bool
     draws: bool = False
+    is_adapted: bool = False
 
 
 class ForwardPass(Protocol):
@@ -47,6 +50,11 @@ def decode_ladder(max_num_rows: int) -> list[int]:
 def mixed_ladder(max_num_tokens: int) -> list[int]:
     """Tokens of graphs with chunks, ascending."""
     return list(range(_MIXED_STEP, min(max_num_tokens, MAX_MIXED_TOKENS) + 1, _MIXED_STEP))
+
+
+def most_recorded_tokens(max_num_rows: int, max_num_tokens: int) -> int:
+    """Tokens of the largest recorded step."""
+    return min(max_num_tokens, max(MAX_MIXED_TOKENS, max_num_rows))
 
 
 class StepSizes:
@@ -86,13 +94,14 @@ class StepGraphs:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._graphs: dict[LaunchSize, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
 
     def record(self, forward: ForwardPass, sizes: list[LaunchSize], progress: Callable[[int, int], None]) -> None:
         """Record ``forward`` per size; the step in memory must be harmless.
 
         Entering a graph gives torch's free memory back to the device: the largest step takes it again afterwards.
         """
-        pool = torch.cuda.graph_pool_handle()
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
             # The first run compiles the kernels and chooses products, which a graph cannot record.

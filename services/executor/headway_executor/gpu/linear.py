@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway_executor.models.adapted import StepAdapters
+from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
+from headway_kernels.gpu.float8_linear import float8_linear, workspace_size
 from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
+from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
 from headway_kernels.gpu.weights import DeviceWeight, dense
 
 
@@ -62,6 +64,34 @@ class FewTokens:
         return True
 
 
+class RoundedTokens:
+    """Products of many tokens, up to ``max_num_tokens``, which are rounded to E4M3 as the weight is.
+
+    Few tokens stay what they are: reading the weight takes the time, and rounding would be one launch more.
+    """
+
+    def __init__(
+        self,
+        weight: DeviceWeight,
+        bias: Tensor | None,
+        workspace: SplitWorkspace,
+        tilings: tuple[Tiling, ...],
+        max_num_tokens: int,
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._workspace = workspace
+        self._tilings = tilings
+        workspace.grow(workspace_size(max_num_tokens, weight.num_inputs))
+
+    def __call__(self, inputs: Tensor, out: Tensor) -> bool:
+        """Multiply. False: nothing is done, they are few."""
+        if len(inputs) <= MOST_FEW_TOKENS:
+            return False
+        float8_linear(inputs, self._weight, self._bias, out, self._workspace.memory, self._tilings)
+        return True
+
+
 class DenseLinear:
     """``weight`` ``[out, in]``, ``bias`` ``[out]`` or None, in the model's dtype.
 
@@ -84,7 +114,10 @@ class DenseLinear:
 
 
 class CodedLinear:
-    """Weights as codes; ``bias`` ``[out]`` or None, in the model's ``dtype``, for which ``tilings`` are."""
+    """Weights as codes; ``bias`` ``[out]`` or None, in the model's ``dtype``, for which ``tilings`` are.
+
+    ``rounded``: of the same weight, if inputs may be rounded.
+    """
 
     def __init__(
         self,
@@ -94,22 +127,25 @@ class CodedLinear:
         dtype: torch.dtype,
         workspace: SplitWorkspace,
         tilings: tuple[Tiling, ...],
+        rounded: RoundedTokens | None = None,
     ) -> None:
         self._weight = weight
         self._bias = bias
         self._tilings = tilings
+        self._rounded = rounded
         self.few = FewTokens(weight, bias, dtype, workspace)
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
-        if not self.few(inputs, out):
-            quantized_linear(inputs, self._weight, self._bias, out, self._tilings)
+        if self.few(inputs, out) or (self._rounded is not None and self._rounded(inputs, out)):
+            return
+        quantized_linear(inputs, self._weight, self._bias, out, self._tilings)
 
 
 class AdaptedLinear:
-    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; only this allocates."""
+    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; this allocates in large steps."""
 
-    def __init__(self, product: DeviceLinear, step: StepAdapters, layer: int, site: str) -> None:
+    def __init__(self, product: DeviceLinear, step: DeviceAdapters, layer: int, site: str) -> None:
         self._product = product
         self._step = step
         self._layer = layer
@@ -118,7 +154,8 @@ class AdaptedLinear:
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
         self._product(inputs, out)
-        self._step.add(self._layer, self._site, inputs, out)
+        if self._step.are_any:
+            self._step.add(self._layer, self._site, inputs, out)
 
     def few(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
         """See ``FewTokens``; what adapters add comes between the product and the activation."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.decoder import DecoderWeights, LayerWeights
-from headway_executor.gpu.device_weights import DeviceWeights, QuantizationKind
+from headway_executor.gpu.device_adapters import DeviceAdapters
+from headway_executor.gpu.device_weights import Activations, DeviceWeights, QuantizationKind
 from headway_executor.gpu.feed_forward import (
     DenseFeedForward,
     DeviceFeedForward,
@@ -22,7 +23,6 @@ from headway_executor.gpu.feed_forward import (
 from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
 from headway_executor.gpu.linear import AdaptedLinear, DeviceLinear
 from headway_executor.linear import placed
-from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
@@ -41,7 +41,8 @@ def load_decoder(
     dtype: torch.dtype,
     tunings: Tunings,
     quantization: QuantizationKind | None,
-    adapters: StepAdapters | None,
+    activations: Activations,
+    adapters: DeviceAdapters | None,
     progress: Callable[[int, int], None],
 ) -> DecoderWeights:
     """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
@@ -53,8 +54,10 @@ def load_decoder(
         checkpoint,
         lambda source: ModelTensors(config, source, order, device),
         quantization,
+        activations,
         dtype,
         tunings,
+        max_num_tokens,
     )
     loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
@@ -79,7 +82,7 @@ class _Loader:
         self,
         config: ModelConfig,
         weights: DeviceWeights,
-        adapters: StepAdapters | None,
+        adapters: DeviceAdapters | None,
         max_model_len: int,
         max_num_tokens: int,
         dtype: torch.dtype,

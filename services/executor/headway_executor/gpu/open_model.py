@@ -3,7 +3,6 @@
 Owns: the order of a step's launches. Must not know: how a model is opened, epochs, how a kernel computes.
 """
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,21 +12,24 @@ import msgspec
 import numpy as np
 import torch
 
-from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
-from headway_executor.constraints.rows import ConstrainedRows, StepMasks
+from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.constraints.rows import ConstrainedRows
 from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, chunk_library
 from headway_executor.gpu.decoder import Decoder
+from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_model import DeviceModel
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
-from headway_executor.gpu.device_weights import QuantizationKind
+from headway_executor.gpu.device_weights import Activations, QuantizationKind
 from headway_executor.gpu.draft import DeviceDraftPass
-from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.graphs import LaunchSize, most_recorded_tokens
+from headway_executor.gpu.largest_step import any_row, largest_step
 from headway_executor.gpu.loading import load_decoder
 from headway_executor.gpu.prompt_reader import PromptReader
 from headway_executor.gpu.readback import Readback
+from headway_executor.gpu.running_rows import RunningRows
 from headway_executor.gpu.runtime import Mark, Runtime
 from headway_executor.gpu.speculation import DeviceSpeculation, Drafted, LookedUp, SpeculativeStep, most_rows_of
 from headway_executor.gpu.step_columns import StepShape, shape_of
@@ -37,7 +39,6 @@ from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_pool import HostBytes
 from headway_executor.kv_pool import CODES, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
-from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.loading import TensorSource
 from headway_executor.prompt_logprobs import PromptReports
@@ -45,11 +46,12 @@ from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.setting_checks import TRITON, option_of
 from headway_executor.speculation.draft_model import DraftModel
 from headway_kernels.gpu.skinny_linear import MOST_TOKENS
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
-from headway_proto.sampling import SamplingParams
 from headway_proto.step import RowPromptLogprobs
 
 _QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
+_ACTIVATIONS: dict[str, Activations] = {"auto": "auto", "exact": "exact", "fp8": "fp8"}
 _POOL_SHARE = 0.94
 """The pool's share of the memory that the largest step leaves; the rest is for the graphs."""
 
@@ -70,20 +72,23 @@ class OpenModel:
         files: ModelFiles,
         runtime: Runtime,
         constraints: ConstrainedRows,
-        adapters: StepAdapters | None,
+        adapters: ModelAdapters | None,
         draft: ModelFiles | None,
     ) -> None:
         model_config, _, max_model_len = files.settings
         self.runtime = runtime
-        self._constraints = constraints
-        self._adapters = adapters
-        self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
         self._config = config
         self._max_model_len = max_model_len
         self._tunings = tunings_of(config.options.get("tuning", AUTO), runtime.device)
         max_num_rows, vocab_size = config.max_num_seqs, model_config.vocab_size
         num_proposals = 0 if config.speculation == "off" else config.num_speculative_tokens
         self._most_rows = most_rows_of(max_num_rows, config.max_num_batched_tokens, num_proposals)
+        self._adapters: DeviceAdapters | None = None
+        if adapters is not None:
+            most_tokens = most_recorded_tokens(self._most_rows, config.max_num_batched_tokens)
+            self._adapters = DeviceAdapters(
+                adapters, model_config, runtime, max_num_rows=self._most_rows, most_tokens=most_tokens
+            )
         self._upload = StepUpload(runtime, self._most_rows)
         self._rows = DeviceRows(
             runtime, max_num_rows=max_num_rows, max_model_len=max_model_len, block_size=config.block_size
@@ -91,10 +96,10 @@ class OpenModel:
         self._sampler = DeviceSampler(
             runtime, vocab_size=vocab_size, max_num_rows=max_num_rows, max_num_draws=self._most_rows
         )
-        self._refusals = Refusals(vocab_size)
+        self._running = RunningRows(Refusals(vocab_size), self._sampler, constraints, adapters)
         self._prompts = PromptReports()
         self._prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
-        self._target = self._loaded(files, self._most_rows, adapters, option_of(config, TRITON, OPTION))
+        self._target = self._loaded(files, self._most_rows, self._adapters, option_of(config, TRITON, OPTION))
         self._draft_model_len = 0 if draft is None else draft.settings.max_model_len
         self._draft = None if draft is None else self._loaded(draft, max_num_rows, None, OWN_KERNEL)
         self._speculation: DeviceSpeculation | None = None
@@ -127,7 +132,9 @@ class OpenModel:
         if record_graphs:
             self._upload.clear()  # The recording may run the step.
             for model in self._both:
-                model.record(lambda done, total: config.progress("recording graphs", done, total))
+                model.record(self._said_recording)
+            if self._adapters is not None and self._adapters.adapters.loaded:
+                self._target.record_adapted(self._said_recording)
             self._take_memory_again()
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -167,7 +174,7 @@ class OpenModel:
             return _nothing_drawn
         step: SpeculativeStep | None = None
         if self._speculation is not None and batch.num_speculative_tokens is not None:
-            step = self._speculation.propose(batch, frozenset(self._refusals.among(batch.rows)))
+            step = self._speculation.propose(batch, frozenset(self._running.refusals.among(batch.rows)))
             batch = step.batch
         shape = shape_of(batch)
         sampled_rows = batch.rows[batch.samples != 0]
@@ -183,7 +190,7 @@ class OpenModel:
         drawn = self._sampler.drawn(sampled_rows) if has_drawn else self._sampled(sampled_rows)
         if self._speculation is not None:
             self._speculation.proposer.draw(batch, drawn, self.runtime.mark())
-        refused = self._refusals.among(sampled_rows)
+        refused = self._running.refusals.among(sampled_rows)
 
         def build() -> StepResult:
             token_ids, logprobs, errors = drawn.collect()
@@ -201,8 +208,8 @@ class OpenModel:
         """Take in what the step changes."""
         num_tokens = int(batch.num_scheduled_tokens.sum())
         if len(batch.finished_rows):
-            self._forget(batch.finished_rows)
-        new_rows = self._admit(batch.new_rows) if batch.new_rows else ()
+            self._running.leave(batch.finished_rows)
+        new_rows = self._running.enter(batch.new_rows) if batch.new_rows else ()
         self._rows.apply(new_rows, batch.new_blocks)
         self._prompts.begin_step(batch)
         if self._speculation is not None:
@@ -217,56 +224,40 @@ class OpenModel:
         return (
             not shape.has_chunks
             and shape.num_sampled == shape.num_rows
-            and not self._constraints.are_any()
+            and self._running.are_unmasked()
             and self._sampler.is_greedy(sampled_rows)
         )
 
     def _sampled(self, rows: Int32Array) -> DrawnTokens:
         logits = self._target.decoder.logits(len(rows))
-        masks = self._masks(rows)
+        masks = self._running.masks(rows)
         drawn = self._sampler.sample(logits, rows, self._upload.views, self._rows.token_store, masks)
         if len(masks):
-            self._unread.append((self.runtime.mark(), masks, drawn))
+            self._running.expect(self.runtime.mark(), masks, drawn)
         return drawn
 
-    def loaded_adapters(self) -> ModelAdapters:
-        """Those that rows may name. Raises ``BackendConfigError``: the model takes none."""
+    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``. Before the first one, steps of rows with adapters are recorded."""
         if self._adapters is None:
             raise BackendConfigError(NO_ADAPTERS)
-        return self._adapters.adapters
+        # Behind the steps that are launched, and before the next one sends its own.
+        self._upload.clear()
+        self._adapters.clear()
+        self._target.record_adapted(self._said_recording)
+        return self._adapters.adapters.load(name, directory)
 
-    def _forget(self, rows: Int32Array) -> None:
-        self._refusals.forget(rows)
-        self._sampler.forget(rows)
-        self._constraints.forget(rows)
-        if self._adapters is not None:
-            self._adapters.adapters.leave(rows)
+    def unload_adapter(self, name: str) -> None:
+        """See ``AdapterBackend.unload_adapter``."""
+        if self._adapters is None:
+            raise BackendConfigError(NO_ADAPTERS)
+        self._adapters.adapters.unload(name)
 
-    def _admit(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
-        admitted = tuple(
-            [msgspec.structs.replace(new, token_ids=self._refusals.admit(new.row, new.token_ids)) for new in new_rows]
-        )
-        self._refusals.add(self._sampler.add_rows(admitted))
-        for new in admitted:
-            self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
-            why_not = "" if self._adapters is None else self._adapters.adapters.enter(new.row, new.adapter)
-            if why_not:
-                self._refusals.add({new.row: why_not})
-        return admitted
-
-    def _masks(self, sampled_rows: Int32Array) -> StepMasks:
-        """Wait for earlier draws of constrained rows, while the device runs this step."""
-        while self._unread:
-            reached, masks, drawn = self._unread.popleft()
-            reached.wait()
-            masks.advance(drawn.token_ids())
-        masks = self._constraints.masks(sampled_rows)
-        self._refusals.add(masks.failures)
-        return masks
+    def _said_recording(self, done: int, total: int) -> None:
+        self._config.progress("recording graphs", done, total)
 
     def close(self) -> None:
         """Give back threads, files and pinned memory; call it once."""
-        self._constraints.close()
+        self._running.close()
         self.mover.close()
         if self._swap_ends is not None:
             self._swap_ends.close()
@@ -289,20 +280,18 @@ class OpenModel:
 
     def _launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
         size = self._target.size_of(shape, draws=draws)
-        self._upload.send(batch, shape, size.num_rows)
         if self._adapters is not None:
-            self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), self.runtime.device)
-        # No graph has what adapters add.
-        has_adapters = self._adapters is not None and self._adapters.are_any
-        longest = int(batch.num_scheduled_tokens.max())
-        self._target.launch(size, as_recorded=not has_adapters, longest=longest)
+            self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), size.num_tokens)
+            size = size._replace(is_adapted=self._adapters.are_any)
+        self._upload.send(batch, shape, size.num_rows)
+        self._target.launch(size, longest=int(batch.num_scheduled_tokens.max()))
 
     @property
     def _both(self) -> tuple[DeviceModel, ...]:
         return (self._target,) if self._draft is None else (self._target, self._draft)
 
     def _loaded(
-        self, files: ModelFiles, most_rows: int, adapters: StepAdapters | None, chunk_attention: str
+        self, files: ModelFiles, most_rows: int, adapters: DeviceAdapters | None, chunk_attention: str
     ) -> DeviceModel:
         """A model over the rows and columns of this one."""
         config, (model_config, dtype, max_model_len) = self._config, files.settings
@@ -313,6 +302,7 @@ class OpenModel:
             dtype=dtype,
             tunings=self._tunings,
             quantization=_QUANTIZATIONS[config.quantization],
+            activations=_ACTIVATIONS[option_of(config, TRITON, "activations")],
             adapters=adapters,
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
@@ -341,6 +331,7 @@ class OpenModel:
             most_rows=most_rows,
             most_tokens=config.max_num_batched_tokens,
             draw=lambda logits: sampler.draw_likeliest(logits, views, store),
+            adapters=adapters,
         )
 
     def _open_pools(self, num_blocks: int, *, swap_space_mib: int) -> None:
@@ -377,46 +368,32 @@ class OpenModel:
     def try_largest_step(self) -> None:
         """Run the largest step in block 0: this compiles, and torch keeps its memory."""
         config = self._config
-        counts = _largest_step(config.max_num_batched_tokens, self._most_rows, self._max_model_len)
-        # With proposals, a row occurs more than once.
-        rows = np.arange(len(counts), dtype=np.int32) % config.max_num_seqs
-        batch = StepBatch(
-            step=0,
-            finished_rows=EMPTY_COLUMN,
-            new_rows=(),
-            new_blocks=np.empty((2, 0), dtype=np.int32),
-            rows=rows,
-            num_scheduled_tokens=counts,
-            num_computed_tokens=np.zeros_like(counts),
-            samples=np.ones_like(counts),
-            block_table=np.empty((0, 0), dtype=np.int32),
+        batch = largest_step(
+            most_tokens=config.max_num_batched_tokens,
+            most_rows=self._most_rows,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self._max_model_len,
         )
         shape = shape_of(batch)
-        new = NewRow(
-            row=0,
-            token_ids=np.zeros(1, dtype=np.int32),
-            num_prompt_tokens=1,
-            num_computed_tokens=0,
-            sampling=SamplingParams(),
-        )
-        self._rows.apply((new,), np.zeros((2, 1), dtype=np.int32))
+        self._rows.apply((any_row(),), np.zeros((2, 1), dtype=np.int32))
         self._launch(batch, shape)
         if self._draft is not None:
             self._draft.forward(self._draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))
         if self._adapters is not None:
-            self._try_adapters(self._adapters)
+            self._try_adapters()
         decoder = self._target.decoder
         self._prompt_reader.try_largest(decoder, self._rows.token_store, shape.num_tokens)
-        self._sampler.try_largest(decoder.logits(shape.num_sampled), rows, self._upload.views, self._rows.token_store)
+        self._sampler.try_largest(
+            decoder.logits(shape.num_sampled), batch.rows, self._upload.views, self._rows.token_store
+        )
         self.runtime.mark().wait()
 
-    def _try_adapters(self, adapters: StepAdapters) -> None:
+    def _try_adapters(self) -> None:
         """Behind the gates and ups of few tokens to which an adapter adds lies no activation, which takes other kernels."""
-        adapters.are_any = True
         for num_tokens in {1, min(MOST_TOKENS, self._config.max_num_batched_tokens)}:
             num_rows = min(num_tokens, self._most_rows)
-            self._target.forward(LaunchSize(num_tokens, num_rows, has_decodes=True, has_chunks=False))
-        adapters.are_any = False
+            size = LaunchSize(num_tokens, num_rows, has_decodes=True, has_chunks=False, is_adapted=True)
+            self._target.forward(size)
 
 
 def _nothing_drawn() -> StepResult:
@@ -425,11 +402,3 @@ def _nothing_drawn() -> StepResult:
 
 def _no_prompts() -> tuple[RowPromptLogprobs, ...]:
     return ()
-
-
-def _largest_step(max_num_tokens: int, max_num_rows: int, max_model_len: int) -> Int32Array:
-    num_rows = min(max_num_rows, max_num_tokens)
-    num_tokens = min(max_num_tokens, num_rows * max_model_len)
-    counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
-    counts[: num_tokens % num_rows] += 1
-    return counts

@@ -31,7 +31,7 @@ from headway_executor.models.stage import Stage
 from headway_executor.ranks.place import ALONE, RankPlace
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter
-from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits, rounded_to_8_bits
+from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
     Decoder,
     DecoderShape,
@@ -46,7 +46,15 @@ from headway_kernels.cpu.decoder import (
 from headway_kernels.cpu.experts import PackedExperts, packed_expert
 from headway_kernels.cpu.feed_forward import Activation, DenseFeedForward, activates_in_product
 from headway_kernels.cpu.latent import PackedExpansion, PackedLatent
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, StackedRows, Team, WeightForm, load_library
+from headway_kernels.cpu.library import (
+    CpuLibrary,
+    PackedLinear,
+    StackedRows,
+    Team,
+    WeightForm,
+    load_library,
+    rounded_to_4_bits,
+)
 
 _Weight: TypeAlias = Tensor | StackedRows | CodedWeight
 
@@ -55,9 +63,6 @@ _ENOUGH_TO_TELL = 1024
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
-
-_ROUNDED = MappingProxyType({"int8": rounded_to_8_bits, "int4": rounded_to_4_bits})
-"""By quantization."""
 
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -385,7 +390,8 @@ class _Loader:
             held = weight.with_rows(lambda part: part.bfloat16()) if self._dtype == torch.bfloat16 else weight
             return PackedLinear(self._library, held, bias, self._form(weight), gated=gated)
         if isinstance(weight, StackedRows):
-            weight = _ROUNDED[self._quantization](torch.cat(weight.parts))
+            is_for_4_bits = self._quantization == "int4"
+            weight = rounded_to_4_bits(self._library, weight) if is_for_4_bits else rounded_to_8_bits(*weight.parts)
         if self._activations != "auto":
             weight = replace(weight, rounds_inputs=self._activations == "int8")
         return PackedLinear(self._library, weight, bias, gated=gated)

@@ -3,7 +3,7 @@
 Owns: their tensors. Must not know: files, kernels.
 
 Integers are symmetric around the middle code or have zeros; the packed ones and their zeros are stored with half of the
-range added. Activations are not rounded here, so their scales are not read.
+range added. Whoever rounds activations finds their scales: those that are stored are not read.
 """
 
 from dataclasses import dataclass, replace
@@ -77,7 +77,8 @@ class CompressedTensors:
         """See ``WeightScheme``."""
         scales = stored.read(f"{base}.weight_scale")
         if self.is_float:
-            return of_float8(stored.read(f"{base}.weight"), scales, self.block, base)
+            codes = stored.read(f"{base}.weight")
+            return of_float8(codes, scales, self.block, base, rounds_inputs=self.rounds_inputs)
         codes = self._codes(base, stored)
         outputs, inputs = codes.shape
         group = (self.block[1] if self.block else self.group) or inputs
@@ -133,12 +134,17 @@ def compressed_tensors_of(fields: ConfigFields) -> CompressedTensors:
     if group.values.get("format") not in (None, fields.values["format"]):
         raise group.refuse("format", str(fields.values["format"]))
     scheme = _of_weights(weights, is_packed=fields.values["format"] == "pack-quantized")
-    return replace(scheme, rounds_inputs=_rounds_rows(group.section("input_activations")))
+    return replace(scheme, rounds_inputs=_rounds(group.section("input_activations"), is_float=scheme.is_float))
 
 
-def _rounds_rows(inputs: ConfigFields | None) -> bool:
-    """Whether inputs are rounded as the CPU kernels round them. Other roundings are not read, and not made."""
-    asked = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+def _rounds(inputs: ConfigFields | None, *, is_float: bool) -> bool:
+    """Whether inputs are rounded to floats of 8 bits, or to integers as the CPU kernels round them.
+
+    Other roundings are not read, and not made. Floats in blocks are nearer to the inputs than with any scale that is asked for.
+    """
+    asked: dict[str, object] = {"num_bits": 8, "type": "float"}
+    if not is_float:
+        asked = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
     return inputs is not None and all(inputs.values.get(name) == value for name, value in asked.items())
 
 

@@ -2,8 +2,8 @@
 
 Owns: their tensors, and 8-bit floats of other formats. Must not know: files, kernels.
 
-Blocks have ``weight_scale_inv``, which is the scale to multiply with; whole tensors have ``weight_scale``. Activations
-are not rounded here, so ``input_scale`` is not read.
+Blocks have ``weight_scale_inv``, which is the scale to multiply with; whole tensors have ``weight_scale``. Whoever rounds
+activations gives each block of them a scale of its own, which is more exact than ``input_scale``: that is not read.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ class Float8:
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
-        return of_float8(stored.read(f"{base}.weight"), stored.read(f"{base}.{self.scale_name}"), self.block, base)
+        scales = stored.read(f"{base}.{self.scale_name}")
+        return of_float8(stored.read(f"{base}.weight"), scales, self.block, base, rounds_inputs=True)
 
 
 def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
@@ -51,7 +52,9 @@ def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple
     return ((), (1,), (1, 1), (outputs, 1), (outputs,))
 
 
-def of_float8(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, base: str) -> CodedWeight:
+def of_float8(
+    codes: Tensor, scales: Tensor, block: tuple[int, int] | None, base: str, *, rounds_inputs: bool
+) -> CodedWeight:
     """A weight of ``codes``, ``[outputs, inputs]``, and scales of one of ``scale_shapes``.
 
     Raises:
@@ -59,9 +62,8 @@ def of_float8(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, base
     """
     if bool(((codes.view(torch.uint8) & _NO_NUMBER) == _NO_NUMBER).any()):
         raise ModelFilesError(f"{base}.weight: a value is not a number; allowed: finite values")
-    return CodedWeight(
-        CodeForm.FP8, codes, spread(scales, codes.shape[0], block), block[1] if block else codes.shape[1]
-    )
+    group = block[1] if block else codes.shape[1]
+    return CodedWeight(CodeForm.FP8, codes, spread(scales, codes.shape[0], block), group, rounds_inputs=rounds_inputs)
 
 
 def spread(scales: Tensor, outputs: int, block: tuple[int, int] | None) -> Tensor:

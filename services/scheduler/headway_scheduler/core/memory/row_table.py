@@ -4,6 +4,7 @@ Owns: rows, token ids, block tables, counters. Must not know: why a row changes.
 """
 
 import heapq
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,10 @@ from headway_scheduler.core.memory.memory_forecast import horizons
 from headway_scheduler.core.state.indices import ONE_PLACE, BlockIndices, RowIndices
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.speculation_record import SpeculationRecord
+
+_HUGE_PAGE_BYTES = 1 << 21
+_LEAST_HUGE_BYTES = 1 << 22
+"""NumPy asks Linux for huge pages from so many bytes on."""
 
 
 class RowTable:
@@ -60,9 +65,8 @@ class RowTable:
         self.horizons = horizons(block_size, max_model_len)
         """The steps ahead of the memory forecast."""
         max_blocks = -(-max_model_len // block_size)
-        # np.empty: untouched pages cost no memory.
-        self.token_ids = np.empty((max_rows, max_model_len), dtype=np.int32)
-        self.block_table = np.empty((max_rows, max_blocks), dtype=np.intp)
+        self.token_ids = _in_huge_pages(max_rows, max_model_len, np.dtype(np.int32))
+        self.block_table = _in_huge_pages(max_rows, max_blocks, np.dtype(np.intp))
         # One flat index costs less than a pair. ``_first_token``, ``_first_block``: where each row begins.
         self._flat_token_ids = self.token_ids.reshape(-1)
         self._flat_block_table = self.block_table.reshape(-1)
@@ -149,3 +153,13 @@ class RowTable:
     def append_tokens(self, places: NDArray[np.intp], token_ids: Int32Array) -> None:
         """Write the next token of some rows, one each, at its place. The caller adds them to ``num_tokens``."""
         self._flat_token_ids[places] = token_ids
+
+
+def _in_huge_pages(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An uninitialised table whose untouched pages cost no memory.
+
+    A step writes to each row, far from the others. To find that many small pages takes the processor longer than to write.
+    """
+    num_bytes = num_rows * num_columns * dtype.itemsize
+    whole = max(-(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, _LEAST_HUGE_BYTES)
+    return np.empty(whole, dtype=np.uint8)[:num_bytes].view(dtype).reshape(num_rows, num_columns)

@@ -1,10 +1,12 @@
-"""What a KV cache of 8 bits costs in quality: a text's loss with it beside without, on one backend.
+"""What a KV cache of 8 bits, or products of 8-bit floats, cost in quality: a text's loss with them beside without, on one backend.
 
-Owns: scoring a text through a backend's steps. Must not know: how a backend stores keys and values.
+Owns: scoring a text through a backend's steps. Must not know: how a backend stores and multiplies.
 
-    python benchmarks/kv_cache_loss.py --json result.json                           # the demo model, PyTorch operators
-    python benchmarks/kv_cache_loss.py --dtypes bfloat16 --model DIR --text held_out.txt
-    python benchmarks/kv_cache_loss.py --backend triton --device cuda --dtypes bfloat16
+    python benchmarks/loss_of_codes.py --json result.json                           # the demo model, PyTorch operators
+    python benchmarks/loss_of_codes.py --dtypes bfloat16 --model DIR --text held_out.txt
+    python benchmarks/loss_of_codes.py --backend triton --device cuda --dtypes bfloat16
+    python benchmarks/loss_of_codes.py --of fp8 --chunk 256                         # the same roundings, PyTorch operators
+    python benchmarks/loss_of_codes.py --of fp8 --backend triton --device cuda --chunk 256   # inputs of many tokens are rounded
 
 The loss is the mean negative log-likelihood per token, in nats, over consecutive windows of the text. A window runs in
 chunks, so that most of its tokens attend to keys and values that were stored by an earlier step.
@@ -13,21 +15,39 @@ chunks, so that most of its tokens attend to keys and values that were stored by
 import argparse
 import math
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
 
 import headway
 from headway_executor.backend import BackendConfig, ExecutorBackend, NewRow, StepBatch, StepResult
+from headway_executor.linear import Linear
+from headway_executor.models.families import read_model_config
 from headway_executor.registry import create_backend
+from headway_kernels import kv_codes
+from headway_kernels.gpu.float8_linear import BLOCK
+from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
+from headway_kernels.gpu.weights import quantize
 from headway_proto.columns import EMPTY_COLUMN
 from headway_proto.sampling import SamplingParams
 from program import add_line, count, count_or_none, parser_of, provenance, write_result
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 BLOCK_SIZE = 16
-KV_CACHE_DTYPES = ("auto", "fp8")
+FORMS: dict[str, dict[str, dict[str, object]]] = {
+    "kv_cache_dtype": {"auto": {}, "fp8": {"kv_cache_dtype": "fp8"}},
+    "fp8": {
+        "none": {},
+        "exact inputs": {"quantization": "fp8", "options": {"activations": "exact"}},
+        "rounded inputs": {"quantization": "fp8"},
+    },
+}
+"""What is compared with the first: settings of the backend."""
 
 
 class Scorer:
@@ -76,21 +96,68 @@ class Scorer:
         return result.result() if isinstance(result, Future) else result
 
 
-def loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, kv_cache_dtype: str) -> float:
+class Float8Reference:
+    """Products of PyTorch operators with the roundings of ``--quantization fp8``, which that backend does not have.
+
+    The head stays as it is; ``rounds``: inputs of more than 64 tokens, too.
+    """
+
+    def __init__(self, *, rounds: bool, num_head: int) -> None:
+        self._rounds = rounds
+        self._num_head = num_head
+        self._made, self._called = Linear.__init__, Linear.__call__
+
+    def __enter__(self) -> None:
+        made, called = self._made, self._called
+
+        def rounded_weight(linear: Linear, weight: Tensor, bias: Tensor | None, **form: Any) -> None:
+            if len(weight) != self._num_head:
+                codes, scales = quantize(weight, "fp8")
+                weight = codes.float() * scales[:, None]
+            made(linear, weight, bias, **form)
+
+        def rounded_inputs(linear: Linear, inputs: Tensor) -> Tensor:
+            is_head = len(linear._weight) == self._num_head  # noqa: SLF001 (which product it is)
+            if self._rounds and len(inputs) > MOST_FEW_TOKENS and not is_head:
+                blocks = functional.pad(inputs, (0, -inputs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+                rounded = kv_codes.decode(*kv_codes.encode(blocks)).flatten(1)[:, : inputs.shape[1]]
+                inputs = rounded.to(inputs.dtype)
+            return called(linear, inputs)
+
+        Linear.__init__, Linear.__call__ = rounded_weight, rounded_inputs
+
+    def __exit__(self, *_: object) -> None:
+        Linear.__init__, Linear.__call__ = self._made, self._called
+
+
+def emulating(arguments: argparse.Namespace, settings: dict[str, object]) -> AbstractContextManager[None]:
+    """What stands for products of 8-bit floats where PyTorch operators compute."""
+    if arguments.backend != "torch" or settings.pop("quantization", "none") != "fp8":
+        return nullcontext()
+    config = read_model_config(arguments.model)
+    return Float8Reference(rounds=not settings.pop("options", None), num_head=config.vocab_size)
+
+
+def loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, settings: dict[str, object]) -> float:
     """Nats per token; every window is scored alone."""
+    settings = dict(settings)
+    with emulating(arguments, settings):
+        return _loss(arguments, token_ids, dtype, settings)
+
+
+def _loss(arguments: argparse.Namespace, token_ids: list[int], dtype: str, settings: dict[str, object]) -> float:
     backend = create_backend(arguments.backend)
     config = BackendConfig(
         model=str(arguments.model),
         device=arguments.device,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
         block_size=BLOCK_SIZE,
         num_kv_blocks=-(-(arguments.window + 1) // BLOCK_SIZE),
         max_model_len=arguments.window + 1,
         max_num_seqs=1,
         max_num_batched_tokens=arguments.chunk,
         swap_space_mib=0,
-        options={"kernels": "eager"} if arguments.backend == "torch" else {},
+        **({"options": {"kernels": "eager"}} if arguments.backend == "torch" else {}) | settings,
     )
     scorer = Scorer(backend, config)
     total, number = 0.0, 0
@@ -108,6 +175,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=DEMO_MODEL / "held_out.txt")
     parser.add_argument("--tokens", type=count_or_none, default=0, help="of the text; 0: all")
     parser.add_argument("--window", type=count, default=256, help="tokens that are scored together")
+    parser.add_argument("--of", choices=sorted(FORMS), default="kv_cache_dtype", help="what is compared")
     parser.add_argument("--chunk", type=count, default=64, help="tokens of a step")
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", default="cpu")
@@ -122,14 +190,15 @@ def main() -> None:
     token_ids = token_ids[: arguments.tokens or None]
     results = []
     for dtype in arguments.dtypes.split(","):
-        losses = {name: loss(arguments, token_ids, dtype, name) for name in KV_CACHE_DTYPES}
+        losses = {name: loss(arguments, token_ids, dtype, settings) for name, settings in FORMS[arguments.of].items()}
+        without = next(iter(losses.values()))
         for name, nats in losses.items():
-            change = nats / losses["auto"] - 1
-            line = {"dtype": dtype, "kv_cache_dtype": name, "nats_per_token": round(nats, 5)}
+            change = nats / without - 1
+            line = {"dtype": dtype, arguments.of: name, "nats_per_token": round(nats, 5)}
             line |= {"perplexity": round(math.exp(nats), 4), "relative_difference": round(change, 6)}
             results.append(line)
-            add_line(arguments.lines, {"kind": "kv loss", "backend": arguments.backend, **line})
-            print(f"{dtype:9} kv {name:5} {nats:.5f} nats per token ({change:+.4%})", flush=True)
+            add_line(arguments.lines, {"kind": f"{arguments.of} loss", "backend": arguments.backend, **line})
+            print(f"{dtype:9} {arguments.of} {name:14} {nats:.5f} nats per token ({change:+.4%})", flush=True)
     record = {
         **provenance(arguments.seed),
         "backend": arguments.backend,

@@ -1,0 +1,72 @@
+"""The rows that run, as far as they are more than tokens and blocks: what they may sample, and with which adapter.
+
+Owns: how a row enters and leaves the parts that know something of it. Must not know: launches of a model, a step's columns.
+"""
+
+from collections import deque
+
+import msgspec
+
+from headway_executor.backend import NewRow
+from headway_executor.constraints.rows import ConstrainedRows, StepMasks
+from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
+from headway_executor.gpu.runtime import Mark
+from headway_executor.models.adapters import ModelAdapters
+from headway_executor.refusals import Refusals
+from headway_proto.columns import Int32Array
+
+
+class RunningRows:
+    """``adapters`` None: the model takes none."""
+
+    def __init__(
+        self, refusals: Refusals, sampler: DeviceSampler, constraints: ConstrainedRows, adapters: ModelAdapters | None
+    ) -> None:
+        self.refusals = refusals
+        self._sampler = sampler
+        self._constraints = constraints
+        self._adapters = adapters
+        self._unread: deque[tuple[Mark, StepMasks, DrawnTokens]] = deque()
+
+    def enter(self, new_rows: tuple[NewRow, ...]) -> tuple[NewRow, ...]:
+        """Rows begin; return them with tokens that a model can compute. What cannot run is among ``refusals``."""
+        admitted = tuple(
+            [msgspec.structs.replace(new, token_ids=self.refusals.admit(new.row, new.token_ids)) for new in new_rows]
+        )
+        self.refusals.add(self._sampler.add_rows(admitted))
+        for new in admitted:
+            self._constraints.add(new.row, new.sampling.constraint, new.token_ids[new.num_prompt_tokens :])
+            why_not = "" if self._adapters is None else self._adapters.enter(new.row, new.adapter)
+            if why_not:
+                self.refusals.add({new.row: why_not})
+        return admitted
+
+    def leave(self, rows: Int32Array) -> None:
+        """Rows have ended."""
+        self.refusals.forget(rows)
+        self._sampler.forget(rows)
+        self._constraints.forget(rows)
+        if self._adapters is not None:
+            self._adapters.leave(rows)
+
+    def are_unmasked(self) -> bool:
+        """Whether all rows may sample any token."""
+        return not self._constraints.are_any()
+
+    def masks(self, rows: Int32Array) -> StepMasks:
+        """What rows may sample now. It waits for earlier draws of constrained rows, while the device runs this step."""
+        while self._unread:
+            reached, masks, drawn = self._unread.popleft()
+            reached.wait()
+            masks.advance(drawn.token_ids())
+        masks = self._constraints.masks(rows)
+        self.refusals.add(masks.failures)
+        return masks
+
+    def expect(self, reached: Mark, masks: StepMasks, drawn: DrawnTokens) -> None:
+        """What was drawn within ``masks`` can be read behind ``reached``."""
+        self._unread.append((reached, masks, drawn))
+
+    def close(self) -> None:
+        """End the threads that compile constraints."""
+        self._constraints.close()

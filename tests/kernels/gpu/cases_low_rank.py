@@ -1,0 +1,51 @@
+"""Variants of low-rank additions that a model of Llama 3 8B's shape launches."""
+
+from triton_compilation import CompileCase
+
+from headway_kernels.gpu import low_rank as module
+
+RANK = 1536
+"""Of three projections side by side, each with the largest rank."""
+_TILES = {"tables": "*i64", "tokens": "*i32"}
+_NUMBERS = {"num_tokens": "i32", "site": "i32"}
+
+
+def shrink(dtype, num_inputs):
+    pointers = _TILES | {"x": f"*{dtype}", "workspace": "*fp32"}
+    return CompileCase(
+        name=f"shrink {dtype} {num_inputs}",
+        kernel=module._shrink,
+        signature=pointers | _NUMBERS | {"x_stride": "i32"},
+        constants={
+            "INPUTS": num_inputs,
+            "SPLIT_INPUTS": module.SPLIT_INPUTS,
+            "BLOCK_INPUTS": module.BLOCK_INPUTS,
+            "RANK_STRIDE": RANK,
+            "BLOCK_RANK": module.BLOCK_RANK,
+        },
+        num_warps=module.NUM_WARPS,
+        aligned=(*pointers, "x_stride"),
+        blocks=4,
+    )
+
+
+def expand(dtype, num_outputs, splits):
+    pointers = _TILES | {"workspace": "*fp32", "out": f"*{dtype}"}
+    return CompileCase(
+        name=f"expand {dtype} {num_outputs} splits={splits}",
+        kernel=module._expand,
+        signature=pointers | _NUMBERS | {"out_stride": "i32"},
+        constants={
+            "OUTPUTS": num_outputs,
+            "SPLITS": splits,
+            "BLOCK_OUTPUTS": module.BLOCK_OUTPUTS,
+            "RANK_STRIDE": RANK,
+            "BLOCK_RANK": module.BLOCK_RANK,
+        },
+        num_warps=module.NUM_WARPS,
+        aligned=(*pointers, "out_stride"),
+        blocks=3,
+    )
+
+
+CASES = [shrink("bf16", 4096), shrink("fp32", 14336), expand("bf16", 28672, 4), expand("bf16", 4096, 14)]

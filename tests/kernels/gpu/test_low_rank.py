@@ -1,0 +1,85 @@
+"""Low-rank additions beside float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_weights import normal
+from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+MOST_RANK = 40
+SITES = 3
+
+
+def adapter(seed, rank, num_inputs, num_outputs, device):
+    """Matrices of the middle site, and a table that has them there alone."""
+    down = normal(seed, rank, num_inputs, device=device) * num_inputs**-0.5
+    up = normal(seed + 1, num_outputs, rank, device=device)
+    table = torch.zeros(SITES, ENTRY, dtype=torch.int64)
+    table[1] = torch.tensor([down.data_ptr(), up.data_ptr(), rank])
+    return down, up, table.to(device)
+
+
+def tiles_of(adapters, of_tokens, num_tiles, device):
+    tables, tokens = torch.zeros(num_tiles, dtype=torch.int64), torch.full((num_tiles, TILE), -1, dtype=torch.int32)
+    number = 0
+    for place, (_, _, table) in enumerate(adapters):
+        own = [token for token, chosen in enumerate(of_tokens) if chosen == place]
+        for first in range(0, len(own), TILE):
+            part = own[first : first + TILE]
+            tables[number] = table.data_ptr()
+            tokens[number, : len(part)] = torch.tensor(part, dtype=torch.int32)
+            number += 1
+    return tables.to(device), tokens.to(device)
+
+
+def added(x, out, adapters, of_tokens, site=1):
+    """The sum, in the middle of NaNs."""
+    wide = torch.full((len(out) + 1, out.shape[1] + 3), torch.nan, dtype=out.dtype, device=out.device)
+    wide[:-1, : out.shape[1]] = out
+    tables, tokens = tiles_of(adapters, of_tokens, most_tiles(len(x), len(adapters)), x.device)
+    workspace = torch.full((workspace_size(*x.shape, MOST_RANK),), torch.nan, device=x.device)
+    add_low_rank(x, wide[:-1, : out.shape[1]], tables, tokens, workspace, site=site, most_rank=MOST_RANK)
+    assert wide[-1].isnan().all()
+    assert wide[:, out.shape[1] :].isnan().all()
+    return wide[:-1, : out.shape[1]]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    of_tokens=st.lists(st.sampled_from((-1, 0, 1, 2)), min_size=1, max_size=40),
+    ranks=st.tuples(*[st.integers(1, MOST_RANK)] * 3),
+    num_inputs=st.integers(1, 200) | st.sampled_from((1024, 2100)),
+    num_outputs=st.integers(1, 300),
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_float64(kernel_device, of_tokens, ranks, num_inputs, num_outputs, dtype, seed):
+    adapters = [adapter(seed + 2 * i, rank, num_inputs, num_outputs, kernel_device) for i, rank in enumerate(ranks)]
+    x = normal(seed + 9, len(of_tokens), num_inputs, dtype=dtype, device=kernel_device)
+    before = normal(seed + 10, len(of_tokens), num_outputs, dtype=dtype, device=kernel_device)
+    expected = before.double()
+    for place, (down, up, _) in enumerate(adapters):
+        own = torch.tensor([chosen == place for chosen in of_tokens], device=kernel_device)
+        expected[own] += x[own].double() @ down.double().t() @ up.double().t()
+    found = added(x, before, adapters, of_tokens)
+    torch.testing.assert_close(found, expected.to(dtype), rtol=TOLERANCE[dtype], atol=2e-4)
+
+
+def test_a_token_does_not_depend_on_its_company(kernel_device):
+    adapters = [adapter(2 * i, 9 + i, 1500, 150, kernel_device) for i in range(3)]
+    x, before = normal(7, 40, 1500, device=kernel_device), normal(8, 40, 150, device=kernel_device)
+    of_tokens = [token % 4 - 1 for token in range(40)]
+    together = added(x, before, adapters, of_tokens)
+    for token in (0, 1, 17, 39):
+        alone = added(x[token : token + 1], before[token : token + 1], adapters, of_tokens[token : token + 1])
+        assert torch.equal(alone[0], together[token])
+
+
+def test_a_site_without_an_addition_stays_as_it_is(kernel_device):
+    adapters = [adapter(0, 4, 30, 20, kernel_device)]
+    x, before = normal(1, 5, 30, device=kernel_device), normal(2, 5, 20, device=kernel_device)
+    assert torch.equal(added(x, before, adapters, [0] * 5, site=2), before)
