@@ -42,7 +42,8 @@
 #endif
 
 /* The sums of a tile stay in registers if all that touches them is one function without loops. A compiler that adds
- * checks to each access takes minutes for functions of that size: with LOOPS_STAY it leaves them as they are written. */
+ * checks to each access takes minutes for functions of that size: with LOOPS_STAY it leaves them as they are written.
+ */
 #ifdef LOOPS_STAY
 #define INLINE static inline
 #define UNROLLED
