@@ -19,7 +19,7 @@ from headway_executor.backend import BackendConfig, StepBatch, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.ranks.channel import Channel
 from headway_executor.ranks.group import RankGroup
-from headway_executor.registry import ENTRY_POINT_GROUP
+from headway_executor.registry import BACKENDS
 from headway_kernels.cpu.library import load_library
 from headway_proto.step import BackendInfo
 
@@ -87,7 +87,7 @@ def register(directory: Path) -> dict[str, str]:
     package.mkdir()
     logs.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: staged-backend\nVersion: 0\n")
-    (package / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{NAME} = staged_backend:StagedBackend\n")
+    (package / "entry_points.txt").write_text(f"[{BACKENDS.group}]\n{NAME} = staged_backend:StagedBackend\n")
     known = os.environ.get("PYTHONPATH")
     paths = [str(directory), str(Path(__file__).parent), *([known] if known else [])]
     return {"PYTHONPATH": os.pathsep.join(paths), LOG_VARIABLE: str(logs)}
