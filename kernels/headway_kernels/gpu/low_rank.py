@@ -4,8 +4,8 @@ Owns: how tokens find their matrices, both products. Must not know: layers, file
 
 As in Punica (Chen et al. 2023, arXiv 2310.18547), one launch serves all adapters of a step. Tokens of one adapter stand
 in *tiles*. A tile has the address of its adapter's *table*, which has the addresses of the matrices: so a recorded
-launch reads whichever adapters a step has. All is float32. The inputs' width alone decides how sums are cut into splits, which are
-added first to last: a token's result does not depend on its company.
+launch reads whichever adapters a step has. All is float32. The inputs' width alone decides how sums are cut into
+splits, which are added first to last: a token's result does not depend on its company.
 """
 
 import triton

@@ -70,6 +70,7 @@ _INT4_TO_FLOAT16 = tl.constexpr(INT4_TO_FLOAT16)
 _INT4_TO_BFLOAT16 = tl.constexpr(INT4_TO_BFLOAT16)
 
 
+# Each type is written out in a call of its own: Triton takes no ``constexpr`` among the types of inline assembly.
 @triton.jit
 def numbers_of_fp8_pairs(pairs, dtype: tl.constexpr):
     """The low and the high E4M3 codes of int16 ``pairs`` as numbers of ``dtype``, too small as ``float8.numbers_of`` says."""

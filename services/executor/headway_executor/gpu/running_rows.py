@@ -1,4 +1,4 @@
-"""The rows that run, as far as they are more than tokens and blocks: what they may sample, and with which adapter.
+"""What running rows have beside tokens and blocks: what they may sample, and which adapter they use.
 
 Owns: how a row enters and leaves the parts that know something of it. Must not know: launches of a model, a step's columns.
 """
