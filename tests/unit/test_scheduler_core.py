@@ -1,5 +1,8 @@
 """What the specification does not state of the core: rows that could not be run, and what steps tell of prompts."""
 
+import gc
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -41,6 +44,32 @@ def test_an_error_in_a_chunk_of_a_request_that_left_does_not_end_the_next_one_in
     answer = ExecutorOutput(epoch=0, step=0, errors=(RowError(0, "cannot be run"),), state_digest=digest)
     assert core.update(answer, now=0.0).finished == ()
     assert core.num_running == 1
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"order": "fair", "batching": "orca"},
+        {"order": "priority", "budget": "slo", "protect_itl": True, "default_itl_slo_ms": 50},
+        {"order": "shortest", "reserve": "predicted", "prefix_aware": True},
+    ],
+)
+def test_an_epoch_that_ends_leaves_nothing_for_the_collector_of_cycles(limits: dict[str, Any]) -> None:
+    """The collector comes rarely, and an epoch has tables of many megabytes."""
+    core = Scheduler(SchedulerLimits(**limits), ROOMY)
+    for handle in range(4):
+        core.add_request(msgspec.structs.replace(request(handle), priority=3), now=0.0)
+    core.schedule(now=0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        core.begin_epoch(ROOMY, 1)
+        core.schedule(now=0.1)
+        assert len(core.release_all()) == 4
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 ROOMY = ExecutorCapacity(

@@ -3,7 +3,6 @@
 Owns: these checks, and the newest refusal. Must not know: the queue's order, or how a running row is served.
 """
 
-from collections.abc import Callable
 
 import msgspec
 
@@ -62,7 +61,6 @@ class Admission:
         self._foreseen: Request | None = None
         self._joining: Request | None = None
         """The request about which the budget is asked; a closure for each would cost more."""
-        self._ask_joining_row: Callable[[], JoiningRow] = self._joining_row
         self._ask_again_at = 0
 
     def cut_of(self, rules: StepRules) -> PromptCut | None:
@@ -264,7 +262,7 @@ class Admission:
         if is_due or is_first or request.stored is not None:
             return True  # for a client whose stream goes on here, waiting would be a longer gap than any step
         self._joining = request
-        admits = self._state.budget.admits_more(self._ask_joining_row)
+        admits = self._state.budget.admits_more(self._joining_row)
         self._joining = None
         return admits
 
