@@ -266,9 +266,13 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
     ("change", "said"),
     [
         (lambda w: w.add_sliding_window(64), "llama.attention.sliding_window 64 is not supported; allowed: none"),
-        (lambda w: w.add_expert_count(8), "llama.expert_count 8"),
+        (lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
+        (lambda w: w.add_logit_scale(0.5), "llama.logit_scale 0.5 is not supported; allowed: none"),
         (lambda w: w.add_rope_dimension_count(32), "llama.rope.dimension_count 32"),
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope.scaling.type 'yarn'"),
+        (
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            "llama.rope.scaling.type 'longrope' is not supported; allowed: none, linear, yarn",
+        ),
         (lambda w: w.add_tensor("rope_freqs.weight", np.full(32, 2, np.float32)), "rope_freqs.weight is not supported"),
         (
             lambda w: w.add_tensor("blk.0.odd.weight", np.zeros(32, np.float32)),
@@ -314,9 +318,11 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, capfd, content):
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, capfd):
-    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="gemma2")
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="gemma")
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
-    assert "general.architecture 'gemma2' is not supported; allowed: llama, qwen2, qwen3" in capfd.readouterr().err
+    assert (
+        "general.architecture 'gemma' is not supported; allowed: cohere2, deepseek2, gemma2" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "executor"])

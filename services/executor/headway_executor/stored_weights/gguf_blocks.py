@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headway_executor.stored_weights.mxfp4 import of_fp4
 from headway_executor.stored_weights.scheme import StoredTensor, StoredTensors
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
@@ -101,10 +102,15 @@ def _q6_k(blocks: Tensor) -> CodedWeight:
     return CodedWeight(CodeForm.CODES8, codes.flatten(1), scales.flatten(1), 16)
 
 
+def _mxfp4(blocks: Tensor) -> CodedWeight:
+    return of_fp4(_nibbles(blocks[..., 1:]).flatten(1), blocks[..., 0], "a block of MXFP4")
+
+
 BLOCKS: Mapping[str, _Block] = {
     "q4_0": _Block(32, 18, _q4_0),
     "q8_0": _Block(32, 34, _q8_0),
     "q4_k": _Block(256, 144, _q4_k),
     "q6_k": _Block(256, 210, _q6_k),
+    "mxfp4": _Block(32, 17, _mxfp4),
 }
 """By ggml's names, in small letters."""

@@ -64,6 +64,13 @@ class GgufFile:
             )
         return torch.from_numpy(np.array(data)).view(self.shape(name))
 
+    def wide(self, name: str) -> Tensor:
+        """A tensor of any kind: floats as they are, blocks as float32."""
+        tensor = self._tensors[name]
+        if self.kind(name) in ("f32", "f16", "bf16"):
+            return self.floats(name)
+        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(self.shape(name))
+
     def blocks(self, name: str) -> Tensor:
         """A tensor of blocks: uint8, ``[rows, bytes]``; of a stack ``[count, rows, bytes]``."""
         return torch.from_numpy(np.array(self._tensors[name].data)).view(*self.shape(name)[:-1], -1)
