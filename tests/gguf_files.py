@@ -249,18 +249,20 @@ def write_file(
     kind: Kind,
     *,
     is_absorbed: bool = True,
+    most_tensors: int = 0,
     change: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Write the file of a checkpoint. With MXFP4 only stacks of experts are in it, and other matrices in Q8_0.
 
-    ``is_absorbed``: latent attention in the newer form; ``change`` may add to the metadata.
+    ``is_absorbed``: latent attention in the newer form; ``change`` may add to the metadata. With ``most_tensors`` there are
+    several files.
     """
     config = json.loads((directory / "config.json").read_text())
     config["is_absorbed"] = is_absorbed
     family = config["architectures"][0].removesuffix("ForCausalLM")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
     architecture = _ARCHITECTURES[family]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=most_tensors)
     _add_settings(writer, config)
     _SETTINGS.get(family, lambda *_: None)(writer, config)
     _add_tokens(writer, directory)

@@ -6,6 +6,7 @@ tokenizers.
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,33 +34,15 @@ def config_of(file: GgufFile) -> dict[str, object]:
 
 
 def tensors_of(file: GgufFile) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the checkpoint; blocks as they are. Raises ``ConfigurationError``: some other tensor."""
+    """Names and tensors of the checkpoint, each read when it is its turn; blocks as they are.
+
+    Raises:
+        ConfigurationError: some other tensor, before the first is read.
+    """
     metadata = _metadata_of(file)
     layout = FAMILIES[metadata.architecture](metadata).layout
-    waiting: dict[tuple[str, Joined, str], dict[str, str]] = {}
-    for tensor in file.tensor_names:
-        if tensor == _ROPE_FACTORS:
-            continue
-        kind = file.kind(tensor)
-        if kind not in (*_FLOATS, *_BLOCKS):
-            raise file.refuse(f"tensor {tensor} is of kind {kind}; allowed: {', '.join((*_FLOATS, *_BLOCKS))}")
-        at = _place_of(file, tensor, layout)
-        if at is None:
-            continue
-        if at.joined is None:
-            yield from _at_one_place(file, tensor, at, layout)
-            continue
-        parts = waiting.setdefault((at.prefix, at.joined, at.end), {})
-        parts[at.place] = tensor
-        places = next(places for places, joined in layout.joined.items() if joined is at.joined)
-        if len(parts) == len(places):
-            yield _joined(file, [parts[place] for place in places], at, at.joined)
-            del waiting[at.prefix, at.joined, at.end]
-    if waiting:
-        lonely = next(iter(waiting.values()))
-        raise file.refuse(
-            f"tensor {next(iter(lonely.values()))} is there without its other parts; allowed: all of them"
-        )
+    pieces = list(_pieces_of(file, layout))
+    return chain.from_iterable(_read(file, tensors, at, layout) for tensors, at in pieces)
 
 
 class _At(NamedTuple):
@@ -76,10 +59,6 @@ def _metadata_of(file: GgufFile) -> Metadata:
     name = file.value("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
         raise file.refuse(f"general.architecture {name!r:.64} is not supported; allowed: {', '.join(FAMILIES)}")
-    if file.value("split.count", 0) > 1:
-        raise file.refuse(
-            f"split.count {file.value('split.count')} is not supported; allowed: one file (gguf-split --merge)"
-        )
     return Metadata(file)
 
 
@@ -136,6 +115,38 @@ def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
             if place in layout.inside:
                 return _At(prefix, place, layout.inside[place], end, None)
     raise file.refuse(f"tensor {tensor[:64]} is not supported; allowed: those of a decoder")
+
+
+def _pieces_of(file: GgufFile, layout: Layout) -> Iterator[tuple[list[str], _At]]:
+    """The tensors of the file that go together."""
+    waiting: dict[tuple[str, Joined, str], dict[str, str]] = {}
+    for tensor in file.tensor_names:
+        if tensor == _ROPE_FACTORS:
+            continue
+        kind = file.kind(tensor)
+        if kind not in (*_FLOATS, *_BLOCKS):
+            raise file.refuse(f"tensor {tensor} is of kind {kind}; allowed: {', '.join((*_FLOATS, *_BLOCKS))}")
+        at = _place_of(file, tensor, layout)
+        if at is None:
+            continue
+        if at.joined is None:
+            yield [tensor], at
+            continue
+        parts = waiting.setdefault((at.prefix, at.joined, at.end), {})
+        parts[at.place] = tensor
+        places = next(places for places, joined in layout.joined.items() if joined is at.joined)
+        if len(parts) == len(places):
+            yield [parts[place] for place in places], at
+            del waiting[at.prefix, at.joined, at.end]
+    for parts in waiting.values():
+        raise file.refuse(f"tensor {next(iter(parts.values()))} is there without its other parts; allowed: all of them")
+
+
+def _read(file: GgufFile, tensors: list[str], at: _At, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    if at.joined is None:
+        yield from _at_one_place(file, tensors[0], at, layout)
+    else:
+        yield _joined(file, tensors, at, at.joined)
 
 
 def _at_one_place(file: GgufFile, tensor: str, at: _At, layout: Layout) -> Iterator[tuple[str, Tensor]]:
