@@ -1,6 +1,10 @@
 """``headway gguf``: the model of a file in llama.cpp's layout has the greedy tokens of transformers, for every family."""
 
+import json
+import os
 import random
+import subprocess
+from pathlib import Path
 
 import gguf
 import pytest
@@ -46,6 +50,15 @@ def served(directory, kernels):
     return [request.output for request in requests]
 
 
+OTHERWISE_IN_LLAMA_CPP = {
+    "deepseek2": "it scores groups by two experts",
+    "deepseek2-lite": "only with 26 or 27 layers are queries not compressed",
+    "deepseek2-v3": "it takes the usual bounds for yarn",
+    "gpt-oss": "the same, and cuts them to whole channels",
+    "llama-bias": "the same",
+    "phi3": "it has no window",
+    "qwen2": "the usual bounds for yarn",
+}
 CASES = [
     *((name, Kind.F16, "eager") for name in MODELS),
     *((name, Kind.Q8_0, "compiled") for name in MODELS),
@@ -60,6 +73,19 @@ def test_the_tokens_are_those_of_transformers(tmp_path, name, kind, kernels):
     file = write_file(tmp_path / "model.gguf", tmp_path / "source", kind)
     assert main(["gguf", str(file), str(tmp_path / "model")]) == 0
     assert served(tmp_path / "model", kernels) == [greedy(model, prompt).tolist() for prompt in prompts()]
+
+
+@pytest.mark.skipif("NODE_DIRECTORY" not in os.environ, reason="NODE_DIRECTORY names no folder with node-llama-cpp")
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - OTHERWISE_IN_LLAMA_CPP))
+def test_llama_cpp_makes_the_same_of_the_file(tmp_path, name):
+    """So that the writer of these files and their reader cannot be wrong together."""
+    model = make_model(tmp_path / "source", name, Kind.F32)
+    file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F32)
+    command = ["node", str(Path(__file__).parent.parent / "llama_cpp.mjs"), str(file), str(NUM_OUTPUT)]
+    done = subprocess.run(command, input=json.dumps(prompts()), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.strip().rpartition("\n")[2]) == [
+        greedy(model, prompt).tolist() for prompt in prompts()
+    ]
 
 
 def test_the_older_form_of_latent_attention(tmp_path):

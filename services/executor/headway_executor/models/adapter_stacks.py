@@ -78,11 +78,11 @@ def stacks_of(config: ModelConfig, fields: ConfigFields) -> dict[str, Stack]:
         raise fields.refuse("target_parameters", "a list of names")
     matrices = [matrix for matrix in (_GATE_UP, _DOWN) if any(name.endswith(matrix) for name in targets)]
     found: dict[str, Stack] = {}
-    for index, layer in enumerate(config.layers):
+    for index, (layer, apart) in enumerate(zip(config.layers, by_matrix(config).layers, strict=True)):
         feed, prefix = layer.feed_forward, config.names.layer.format(index)
-        if feed.experts is None:
+        if feed.experts is None or apart.feed_forward.experts is None:
             continue
-        names = by_matrix(config).layers[index].feed_forward.experts.names  # type: ignore[union-attr]
+        names = apart.feed_forward.experts.names
         expert, count = prefix + names.expert, feed.experts.routing.num_experts
         inner, hidden = feed.intermediate_size, config.hidden_size
         stacks = {
