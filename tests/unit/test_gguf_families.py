@@ -78,14 +78,19 @@ def test_the_tokens_are_those_of_transformers(tmp_path, name, kind, kernels):
 @pytest.mark.skipif("NODE_DIRECTORY" not in os.environ, reason="NODE_DIRECTORY names no folder with node-llama-cpp")
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - OTHERWISE_IN_LLAMA_CPP))
 def test_llama_cpp_makes_the_same_of_the_file(tmp_path, name):
-    """So that the writer of these files and their reader cannot be wrong together."""
+    """So that the writer of these files and their reader cannot be wrong together. Its products are less exact: it may
+    take the second-best of two tokens that are as good as equal.
+    """
     model = make_model(tmp_path / "source", name, Kind.F32)
     file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F32)
     command = ["node", str(Path(__file__).parent.parent / "llama_cpp.mjs"), str(file), str(NUM_OUTPUT)]
     done = subprocess.run(command, input=json.dumps(prompts()), capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.strip().rpartition("\n")[2]) == [
-        greedy(model, prompt).tolist() for prompt in prompts()
-    ]
+    for prompt, theirs in zip(prompts(), json.loads(done.stdout.strip().rpartition("\n")[2]), strict=True):
+        ours = greedy(model, prompt).tolist()
+        place = next((place for place in range(NUM_OUTPUT) if ours[place] != theirs[place]), None)
+        if place is not None:
+            logits = model(torch.tensor([prompt + ours[:place]])).logits[0, -1]
+            assert logits[ours[place]] - logits[theirs[place]] < 0.005 * logits.std()
 
 
 def test_the_older_form_of_latent_attention(tmp_path):
