@@ -62,7 +62,27 @@ MIXTURE = SIZES | {
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
-FORMS = {Kind.Q4_0: CodeForm.CODES4, Kind.Q8_0: CodeForm.CODES8, Kind.Q4_K: CodeForm.CODES4, Kind.Q6_K: CodeForm.CODES8}
+FORMS = {
+    Kind.Q4_0: CodeForm.CODES4,
+    Kind.Q4_1: CodeForm.CODES4,
+    Kind.Q5_0: CodeForm.CODES8,
+    Kind.Q5_1: CodeForm.CODES8,
+    Kind.Q8_0: CodeForm.CODES8,
+    Kind.Q4_K: CodeForm.CODES4,
+    Kind.Q5_K: CodeForm.CODES8,
+    Kind.Q6_K: CodeForm.CODES8,
+}
+HALVES = {
+    Kind.Q4_0: ((0,), 0.05),
+    Kind.Q4_1: ((0, 2), 0.05),
+    Kind.Q5_0: ((0,), 0.03),
+    Kind.Q5_1: ((0, 2), 0.03),
+    Kind.Q8_0: ((0,), 0.003),
+    Kind.Q4_K: ((0, 2), 0.0008),
+    Kind.Q5_K: ((0, 2), 0.0004),
+    Kind.Q6_K: ((208,), 0.00005),
+}
+"""Where a block has float16s, and how large they are at most here."""
 TEXTS = (
     "the scheduler decides 12345 things",
     " two  spaces\n\nlines",
@@ -84,8 +104,7 @@ def blocks_of(kind, rows, columns, draw):
     """Blocks of any codes; their float16s are small numbers."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = draw.integers(0, 256, (rows * columns // size, num_bytes), dtype=np.uint8)
-    places = {Kind.Q4_0: (0,), Kind.Q8_0: (0,), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}[kind]
-    top = {Kind.Q4_0: 0.05, Kind.Q8_0: 0.003, Kind.Q4_K: 0.0008, Kind.Q6_K: 0.00005}[kind]
+    places, top = HALVES[kind]
     for at in places:
         halves = draw.uniform(top / 4, top, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
@@ -279,8 +298,8 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
             "tensor blk.0.odd.weight is not supported",
         ),
         (
-            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 176), np.uint8), raw_dtype=Kind.Q5_K),
-            "of kind q5_k",
+            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 84), np.uint8), raw_dtype=Kind.Q2_K),
+            "of kind q2_k",
         ),
     ],
 )
