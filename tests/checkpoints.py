@@ -247,7 +247,11 @@ FAMILIES = tuple(_MAKERS)
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     """The model of one family, float32, in evaluation mode; biases and norms are random too, not their usual 0 and 1."""
     torch.manual_seed(seed)
-    model = _MAKERS[name]().eval()
+    return randomise(_MAKERS[name](), name)
+
+
+def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Draw biases, norms and corrections of a model of the family ``name``; in evaluation mode."""
     with torch.no_grad():
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
@@ -258,7 +262,7 @@ def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
             elif "norm" in parameter_name:
                 # Gemma adds 1 to the weight.
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") else 0.0)
-    return model
+    return model.eval()
 
 
 def make_checkpoint(directory: Path, name: str, *, seed: int = 0, max_shard_size: str = "5GB") -> PreTrainedModel:

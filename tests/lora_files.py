@@ -1,10 +1,13 @@
 """Random adapters in PEFT's published layout, and their merge into a model of transformers.
 
-The merge is the reference: ``W + s B A``, computed from the files alone.
+The merge is the reference: ``W + s B A``, computed from the files alone. Of experts there are two layouts: one pair of matrices
+for each matrix of an expert, as PEFT wrote for transformers 4, and one for all experts of a layer, as ``target_parameters``
+gives with transformers 5 (``ParamWrapper`` in ``peft/tuners/lora/layer.py``).
 """
 
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -21,19 +24,44 @@ def write_adapter(
     *,
     seed: int,
     targets: tuple[str, ...] = ALL_PROJECTIONS,
+    parameters: tuple[str, ...] = (),
+    experts: tuple[str, ...] = (),
     rank: int = 4,
     strength: float = 0.5,
     dtype: torch.dtype = torch.float32,
     **config: object,
 ) -> Path:
-    """Write an adapter of the modules of ``model`` whose names end with ``targets``; return its directory."""
+    """Write an adapter of the modules of ``model`` whose names end with ``targets``; return its directory.
+
+    ``parameters`` are of experts or routers in one tensor. ``experts`` are matrices of an expert, of every second one, such as
+    ``mlp.experts.{}.up_proj``, with braces for its number.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
+
+    def add(module: str, outputs: int, inputs: int, ranks: int = rank) -> None:
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = torch.randn(ranks, inputs, generator=generator) * inputs**-0.5
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.randn(outputs, ranks, generator=generator) * strength
+
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
-            outputs, inputs = module.weight.shape
-            tensors[f"{_PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
-            tensors[f"{_PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * strength
+            add(name, *module.weight.shape)
+    for name, parameter in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        if name.endswith(parameters) and parameters and parameter.dim() == 2:
+            add(module, *parameter.shape)
+        elif name.endswith(parameters) and parameters:
+            is_inner = own == "gate_up_proj" and any(other.endswith("down_proj") for other in parameters)
+            count, outputs, inputs = _outputs_first(model, parameter).shape
+            add(module + ".base_layer" * is_inner, outputs, inputs, count * rank)
+    for index, layer in enumerate(model.model.layers if experts else ()):
+        of_experts = getattr(layer.mlp, "experts", None)
+        for name in experts if of_experts is not None else ():
+            is_back = name.endswith(("down_proj", "w2"))
+            whole = of_experts.down_proj if is_back else of_experts.gate_up_proj
+            count, outputs, inputs = whole.shape
+            for number in range(0, count, 2):
+                add(f"model.layers.{index}.{name.format(number)}", outputs if is_back else outputs // 2, inputs)
     assert tensors
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     directory.mkdir(parents=True, exist_ok=True)
@@ -46,6 +74,7 @@ def write_adapter(
         "lora_dropout": 0.1,
         "bias": "none",
         "target_modules": list(targets),
+        "target_parameters": list(parameters) or None,
         "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
@@ -66,6 +95,33 @@ def merge_adapter(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, down in tensors.items():
             if ".lora_A." in name:
-                module = model.get_submodule(name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"))
-                module.weight += scale * tensors[name.replace(".lora_A.", ".lora_B.")] @ down
+                up = scale * tensors[name.replace(".lora_A.", ".lora_B.")]
+                _merge(model, name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"), down, up, config)
     return model
+
+
+def _merge(model: PreTrainedModel, name: str, down: torch.Tensor, up: torch.Tensor, config: dict[str, object]) -> None:
+    of_expert = re.fullmatch(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)", name)
+    if of_expert is not None:
+        experts, number = model.get_submodule(f"{of_expert[1]}.mlp.experts"), int(of_expert[2])
+        if of_expert[3] in ("down_proj", "w2"):
+            experts.down_proj[number] += up @ down
+        else:
+            gates, ups = experts.gate_up_proj[number].chunk(2)
+            (gates if of_expert[3] in ("gate_proj", "w1") else ups).add_(up @ down)
+        return
+    module = model.get_submodule(name.removesuffix(".base_layer"))
+    if not hasattr(module, "gate_up_proj"):
+        module.weight += up @ down
+        return
+    targets = [str(target).rpartition(".")[2] for target in config["target_parameters"]]  # type: ignore[attr-defined]
+    is_inner = name.endswith(".base_layer") or "down_proj" not in targets
+    parameter = _outputs_first(model, module.gate_up_proj if is_inner else module.down_proj)
+    count = len(parameter)
+    downs, ups = down.reshape(count, -1, down.shape[1]), up.reshape(len(up), -1, count)
+    parameter += torch.einsum("ore,eri->eoi", ups, downs)
+
+
+def _outputs_first(model: PreTrainedModel, experts: torch.Tensor) -> torch.Tensor:
+    """gpt-oss has inputs before outputs."""
+    return experts.transpose(1, 2) if model.config.model_type == "gpt_oss" else experts

@@ -18,7 +18,7 @@ from headway_executor.models import compiled
 from headway_kernels.cpu.library import CpuLibrary, installed_variants, runs_here
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo
-from lora_files import merge_adapter, write_adapter
+from lora_files import ALL_PROJECTIONS, merge_adapter, write_adapter
 from quantised_checkpoints import quantise
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -235,14 +235,115 @@ def test_quantised_checkpoints_take_adapters(tmp_path, kind, kernels):
     assert found[0][::2] != pytest.approx(found[0][1::2], abs=1e-2), "the adapter changes them"
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(
-    ("family", "what"), [("mixtral", "experts"), ("olmoe", "experts"), ("deepseek_v3", "experts, latent attention")]
-)
-def test_a_model_with_experts_or_latent_attention_refuses_adapters(tmp_path, adapted, family, what, kernels):
-    make_checkpoint(tmp_path, family)
+_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_APART = {
+    "mixtral": tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w2", "w3")),
+    "olmoe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    "qwen2_moe": ("mlp.experts.{}.gate_proj",),
+    "qwen3_moe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.gate_proj"),
+    "gpt_oss": (),
+}
+
+
+def adapted_mixture(root: Path, family: str):
+    """As ``adapted``."""
+    model = make_checkpoint(root / "model", family)
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    settings = {
+        "stacks": {"parameters": (*_STACKS, router), "targets": ("q_proj", "shared_expert_gate")},
+        "gate_up": {"parameters": _STACKS[:1], "targets": ("v_proj",), "rank": 2},
+        "down": {"parameters": _STACKS[1:], "targets": ALL_PROJECTIONS, "rank": 5, "use_rslora": True},
+        "apart": {"experts": _APART[family], "targets": ("k_proj",), "rank": 3},
+    }
+    directories = {
+        name: write_adapter(root / name, model, seed=number, **its)
+        for number, (name, its) in enumerate(settings.items())
+    }
+    expected = {"": [greedy(model, prompt) for prompt in prompts()]}
+    for name, directory in directories.items():
+        merged = merge_adapter(directory, make_model(family))
+        expected[name] = [greedy(merged, prompt) for prompt in prompts()]
+    assert len({str(tokens) for tokens in expected.values()}) == len(expected), "every adapter changes the tokens"
+    return root / "model", directories, expected
+
+
+@pytest.mark.parametrize("family", _APART)
+def test_experts_have_adapters_too(tmp_path, family):
+    """In either layout that PEFT has had; rows of all adapters, and of none, in the same steps."""
+    directory, adapters, expected = adapted_mixture(tmp_path, family)
+    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": {"kernels": "eager"}}
+    backend, info = open_backend(directory, **settings)
+    requests = [
+        Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for name in expected for prompt in prompts()
+    ]
+    BackendDriver(backend, info).run(requests, budget=64)
+    assert [request.output for request in requests] == [tokens for name in expected for tokens in expected[name]]
+    backend.close()
+
+
+@pytest.mark.parametrize("form", ["exact", "fast"])
+def test_ranks_have_their_parts_of_adapters_of_experts(tmp_path, form):
+    directory, adapters, expected = adapted_mixture(tmp_path, "qwen2_moe")
+    options = {"kernels": "eager", "tensor_parallel_form": form}
+    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": options}
+    backend = InlineGroup(tensor_parallel=2)
+    info = open_on(backend, directory, **settings)
+    requests = [
+        Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for name in expected for prompt in prompts()
+    ]
+    BackendDriver(backend, info).run(requests, budget=64)
+    assert [request.output for request in requests] == [tokens for name in expected for tokens in expected[name]]
+    backend.close()
+
+
+def test_the_kernels_adapt_attention_beside_experts_and_refuse_the_rest_by_name(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "mixtral")
+    attention = write_adapter(tmp_path / "attention", model, seed=0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    experts = write_adapter(tmp_path / "experts", model, seed=1, targets=(), parameters=_STACKS)
+    backend, info = open_backend(tmp_path / "model", adapters={"a": str(attention)}, options={"kernels": "compiled"})
+    requests = [
+        Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for prompt in prompts() for name in ("", "a")
+    ]
+    BackendDriver(backend, info).run(requests, budget=64)
+    expected = [greedy(model, prompt) for prompt in prompts()]
+    merged = merge_adapter(attention, model)
+    assert [request.output for request in requests[::2]] == expected
+    assert [request.output for request in requests[1::2]] == [greedy(merged, prompt) for prompt in prompts()]
+    with pytest.raises(ModelFilesError) as refused:
+        backend.load_adapter("b", str(experts))
+    assert str(refused.value) == (
+        f"{experts}: adapts experts or routers, which the CPU kernels do not; allowed: attention and dense layers, or all "
+        "with --backend-option kernels=eager"
+    )
+    backend.close()
+    asked = {"adapters": {"b": str(experts)}}
     with pytest.raises(
-        BackendConfigError, match=rf"adapter 'a' is not allowed with this model, which has {what}; allowed"
+        BackendConfigError, match="the CPU kernels lack adapters of experts, such as 'b'; allowed: auto"
+    ):
+        open_backend(tmp_path / "model", options={"kernels": "compiled"}, **asked)
+    said = []
+    backend, info = open_backend(tmp_path / "model", warn=said.append, **asked)
+    assert ["which this model has; it runs on torch operators" in line for line in said] == [True]
+    request = Request(prompts()[1], NUM_OUTPUT, adapter=identities(info)["b"])
+    BackendDriver(backend, info).run([request], budget=64)
+    assert request.output == greedy(merge_adapter(experts, make_model("mixtral")), prompts()[1])
+    backend.close()
+
+
+def test_a_stack_needs_the_name_of_its_parameter(tmp_path):
+    """PEFT saves one parameter's matrices under its module's name."""
+    model = make_checkpoint(tmp_path / "model", "mixtral")
+    adapter = write_adapter(
+        tmp_path / "adapter", model, seed=0, targets=(), parameters=_STACKS[1:], target_parameters=None
+    )
+    assert "model.layers.0.mlp.experts.lora_A.weight is not supported" in refusal(tmp_path / "model", adapter)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_model_with_latent_attention_refuses_adapters(tmp_path, adapted, kernels):
+    make_checkpoint(tmp_path, "deepseek_v3")
+    with pytest.raises(
+        BackendConfigError, match="adapter 'a' is not allowed with this model, which has latent attention; allowed"
     ):
         open_backend(tmp_path, adapters={"a": str(adapted[1]["all"])}, options={"kernels": kernels})
     backend, info = open_backend(tmp_path, options={"kernels": kernels})

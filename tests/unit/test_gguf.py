@@ -62,7 +62,27 @@ MIXTURE = SIZES | {
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
-FORMS = {Kind.Q4_0: CodeForm.CODES4, Kind.Q8_0: CodeForm.CODES8, Kind.Q4_K: CodeForm.CODES4, Kind.Q6_K: CodeForm.CODES8}
+FORMS = {
+    Kind.Q4_0: CodeForm.CODES4,
+    Kind.Q4_1: CodeForm.CODES4,
+    Kind.Q5_0: CodeForm.CODES8,
+    Kind.Q5_1: CodeForm.CODES8,
+    Kind.Q8_0: CodeForm.CODES8,
+    Kind.Q4_K: CodeForm.CODES4,
+    Kind.Q5_K: CodeForm.CODES8,
+    Kind.Q6_K: CodeForm.CODES8,
+}
+HALVES = {
+    Kind.Q4_0: ((0,), 0.05),
+    Kind.Q4_1: ((0, 2), 0.05),
+    Kind.Q5_0: ((0,), 0.03),
+    Kind.Q5_1: ((0, 2), 0.03),
+    Kind.Q8_0: ((0,), 0.003),
+    Kind.Q4_K: ((0, 2), 0.0008),
+    Kind.Q5_K: ((0, 2), 0.0004),
+    Kind.Q6_K: ((208,), 0.00005),
+}
+"""Where a block has float16s, and how large they are at most here."""
 TEXTS = (
     "the scheduler decides 12345 things",
     " two  spaces\n\nlines",
@@ -84,8 +104,7 @@ def blocks_of(kind, rows, columns, draw):
     """Blocks of any codes; their float16s are small numbers."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = draw.integers(0, 256, (rows * columns // size, num_bytes), dtype=np.uint8)
-    places = {Kind.Q4_0: (0,), Kind.Q8_0: (0,), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}[kind]
-    top = {Kind.Q4_0: 0.05, Kind.Q8_0: 0.003, Kind.Q4_K: 0.0008, Kind.Q6_K: 0.00005}[kind]
+    places, top = HALVES[kind]
     for at in places:
         halves = draw.uniform(top / 4, top, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
@@ -266,17 +285,21 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
     ("change", "said"),
     [
         (lambda w: w.add_sliding_window(64), "llama.attention.sliding_window 64 is not supported; allowed: none"),
-        (lambda w: w.add_expert_count(8), "llama.expert_count 8"),
+        (lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
+        (lambda w: w.add_logit_scale(0.5), "llama.logit_scale 0.5 is not supported; allowed: none"),
         (lambda w: w.add_rope_dimension_count(32), "llama.rope.dimension_count 32"),
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope.scaling.type 'yarn'"),
+        (
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            "llama.rope.scaling.type 'longrope' is not supported; allowed: none, linear, yarn",
+        ),
         (lambda w: w.add_tensor("rope_freqs.weight", np.full(32, 2, np.float32)), "rope_freqs.weight is not supported"),
         (
             lambda w: w.add_tensor("blk.0.odd.weight", np.zeros(32, np.float32)),
             "tensor blk.0.odd.weight is not supported",
         ),
         (
-            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 176), np.uint8), raw_dtype=Kind.Q5_K),
-            "of kind q5_k",
+            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 84), np.uint8), raw_dtype=Kind.Q2_K),
+            "of kind q2_k",
         ),
     ],
 )
@@ -314,9 +337,11 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, capfd, content):
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, capfd):
-    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="gemma2")
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="gemma")
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
-    assert "general.architecture 'gemma2' is not supported; allowed: llama, qwen2, qwen3" in capfd.readouterr().err
+    assert (
+        "general.architecture 'gemma' is not supported; allowed: cohere2, deepseek2, gemma2" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "executor"])

@@ -29,6 +29,7 @@ from headway_executor.model_settings import ModelSettings, device_of, draft_sett
 from headway_executor.models.adapters import ModelAdapters, takes_adapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
+from headway_executor.models.features import Feature
 from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
@@ -186,7 +187,7 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
 
 
 def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters | None:
-    if not takes_adapters(model_config, config.adapters):
+    if not takes_adapters(model_config, config.adapters, {Feature.EXPERTS, Feature.LATENT}):
         return None
     order = halves(model_config.head_dim, model_config.attention)
     adapters = ModelAdapters(model_config, order, whole(model_config), device=device, prepare=with_table)

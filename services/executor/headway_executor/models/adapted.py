@@ -3,6 +3,7 @@
 Owns: the additions of the rows that run, adapter after adapter. Must not know: files, who loads adapters.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.models.adapters import AdapterWeights, ModelAdapters
+from headway_executor.models.adapters import AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.decoder import Product
 
 
@@ -28,6 +29,7 @@ class StepAdapters:
         self.adapters = adapters
         self.are_any = False
         self.groups: list[_Group] = []
+        self._of_experts: list[list[Tensor]] = []
 
     def begin(self, token_rows: NDArray[np.integer], device: torch.device) -> None:
         """A step begins; ``token_rows``: the row of each token."""
@@ -47,26 +49,44 @@ class StepAdapters:
             for adapter, places in tokens.values()
         ]
 
+    def begin_experts(self, tokens: Tensor, counts: list[int]) -> None:
+        """The experts of a layer begin; ``tokens``: the token of each of their rows, ``counts`` rows of each expert."""
+        self._of_experts = [
+            [mine.nonzero().flatten() for mine in torch.split(torch.isin(tokens, group.tokens), counts)]
+            for group in self.groups
+        ]
+
     def add(self, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add to ``outputs`` what each row's adapter makes of ``inputs``, computed in float32."""
         for adapter, tokens in self.groups:
             added = adapter.layers[layer].get(site)
             if added is not None:
-                own = inputs.index_select(0, tokens).float()
-                outputs.index_add_(0, tokens, (own @ added.down.t() @ added.up.t()).to(outputs.dtype))
+                _add(added, tokens, inputs, outputs)
+
+    def add_of_expert(self, number: int, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
+        """As ``add``, of one expert with its rows."""
+        for (adapter, _), rows in zip(self.groups, self._of_experts, strict=True):
+            added = adapter.layers[layer].get(site)
+            if added is not None and len(rows[number]):
+                _add(LowRank(added.down[number], added.up[number]), rows[number], inputs, outputs)
+
+
+def _add(added: LowRank, rows: Tensor, inputs: Tensor, outputs: Tensor) -> None:
+    own = inputs.index_select(0, rows).float()
+    outputs.index_add_(0, rows, (own @ added.down.t() @ added.up.t()).to(outputs.dtype))
 
 
 class AdaptedProduct:
-    """A ``Product``, and what each row's adapter adds to it at a ``site`` of a layer."""
+    """A ``Product``, and what each row's adapter adds to it at a ``site`` of a layer; with a ``number``, of an expert."""
 
-    def __init__(self, product: Product, step: StepAdapters, layer: int, site: str) -> None:
+    def __init__(self, product: Product, step: StepAdapters, layer: int, site: str, number: int | None = None) -> None:
         self._product = product
-        self._step = step
+        self._add = step.add if number is None else partial(step.add_of_expert, number)
         self._layer = layer
         self._site = site
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """See ``Product``."""
         outputs = self._product(inputs)
-        self._step.add(self._layer, self._site, inputs, outputs)
+        self._add(self._layer, self._site, inputs, outputs)
         return outputs

@@ -9,13 +9,14 @@ that is not known here, unless it is empty. Nothing of a file is executed.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
+from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, modules_of_experts, stacks_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.fields import PICKLE_SUFFIXES, ConfigFields, read_json_object
 from headway_executor.models.loading import expected_tensors
@@ -42,7 +43,9 @@ _WITHOUT_EFFECT = frozenset(
         "target_modules",
     }
 )
-_READ = frozenset({"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"})
+_READ = frozenset(
+    {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights", "target_parameters"}
+)
 _SAME_BASE = (None, True, False, "gaussian", "orthogonal")
 """Ways to begin training that leave the model's weights as they are."""
 
@@ -72,28 +75,27 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
     """
     if not directory.is_dir():
         raise ModelFilesError(f"{directory}: no such directory; allowed: one with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    rank, scale = _rank_and_scale(read_json_object(directory / CONFIG_FILE))
+    fields = read_json_object(directory / CONFIG_FILE)
+    rank, scale = _rank_and_scale(fields)
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLE_SUFFIXES)
         found = f"; {pickles[0]} is a pickle file, which is never loaded" if pickles else ""
         raise ModelFilesError(f"{directory}: no {WEIGHTS_FILE}{found}")
-    shapes = _modules_of(config)
+    targets = _targets_of(config, fields)
     prefixes = tuple(config.names.layer.format(index) for index in layers)
     kinds_of: dict[str, set[str]] = {}
     read: dict[str, dict[str, Tensor]] = {}
     file = open_safetensors(path)
     for name in sorted(file.keys()):
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[1] not in shapes:
-            allowed = ", ".join(sorted({module.rpartition(".")[2] for module in shapes}))
+        target = targets.find(name)
+        if target is None:
+            allowed = ", ".join(sorted({module.rpartition(".")[2] for module in targets.shapes}))
             raise ModelFilesError(
                 f"{path}: tensor {name[:96]} is not supported; allowed: lora_A and lora_B of {allowed}"
             )
-        module, kind = match[1], match[2]
-        outputs, inputs = shapes[module]
-        wanted = (rank, inputs) if kind == "A" else (outputs, rank)
-        _check(path, file, name, wanted)
+        module, kind = target
+        _check(path, file, name, targets.shape(module, kind, rank))
         kinds_of.setdefault(module, set()).add(kind)
         if module.startswith(prefixes):
             read.setdefault(module, {})[kind] = file.get_tensor(name).float().clone()
@@ -102,11 +104,55 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
             raise ModelFilesError(f"{path}: {module} has lora_{kinds.pop()} alone; allowed: lora_A and lora_B")
     if not kinds_of:
         raise ModelFilesError(f"{path}: holds no tensors")
-    parts = {module: LowRankPart(both["A"], both["B"] * scale) for module, both in read.items()}
-    num_outputs = {module: outputs for module, (outputs, _) in shapes.items()}
+    parts = {
+        of_one: LowRankPart(down, up)
+        for module, both in read.items()
+        for of_one, down, up in targets.parts(module, both["A"], both["B"] * scale)
+    }
+    num_outputs = {module: outputs for module, (outputs, _) in targets.shapes.items()}
     digest = hashlib.sha256((directory / CONFIG_FILE).read_bytes())
     digest.update(path.read_bytes())
     return AdapterFiles(parts, num_outputs, digest.hexdigest()[:16])
+
+
+class _Targets(NamedTuple):
+    """What an adapter of the model may add to: ``shapes`` of weights, ``[out, in]``, by module, and ``stacks`` of experts."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    stacks: Mapping[str, Stack]
+    aliases: Mapping[str, str]
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """The module of a tensor, and A or B; None: it is of something else."""
+        match = _TENSOR.fullmatch(name)
+        module = "" if match is None else self.aliases.get(match[1], match[1])
+        return (module, match[2]) if match is not None and (module in self.shapes or module in self.stacks) else None
+
+    def shape(self, module: str, kind: str, rank: int) -> tuple[int, int]:
+        """Of a tensor."""
+        stack = self.stacks.get(module)
+        outputs, inputs = self.shapes[module] if stack is None else (stack.outputs, stack.inputs)
+        ranks = rank if stack is None else rank * stack.num_experts
+        return (ranks, inputs) if kind == "A" else (outputs, ranks)
+
+    def parts(self, module: str, down: Tensor, up: Tensor) -> Iterable[tuple[str, Tensor, Tensor]]:
+        """By module of one projection."""
+        return self.stacks[module].parts(down, up) if module in self.stacks else [(module, down, up)]
+
+
+def adapts_experts(directory: Path, config: ModelConfig) -> bool:
+    """Whether an adapter is of experts or routers too. One whose files are missing or damaged is not."""
+    try:
+        targets = _targets_of(config, read_json_object(directory / CONFIG_FILE))
+        names = open_safetensors(directory / WEIGHTS_FILE).keys()
+    except ModelFilesError:
+        return False
+    found = {target[0] for target in map(targets.find, names) if target is not None}
+    return not found.isdisjoint(targets.stacks.keys() | modules_of_experts(config))
+
+
+def _targets_of(config: ModelConfig, fields: ConfigFields) -> _Targets:
+    return _Targets(_modules_of(config), stacks_of(config, fields), aliases_of(config))
 
 
 def _rank_and_scale(fields: ConfigFields) -> tuple[int, float]:
@@ -132,7 +178,7 @@ def _modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
     prefixes = tuple(config.names.layer.format(index) for index in range(config.num_layers))
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in expected_tensors(config).items()
+        for name, shape in expected_tensors(by_matrix(config)).items()
         if len(shape) == 2 and name.startswith(prefixes)
     }
 

@@ -7,19 +7,20 @@ A projection with weight ``W`` gives ``W x + B A x``. ``A`` and ``B`` stay besid
 the weights have.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.backend import BackendConfigError
+from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
-from headway_executor.models.config import ModelConfig
+from headway_executor.models.adapter_stacks import by_matrix
+from headway_executor.models.config import ExpertsConfig, ModelConfig
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart
@@ -28,11 +29,16 @@ from headway_proto.adapters import LoadedAdapter
 QKV, OUTPUT, GATE_UP, DOWN = SITES = ("qkv", "output", "gate_up", "down")
 """The fused projections of a layer."""
 
+ROUTER, SHARED_GATE, SHARED_GATE_UP, SHARED_DOWN = ("router", "shared_gate", "shared_gate_up", "shared_down")
+EXPERT_GATE_UP, EXPERT_DOWN = ("expert_gate_up", "expert_down")
+"""Of a layer with experts: the last two are of all experts that tokens choose from."""
+
 
 class LowRank(NamedTuple):
     """The addition to one fused projection: ``down`` ``[rank, in]``, ``up`` ``[out, rank]``, scaled; float32.
 
-    The parts of a fused projection have ranks of their own, side by side, so ``up`` is zero outside of its blocks.
+    The parts of a fused projection have ranks of their own, side by side, so ``up`` is zero outside of its blocks. Of
+    experts, both have one dimension more, the first.
     """
 
     down: Tensor
@@ -51,7 +57,7 @@ Prepared = Any
 
 class ModelAdapters:
     """The adapters of one model, or a rank's part of them. ``channel_order``: of its query and key heads, see
-    ``ModelTensors``.
+    ``ModelTensors``. ``sites``: those that can be added to; None: all.
     """
 
     def __init__(
@@ -62,12 +68,14 @@ class ModelAdapters:
         *,
         device: torch.device | None = None,
         prepare: Callable[[AdapterWeights], Prepared] = lambda weights: weights,
+        sites: Collection[str] | None = None,
     ) -> None:
         self._config = config
         self._channel_order = channel_order
         self._part = part
         self._device = device
         self._prepare = prepare
+        self._sites = sites
         self._loaded: dict[str, tuple[LoadedAdapter, Prepared]] = {}
         self._rows: dict[int, Prepared] = {}
 
@@ -86,6 +94,11 @@ class ModelAdapters:
         adapter = LoadedAdapter(name, directory, files.fingerprint)
         if adapter.identity not in self._loaded:
             weights = fused(self._config, self._channel_order, self._part, files, self._device)
+            if self._sites is not None and not all(layer.keys() <= set(self._sites) for layer in weights.layers):
+                raise ModelFilesError(
+                    f"{directory}: adapts experts or routers, which the CPU kernels do not; allowed: attention and dense "
+                    "layers, or all with --backend-option kernels=eager"
+                )
             self._loaded[adapter.identity] = adapter, self._prepare(weights)
         return adapter
 
@@ -117,13 +130,13 @@ class ModelAdapters:
         return found if any(adapter is not None for adapter in found) else None
 
 
-def takes_adapters(config: ModelConfig, asked: Mapping[str, str]) -> bool:
-    """Whether the model has nothing that no adapter can add to.
+def takes_adapters(config: ModelConfig, asked: Mapping[str, str], lacks: Collection[Feature]) -> bool:
+    """Whether the model has nothing that no adapter can add to: a backend ``lacks`` some features.
 
     Raises:
         BackendConfigError: it has, and adapters are ``asked`` for.
     """
-    lack = lacking(config, frozenset(Feature) - {Feature.EXPERTS, Feature.LATENT})
+    lack = lacking(config, frozenset(Feature) - frozenset(lacks))
     if lack and asked:
         raise BackendConfigError(
             f"adapter {min(asked)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
@@ -135,34 +148,111 @@ def fused(
     config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles, device: torch.device | None
 ) -> AdapterWeights:
     """Bring a part's adapter into the form of the fused projections, on a device (None: the CPU)."""
-    without_bias = msgspec.structs.replace(
-        config,
-        attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False),
-        layers=tuple(
-            msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(layer.feed_forward, has_bias=False))
-            for layer in config.layers
-        ),
+    fusing = _Fusing(by_matrix(config), channel_order, part, files)
+    layers = [fusing.dense(index) | fusing.experts(index) for index in part.layers]
+    return AdapterWeights(
+        tuple(
+            {site: LowRank(added.down.to(device), added.up.to(device)) for site, added in layer.items()}
+            for layer in layers
+        )
     )
-    names = config.names
-    sites = {QKV: names.qkv, OUTPUT: (names.output,), GATE_UP: names.gate_up, DOWN: (names.down,)}
-    layers: list[dict[str, LowRank]] = []
-    for index in part.layers:
-        layer: dict[str, LowRank] = {}
-        inputs = _own_inputs(config, part, index)
-        for site, modules in sites.items():
-            prefix = names.layer.format(index)
-            parts = {
-                prefix + module: files.parts[prefix + module] for module in modules if prefix + module in files.parts
-            }
-            if parts:
-                ups = _Ups(parts, files.num_outputs)
-                tensors = ModelTensors(without_bias, ups, channel_order, part=part)
-                up, _ = getattr(tensors, site)(index)
-                own = inputs.get(site, slice(None))
-                down = torch.cat([some.down[:, own] for some in parts.values()])
-                layer[site] = LowRank(down.contiguous().to(device), up.contiguous().to(device))
-        layers.append(layer)
-    return AdapterWeights(tuple(layers))
+
+
+class _Fusing:
+    """Of one adapter; ``config`` has a tensor for each matrix, and no biases."""
+
+    def __init__(self, config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles) -> None:
+        self._config = config
+        self._channel_order = channel_order
+        self._part = part
+        self._files = files
+
+    def dense(self, index: int) -> dict[str, LowRank]:
+        """The projections of a layer without experts, or of its attention."""
+        names, own = self._config.names, _own_inputs(self._config, self._part, index)
+        sites = {QKV: names.qkv, OUTPUT: (names.output,), GATE_UP: names.gate_up, DOWN: (names.down,)}
+        found = {
+            site: self._low_rank(index, modules, partial(_projection, site, index), own.get(site))
+            for site, modules in sites.items()
+        }
+        return {site: added for site, added in found.items() if added is not None}
+
+    def experts(self, index: int) -> dict[str, LowRank]:
+        """The router, the shared expert and all others of a layer that has them."""
+        feed = self._config.layers[index].feed_forward
+        if feed.experts is None:
+            return {}
+        names, numbers = feed.experts.names, range(feed.experts.routing.num_experts)
+        gate = () if names.shared_gate is None else (names.shared_gate,)
+        found = {
+            ROUTER: self._low_rank(index, (names.router,), lambda tensors: tensors.experts(index).router()[0]),
+            SHARED_GATE: self._low_rank(index, gate, lambda tensors: tensors.experts(index).shared_gate()),
+            SHARED_GATE_UP: self._of_expert(index, feed.experts, None, names.gate_up),
+            SHARED_DOWN: self._of_expert(index, feed.experts, None, (names.down,)),
+            EXPERT_GATE_UP: _stacked(
+                [self._of_expert(index, feed.experts, number, names.gate_up) for number in numbers]
+            ),
+            EXPERT_DOWN: _stacked([self._of_expert(index, feed.experts, number, (names.down,)) for number in numbers]),
+        }
+        return {site: added for site, added in found.items() if added is not None}
+
+    def _of_expert(
+        self, index: int, experts: ExpertsConfig, number: int | None, modules: Sequence[str]
+    ) -> LowRank | None:
+        """``number`` None: the shared one."""
+        names, size = experts.names, self._config.layers[index].feed_forward.intermediate_size
+        prefix = names.shared if number is None else names.expert.format(number)
+        is_back = tuple(modules) == (names.down,)
+        inner = self._part.own_of_expert(experts.shared_size if number is None else size)
+        own = slice(inner.start, inner.stop) if is_back and self._sums_parts else None
+
+        def up(tensors: ModelTensors) -> Tensor:
+            of_layer = tensors.experts(index)
+            return (of_layer.down(number) if is_back else of_layer.gate_up(number))[0]
+
+        return self._low_rank(index, [prefix + module for module in modules], up, own)
+
+    @property
+    def _sums_parts(self) -> bool:
+        return self._part.is_fast and not self._part.is_whole_stage
+
+    def _low_rank(
+        self,
+        index: int,
+        modules: Sequence[str],
+        up: Callable[[ModelTensors], Tensor | None],
+        own: slice | None = None,
+    ) -> LowRank | None:
+        """Of ``modules`` of a layer that are one product; None if none is adapted. ``own``: the inputs that are here."""
+        prefix = self._config.names.layer.format(index)
+        parts = {name: self._files.parts[name] for name in map(prefix.__add__, modules) if name in self._files.parts}
+        if not parts:
+            return None
+        ups = _Ups(parts, self._files.num_outputs)
+        made = up(ModelTensors(self._config, ups, self._channel_order, part=self._part))
+        assert made is not None
+        down = torch.cat(ups.downs)
+        return LowRank((down if own is None else down[:, own]).contiguous(), made.contiguous())
+
+
+def _projection(site: str, index: int, tensors: ModelTensors) -> Tensor:
+    weight, _ = getattr(tensors, site)(index)
+    return cast("Tensor", weight)
+
+
+def _stacked(experts: Sequence[LowRank | None]) -> LowRank | None:
+    """One of each expert, with as many ranks as the largest."""
+    some = next((added for added in experts if added is not None), None)
+    if some is None:
+        return None
+    rank = max(len(added.down) for added in experts if added is not None)
+    downs = some.down.new_zeros(len(experts), rank, some.down.shape[1])
+    ups = some.up.new_zeros(len(experts), len(some.up), rank)
+    for number, added in enumerate(experts):
+        if added is not None:
+            downs[number, : len(added.down)] = added.down
+            ups[number, :, : len(added.down)] = added.up
+    return LowRank(downs, ups)
 
 
 def _own_inputs(config: ModelConfig, part: ModelPart, index: int) -> Mapping[str, slice]:
@@ -175,12 +265,24 @@ def _own_inputs(config: ModelConfig, part: ModelPart, index: int) -> Mapping[str
 
 
 class _Ups:
-    """A ``TensorSource`` that gives, in place of a projection's weight, its ``B`` in the columns of its own rank."""
+    """A ``TensorSource`` that gives, in place of a projection's weight, its ``B`` in the columns of its own rank.
+
+    Parts that share their ``A`` share the columns; ``downs`` has each ``A`` once.
+    """
 
     def __init__(self, parts: Mapping[str, LowRankPart], num_outputs: Mapping[str, int]) -> None:
         self._parts = parts
         self._num_outputs = num_outputs
-        self._rank = sum(len(part.down) for part in parts.values())
+        self.downs: list[Tensor] = []
+        self._starts: dict[str, int] = {}
+        starts: dict[int, int] = {}
+        self._rank = 0
+        for module, part in parts.items():
+            if part.down.data_ptr() not in starts:
+                starts[part.down.data_ptr()] = self._rank
+                self.downs.append(part.down)
+                self._rank += len(part.down)
+            self._starts[module] = starts[part.down.data_ptr()]
 
     def __contains__(self, name: str) -> bool:
         return name.removesuffix(".weight") in self._num_outputs
@@ -190,9 +292,7 @@ class _Ups:
         del columns
         module = name.removesuffix(".weight")
         wide = torch.zeros(self._num_outputs[module], self._rank)
-        start = 0
-        for other, part in self._parts.items():
-            if other == module:
-                wide[:, start : start + len(part.down)] = part.up
-            start += len(part.down)
+        if module in self._parts:
+            start = self._starts[module]
+            wide[:, start : start + len(self._parts[module].down)] = self._parts[module].up
         return wide if rows is None else wide[rows.start : rows.stop]

@@ -246,7 +246,7 @@ def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtyp
             dtype,
         )
 
-    return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed)
+    return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed, sites=SITES)
 
 
 class _Loader:

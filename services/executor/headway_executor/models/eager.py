@@ -15,7 +15,18 @@ from torch.nn import functional
 from headway_executor.kv_pool import KvPool
 from headway_executor.linear import GatheredLinear, Linear, SummedLinear, placed
 from headway_executor.models.adapted import AdaptedProduct, StepAdapters
-from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
+from headway_executor.models.adapters import (
+    DOWN,
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+)
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.decoder import (
@@ -247,7 +258,7 @@ class _Loader:
         feed = self._config.layers[index].feed_forward
         inner = self.part.inner(feed.intermediate_size)
         if feed.experts is not None:
-            return self._experts(self.tensors.experts(index), feed, feed.experts)
+            return self._experts(place, self.tensors.experts(index), feed, feed.experts)
         return FeedForward(
             up=self._adapted(self._linear(*self.tensors.gate_up(index)), place, GATE_UP),
             activation=feed.activation,
@@ -255,33 +266,36 @@ class _Loader:
             down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, DOWN), inner),
         )
 
-    def _experts(self, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
+    def _experts(self, place: int, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
         correction, shared, shared_gate = tensors.correction(), tensors.shared(), tensors.shared_gate()
         part, between = self.part, Alone() if self.part.is_fast else self._mates
+        products = [
+            self._of_expert(place, tensors.expert(number), number) for number in range(config.routing.num_experts)
+        ]
         return Experts(
             routing=config.routing,
-            router=self._linear(*tensors.router()),
-            experts=tuple(
-                self._expert(expert, feed, self._linear(expert.down, expert.down_bias))
-                for expert in map(tensors.expert, range(config.routing.num_experts))
-            ),
+            router=self._adapted(self._linear(*tensors.router()), place, ROUTER),
+            experts=tuple(FeedForward(up, feed.activation, feed.is_gated, down) for up, down in products),
             between=partial(between.gather, cut=part.inner(feed.intermediate_size)),
             behind=self._mates.add_up if part.is_fast else partial(self._mates.gather, cut=part.hidden),
             correction=None if correction is None else self._wide(correction),
-            shared=None
-            if shared is None
-            else self._expert(
-                shared, feed, self._back(self._linear(shared.down, None), part.inner(config.shared_size))
-            ),
-            shared_gate=None if shared_gate is None else self._linear(shared_gate, None),
+            shared=None if shared is None else self._shared(place, shared, feed, config),
+            shared_gate=None
+            if shared_gate is None
+            else self._adapted(self._linear(shared_gate, None), place, SHARED_GATE),
+            begin=None if self._adapters is None else self._adapters.begin_experts,
         )
 
-    def _expert(self, expert: Expert, feed: FeedForwardConfig, down: Product) -> FeedForward:
-        return FeedForward(
-            up=self._linear(expert.gate_up, expert.gate_up_bias),
-            activation=feed.activation,
-            is_gated=feed.is_gated,
-            down=down,
+    def _shared(self, place: int, expert: Expert, feed: FeedForwardConfig, config: ExpertsConfig) -> FeedForward:
+        up, down = self._of_expert(place, expert, None)
+        return FeedForward(up, feed.activation, feed.is_gated, self._back(down, self.part.inner(config.shared_size)))
+
+    def _of_expert(self, place: int, expert: Expert, number: int | None) -> tuple[Product, Product]:
+        """The products to and from an expert; ``number`` None: the shared one."""
+        sites = (SHARED_GATE_UP, SHARED_DOWN) if number is None else (EXPERT_GATE_UP, EXPERT_DOWN)
+        return (
+            self._adapted(self._linear(expert.gate_up, expert.gate_up_bias), place, sites[0], number),
+            self._adapted(self._linear(expert.down, expert.down_bias), place, sites[1], number),
         )
 
     def _qk_norm(self, index: int) -> Product | None:
@@ -307,8 +321,8 @@ class _Loader:
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Linear(weight, bias, dtype=self._dtype, device=self._device)
 
-    def _adapted(self, product: Product, place: int, site: str) -> Product:
-        return product if self._adapters is None else AdaptedProduct(product, self._adapters, place, site)
+    def _adapted(self, product: Product, place: int, site: str, number: int | None = None) -> Product:
+        return product if self._adapters is None else AdaptedProduct(product, self._adapters, place, site, number)
 
     def _back(self, own: Product, inputs: Cut) -> Product:
         """A projection back to the hidden state."""

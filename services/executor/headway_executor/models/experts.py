@@ -3,6 +3,7 @@
 Owns: sending tokens to experts and adding what they give. Must not know: weights, families.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ class Experts:
 
     Ranks that have parts of each expert exchange columns ``between`` its products and ``behind`` them, once for all
     experts. All tokens go through the ``shared`` expert, if any, which the sigmoid of ``shared_gate`` (``[tokens, 1]``)
-    weighs, if any. ``correction``: see ``choose_experts``.
+    weighs, if any. ``correction``: see ``choose_experts``. ``begin`` is told the token of each row that goes through experts,
+    expert after expert, and how many each has.
     """
 
     routing: Routing
@@ -34,6 +36,7 @@ class Experts:
     shared_gate: Product | None = None
     between: Product = _as_it_is
     behind: Product = _as_it_is
+    begin: Callable[[Tensor, list[int]], None] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, ``[tokens, hidden]``, a new tensor."""
@@ -48,7 +51,10 @@ class Experts:
         """What each chosen expert gives, ``[tokens, num_chosen, hidden]``; each runs once, with all of its tokens."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        rows = hidden.index_select(0, order // chosen.shape[1])
+        tokens = order // chosen.shape[1]
+        if self.begin is not None:
+            self.begin(tokens, counts)
+        rows = hidden.index_select(0, tokens)
         activated = self.between(self._in_turn([expert.activated for expert in self.experts], rows, counts))
         given = self.behind(self._in_turn([expert.down for expert in self.experts], activated, counts))
         return torch.empty_like(given).index_copy_(0, order, given).view(*chosen.shape, -1)

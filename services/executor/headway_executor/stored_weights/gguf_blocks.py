@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headway_executor.stored_weights.mxfp4 import of_fp4
 from headway_executor.stored_weights.scheme import StoredTensor, StoredTensors
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
@@ -71,8 +72,29 @@ def _nibbles(stored: Tensor) -> Tensor:
     return torch.cat([stored & _LOW_4, stored >> 4], dim=-1)
 
 
+def _fifth_bits(stored: Tensor) -> Tensor:
+    """Of 32 codes, ``[..., 4]`` bytes, the lowest bit of the first byte first, as 16s."""
+    bits = (stored.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten(-2) << 4
+
+
 def _q4_0(blocks: Tensor) -> CodedWeight:
     return CodedWeight(CodeForm.CODES4, _nibbles(blocks[..., 2:]).flatten(1), _halves(blocks[..., :2]), 32)
+
+
+def _q4_1(blocks: Tensor) -> CodedWeight:
+    scales, minima = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    return CodedWeight(CodeForm.CODES4, _nibbles(blocks[..., 4:]).flatten(1), scales, 32, minima)
+
+
+def _q5_0(blocks: Tensor) -> CodedWeight:
+    codes = (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])).view(torch.int8) - 16
+    return CodedWeight(CodeForm.CODES8, codes.flatten(1), _halves(blocks[..., :2]), 32)
+
+
+def _q5_1(blocks: Tensor) -> CodedWeight:
+    codes = (_nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])).view(torch.int8)
+    return CodedWeight(CodeForm.CODES8, codes.flatten(1), _halves(blocks[..., :2]), 32, _halves(blocks[..., 2:4]))
 
 
 def _q8_0(blocks: Tensor) -> CodedWeight:
@@ -80,15 +102,32 @@ def _q8_0(blocks: Tensor) -> CodedWeight:
     return CodedWeight(CodeForm.CODES8, codes, _halves(blocks[..., :2]), 32)
 
 
-def _q4_k(blocks: Tensor) -> CodedWeight:
-    """Eight groups; scales and minima have 6 bits, of which the last four groups keep two elsewhere."""
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of eight groups; scales and minima have 6 bits, of which the last four groups keep two elsewhere."""
     first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([first & _LOW_6, (rest & _LOW_4) | (first >> 6 << 4)], dim=-1)
     minima = torch.cat([second & _LOW_6, (rest >> 4) | (second >> 6 << 4)], dim=-1)
-    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)).flatten(1)
     wide_scales = (_halves(blocks[..., :2]).unsqueeze(-1) * scales).flatten(1)
     wide_minima = (_halves(blocks[..., 2:4]).unsqueeze(-1) * minima).flatten(1)
-    return CodedWeight(CodeForm.CODES4, codes, wide_scales, 32, -wide_minima)
+    return wide_scales, -wide_minima
+
+
+def _pairs_of_groups(blocks: Tensor) -> Tensor:
+    """128 bytes of halves of two groups each, as codes of eight groups, ``[..., 8, 32]``."""
+    return _nibbles(blocks.reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
+
+
+def _q4_k(blocks: Tensor) -> CodedWeight:
+    scales, minima = _scales_and_minima(blocks)
+    return CodedWeight(CodeForm.CODES4, _pairs_of_groups(blocks[..., 16:]).flatten(1), scales, 32, minima)
+
+
+def _q5_k(blocks: Tensor) -> CodedWeight:
+    """As ``_q4_k``; a byte has the fifth bits of one place in the eight groups."""
+    scales, minima = _scales_and_minima(blocks)
+    bits = (blocks[..., 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8).view(8, 1)) & 1
+    codes = (_pairs_of_groups(blocks[..., 48:]) | bits << 4).view(torch.int8)
+    return CodedWeight(CodeForm.CODES8, codes.flatten(1), scales, 32, minima)
 
 
 def _q6_k(blocks: Tensor) -> CodedWeight:
@@ -101,10 +140,19 @@ def _q6_k(blocks: Tensor) -> CodedWeight:
     return CodedWeight(CodeForm.CODES8, codes.flatten(1), scales.flatten(1), 16)
 
 
+def _mxfp4(blocks: Tensor) -> CodedWeight:
+    return of_fp4(_nibbles(blocks[..., 1:]).flatten(1), blocks[..., 0], "a block of MXFP4")
+
+
 BLOCKS: Mapping[str, _Block] = {
     "q4_0": _Block(32, 18, _q4_0),
+    "q4_1": _Block(32, 20, _q4_1),
+    "q5_0": _Block(32, 22, _q5_0),
+    "q5_1": _Block(32, 24, _q5_1),
     "q8_0": _Block(32, 34, _q8_0),
     "q4_k": _Block(256, 144, _q4_k),
+    "q5_k": _Block(256, 176, _q5_k),
     "q6_k": _Block(256, 210, _q6_k),
+    "mxfp4": _Block(32, 17, _mxfp4),
 }
 """By ggml's names, in small letters."""

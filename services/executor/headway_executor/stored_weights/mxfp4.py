@@ -9,6 +9,7 @@ first in the low half. A scale is the power's exponent plus 127.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.stored_weights.scheme import StoredTensor, StoredTensors
@@ -46,8 +47,16 @@ class Mxfp4:
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
         blocks, exponents = stored.read(f"{base}_blocks"), stored.read(f"{base}_scales")
-        if bool((exponents == _NO_NUMBER).any()):
-            raise ModelFilesError(f"{base}_scales: a scale is not a number; allowed: 0 to {_NO_NUMBER - 1}")
-        numbers = torch.stack([blocks & _LOW_4, blocks >> 4], dim=-1).flatten(1)
-        halves = torch.ldexp(torch.ones(exponents.shape), exponents.int() - (_ONE + 1))
-        return CodedWeight(CodeForm.FP4, numbers, halves, _BLOCK)
+        return of_fp4(torch.stack([blocks & _LOW_4, blocks >> 4], dim=-1).flatten(1), exponents, f"{base}_scales")
+
+
+def of_fp4(numbers: Tensor, exponents: Tensor, name: str) -> CodedWeight:
+    """Of floats of 4 bits, uint8, ``[outputs, inputs]``, and the scales of 32 of them.
+
+    Raises:
+        ModelFilesError: a scale is not a number; ``name`` is of the scales.
+    """
+    if bool((exponents == _NO_NUMBER).any()):
+        raise ModelFilesError(f"{name}: a scale is not a number; allowed: 0 to {_NO_NUMBER - 1}")
+    halves = torch.ldexp(torch.ones(exponents.shape), exponents.int() - (_ONE + 1))
+    return CodedWeight(CodeForm.FP4, numbers, halves, _BLOCK)

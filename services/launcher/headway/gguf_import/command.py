@@ -8,14 +8,19 @@ Quantised weights keep their blocks, byte by byte.
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
 from headway.settings import ConfigurationError
+
+MOST_BYTES = 4 << 30
+"""Of one file of tensors."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the directory. Raises ``ConfigurationError``: it exists, or the file cannot be served."""
     file, directory = GgufFile(arguments.file), arguments.directory
     config, tokenizer, fields = config_of(file), tokenizer_of(file), tokenizer_config_of(file)
-    tensors = dict(tensors_of(file))
+    tensors = tensors_of(file)
     try:
         directory.mkdir(parents=True)
     except FileExistsError:
@@ -38,9 +43,35 @@ def run(arguments: argparse.Namespace) -> int:
     _write_json(directory / "config.json", config)
     _write_json(directory / "tokenizer_config.json", fields)
     tokenizer.save(str(directory / "tokenizer.json"))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    sys.stdout.write(f"{directory}: {len(tensors)} tensors of {arguments.file}\n")
+    count = _write_tensors(directory, tensors)
+    sys.stdout.write(f"{directory}: {count} tensors of {arguments.file}\n")
     return 0
+
+
+def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """One file, or several with an index, so that no more than one of them is in memory. Return how many tensors."""
+    places: dict[str, str] = {}
+    for number, some in enumerate(_batches(tensors), 1):
+        file = f"model-{number:05d}.safetensors"
+        save_file(some, directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(some, file)
+    if len(set(places.values())) == 1:
+        (directory / file).rename(directory / "model.safetensors")
+    else:
+        _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+    return len(places)
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    batch: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if batch and num_bytes + tensor.nbytes > MOST_BYTES:
+            yield batch
+            batch, num_bytes = {}, 0
+        batch[name] = tensor
+        num_bytes += tensor.nbytes
+    yield batch
 
 
 def _write_json(path: Path, fields: dict[str, object]) -> None:

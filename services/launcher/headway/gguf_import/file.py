@@ -14,17 +14,32 @@ from torch import Tensor
 
 from headway.settings import ConfigurationError
 
+_PART = "-{:05d}-of-{:05d}.gguf"
+"""How the names of several files end."""
+
 
 class GgufFile:
-    """Metadata and tensors. Raises ``ConfigurationError``: the file is missing or damaged."""
+    """Metadata and tensors, also of the files behind the first of several, which has the metadata.
+
+    Raises:
+        ConfigurationError: a file is missing or damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-            raise self.refuse(f"not a readable GGUF file ({str(error)[:64]})") from None
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._reader = _opened(path)
+        readers = [self._reader, *(_opened(other) for other in self._others())]
+        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+
+    def _others(self) -> list[Path]:
+        count = int(self.value("split.count", 0))
+        if count < 2:
+            return []
+        first = _PART.format(1, count)
+        if not self._path.name.endswith(first):
+            raise self.refuse(f"not the first of {count} files; allowed: the one whose name ends with {first}")
+        stem = self._path.name.removesuffix(first)
+        return [self._path.with_name(stem + _PART.format(number, count)) for number in range(2, count + 1)]
 
     def refuse(self, what: str) -> ConfigurationError:
         """Return an error about the file."""
@@ -64,6 +79,20 @@ class GgufFile:
             )
         return torch.from_numpy(np.array(data)).view(self.shape(name))
 
+    def wide(self, name: str) -> Tensor:
+        """A tensor of any kind: floats as they are, blocks as float32."""
+        tensor = self._tensors[name]
+        if self.kind(name) in ("f32", "f16", "bf16"):
+            return self.floats(name)
+        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(self.shape(name))
+
     def blocks(self, name: str) -> Tensor:
         """A tensor of blocks: uint8, ``[rows, bytes]``; of a stack ``[count, rows, bytes]``."""
         return torch.from_numpy(np.array(self._tensors[name].data)).view(*self.shape(name)[:-1], -1)
+
+
+def _opened(path: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise ConfigurationError(f"{path}: not a readable GGUF file ({str(error)[:64]})") from None

@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json of a checkpoint directory.
 
-Owns: the two kinds of tokenizers and their ways to cut text. Must not know: models, files that are written.
+Owns: the two kinds of tokenizers. Must not know: models, files that are written.
 
 ``gpt2`` is byte-level byte pair encoding with merges. ``llama`` is SentencePiece's, whose merges follow from the scores: a
 pair of tokens is merged in the order of the score of the token that it makes.
@@ -10,20 +10,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from headway.gguf_import.cuts import CUTS
 from headway.gguf_import.file import GgufFile
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _SPACE = "▁"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CUTS: dict[str, str | None] = {
-    "gpt-2": None,
-    "llama-bpe": _WORDS.format(digits="{1,3}"),
-    "qwen2": _WORDS.format(digits=""),
-}
-"""How text is cut before merging, by llama.cpp's names; None: as GPT-2 does."""
-_NORMALISED = ("qwen2",)
-_MERGES_LATE = ("llama-bpe",)
-"""A word that is a token is taken whole, whatever the merges."""
+_BEGIN_BY_DEFAULT = ("llama-bpe", "tekken")
 
 
 def tokenizer_of(file: GgufFile) -> Tokenizer:
@@ -33,7 +25,7 @@ def tokenizer_of(file: GgufFile) -> Tokenizer:
     kinds = _of_each(file, "token_type", tokens)
     if kind == "gpt2":
         made = _byte_level(file, tokens)
-        adds_first = file.value("tokenizer.ggml.pre", "") == "llama-bpe"
+        adds_first = file.value("tokenizer.ggml.pre", "") in _BEGIN_BY_DEFAULT
     elif kind == "llama":
         made = _sentence_piece(file, tokens, kinds)
         adds_first = True
@@ -84,22 +76,18 @@ def _begin_with(made: Tokenizer, token: str) -> None:
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    cut = file.value("tokenizer.ggml.pre", "default")
-    if cut not in _CUTS:
-        raise file.refuse(f"tokenizer.ggml.pre {cut!r:.64} is not supported; allowed: {', '.join(_CUTS)}")
+    name = file.value("tokenizer.ggml.pre", "default")
+    if name not in CUTS:
+        raise file.refuse(f"tokenizer.ggml.pre {name!r:.64} is not supported; allowed: {', '.join(CUTS)}")
+    cut = CUTS[name]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [_pair(file, merge, vocabulary) for merge in file.value("tokenizer.ggml.merges")]
-    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in _MERGES_LATE))
-    if cut in _NORMALISED:
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut.merges_late))
+    if cut.is_normalised:
         made.normalizer = normalizers.NFC()
-    pattern = _CUTS[cut]
-    if pattern is None:
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        words = pre_tokenizers.Split(Regex(pattern), "isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+    steps: list[Any] = [pre_tokenizers.Split(Regex(words), "isolated") for words in cut.words]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.as_gpt_2))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     return made

@@ -1,0 +1,117 @@
+"""Adapters of experts that lie in one tensor, as PEFT saves them (``target_parameters``).
+
+Owns: their names and the order of their ranks. Must not know: files, how an adapter is computed.
+
+transformers has the experts of a layer in two parameters, ``gate_up_proj`` and ``down_proj`` of the module ``mlp.experts``.
+PEFT wraps one parameter after the other, so the names tell them apart only by the depth: with both, the inner one
+(``mlp.experts.base_layer``) is ``gate_up_proj``; with one alone, ``target_parameters`` says which it is. ``lora_A`` is
+``[experts * rank, in]``, expert after expert; ``lora_B`` ``[out, rank * experts]``, rank after rank (``ParamWrapper`` in
+``peft/tuners/lora/layer.py``).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig
+from headway_executor.models.expert_tensors import expert_shapes
+from headway_executor.models.fields import ConfigFields
+
+_MODULE = "mlp.experts"
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+def by_matrix(config: ModelConfig) -> ModelConfig:
+    """The same model without biases, and with a tensor for each matrix of an expert: what adapters add to."""
+
+    def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
+        if experts is None:
+            return None
+        names = ExpertNames(router=experts.names.router) if experts.is_stacked else experts.names
+        return msgspec.structs.replace(experts, is_stacked=False, has_router_bias=False, names=names)
+
+    return msgspec.structs.replace(
+        config,
+        attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False),
+        layers=tuple(
+            msgspec.structs.replace(
+                layer,
+                feed_forward=msgspec.structs.replace(
+                    layer.feed_forward, has_bias=False, experts=apart(layer.feed_forward.experts)
+                ),
+            )
+            for layer in config.layers
+        ),
+    )
+
+
+class Stack(NamedTuple):
+    """One matrix of all experts: ``modules`` are its parts of one expert, with braces for the number.
+
+    With ``takes_turns``, the outputs of its parts take turns.
+    """
+
+    modules: tuple[str, ...]
+    num_experts: int
+    outputs: int
+    inputs: int
+    takes_turns: bool
+
+    def parts(self, down: Tensor, up: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """By module of one expert, ``[rank, in]`` and ``[out, rank]``; parts of one matrix share the first."""
+        downs = down.view(self.num_experts, -1, self.inputs)
+        ups = up.view(self.outputs, -1, self.num_experts).permute(2, 0, 1)
+        width = len(self.modules)
+        for number in range(self.num_experts):
+            rows = ups[number]
+            own = [rows[part::width] for part in range(width)] if self.takes_turns else rows.chunk(width)
+            for module, some in zip(self.modules, own, strict=True):
+                yield module.format(number), downs[number], some
+
+
+def stacks_of(config: ModelConfig, fields: ConfigFields) -> dict[str, Stack]:
+    """By the name of a wrapped module. Raises ``ModelFilesError``: ``target_parameters`` is not a list of names."""
+    targets = fields.values.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise fields.refuse("target_parameters", "a list of names")
+    matrices = [matrix for matrix in (_GATE_UP, _DOWN) if any(name.endswith(matrix) for name in targets)]
+    found: dict[str, Stack] = {}
+    for index, (layer, apart) in enumerate(zip(config.layers, by_matrix(config).layers, strict=True)):
+        feed, prefix = layer.feed_forward, config.names.layer.format(index)
+        if feed.experts is None or apart.feed_forward.experts is None:
+            continue
+        names = apart.feed_forward.experts.names
+        expert, count = prefix + names.expert, feed.experts.routing.num_experts
+        inner, hidden = feed.intermediate_size, config.hidden_size
+        stacks = {
+            _GATE_UP: Stack(
+                tuple(expert + name for name in names.gate_up), count, 2 * inner, hidden, feed.experts.is_stacked
+            ),
+            _DOWN: Stack((expert + names.down,), count, hidden, inner, takes_turns=False),
+        }
+        for depth, matrix in enumerate(reversed(matrices)):
+            found[prefix + _MODULE + ".base_layer" * depth] = stacks[matrix]
+    return found
+
+
+def modules_of_experts(config: ModelConfig) -> set[str]:
+    """Routers, shared experts and the matrices of all others."""
+    found: set[str] = set()
+    for index, layer in enumerate(by_matrix(config).layers):
+        feed, prefix = layer.feed_forward, config.names.layer.format(index)
+        if feed.experts is not None:
+            shapes = expert_shapes(feed.experts, feed, config.hidden_size)
+            found |= {prefix + name.removesuffix(".weight") for name, _ in shapes}
+    return found
+
+
+def aliases_of(config: ModelConfig) -> dict[str, str]:
+    """Names of routers in transformers 5 that checkpoints have under another."""
+    found: dict[str, str] = {}
+    for index, layer in enumerate(config.layers):
+        experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
+        if experts is not None and experts.names.router == "block_sparse_moe.gate":
+            found[f"{prefix}mlp.gate"] = prefix + experts.names.router
+    return found

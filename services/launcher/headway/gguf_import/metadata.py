@@ -1,0 +1,150 @@
+"""The metadata of a GGUF file's model, by the keys of its architecture.
+
+Owns: typed values, rope scaling. Must not know: families, tensors' places.
+
+Keys and what they mean when they are absent are llama.cpp's (``src/llama-model.cpp``, ``src/llama-hparams.h``).
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from headway.gguf_import.file import GgufFile
+from headway.settings import ConfigurationError
+
+_NO_DEFAULT = object()
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.sliding_window": (0,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.alpha": (0.0,),
+}
+"""Keys that change what a model computes, and the values with which they do not."""
+
+
+class Metadata:
+    """Values by the key behind the architecture's name. ``read`` collects the keys that somebody asked for."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = str(file.value("general.architecture"))
+        self.read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        self.read.add(key)
+        return f"{self.architecture}.{key}" in self.file
+
+    def value(self, key: str, default: Any = _NO_DEFAULT) -> Any:
+        """Any value; without a ``default`` it has to be there."""
+        if key not in self and default is not _NO_DEFAULT:
+            return default
+        return self.file.value(f"{self.architecture}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.value(key, _NO_DEFAULT if default is None else default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self.refuse(key, "a number above 0")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """An integer from ``low`` on."""
+        value = self.value(key, _NO_DEFAULT if default is None else default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.refuse(key, f"an integer from {low} on")
+        return value
+
+    def refuse(self, key: str, allowed: str) -> ConfigurationError:
+        """Return an error about a value."""
+        name = f"{self.architecture}.{key}"
+        return self.file.refuse(f"{name} {self.file.value(name)!r:.64} is not supported; allowed: {allowed}")
+
+    def refuse_unless(self, key: str, allowed: object) -> None:
+        """A key that may be absent or have one value."""
+        if self.value(key, allowed) != allowed:
+            raise self.refuse(key, str(allowed))
+
+    def refuse_unread(self) -> None:
+        """Refuse what changes the model and nobody has asked for."""
+        for key, neutral in _NEUTRAL.items():
+            if key not in self.read and self.value(key, neutral[0]) not in neutral:
+                raise self.refuse(key, "none")
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor."""
+        return name in self.file.tensor_names
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.integer("attention.key_length", self.integer("embedding_length") // self.num_heads)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries."""
+        return self.integer("attention.head_count")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.integer("attention.head_count_kv", self.num_heads)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers."""
+        return self.integer("block_count")
+
+    def rope(self) -> dict[str, object]:
+        """``rope_parameters`` of config.json."""
+        theta = {"rope_theta": self.number("rope.freq_base", 10_000.0)}
+        if self.has_tensor(_ROPE_FACTORS):
+            return theta | self._llama_3_rope()
+        kind = self.value("rope.scaling.type", "linear" if "rope.scaling.factor" in self else "none")
+        if kind == "none":
+            return theta | {"rope_type": "default"}
+        if kind not in ("linear", "yarn"):
+            raise self.refuse("rope.scaling.type", "none, linear, yarn")
+        factor = self.number("rope.scaling.factor", 1.0)
+        if kind == "linear":
+            return theta | ({"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor})
+        context = self.integer("context_length")
+        scaled = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": self.integer("rope.scaling.original_context_length", context),
+            "beta_fast": self.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": self.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+        if "rope.scaling.yarn_attn_factor" in self:
+            scaled["attention_factor"] = self.number("rope.scaling.yarn_attn_factor")
+        return theta | scaled
+
+    def _llama_3_rope(self) -> dict[str, object]:
+        """The factors of Llama 3.1 and later are stored one by one; the largest is the one that they come from."""
+        stored = self.file.floats(_ROPE_FACTORS).double()
+        factor, context = float(stored.max()), float(_LLAMA_3["original_max_position_embeddings"])
+        low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
+        theta = self.number("rope.freq_base", 10_000.0)
+        turns = context / (2 * math.pi * theta ** (torch.arange(0, self.head_dim, 2).double() / self.head_dim))
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        expected = 1 / ((1 - share) / factor + share)
+        if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-3):
+            raise self.file.refuse(f"{_ROPE_FACTORS} is not supported; allowed: the factors of Llama 3")
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}

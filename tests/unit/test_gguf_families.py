@@ -1,0 +1,210 @@
+"""``headway gguf``: the model of a file in llama.cpp's layout has the greedy tokens of transformers, for every family."""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from backend_driver import BackendDriver, Request
+from gguf_files import MODELS, VOCAB_SIZE, make_model, write_file
+from headway.__main__ import main
+from headway.gguf_import.file import GgufFile
+from headway.gguf_import.model import config_of
+from headway.gguf_import.tokenizer import tokenizer_of
+from headway.settings import ConfigurationError
+from headway_executor.backend import BackendConfig
+from headway_executor.backends.torch_backend import TorchBackend
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+NUM_OUTPUT = 8
+# Beyond the windows, which are of 20 and 24 tokens.
+LENGTHS = (1, 9, 60)
+
+
+def prompts():
+    draw = random.Random(1)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def greedy(model, prompt):
+    model.generation_config.eos_token_id = None
+    mask = torch.ones(1, len(prompt), dtype=torch.long)
+    lengths = {"max_new_tokens": NUM_OUTPUT, "min_new_tokens": NUM_OUTPUT}
+    return model.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False, **lengths)[0, len(prompt) :]
+
+
+def served(directory, kernels):
+    backend = TorchBackend()
+    settings = {"dtype": "float32", "max_num_seqs": 8, "num_kv_blocks": 100, "block_size": 8}
+    info = backend.open(BackendConfig(model=str(directory), options={"kernels": kernels}, **settings))
+    requests = [Request(prompt, NUM_OUTPUT) for prompt in prompts()]
+    BackendDriver(backend, info).run(requests, budget=40)
+    backend.close()
+    return [request.output for request in requests]
+
+
+OTHERWISE_IN_LLAMA_CPP = {
+    "deepseek2": "it scores groups by two experts",
+    "deepseek2-lite": "only with 26 or 27 layers are queries not compressed",
+    "deepseek2-v3": "it takes the usual bounds for yarn",
+    "gpt-oss": "the same, and cuts them to whole channels",
+    "llama-bias": "the same",
+    "phi3": "it has no window",
+    "qwen2": "the usual bounds for yarn",
+}
+CASES = [
+    *((name, Kind.F16, "eager") for name in MODELS),
+    *((name, Kind.Q8_0, "compiled") for name in MODELS),
+    ("gpt-oss", Kind.MXFP4, "eager"),
+    ("gpt-oss", Kind.MXFP4, "compiled"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "kernels"), CASES)
+def test_the_tokens_are_those_of_transformers(tmp_path, name, kind, kernels):
+    model = make_model(tmp_path / "source", name, kind)
+    file = write_file(tmp_path / "model.gguf", tmp_path / "source", kind)
+    assert main(["gguf", str(file), str(tmp_path / "model")]) == 0
+    assert served(tmp_path / "model", kernels) == [greedy(model, prompt).tolist() for prompt in prompts()]
+
+
+@pytest.mark.skipif("NODE_DIRECTORY" not in os.environ, reason="NODE_DIRECTORY names no folder with node-llama-cpp")
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - OTHERWISE_IN_LLAMA_CPP))
+def test_llama_cpp_makes_the_same_of_the_file(tmp_path, name):
+    """So that the writer of these files and their reader cannot be wrong together. Its products are less exact: it may
+    take the second-best of two tokens that are as good as equal.
+    """
+    model = make_model(tmp_path / "source", name, Kind.F32)
+    file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F32)
+    command = ["node", str(Path(__file__).parent.parent / "llama_cpp.mjs"), str(file), str(NUM_OUTPUT)]
+    done = subprocess.run(command, input=json.dumps(prompts()), capture_output=True, text=True, check=True)
+    for prompt, theirs in zip(prompts(), json.loads(done.stdout.strip().rpartition("\n")[2]), strict=True):
+        ours = greedy(model, prompt).tolist()
+        place = next((place for place in range(NUM_OUTPUT) if ours[place] != theirs[place]), None)
+        if place is not None:
+            logits = model(torch.tensor([prompt + ours[:place]])).logits[0, -1]
+            assert logits[ours[place]] - logits[theirs[place]] < 0.005 * logits.std()
+
+
+def test_the_older_form_of_latent_attention(tmp_path):
+    """Keys and values in one tensor, and widths of heads that are expanded: as llama.cpp wrote it until April 2025."""
+    model = make_model(tmp_path / "source", "deepseek2", Kind.Q8_0)
+    file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.Q8_0, is_absorbed=False)
+    assert "blk.0.attn_kv_b.weight" in GgufFile(file).tensor_names
+    assert main(["gguf", str(file), str(tmp_path / "model")]) == 0
+    assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
+
+
+def test_a_model_in_several_files_becomes_a_checkpoint_of_several(tmp_path, monkeypatch, capfd):
+    model = make_model(tmp_path / "source", "mixtral", Kind.Q8_0)
+    write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.Q8_0, most_tensors=20)
+    first, *others = sorted(tmp_path.glob("model-*-of-*.gguf"))
+    assert len(others) == 1
+    assert main(["gguf", str(others[0]), str(tmp_path / "model")]) == 2
+    assert "allowed: the one whose name ends with -00001-of-00002.gguf" in capfd.readouterr().err
+    monkeypatch.setattr("headway.gguf_import.command.MOST_BYTES", 50_000)
+    assert main(["gguf", str(first), str(tmp_path / "model")]) == 0
+    assert len(list((tmp_path / "model").glob("model-0*.safetensors"))) > 2
+    assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
+    others[0].unlink()
+    assert main(["gguf", str(first), str(tmp_path / "other")]) == 2
+    assert f"{others[0]}: not a readable GGUF file" in capfd.readouterr().err
+
+
+def changed(tmp_path, name, change):
+    make_model(tmp_path / "source", name, Kind.F32)
+    return GgufFile(write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F32, change=change))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds"), [(2, "sfsfsfs"), ([False, False, True, False, False, False, True], "ffsfffs")]
+)
+def test_a_file_may_say_which_layers_have_the_window(tmp_path, pattern, kinds):
+    file = changed(tmp_path, "gemma3", lambda writer: writer.add_sliding_window_pattern(pattern))
+    assert "".join(kind[0] for kind in config_of(file)["layer_types"]) == kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("olmo2", lambda w: w.add_sliding_window(64), "olmo2.attention.sliding_window 64 is not supported"),
+        ("granite", lambda w: w.add_rope_scaling_finetuned(False), "granite.rope.scaling.finetuned False"),
+        ("deepseek2-v3", lambda w: w.add_nextn_predict_layers(1), "deepseek2.nextn_predict_layers 1"),
+        ("qwen2", lambda w: w.add_expert_count(8), "qwen2.expert_count 8 is not supported; allowed: none"),
+    ],
+)
+def test_what_changes_a_model_and_is_not_read_is_refused(tmp_path, name, change, said):
+    with pytest.raises(ConfigurationError) as refused:
+        config_of(changed(tmp_path, name, change))
+    assert said in str(refused.value)
+
+
+TEXT = "it's 12345 déjà\r\n\n  camelCase,foo 東京 //\t"
+CUT = {
+    "gpt-2": ["it", "'s", " 12345", " déjà", "\r\n\n ", " camelCase", ",", "foo", " 東京", " //", "\t"],
+    "starcoder": ["it", "'s", " ", *"12345", " déjà", "\r\n\n ", " camelCase", ",", "foo", " 東京", " //", "\t"],
+    "llama-bpe": ["it", "'s", " ", "123", "45", " déjà", "\r\n\n", " ", " camelCase", ",foo", " 東京", " //", "\t"],
+    "qwen2": ["it", "'s", " ", *"12345", " déjà", "\r\n\n", " ", " camelCase", ",foo", " 東京", " //", "\t"],
+    "gpt-4o": ["it's", " ", "123", "45", " déjà", "\r\n\n", " ", " camel", "Case", ",foo", " 東京", " //", "\t"],
+    "tekken": ["it", "'s", " ", *"12345", " déjà", "\r\n\n", " ", " camel", "Case", ",foo", " 東京", " //", "\t"],
+    "deepseek-llm": [
+        "it",
+        "'",
+        "s",
+        " ",
+        "12345",
+        " d",
+        "é",
+        "j",
+        "à",
+        "\r",
+        "\n",
+        "\n",
+        " ",
+        " camelCase",
+        ",",
+        "foo",
+    ],
+    "deepseek-v3": [
+        "it",
+        "'s",
+        " ",
+        "123",
+        "45",
+        " déjà",
+        "\r\n\n",
+        " ",
+        " camelCase",
+        ",foo",
+        " ",
+        "東京",
+        " //",
+        "\t",
+    ],
+}
+"""As llama.cpp's own tokenizer cuts the text (``src/llama-vocab.cpp``)."""
+
+
+@pytest.mark.parametrize("cut", CUT)
+def test_text_is_cut_as_llama_cpp_cuts_it(tmp_path, cut):
+    writer = gguf.GGUFWriter(tmp_path / "tokens.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 3)
+    writer.add_token_merges(["a b"])
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    pieces = tokenizer_of(GgufFile(tmp_path / "tokens.gguf")).pre_tokenizer.pre_tokenize_str(TEXT)
+    found = [TEXT[start:end] for _, (start, end) in pieces]
+    assert found[: len(CUT[cut])] == CUT[cut]
