@@ -194,6 +194,7 @@ def test_nine_minutes_are_for_speeds_and_later_ones_for_the_rest(tool):
         "decode,prefill,mixed --quantization fp8",
         "--quantization int8",
         "--quantization int4",
+        "prefill --shape qwen3-30b-a3b --quantization fp8",
         "sections adapters",
     ):
         assert any(said in command for command in commands), said
