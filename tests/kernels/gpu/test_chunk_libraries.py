@@ -13,11 +13,11 @@ import torch
 import fake_flash_infer
 from attention_batches import TOLERANCE, UNTOUCHED, Batch, Shape
 from fake_flash_attention import FakeFlash
-from fake_flash_infer import FakeFlashInfer
+from fake_flash_infer import BatchPrefillWithPagedKVCacheWrapper, FakeFlashInfer
 from headway_kernels.gpu import flash_attention, flash_infer
 from headway_kernels.gpu.flash_attention import find_flash_attention
 from headway_kernels.gpu.flash_infer import MODULE, WRAPPER, find_flash_infer
-from headway_kernels.gpu.long_chunks import ChunkSizes, LibraryLacking, LongAttention
+from headway_kernels.gpu.long_chunks import ChunkSizes, LibraryLacking, LongAttention, LongChunks
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -50,8 +50,8 @@ def long_attention(find, shape, device):
         pytest.skip(str(error))
 
 
-def attended(batch, attention, which=slice(None)):
-    """What some of a batch's rows give in a step of their own, where the library writes; the rest is as it was."""
+def planned(batch, attention, which=slice(None)):
+    """Some of a batch's rows in a step of their own: the output, and what attends with their long chunks."""
     rows, pool = batch.rows, batch.pool.nan_to_num(nan=0.0, posinf=0.0)
     counts, lengths = np.array(batch.shape.rows, dtype=np.int32)[which].T
     first, last = (int(rows.query_start[which][0]), int(rows.query_start[1:][which][-1]))
@@ -60,8 +60,13 @@ def attended(batch, attention, which=slice(None)):
     tables = torch.where(rows.block_tables >= len(pool), 0, rows.block_tables)
     out = torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
     attend = attention.plan(numbers, counts, lengths - counts, tables)
-    if attend is not None:
-        attend(query, pool, out)
+    return out, lambda: None if attend is None else attend(query, pool, out)
+
+
+def attended(batch, attention, which=slice(None)):
+    """What some rows give, where the library writes; the rest is as it was."""
+    out, attend = planned(batch, attention, which)
+    attend()
     return out
 
 
@@ -88,6 +93,38 @@ def test_a_chunk_has_the_same_bits_in_any_company(find, kernel_device):
     together = attended(batch, attention)
     parts = [attended(batch, attention, slice(row, row + 1)) for row in range(len(ROWS))]
     assert torch.equal(torch.cat(parts), together[: len(is_long(SHAPE))])
+
+
+def test_a_step_that_is_planned_later_leaves_an_earlier_one_as_it_is(find, kernel_device):
+    """The host plans ahead of the device."""
+    batch, attention = Batch(SHAPE, kernel_device), long_attention(find, SHAPE, kernel_device)
+    steps = slice(1, 2), slice(5, None)
+    expected = [attended(batch, attention, which) for which in steps]
+    outs, launches = zip(*(planned(batch, attention, which) for which in steps), strict=True)
+    for attend in launches:
+        attend()
+    assert all(map(torch.equal, outs, expected))
+
+
+def test_flash_infer_plans_in_memory_that_the_device_has_read(monkeypatch):
+    said = []
+
+    class Wrapper(BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *args, **kwargs):
+            said.append(("plan", self))
+
+    monkeypatch.setattr(flash_infer._Slot, "wait", lambda slot: said.append(("wait", slot.wrapper)))
+    monkeypatch.setattr(flash_infer._Slot, "planned", lambda slot: said.append(("planned", slot.wrapper)))
+    library = flash_infer.FlashInfer(Wrapper, ChunkSizes(2, 1, 64, 16, 1.0, torch.bfloat16, torch.device("cpu")))
+    column = np.array([70], dtype=np.int32)
+    chunks = LongChunks(column - 70, column - 70, column, column, torch.zeros(1, 5, dtype=torch.int32))
+    for _ in range(4):
+        library.plan(chunks)
+    wrappers = [wrapper for _, wrapper in said[::3]]
+    assert said == [(kind, wrapper) for wrapper in wrappers for kind in ("wait", "plan", "planned")]
+    # Three steps may be in flight.
+    assert len({*wrappers[:3]}) == 3
+    assert wrappers[3] is wrappers[0]
 
 
 def test_a_step_without_long_chunks_is_not_planned(find, kernel_device):
