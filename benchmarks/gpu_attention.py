@@ -6,16 +6,18 @@ Owns: the memory of such a load. Must not know: what is timed, or how tiles are 
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_stepping import BLOCK_SIZE
+from headway_executor.gpu.chunk_library import sizes_of
 from headway_executor.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_kernels import kv_codes
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tuning import AttentionTuning, tokens_per_tile
-from headway_kernels.gpu.flash_attention import FlashAttention
+from headway_kernels.gpu.long_chunks import ChunkLibrary, ChunkSizes, LongAttention
 
 
 class AttentionLoad:
@@ -34,6 +36,7 @@ class AttentionLoad:
     ) -> None:
         self._config = config
         self._num_queries = num_queries
+        self._context = context
         blocks_each = -(-context // BLOCK_SIZE)
         num_blocks = batch * blocks_each
         shape = (num_blocks, 2 * config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -73,17 +76,12 @@ class AttentionLoad:
             tuning=tuning,
         )
 
-    def launching_library(self, library: FlashAttention) -> Callable[[], None]:
-        """What launches the same by FlashAttention."""
-        is_real = torch.ones(len(self.out), dtype=torch.bool, device=self.out.device)
-        return lambda: library(
-            self._query,
-            self._pool,
-            self.out,
-            self._rows,
-            tables=self._rows.block_tables,
-            is_real=is_real,
-            longest=self._num_queries,
-            num_kv_heads=self._config.num_kv_heads,
-            scale=self._config.head_dim**-0.5,
-        )
+    def launching_library(self, find: Callable[[ChunkSizes], ChunkLibrary]) -> Callable[[], None]:
+        """Plan for a library; return what launches the same by it. Raises ``LibraryLacking``."""
+        sizes = sizes_of(self._config, self._query.dtype, self._query.device, BLOCK_SIZE)
+        attention = LongAttention(find(sizes), sizes, 0, len(self._query))
+        tables, batch = self._rows.block_tables, len(self._rows.rows)
+        counts = np.full(batch, self._num_queries, dtype=np.int32)
+        attend = attention.plan(np.arange(batch, dtype=np.int32), counts, self._context - counts, tables)
+        assert attend is not None
+        return lambda: attend(self._query, self._pool, self.out)

@@ -112,9 +112,10 @@ class Floors:
         reached = self._num_in_experts * (1 - (1 - self._chosen) ** num_tokens)
         multiplied = self._num_in_experts * self._chosen
         is_float8 = self._rounds_inputs and num_tokens > MOST_FEW_TOKENS
+        is_float8_of_experts = self._rounds_inputs and num_tokens * self._chosen > MOST_FEW_TOKENS
         phases = [
             self._product("products", self._num_in_layers, self._num_in_layers * num_tokens, is_float8=is_float8),
-            self._product("experts", reached, multiplied * num_tokens),
+            self._product("experts", reached, multiplied * num_tokens, is_float8=is_float8_of_experts),
             Phase(
                 "attention",
                 self.kv_bytes_per_token * (sum(contexts) + num_tokens),

@@ -37,14 +37,14 @@ from gpu_shapes import SHAPES, Shape, config_of
 from gpu_stepping import BLOCK_SIZE, SteppedBackend, device_ms
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu.chunk_library import lacking
+from headway_executor.gpu.chunk_library import LIBRARIES, lacking
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_speed import measure_device, measure_host
 from headway_executor.kv_pool import CODES, block_bytes_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
-from headway_kernels.gpu.flash_attention import FlashLacking, find_flash_attention
 from headway_kernels.gpu.float8_linear import is_native
+from headway_kernels.gpu.long_chunks import LibraryLacking
 from program import add_line, parser_of, provenance, write_result
 from random_adapters import write_adapter
 
@@ -203,7 +203,7 @@ class AttentionBenchmark:
         self._repetitions = repetitions
 
     def lines(self, shape: Shape, limits: Limits) -> Iterator[Line]:
-        """Decodes and prompts, in the sizes of ``shape``; prompts also by FlashAttention, if it is there."""
+        """Decodes and prompts, in the sizes of ``shape``; prompts also by each library that is there."""
         yield self._decode(*shape.attention_decode, limits.bandwidth)
         yield from self._prefill(shape.attention_prefill)
 
@@ -230,10 +230,12 @@ class AttentionBenchmark:
         )
         yield Line(f"attention, prompt of {length} (floor: torch's)", measured * 1e3, beside * 1e3, 0.8)
         is_coded = self._kv_cache_dtype == CODES
-        if not lacking(config, self._dtype, self._device.device, is_coded=is_coded):
-            with contextlib.suppress(FlashLacking):
-                flash = self._device.seconds(load.launching_library(find_flash_attention()), self._repetitions)
-                yield Line(f"attention, prompt of {length} by FlashAttention 3", flash * 1e3, beside * 1e3, 0.8)
+        for library in LIBRARIES.values():
+            if lacking(library, config, self._dtype, self._device.device, is_coded=is_coded):
+                continue
+            with contextlib.suppress(LibraryLacking):
+                measured = self._device.seconds(load.launching_library(library.find), self._repetitions)
+                yield Line(f"attention, prompt of {length} by {library.said}", measured * 1e3, beside * 1e3, 0.8)
 
     def _load(self, batch: int, context: int, num_queries: int) -> AttentionLoad:
         return AttentionLoad(

@@ -47,7 +47,8 @@ from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu.attention_tuning import AttentionTuning, padded_head, stored_bytes
 from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs, sort_pairs
-from headway_kernels.gpu.float8_linear import float8_linear, is_native, workspace_size
+from headway_kernels.gpu.float8_experts import are_many, multiply_rounded_pairs
+from headway_kernels.gpu.float8_linear import FLOAT8_TILINGS, float8_linear, is_native, tiling_of, workspace_size
 from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings, shipped_pair_tiling, shipped_tilings
 from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
@@ -207,10 +208,16 @@ class Tuner:
         feeds = [layer.feed_forward for layer in self._config.layers if layer.feed_forward.experts is not None]
         if not feeds:
             return []
-        shape = (2 * feeds[0].intermediate_size, self._config.hidden_size)
+        shape, routing = (2 * feeds[0].intermediate_size, self._config.hidden_size), feeds[0].experts.routing
         loads = [self._pairs(shape, tokens) for tokens in (1, MOST_FEW_TOKENS, self._shape.chunk)]
         best = self._climb("pairs", loads, shipped_pair_tiling(self._dtype), PRODUCT_NAMES)
-        return [self._as_product(best, self._dtype)]
+        found = [self._as_product(best, self._dtype)]
+        if is_native(self._device) and are_many(self._shape.chunk * routing.num_chosen, routing.num_experts):
+            mean = self._shape.chunk * routing.num_chosen // routing.num_experts
+            load, start = self._rounded_pairs(shape, self._shape.chunk), tiling_of(mean, FLOAT8_TILINGS)
+            best = self._climb("pairs, inputs E4M3", [load], replace(start, max_tokens=None), FLOAT8_NAMES)
+            found.append(self._as_product(best, torch.float8_e4m3fn))
+        return found
 
     def _attention(self, kv_cache_dtype: str) -> AttentionTiles:
         is_coded = kv_cache_dtype != KV_CACHE_DTYPES[0]
@@ -263,9 +270,31 @@ class Tuner:
         return Load(f"product {weight.num_outputs} x {weight.num_inputs} {weight.form.name}", launching, out)
 
     def _pairs(self, shape: tuple[int, int], num_tokens: int) -> Load[Tiling]:
+        weight, x, out, pairs = self._experts(shape, num_tokens, dense)
+
+        def launching(tiling: Tiling) -> Callable[[], None]:
+            return lambda: multiply_pairs(x, weight, None, out, pairs, gathers=True, tiling=tiling)
+
+        return Load(f"experts of {num_tokens} tokens", launching, out)
+
+    def _rounded_pairs(self, shape: tuple[int, int], num_tokens: int) -> Load[Tiling]:
+        weight, x, out, pairs = self._experts(shape, num_tokens, lambda numbers: quantized(numbers, "fp8"))
+        workspace = torch.empty(workspace_size(*x.shape), dtype=torch.float32, device=self._device)
+
+        def launching(tiling: Tiling) -> Callable[[], None]:
+            return lambda: multiply_rounded_pairs(
+                x, weight, None, out, pairs, workspace, gathers=True, tilings=(tiling,)
+            )
+
+        return Load(f"experts of {num_tokens} tokens, rounded", launching, out)
+
+    def _experts(
+        self, shape: tuple[int, int], num_tokens: int, form: Callable[[Tensor], DeviceWeight]
+    ) -> tuple[DeviceWeight, Tensor, Tensor, ExpertPairs]:
+        """Weights, inputs, room for results, and pairs."""
         experts = next(layer.feed_forward.experts for layer in self._config.layers if layer.feed_forward.experts)
         routing = experts.routing
-        weight = stacked([dense(torch.randn(shape, dtype=self._dtype, device=self._device)) for _ in range(routing.num_experts)])  # fmt: skip
+        weight = stacked([form(torch.randn(shape, dtype=self._dtype, device=self._device)) for _ in range(routing.num_experts)])  # fmt: skip
         assert weight is not None
         pairs = ExpertPairs.allocate(num_tokens, routing, self._device)
         chosen = [torch.randperm(routing.num_experts)[: routing.num_chosen].sort().values for _ in range(num_tokens)]
@@ -273,11 +302,7 @@ class Tuner:
         sort_pairs(pairs)
         x = torch.randn(num_tokens, shape[1], dtype=self._dtype, device=self._device) / 16
         out = torch.empty(num_tokens * routing.num_chosen, shape[0], dtype=self._dtype, device=self._device)
-
-        def launching(tiling: Tiling) -> Callable[[], None]:
-            return lambda: multiply_pairs(x, weight, None, out, pairs, gathers=True, tiling=tiling)
-
-        return Load(f"experts of {num_tokens} tokens", launching, out)
+        return weight, x, out, pairs
 
     def _climb(self, name: str, loads: Sequence[Load[T]], shipped: T, names: Sequence[str]) -> T:
         self._say(name)

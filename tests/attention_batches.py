@@ -99,11 +99,11 @@ class Batch:
             "sinks": self.sinks,
         }
 
-    def attend(self, query=None, rows=None, **options):
+    def attend(self, query=None, rows=None, most_tokens=None, **options):
         query = self.query if query is None else query
         rows = self.rows if rows is None else rows
         out = torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
-        plan_attention(rows, self.shape.num_kv_heads)
+        plan_attention(rows, self.shape.num_kv_heads, most_tokens=most_tokens)
         chosen = {"tuning": self.shape.tuning} | self.options | options
         paged_attention(query, self.pool, out, rows, self.workspace, **chosen)
         assert not self.workspace.arrived.any()

@@ -4,8 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from headway_kernels import kv_codes
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm
+from headway_kernels.gpu.float8_linear import BLOCK
 from headway_kernels.gpu.weights import quantize, quantized
+
+ON_A_DEVICE = {"rtol": 2**-8, "atol": 2e-3}
+"""Its tensor cores add the products of a block with fewer bits."""
 
 
 def normal(seed, *shape, dtype=torch.float32, device="cpu"):
@@ -39,3 +44,14 @@ def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False,
     if has_order:
         group_of = (torch.arange(num_inputs) // group)[torch.randperm(num_inputs, generator=draw)].to(torch.int32)
     return CodedWeight(form, codes, scales, group, minima, group_of)
+
+
+def rounded(x):
+    """As ``float8_linear`` rounds, float64."""
+    blocks = torch.nn.functional.pad(x.cpu().float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    return kv_codes.decode(*kv_codes.encode(blocks)).flatten(1)[:, : x.shape[1]].double()
+
+
+def check_float8(found, expected, dtype):
+    tolerance = ON_A_DEVICE if found.is_cuda else {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(found.cpu(), expected.to(dtype), **tolerance)

@@ -81,6 +81,9 @@ def _other_speeds() -> list[Task]:
         _steps("steps kv fp8", 150, 330, "--sections", "decode,attention", "--kv-cache-dtype", "fp8"),
         Task("tune", ("benchmarks/gpu_tune.py",), 400, 580, adds_lines=True),
         _steps("steps experts", 200, 400, "--sections", "decode,prefill", "--shape", "qwen3-30b-a3b"),
+        _steps(
+            "steps experts fp8", 250, 450, "--sections", "prefill", "--shape", "qwen3-30b-a3b", "--quantization", "fp8"
+        ),
         _stack("peer", 300, 540),
     ]
 

@@ -19,11 +19,13 @@ from triton.runtime.interpreter import GridExecutor
 from backend_driver import BackendDriver, Request
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
+from device_weights import rounded
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu import device_model, graphs, open_model
+from headway_executor.gpu import device_model, graphs, linear, open_model
 from headway_executor.gpu.linear import CodedLinear
+from headway_kernels.gpu.experts import multiply_pairs
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import write_adapter
@@ -245,6 +247,29 @@ def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(l
     rounded, exact = output(), output(options={"activations": "exact"})
     assert rounded == output(options={"activations": "fp8"})
     assert rounded != exact
+
+
+@pytest.mark.parametrize(("num_tokens", "are_rounded"), [(130, True), (128, False)])
+def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, are_rounded, tmp_path, monkeypatch):
+    """Of four experts, each token chooses two."""
+    make_checkpoint(tmp_path / "model", "mixtral")
+
+    def logprobs():
+        request = Request(prompt(num_tokens), 1, GREEDY)
+        settings = {"max_model_len": 140, "max_num_batched_tokens": 140, "quantization": "fp8"}
+        BackendDriver(*open_backend(tmp_path / "model", **settings)).run([request], budget=num_tokens)
+        return request.logprobs[0].top_logprobs
+
+    found = logprobs()
+    calls = []
+
+    def with_rounded_numbers(x, weight, bias, out, pairs, workspace, *, gathers, tilings):
+        calls.append(gathers)
+        multiply_pairs(rounded(x).to(x), weight, bias, out, pairs, gathers=gathers)
+
+    monkeypatch.setattr(linear, "multiply_rounded_pairs", with_rounded_numbers)
+    assert found == pytest.approx(logprobs(), abs=1e-4)
+    assert set(calls) == ({True, False} if are_rounded else set())
 
 
 @pytest.mark.parametrize("most_recorded", [512, 8], ids=["recorded sizes", "larger"])

@@ -114,14 +114,18 @@ def test_what_is_measured_is_what_a_model_gets(tmp_path, monkeypatch):
         ({"products": [{"num_warps": 3}]}, "products: num_warps 3; allowed: 1, 2, 4, 8, 16"),
         ({"products": [{"max_tokens": 64}]}, "products of max_tokens 64 or less; those keep the tiles that ship"),
         ({"products": [{"element_bytes": 1, "inputs": 64}]}, "products of element_bytes 1: allowed: inputs 128"),
+        (
+            {"pairs": [{"element_bytes": 1, "inputs": 128, "outputs": 256}]},
+            "pairs of element_bytes 1: allowed: outputs up to 128, which share a scale",
+        ),
         ({"products": [{"max_tokens": 256}]}, "products have no tiles without max_tokens"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(changes, message, tmp_path):
     whole = {"format": 1, "device": "cpu"}
     product = json.loads(gpu_tune.msgspec.json.encode(PRODUCT))
-    if "products" in changes:
-        changes = {"products": [product | changes["products"][0]]}
+    for kind in {"products", "pairs"} & changes.keys():
+        changes = {kind: [product | changes[kind][0]]}
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps(whole | changes))
     with pytest.raises(BackendConfigError) as caught:

@@ -31,6 +31,7 @@ from headway_kernels.kv_codes import is_coded
 
 MOST_ITEMS = 2048
 """Decode items of a step, about: five for each program of an H100 or H200."""
+_ANY_NUMBER = 1 << 30
 _DOT_ROWS = 16
 """The least size of a dimension of ``tl.dot``."""
 
@@ -80,8 +81,8 @@ class AttentionWorkspace:
         )
 
 
-def plan_attention(rows: AttentionRows, num_kv_heads: int) -> None:
-    """Count items and query tiles once per step.
+def plan_attention(rows: AttentionRows, num_kv_heads: int, *, most_tokens: int | None = None) -> None:
+    """Count items and query tiles once per step; none of a row of more than ``most_tokens``, which is not attended with.
 
     A window may leave the last items of a row nothing to do.
     """
@@ -94,6 +95,7 @@ def plan_attention(rows: AttentionRows, num_kv_heads: int) -> None:
         rows.splits_per_item,
         num_rows,
         MOST_ITEMS=max(MOST_ITEMS // num_kv_heads, 1),
+        MOST_TOKENS=most_tokens or _ANY_NUMBER,
         TOKENS_PER_TILE=rows.tokens_per_tile,
         PADDED_ROWS=_padded_rows(num_rows),
         num_warps=4,

@@ -48,11 +48,15 @@ def plan_kernel(
     splits_per_item,
     num_rows,
     MOST_ITEMS: tl.constexpr,
+    MOST_TOKENS: tl.constexpr,
     TOKENS_PER_TILE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program counts the items and query tiles of all rows. Beyond ``MOST_ITEMS``, an item is several splits."""
+    """One program counts the items and query tiles of all rows of up to ``MOST_TOKENS``.
+
+    Beyond ``MOST_ITEMS``, an item is several splits.
+    """
     await_grid(PDL)
     row = tl.arange(0, PADDED_ROWS)
     real = row < num_rows
@@ -61,7 +65,8 @@ def plan_kernel(
     length = tl.load(kv_length + row, mask=real, other=0)
     splits = tl.where(num_tokens == 1, count_splits(length), 0)
     together = tl.maximum(tl.cdiv(tl.sum(splits, 0), MOST_ITEMS), 1)
-    tiles = tl.where(num_tokens > 1, tl.cdiv(num_tokens, TOKENS_PER_TILE), 0)
+    is_chunk = (num_tokens > 1) & (num_tokens <= MOST_TOKENS)
+    tiles = tl.where(is_chunk, tl.cdiv(num_tokens, TOKENS_PER_TILE), 0)
     tl.store(splits_per_item, together)
     tl.store(split_ends + row, tl.cumsum(tl.cdiv(splits, together), 0), mask=real)
     tl.store(tile_ends + row, tl.cumsum(tiles, 0), mask=real)

@@ -159,18 +159,10 @@ def multiply_pairs_kernel(
     Which weights a program needs, only the grid before says.
     """
     await_grid(PDL)
-    expert, begin, end = _tile_of_pairs(tl.program_id(0), ends, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_TOKENS)
+    expert, begin, end = tile_of_pairs(tl.program_id(0), ends, NUM_EXPERTS, BLOCK_EXPERTS, BLOCK_TOKENS)
     if begin < end:
-        places = begin + tl.arange(0, BLOCK_TOKENS)
-        within = places < end
-        # Beyond the edge, read the last row and output again.
-        places = tl.minimum(places, end - 1)
-        numbers = tl.load(pair_order + places)
-        x_places = places
-        out_places = numbers
-        if GATHERS:
-            x_places = numbers // NUM_CHOSEN
-            out_places = places
+        x_places, out_places, within = rows_of_pairs(pair_order, begin, end, NUM_CHOSEN, GATHERS, BLOCK_TOKENS)
+        # Beyond the edge, read the last output again.
         outputs = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         far = expert.to(tl.int64)
         sums = multiply_tile(
@@ -210,7 +202,23 @@ def multiply_pairs_kernel(
 
 
 @triton.jit
-def _tile_of_pairs(ordinal, ends, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def rows_of_pairs(pair_order, begin, end, NUM_CHOSEN: tl.constexpr, GATHERS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Where the pairs of a tile have their inputs and their results, and which of them there are."""
+    places = begin + tl.arange(0, BLOCK_TOKENS)
+    within = places < end
+    # Beyond the edge, read the last row again.
+    places = tl.minimum(places, end - 1)
+    numbers = tl.load(pair_order + places)
+    x_places = places
+    out_places = numbers
+    if GATHERS:
+        x_places = numbers // NUM_CHOSEN
+        out_places = places
+    return x_places, out_places, within
+
+
+@triton.jit
+def tile_of_pairs(ordinal, ends, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The expert of a tile, its first pair, and the end of the expert's pairs; a tile that is not there is empty."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     exists = expert < NUM_EXPERTS

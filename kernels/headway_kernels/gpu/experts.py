@@ -134,7 +134,7 @@ def multiply_pairs(
     if num_pairs == 0:
         return
     tiling = pair_tiling(weight, x.dtype, tiling)
-    tiles = num_pairs // tiling.tokens + min(len(pairs.ends), num_pairs)
+    tiles = most_tiles(pairs, tiling)
     values, scales, minima, order = tile_tensors(weight)
     multiply_pairs_kernel[(tiles, triton.cdiv(weight.num_outputs, tiling.outputs))](
         x,
@@ -169,17 +169,31 @@ def pair_constants(
     weight: DeviceWeight, tiling: Tiling, num_experts: int, num_chosen: int, *, has_bias: bool, gathers: bool
 ) -> dict[str, int | bool]:
     """The constants of the product's kernel."""
-    return tile_constants(weight) | {
-        "GROUPS": weight.num_groups,
-        "NUM_EXPERTS": num_experts,
-        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
-        "NUM_CHOSEN": num_chosen,
-        "GATHERS": gathers,
+    return {
+        **tile_constants(weight),
+        **grid_constants(weight, num_experts, num_chosen, gathers=gathers),
         "HAS_BIAS": has_bias,
         "BLOCK_TOKENS": tiling.tokens,
         "BLOCK_OUTPUTS": tiling.outputs,
         "BLOCK_INPUTS": tiling.inputs,
     }
+
+
+def grid_constants(weight: DeviceWeight, num_experts: int, num_chosen: int, *, gathers: bool) -> dict[str, int | bool]:
+    """The constants by which a grid goes through experts."""
+    return {
+        "GROUPS": weight.num_groups,
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
+        "NUM_CHOSEN": num_chosen,
+        "GATHERS": gathers,
+    }
+
+
+def most_tiles(pairs: ExpertPairs, tiling: Tiling) -> int:
+    """The tiles that the pairs of all experts may need."""
+    num_pairs = len(pairs.order)
+    return num_pairs // tiling.tokens + min(len(pairs.ends), num_pairs)
 
 
 def add_pairs(given: Tensor, pairs: ExpertPairs, out: Tensor, *, shared: Tensor | None, gates: Tensor | None) -> None:

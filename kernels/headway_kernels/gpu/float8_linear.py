@@ -35,16 +35,17 @@ _TO_NUMBERS = tl.constexpr(NUMBERS_TOO_SMALL**-2)
 
 
 def multiplies(weight: DeviceWeight) -> bool:
-    """Whether ``float8_linear`` takes this weight: E4M3, with a scale for each output, or for blocks of both sides."""
+    """Whether these products take a weight: E4M3, with a scale for each output, or for blocks of both sides."""
     if weight.form is not WeightForm.FP8_PAIRS:
         return False
     return not weight.is_grouped or (weight.group % BLOCK == 0 and _has_blocks(weight.scales))
 
 
 def _has_blocks(scales: Tensor | None) -> bool:
-    """Whether each ``BLOCK`` outputs have one scale for a group: ``[groups, outputs]``. It waits for the device."""
+    """Whether each ``BLOCK`` outputs have one scale for a group: ``[..., groups, outputs]``. It waits for the device."""
     assert scales is not None
-    return torch.equal(scales, scales[:, ::BLOCK].repeat_interleave(BLOCK, 1)[:, : scales.shape[1]])
+    shared = scales[..., ::BLOCK].repeat_interleave(BLOCK, -1)
+    return torch.equal(scales, shared[..., : scales.shape[-1]])
 
 
 def is_native(device: torch.device) -> bool:
@@ -72,10 +73,38 @@ def float8_linear(
     ``workspace`` float32, see ``workspace_size``. ``rounded`` is ``kv_codes.encode`` and ``decode`` of each ``BLOCK``
     inputs; sums are float32, and rounded once.
     """
-    num_tokens, num_inputs = x.shape
+    num_tokens = len(x)
     if num_tokens == 0:
         return
     assert multiplies(weight), "a form that is multiplied in 8 bits"
+    codes, factors = round_inputs(x, workspace)
+    assert weight.scales is not None
+    tiling = tiling_of(num_tokens, tilings)
+    _float8_product[(triton.cdiv(weight.num_outputs, tiling.outputs) * triton.cdiv(num_tokens, tiling.tokens),)](
+        codes,
+        factors,
+        weight.values.view(torch.float8_e4m3fn),
+        weight.scales,
+        weight.scales if bias is None else bias,
+        out,
+        out.stride(0),
+        num_tokens,
+        **product_constants(weight, tiling, has_bias=bias is not None),
+        BAND=OUTPUT_TILES_PER_BAND,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **dependent_launch(x.device),
+    )
+
+
+def tiling_of(num_tokens: int, tilings: tuple[Tiling, ...]) -> Tiling:
+    """The first for so many tokens."""
+    return next(tiling for tiling in tilings if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
+
+
+def round_inputs(x: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of ``x`` ``[T, K]``, E4M3, as a weight's lie, and float32 factors, ``[blocks, T]``, flat: in ``workspace``."""
+    num_tokens, num_inputs = x.shape
     blocks = triton.cdiv(num_inputs, BLOCK)
     size = workspace_size(num_tokens, num_inputs)
     assert workspace.numel() >= size, "the workspace holds all codes and factors"
@@ -91,33 +120,18 @@ def float8_linear(
         BLOCKS_AT_ONCE=BLOCKS_AT_ONCE,
         **dependent_launch(x.device),
     )
-    assert weight.scales is not None
-    tiling = next(tiling for tiling in tilings if tiling.max_tokens is None or num_tokens <= tiling.max_tokens)
-    _float8_product[(triton.cdiv(weight.num_outputs, tiling.outputs) * triton.cdiv(num_tokens, tiling.tokens),)](
-        codes.view(torch.float8_e4m3fn),
-        factors,
-        weight.values.view(torch.float8_e4m3fn),
-        weight.scales,
-        weight.scales if bias is None else bias,
-        out,
-        out.stride(0),
-        num_tokens,
-        **product_constants(weight, tiling, has_bias=bias is not None),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **dependent_launch(x.device),
-    )
+    return codes.view(torch.float8_e4m3fn), factors
 
 
 def product_constants(weight: DeviceWeight, tiling: Tiling, *, has_bias: bool) -> dict[str, int | bool]:
-    """The constants of the product's kernel."""
+    """The constants of a product's kernel that weight and tiles decide."""
+    assert tiling.outputs <= BLOCK, "the outputs of a tile share a scale"
     of_weight = tile_constants(weight)
     return {name: of_weight[name] for name in ("OUTPUTS", "INPUTS", "GROUP", "GROUPED", "SCALED")} | {
         "ROW": weight.values.shape[-1] * weight.values.element_size(),
         "HAS_BIAS": has_bias,
         "BLOCK_TOKENS": tiling.tokens,
         "BLOCK_OUTPUTS": tiling.outputs,
-        "BAND": OUTPUT_TILES_PER_BAND,
     }
 
 
@@ -168,24 +182,68 @@ def _float8_product(
     BAND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of results; ``ROW`` bytes are a row of the weight. The loop has the form of ``multiply_tile``'s, and its reasons."""
+    """A tile of results."""
     await_grid(PDL)
     token_tile, output_tile = tile_of(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_TOKENS), OUTPUTS, BLOCK_OUTPUTS, BAND)
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outputs = output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    # Beyond the edge, read the last token and output again: this needs no mask in the loop, and changes no result.
+    # Beyond the edge, read the last token again: this needs no mask in the loop, and changes no result.
     own_tokens = tl.minimum(tokens, num_tokens - 1)
-    own_outputs = tl.minimum(outputs, OUTPUTS - 1)
+    sums = multiply_codes(
+        codes,
+        factors,
+        values,
+        scales,
+        own_tokens,
+        num_tokens,
+        output_tile,
+        OUTPUTS,
+        INPUTS,
+        ROW,
+        GROUP,
+        GROUPED,
+        BLOCK_TOKENS,
+        BLOCK_OUTPUTS,
+    )
+    results = finished(sums, scales, bias, outputs[None, :], OUTPUTS, SCALED, HAS_BIAS)
+    place = out + tokens[:, None].to(tl.int64) * out_stride + outputs[None, :]
+    within = (tokens < num_tokens)[:, None] & (outputs < OUTPUTS)[None, :]
+    tl.store(place, results.to(out.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def multiply_codes(
+    codes,
+    factors,
+    values,
+    scales,
+    tokens,
+    num_tokens,
+    output_tile,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+):
+    """Sums, float32, ``[BLOCK_TOKENS, BLOCK_OUTPUTS]``, of ``tokens`` of the ``num_tokens`` that were rounded; only GROUPED ones
+    are scaled. ``ROW`` bytes are a row of the weight.
+
+    The loop has the form of ``multiply_tile``'s, and its reasons.
+    """
+    # Beyond the edge, read the last output again.
+    outputs = tl.minimum(output_tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS), OUTPUTS - 1)
     num_blocks: tl.constexpr = (INPUTS + _BLOCK - 1) // _BLOCK
-    rows = codes + own_tokens.to(tl.int64) * (num_blocks * _BLOCK)
-    weight_rows = values + own_outputs.to(tl.int64) * ROW
+    rows = codes + tokens.to(tl.int64) * (num_blocks * _BLOCK)
+    weight_rows = values + outputs.to(tl.int64) * ROW
     sums = tl.zeros((BLOCK_TOKENS, BLOCK_OUTPUTS), dtype=tl.float32)
-    factor = _factor(factors, scales, 0, own_tokens, num_tokens, output_tile * BLOCK_OUTPUTS, OUTPUTS, GROUP, GROUPED)
+    first_output = output_tile * BLOCK_OUTPUTS
+    factor = _factor(factors, scales, 0, tokens, num_tokens, first_output, OUTPUTS, GROUP, GROUPED)
     for block in range(num_blocks):
         following = tl.minimum(block + 1, num_blocks - 1)
-        next_factor = _factor(
-            factors, scales, following, own_tokens, num_tokens, output_tile * BLOCK_OUTPUTS, OUTPUTS, GROUP, GROUPED
-        )
+        next_factor = _factor(factors, scales, following, tokens, num_tokens, first_output, OUTPUTS, GROUP, GROUPED)
         places = block * _BLOCK + tl.arange(0, _BLOCK)
         inputs = tl.load(rows[:, None] + places[None, :])
         if num_blocks * _BLOCK > ROW:
@@ -195,10 +253,7 @@ def _float8_product(
         part = tl.dot(inputs, weights)
         sums += part * factor[:, None]
         factor = next_factor
-    results = finished(sums, scales, bias, outputs[None, :], OUTPUTS, SCALED, HAS_BIAS)
-    place = out + tokens[:, None].to(tl.int64) * out_stride + outputs[None, :]
-    within = (tokens < num_tokens)[:, None] & (outputs < OUTPUTS)[None, :]
-    tl.store(place, results.to(out.dtype.element_ty), mask=within)
+    return sums
 
 
 @triton.jit

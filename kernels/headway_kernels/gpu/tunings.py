@@ -7,7 +7,7 @@ among them, so they change results from device to device at most, by rounding, a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -48,8 +48,13 @@ class Tunings:
         return shipped if many is None else (*few, *many)
 
     def of_pairs(self, dtype: torch.dtype) -> Tiling:
-        """For the products of experts, of any number of pairs."""
+        """For the products of experts, of any number of pairs, with inputs as they are."""
         return self.pairs.get(dtype.itemsize) or shipped_pair_tiling(dtype)
+
+    def of_rounded_pairs(self) -> tuple[Tiling, ...]:
+        """For those with inputs that are rounded to E4M3, by ascending number of an expert's pairs."""
+        many = self.pairs.get(torch.float8_e4m3fn.itemsize)
+        return FLOAT8_TILINGS if many is None else (replace(many, max_tokens=None),)
 
 
 def shipped_tilings(dtype: torch.dtype) -> tuple[Tiling, ...]:

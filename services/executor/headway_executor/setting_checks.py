@@ -45,7 +45,7 @@ TRITON = Takes(
     options=MappingProxyType(
         {
             "activations": ("auto", "exact", "fp8"),
-            "chunk_attention": ("triton", "flash", "auto"),
+            "chunk_attention": ("triton", "flash", "flashinfer", "auto"),
             "graphs": ("auto", "off"),
             "step_log": (),
             "tuning": (),

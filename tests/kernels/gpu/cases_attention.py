@@ -110,7 +110,7 @@ def of_every_head(capability):
 
 
 CASES = [
-    case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096, MOST_ITEMS=256),
+    case("plan", attention_kernels.plan_kernel, TOKENS_PER_TILE=32, PADDED_ROWS=4096, MOST_ITEMS=256, MOST_TOKENS=512),
     *model(9, 128, "*bf16"),
     *model(9, 128, "*bf16", codes=True, below=100),
     *model(10, 128, "*bf16", codes=True),

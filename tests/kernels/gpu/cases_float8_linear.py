@@ -22,7 +22,7 @@ def product(shape, num_tokens, group=None, *, out="bf16", has_bias=False):
         name=f"float8 product {out} {shape} T={num_tokens} group={group} bias={has_bias}",
         kernel=module._float8_product,
         signature=pointers | {"out_stride": "i32", "num_tokens": "i32"},
-        constants=module.product_constants(weight, tiling, has_bias=has_bias),
+        constants=module.product_constants(weight, tiling, has_bias=has_bias) | {"BAND": module.OUTPUT_TILES_PER_BAND},
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         aligned=(*pointers, "out_stride"),

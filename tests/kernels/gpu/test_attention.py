@@ -150,6 +150,19 @@ def test_the_number_of_items_changes_nothing(window, kernel_device, monkeypatch)
         assert batch.rows.splits_per_item.item() == together
 
 
+@pytest.mark.parametrize("first", [2, 13, 33, 64])
+def test_where_a_chunk_is_cut_changes_nothing(first, kernel_device):
+    shape = Shape(((70, 200),), head_dim=64, group=4, block_size=16, dtype=torch.bfloat16)
+    batch = Batch(shape, kernel_device)
+    whole, parts = batch.attend(), []
+    for begin, end in ((0, first), (first, 70)):
+        lengths = torch.tensor([0, end - begin]), torch.tensor([130 + end])
+        parts.append(
+            batch.attend(batch.query[begin:end], batch.with_rows(batch.rows.rows, *lengths, batch.rows.block_tables))
+        )
+    assert torch.equal(torch.cat(parts), whole[:70])
+
+
 def test_padding_to_a_larger_batch_changes_nothing(kernel_device):
     """As a graph captured for more rows replays it: with another variant of each kernel, too."""
     batch = Batch(COMPANY, kernel_device)

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_weights import drawn_codes, normal, on, wide
-from headway_kernels import kv_codes
+from device_weights import check_float8, drawn_codes, normal, on, rounded, wide
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 from headway_kernels.gpu import float8_linear as module
 from headway_kernels.gpu.float8_linear import BLOCK, float8_linear, multiplies, workspace_size
@@ -18,8 +17,6 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no products of 8-bit floats"
     ),
 ]
-ON_A_DEVICE = {"rtol": 2**-8, "atol": 2e-3}
-"""Its tensor cores add the products of a block with fewer bits."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,17 +28,6 @@ def multiply(x, weight, bias=None, tilings=module.FLOAT8_TILINGS):
     assert out[-1].isnan().all()
     assert out[:, weight.num_outputs :].isnan().all()
     return out[:-1, : weight.num_outputs]
-
-
-def rounded(x):
-    """As ``float8_linear`` rounds, float64."""
-    blocks = torch.nn.functional.pad(x.cpu().float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    return kv_codes.decode(*kv_codes.encode(blocks)).flatten(1)[:, : x.shape[1]].double()
-
-
-def check(found, expected, dtype):
-    tolerance = ON_A_DEVICE if found.is_cuda else {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
-    torch.testing.assert_close(found.cpu(), expected.to(dtype), **tolerance)
 
 
 @settings(max_examples=25, deadline=None)
@@ -64,7 +50,7 @@ def test_equals_float64_of_the_rounded_inputs(
     x = x[:, :num_inputs]
     bias = normal(seed + 2, num_outputs, dtype=dtype, device=kernel_device) if has_bias else None
     expected = rounded(x) @ dense.cpu().t() + (0 if bias is None else bias.cpu().double())
-    check(multiply(x, weight, bias), expected, dtype)
+    check_float8(multiply(x, weight, bias), expected, dtype)
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs", "group"), [(300, 700, 256), (128, 128, 128), (70, 400, 128)])
@@ -75,7 +61,7 @@ def test_blocks_of_weights_have_scales_of_their_own(kernel_device, num_outputs, 
     assert multiplies(weight)
     x = normal(4, 70, num_inputs) * num_inputs**-0.5
     expected = rounded(x) @ stored.float().double().t()
-    check(multiply(x.to(kernel_device), on(kernel_device, weight)), expected, torch.float32)
+    check_float8(multiply(x.to(kernel_device), on(kernel_device, weight)), expected, torch.float32)
 
 
 def test_rounding_costs_little(kernel_device):

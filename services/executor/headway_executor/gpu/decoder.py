@@ -5,12 +5,13 @@ Owns: weights, activations, launches. Must not know: graphs, sampling.
 Nothing here allocates, waits, or depends on a value of the device, so a CUDA graph can capture it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway_executor.backend import BackendConfigError
+from headway_executor.backend import BackendConfigError, StepBatch
 from headway_executor.gpu.device_rows import DeviceRows
 from headway_executor.gpu.feed_forward import DeviceFeedForward
 from headway_executor.gpu.linear import DeviceLinear
@@ -21,7 +22,7 @@ from headway_executor.models.features import DENSE, Feature, lacking
 from headway_executor.models.loading import NormTensors
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, AttentionTuning, tokens_per_tile
-from headway_kernels.gpu.flash_attention import FlashAttention
+from headway_kernels.gpu.long_chunks import LongAttention
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
@@ -97,7 +98,7 @@ class _Activations:
 
 class Decoder:
     """A loaded model. ``max_num_rows``: of a step; ``tuning``: of its attention, over keys and values as they are stored;
-    ``library``: for chunks of steps that are not recorded, or None.
+    ``long_attention``: for long chunks, or None, as for others.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Decoder:
         max_num_rows: int,
         dtype: torch.dtype,
         tuning: AttentionTuning,
-        library: FlashAttention | None,
+        long_attention: LongAttention | None,
     ) -> None:
         device = rows.token_store.device
         self._config = config
@@ -123,7 +124,7 @@ class Decoder:
         self._plan = torch.zeros((2, max_num_rows), dtype=torch.int32, device=device)
         self._splits_per_item = torch.ones(1, dtype=torch.int32, device=device)
         self._tuning = tuning
-        self._library = library
+        self._long_attention = long_attention
         self._tokens_per_tile = tokens_per_tile(config.num_heads, config.num_kv_heads, tuning)
 
     @property
@@ -131,23 +132,38 @@ class Decoder:
         """Of the model."""
         return self._config.num_layers
 
-    def run(
-        self, pool: Tensor, num_tokens: int, num_rows: int, *, has_decodes: bool, has_chunks: bool, longest: int = 0
-    ) -> None:
-        """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``.
+    @property
+    def has_long_attention(self) -> bool:
+        """Whether long chunks are not as others."""
+        return self._long_attention is not None
 
-        ``longest``: the most tokens of a row, if no graph records the step; else 0.
+    def plan_long(self, batch: StepBatch) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """What attends with the long chunks of the step in the columns; None: there are none, or they are as others."""
+        if self._long_attention is None:
+            return None
+        counts, computed = batch.num_scheduled_tokens, batch.num_computed_tokens
+        return self._long_attention.plan(batch.rows, counts, computed, self._rows.block_tables)
+
+    def run(
+        self,
+        pool: Tensor,
+        num_tokens: int,
+        num_rows: int,
+        *,
+        has_decodes: bool,
+        has_chunks: bool,
+        long_chunks: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        """Run the step in the columns, padded to ``num_tokens`` and ``num_rows``; ``long_chunks`` from ``plan_long``.
 
         ``pool`` is ``[num_layers, num_blocks, 2 * kv_heads, block_size, head_dim]``, of codes one wider.
         """
         config, space, weights = self._config, self._space, self._weights
-        rows = self._expand(num_tokens, num_rows)
+        most_tokens = None if self._long_attention is None or long_chunks is None else self._long_attention.most_tokens
+        rows = self._expand(num_tokens, num_rows, most_tokens)
         hidden, normed, delta = space.hidden[:num_tokens], space.normed[:num_tokens], space.delta[:num_tokens]
         qkv, attended = space.qkv[:num_tokens], space.attended[:num_tokens]
         slots = space.slots[:num_tokens]
-        library = self._library if has_chunks and longest else None
-        if library is not None:
-            tables, is_real = rows.block_tables.index_select(0, rows.rows), slots >= 0
         gather_rows(weights.embedding, space.token_ids[:num_tokens], hidden)
         update: Tensor | None = None
         for layer, layer_pool in zip(weights.layers, pool.unbind(0), strict=True):
@@ -157,19 +173,8 @@ class Decoder:
                 self._normed(hidden, None, layer.mlp_norm, normed)
             self._rotate(qkv, layer, layer_pool, num_tokens)
             query = qkv[:, : config.num_heads * config.head_dim]
-            if library is not None:
-                # All rows: they lie side by side. What it gives for decodes is replaced.
-                library(
-                    query,
-                    layer_pool,
-                    attended,
-                    rows,
-                    tables=tables,
-                    is_real=is_real,
-                    longest=longest,
-                    num_kv_heads=config.num_kv_heads,
-                    scale=config.attention.scale,
-                )
+            if long_chunks is not None:
+                long_chunks(query, layer_pool, attended)
             paged_attention(
                 query,
                 layer_pool,
@@ -182,7 +187,7 @@ class Decoder:
                 soft_cap=config.attention.softcap,
                 sinks=layer.sinks,
                 has_decodes=has_decodes,
-                has_chunks=has_chunks and library is None,
+                has_chunks=has_chunks,
                 tuning=self._tuning,
             )
             layer.output(attended, delta)
@@ -233,7 +238,7 @@ class Decoder:
             logits.mul_(scalings.logits)
         return logits if scalings.logits_softcap is None else capped_(logits, scalings.logits_softcap)
 
-    def _expand(self, num_tokens: int, num_rows: int) -> AttentionRows:
+    def _expand(self, num_tokens: int, num_rows: int, most_tokens: int | None) -> AttentionRows:
         space, columns = self._space, self._columns
         expand_rows(
             columns.rows[:num_rows],
@@ -256,7 +261,7 @@ class Decoder:
             splits_per_item=self._splits_per_item,
             tokens_per_tile=self._tokens_per_tile,
         )
-        plan_attention(rows, self._config.num_kv_heads)
+        plan_attention(rows, self._config.num_kv_heads, most_tokens=most_tokens)
         return rows
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, layer_pool: Tensor, num_tokens: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from headway_executor.backend import HostMemorySource
+from headway_executor.backend import HostMemorySource, StepBatch
 from headway_executor.gpu.block_mover import BlockMover, open_pool
 from headway_executor.gpu.decoder import Decoder
 from headway_executor.gpu.device_adapters import DeviceAdapters
@@ -74,19 +74,18 @@ class DeviceModel:
         """The size in which a step is launched; only one of decodes ``draws``."""
         return self.sizes.of(shape, draws=draws)
 
-    def launch(self, size: LaunchSize, *, longest: int = 0) -> None:
-        """Launch the step in the columns, as a graph if there is one; ``longest``: see ``Decoder.run``."""
+    def launch(self, size: LaunchSize, batch: StepBatch) -> None:
+        """Launch the step in the columns, which is ``batch``, as a graph if there is one."""
         if not self._graphs.launch(size):
-            # What a graph would record computes as in the graph.
-            is_recorded = size in self._recorded
-            self.forward(size, longest=0 if is_recorded else longest)
+            self.forward(size, batch)
 
-    def forward(self, size: LaunchSize, *, longest: int = 0) -> None:
-        """Launch the step kernel by kernel."""
+    def forward(self, size: LaunchSize, batch: StepBatch | None = None) -> None:
+        """Launch the step kernel by kernel; without its ``batch``, all chunks are as others."""
         if self._adapters is not None:
             self._adapters.are_any = size.is_adapted
         kinds = {"has_decodes": size.has_decodes, "has_chunks": size.has_chunks}
-        self.decoder.run(self._pool, size.num_tokens, size.num_rows, longest=longest, **kinds)
+        long_chunks = None if batch is None else self.decoder.plan_long(batch)
+        self.decoder.run(self._pool, size.num_tokens, size.num_rows, long_chunks=long_chunks, **kinds)
         if size.draws:
             self._draw(self.decoder.logits(size.num_rows))
 

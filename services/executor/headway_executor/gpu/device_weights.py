@@ -12,15 +12,25 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from headway_executor.gpu.linear import CodedLinear, DenseLinear, DeviceLinear, RoundedTokens, SplitWorkspace
+from headway_executor.gpu.linear import (
+    CodedLinear,
+    DenseLinear,
+    DeviceLinear,
+    ExpertsLinear,
+    RoundedPairs,
+    RoundedTokens,
+    SplitWorkspace,
+)
 from headway_executor.linear import placed
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.loading import ModelTensors, TensorSource
 from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu import float8_linear
+from headway_kernels.gpu.float8_experts import are_many
 from headway_kernels.gpu.tunings import Tunings
 from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
+from headway_kernels.routing import Routing
 
 QuantizationKind: TypeAlias = Literal["int8", "int4", "fp8"]
 Activations: TypeAlias = Literal["auto", "exact", "fp8"]
@@ -79,15 +89,28 @@ class DeviceWeights:
             rounded=None if is_exact else self._rounded(weight, own_bias),
         )
 
-    def _rounded(self, weight: DeviceWeight, bias: Tensor | None) -> RoundedTokens | None:
+    def _rounds(self, weight: DeviceWeight) -> bool:
+        """Whether the inputs of many tokens are rounded."""
         is_meant = weight.rounds_inputs if self._activations == "auto" else self._activations == "fp8"
-        if not is_meant or not float8_linear.is_native(self._device) or not float8_linear.multiplies(weight):
+        return is_meant and float8_linear.is_native(self._device) and float8_linear.multiplies(weight)
+
+    def _rounded(self, weight: DeviceWeight, bias: Tensor | None) -> RoundedTokens | None:
+        if not self._rounds(weight):
             return None
         tilings = self.tunings.of_products(torch.float8_e4m3fn)
         return RoundedTokens(weight, bias, self._workspace, tilings, self._max_num_tokens)
 
-    def of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
-        """The same projection of each expert, and biases ``[experts, outputs]``. All have codes of one form, or none."""
+    def of_experts(self, reads: Sequence[Projection], rows_per_token: int, routing: Routing) -> ExpertsLinear:
+        """The same projection of each expert, whose inputs have so many rows for a token."""
+        weight, bias = self._of_experts(reads)
+        rounded: RoundedPairs | None = None
+        if are_many(self._max_num_tokens * routing.num_chosen, routing.num_experts) and self._rounds(weight):
+            tilings, max_num_rows = self.tunings.of_rounded_pairs(), self._max_num_tokens * rows_per_token
+            rounded = RoundedPairs(weight, bias, self._workspace, tilings, max_num_rows)
+        return ExpertsLinear(weight, bias, self.tunings.of_pairs(self._dtype), rounded)
+
+    def _of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:
+        """Weights, and biases ``[experts, outputs]``. All have codes of one form, or none."""
         found = self._coded_experts(reads)
         together = None if found is None else stacked([weight for weight, _ in found])
         if found is not None and together is not None:

@@ -40,7 +40,7 @@ class DeviceDraftPass:
         may_draw = not shape.has_chunks and shape.num_sampled == shape.num_rows
         size = self._model.size_of(shape, draws=may_draw and self._sampler.is_greedy(sampled_rows))
         self._upload.send(batch, shape, size.num_rows)
-        self._model.launch(size)
+        self._model.launch(size, batch)
         if shape.num_sampled and not size.draws:
             self._sampler.draw(self._model.decoder.logits(shape.num_sampled), sampled_rows, views, token_ids)
 

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.activations import activation_of, gate_of
-from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceLinear
+from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceLinear, ExpertsLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
-from headway_kernels.gpu.quantized_linear import Tiling
-from headway_kernels.gpu.weights import DeviceWeight
+from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, sort_pairs
 
 
 class DeviceFeedForward(Protocol):
@@ -86,31 +84,28 @@ def scores_of(config: ExpertsConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """``router`` gives ``scores_of``; ``gate_up`` and ``down`` hold all experts, biases ``[experts, outputs]`` or None.
+    """``router`` gives ``scores_of``; ``gate_up`` and ``down`` are of all experts.
 
     ``correction`` float32, ``[experts]``, or None. All tokens go through ``shared``, if any.
     """
 
     router: DeviceLinear
     correction: Tensor | None
-    gate_up: DeviceWeight
-    gate_up_bias: Tensor | None
-    down: DeviceWeight
-    down_bias: Tensor | None
+    gate_up: ExpertsLinear
+    down: ExpertsLinear
     shared: DenseFeedForward | None
 
 
 class ExpertFeedForward:
     """Each token goes through the experts that its router chooses; padding goes through none."""
 
-    def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace, tiling: Tiling) -> None:
+    def __init__(self, weights: ExpertWeights, feed: FeedForwardConfig, space: ExpertSpace) -> None:
         assert feed.experts is not None
         self._weights = weights
         self._routing = feed.experts.routing
         self._has_gate = feed.experts.names.shared_gate is not None
         self._activate = activation_of(feed)
         self._space = space
-        self._tiling = tiling
 
     def __call__(self, inputs: Tensor, slots: Tensor, out: Tensor) -> None:
         """See ``DeviceFeedForward``."""
@@ -121,9 +116,9 @@ class ExpertFeedForward:
         choose(scores, slots, weights.correction, pairs, self._routing)
         sort_pairs(pairs)
         gate_up, inner, given = space.gate_up[:num_pairs], space.inner[:num_pairs], space.given[:num_pairs]
-        multiply_pairs(inputs, weights.gate_up, weights.gate_up_bias, gate_up, pairs, gathers=True, tiling=self._tiling)
+        weights.gate_up(inputs, gate_up, pairs, gathers=True)
         self._activate(gate_up, inner)
-        multiply_pairs(inner, weights.down, weights.down_bias, given, pairs, gathers=False, tiling=self._tiling)
+        weights.down(inner, given, pairs, gathers=False)
         shared = None
         if weights.shared is not None:
             assert space.shared is not None

@@ -11,6 +11,8 @@ from torch import Tensor
 from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
+from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs
+from headway_kernels.gpu.float8_experts import are_many, multiply_rounded_pairs
 from headway_kernels.gpu.float8_linear import float8_linear, workspace_size
 from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
@@ -140,6 +142,53 @@ class CodedLinear:
         if self.few(inputs, out) or (self._rounded is not None and self._rounded(inputs, out)):
             return
         quantized_linear(inputs, self._weight, self._bias, out, self._tilings)
+
+
+class RoundedPairs:
+    """Products of many pairs of tokens and experts, whose inputs are rounded to E4M3 as the weight is; as ``RoundedTokens``.
+
+    ``max_num_rows``: of inputs, in steps of many pairs.
+    """
+
+    def __init__(
+        self,
+        weight: DeviceWeight,
+        bias: Tensor | None,
+        workspace: SplitWorkspace,
+        tilings: tuple[Tiling, ...],
+        max_num_rows: int,
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._workspace = workspace
+        self._tilings = tilings
+        workspace.grow(workspace_size(max_num_rows, weight.num_inputs))
+
+    def __call__(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> bool:
+        """Multiply. False: nothing is done, they are few."""
+        if not are_many(len(pairs.order), len(pairs.ends)):
+            return False
+        space, tilings = self._workspace.memory, self._tilings
+        multiply_rounded_pairs(inputs, self._weight, self._bias, out, pairs, space, gathers=gathers, tilings=tilings)
+        return True
+
+
+class ExpertsLinear:
+    """One projection of all experts, ``bias`` ``[experts, out]`` or None. ``rounded``: of the same weight, if inputs may be rounded."""
+
+    def __init__(
+        self, weight: DeviceWeight, bias: Tensor | None, tiling: Tiling, rounded: RoundedPairs | None = None
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._tiling = tiling
+        self._rounded = rounded
+
+    def __call__(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> None:
+        """See ``multiply_pairs``; allocates nothing."""
+        if self._rounded is not None and self._rounded(inputs, out, pairs, gathers=gathers):
+            return
+        multiply_pairs(inputs, self._weight, self._bias, out, pairs, gathers=gathers, tiling=self._tiling)
 
 
 class AdaptedLinear:

@@ -190,9 +190,12 @@ class _Loader:
         if gate is not None:
             router = torch.cat([router, gate])
             bias = None if bias is None else torch.nn.functional.pad(bias, (0, 1))
-        numbers = range(config.routing.num_experts)
-        gate_up, gate_up_bias = self._weights.of_experts([partial(_gate_up, index, number) for number in numbers])
-        down, down_bias = self._weights.of_experts([partial(_down, index, number) for number in numbers])
+        routing = config.routing
+        numbers = range(routing.num_experts)
+        gate_up, down = (
+            self._weights.of_experts([partial(part, index, number) for number in numbers], rows_per_token, routing)
+            for part, rows_per_token in ((_gate_up, 1), (_down, routing.num_chosen))
+        )
         shared = None
         if config.shared_size:
             shared = DenseFeedForward(
@@ -205,12 +208,10 @@ class _Loader:
             router=self._weights.product(router, bias, is_exact=True),
             correction=None if correction is None else self._wide(correction),
             gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
             down=down,
-            down_bias=down_bias,
             shared=shared,
         )
-        return ExpertFeedForward(weights, feed, self._expert_space(feed), self._weights.tunings.of_pairs(self._dtype))
+        return ExpertFeedForward(weights, feed, self._expert_space(feed))
 
 
 def _gate_up(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, Tensor | None]:

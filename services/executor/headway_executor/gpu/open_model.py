@@ -16,7 +16,7 @@ from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigEr
 from headway_executor.constraints.rows import ConstrainedRows
 from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import BlockMover
-from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, chunk_library
+from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, LibraryChoice
 from headway_executor.gpu.decoder import Decoder
 from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.device_model import DeviceModel
@@ -284,7 +284,7 @@ class OpenModel:
             self._adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), size.num_tokens)
             size = size._replace(is_adapted=self._adapters.are_any)
         self._upload.send(batch, shape, size.num_rows)
-        self._target.launch(size, longest=int(batch.num_scheduled_tokens.max()))
+        self._target.launch(size, batch)
 
     @property
     def _both(self) -> tuple[DeviceModel, ...]:
@@ -318,9 +318,15 @@ class OpenModel:
             max_num_rows=most_rows,
             dtype=dtype,
             tuning=tuning,
-            library=chunk_library(
-                chunk_attention, model_config, dtype, tuning, self.runtime.device, is_coded=is_coded, warn=config.warn
-            ),
+            long_attention=LibraryChoice(
+                model_config,
+                dtype,
+                tuning,
+                self.runtime.device,
+                block_size=config.block_size,
+                is_coded=is_coded,
+                said=config.warn,
+            ).of(chunk_attention, config.max_num_batched_tokens),
         )
         shape = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
         sampler, views, store = self._sampler, self._upload.views, self._rows.token_store
@@ -376,6 +382,8 @@ class OpenModel:
         )
         shape = shape_of(batch)
         self._rows.apply((any_row(),), np.zeros((2, 1), dtype=np.int32))
+        if self._target.decoder.has_long_attention:
+            self._try_long_chunk()
         self._launch(batch, shape)
         if self._draft is not None:
             self._draft.forward(self._draft.size_of(shape._replace(num_rows=min(shape.num_rows, config.max_num_seqs))))
@@ -387,6 +395,14 @@ class OpenModel:
             decoder.logits(shape.num_sampled), batch.rows, self._upload.views, self._rows.token_store
         )
         self.runtime.mark().wait()
+
+    def _try_long_chunk(self) -> None:
+        """Among many rows, no chunk is long."""
+        most_tokens, max_num_seqs = self._config.max_num_batched_tokens, self._config.max_num_seqs
+        batch = largest_step(
+            most_tokens=most_tokens, most_rows=1, max_num_seqs=max_num_seqs, max_model_len=self._max_model_len
+        )
+        self._launch(batch, shape_of(batch))
 
     def _try_adapters(self) -> None:
         """Behind the gates and ups of few tokens to which an adapter adds lies no activation, which takes other kernels."""

@@ -51,7 +51,7 @@ class AttentionTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProductTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """See ``Tiling``; inputs have elements of 1 (E4M3, only ``products``), 2 or 4 bytes. ``max_tokens`` None: any number."""
+    """See ``Tiling``; inputs have elements of 1 (E4M3), 2 or 4 bytes. ``max_tokens`` None: any number."""
 
     element_bytes: _Bytes
     max_tokens: int | None
@@ -123,8 +123,11 @@ def read(path: Path) -> TuningFile:
             raise ValueError(f"attention of head_dim {tiles.head_dim}; allowed: 64, 128, 256, 512")
     for kind, products in (("products", found.products), ("pairs", found.pairs)):
         _check_tiles(kind, None, products)
-        if any(tiles.element_bytes == 1 and tiles.inputs != BLOCK for tiles in products):
+        coded = [tiles for tiles in products if tiles.element_bytes == 1]
+        if any(tiles.inputs != BLOCK for tiles in coded):
             raise ValueError(f"{kind} of element_bytes 1: allowed: inputs {BLOCK}, the block in which they are rounded")
+        if any(tiles.outputs > BLOCK for tiles in coded):
+            raise ValueError(f"{kind} of element_bytes 1: allowed: outputs up to {BLOCK}, which share a scale")
         if any(tiles.max_tokens is not None and tiles.max_tokens <= MOST_FEW_TOKENS for tiles in products):
             raise ValueError(f"{kind} of max_tokens {MOST_FEW_TOKENS} or less; those keep the tiles that ship")
     return found
