@@ -88,7 +88,7 @@ INLINE vec codes_of_words(const int form, words from, const int place) {
  * float16 that is smaller by FP8_FACTOR, which the scales make good. */
 INLINE vec of_fp8(few_signed_bytes codes) {
     few_shorts wide = __builtin_convertvector(codes, few_shorts);
-    few_shorts bits = ((wide & 0x7f) << 7) | (wide & (short)0x8000);
+    few_shorts bits = (wide << 7) & (short)0xbfff; /* the sign, a zero, exponent and mantissa */
     return __builtin_convertvector((few_halves)bits, vec);
 }
 

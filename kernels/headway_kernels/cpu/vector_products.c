@@ -310,7 +310,8 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
  * registers: then whatever all inputs share is loaded again for each half of a panel, once no sum waits. */
 INLINE void add_input(const int rows, const int form, const int keeps, coded_run run, int64_t k, const int place,
                       const float *column, vec (*sums)[2], float *kept) {
-    const int has_registers = rows <= TILE_ROWS * 2 / 3;
+    const int has_constants = form == FORM_FP8 || form == FORM_FP4; /* which take registers, too */
+    const int has_registers = rows + has_constants <= TILE_ROWS * 2 / 3;
     vec weights[2];
     UNROLLED
     for (int i = 0; i < 2 * rows && !has_registers; i++) LOADED_ANEW(run.codes, sums[i / 2][i % 2]);
