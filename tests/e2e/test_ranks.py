@@ -166,7 +166,17 @@ def test_a_rank_0_that_is_killed_takes_a_stopped_rank_with_it(tmp_path: Path) ->
 async def test_torchrun_starts_all_ranks_and_starts_them_again(tmp_path: Path) -> None:
     async with deployment(executor=(*SIMULATED, "--tensor-parallel", "2")) as processes:
         words = (
-            *("torchrun", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                str(free_port()),
+            ),
             *("--max-restarts", "5", "--no-python", sys.executable, "-m", "headway", "executor"),
         )
         of_ranks = [*processes.addresses["executor"], *processes.flags["executor"]]

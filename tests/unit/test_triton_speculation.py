@@ -68,6 +68,15 @@ def outputs(engine, sampling, *, speculates, prompts=PROMPTS, num_output=NUM_OUT
     return engine.run(prompts, num_output, speculates=speculates, sampling=sampling), told(engine)
 
 
+def agree(found, expected, dtype):
+    if dtype == "bfloat16":
+        assert found == expected
+        return
+    assert found[0] == expected[0]
+    values = [[entry[0] for row in rows for entry in row] for rows in (found[1], expected[1])]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
 def test_a_draft_that_is_the_model_itself_is_always_right(model):
     """So its keys and values are complete, whatever was verified before; in bfloat16, each log probability has the same bits."""
     _, drafting = engine(model, "draft", model, dtype="bfloat16")
@@ -79,7 +88,10 @@ def test_a_draft_that_is_the_model_itself_is_always_right(model):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.deep), "bfloat16"])
 def test_proposals_from_the_text_change_no_bit(model, dtype):
-    """Wrong ones, and right ones, with a bias that lets the text go round in a circle."""
+    """Wrong ones, and right ones, with a bias that lets the text go round in a circle.
+
+    In float32 no token: there torch multiplies, and may round a row differently in a step of another size.
+    """
     backend, looking = engine(model, "ngram", dtype=dtype)
     proposer = backend._model._speculation.proposer
     lookup, proposer._lookup = proposer._lookup, Guesses()
@@ -89,7 +101,7 @@ def test_proposals_from_the_text_change_no_bit(model, dtype):
     target.sizes = target.step_sizes(recorded=True)
     original = target.launch
     target.launch = lambda size, **how: (sizes.append(size), original(size, **how))
-    assert outputs(looking, lambda _: GREEDY, speculates=True) == alone
+    agree(outputs(looking, lambda _: GREEDY, speculates=True), alone, dtype)
     assert looking.counters().num_draft_tokens > 5
     # Rows with proposals run in graphs of decodes, with the draws inside.
     verified = [size for size in sizes if size.num_tokens > len(PROMPTS) and not size.has_chunks]
@@ -104,7 +116,7 @@ def test_proposals_from_the_text_change_no_bit(model, dtype):
 
     one = {"prompts": PROMPTS[:1], "num_output": 7}
     alone = outputs(looking, circles, speculates=False, **one)
-    assert outputs(looking, circles, speculates=True, **one) == alone
+    agree(outputs(looking, circles, speculates=True, **one), alone, dtype)
     assert looking.counters().num_accepted_tokens > 0
 
 

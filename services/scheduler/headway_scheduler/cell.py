@@ -172,7 +172,8 @@ class Cell:
             self._end_leases()
         is_full = core.num_in_flight >= core.max_in_flight
         if frames:
-            self.has_news = not is_full
+            if not is_full:
+                self.has_news = True
             self.recorder.sent(now, frames, len(shed))
         elif not is_full and not core.awaits_answer:
             # Otherwise the core did not look for a step at all, and only an answer can change that.

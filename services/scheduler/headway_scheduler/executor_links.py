@@ -56,15 +56,15 @@ class ExecutorLinks:
     def receive(self, peer: bytes, data: bytes, now: float) -> tuple[int, list[StepEvent]]:
         """Take one frame in. Return the number of its cell, and what follows for it."""
         link = self._by_peer.get(peer)
-        if link is None or link.peer != peer:
-            found = self._links[0] if self._most == 1 else self._link_for(peer, data, now)
-            if not isinstance(found, ExecutorLink):
-                return 0, found
-            link = found
-        events = link.receive(peer, data, now)
-        if link.peer == peer and peer not in self._by_peer:
+        if link is not None and link.peer == peer:
+            return link.number, link.receive(peer, data, now)
+        found = self._links[0] if self._most == 1 else self._link_for(peer, data, now)
+        if not isinstance(found, ExecutorLink):
+            return 0, found
+        events = found.receive(peer, data, now)
+        if found.peer == peer:
             self._by_peer = {link.peer: link for link in self._links if link.peer is not None}
-        return link.number, events
+        return found.number, events
 
     def unreachable(self, peer: bytes) -> tuple[int, list[StepEvent]]:
         """The transport could not reach ``peer``."""

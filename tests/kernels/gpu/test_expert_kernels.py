@@ -146,7 +146,7 @@ def product(device, kind, dtype, *, num_tokens=40, routing=ROUTINGS["mixtral"], 
     )
     by_pair = drawn(len(pairs.order), inputs, seed=9).to(dtype)
     expected = reference.multiply_pairs(
-        by_pair.view(num_tokens, -1, inputs), numbers, added, pairs.chosen.cpu().clamp(max=7)
+        by_pair.view(num_tokens, -1, inputs), numbers, added, pairs.chosen.cpu().clamp(max=routing.num_experts - 1)
     )
     sorted_rows = torch.zeros_like(by_pair)
     sorted_rows[: len(real)] = by_pair[real]
