@@ -3,9 +3,11 @@
 Owns: the shapes, the turns, the table and the result file. Must not know: how a variant multiplies.
 
 Each kind of product of a Llama with 135M parameters, with so many copies that no cache holds them: weights come from
-memory, as in a model. The best of ``--repetitions`` rounds, in which the variants take turns.
+memory, as in a model. The best of ``--repetitions`` rounds, in which forms and variants take turns. ``of_float32`` is
+how many times as fast a form is as float32 in the same variant.
 
     python benchmarks/cpu_products.py --forms float32,int8 --rows 1,8,32,256 --json result.json
+    python benchmarks/cpu_products.py --variants avx2 --forms float32,int4-exact --shapes gate_up
 """
 
 import argparse
@@ -16,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm, rounded_to_4_bits
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, installed_variants, runs_here
 from program import count, counts, parser_of, provenance, write_result
 
@@ -31,6 +33,19 @@ def q8_0(weight: Tensor) -> CodedWeight:
     scales = (groups.abs().amax(2) / 127).half().float()
     codes = (groups / scales[..., None]).round().flatten(1).to(torch.int8)
     return CodedWeight(CodeForm.CODES8, codes, scales, SCALED, rounds_inputs=True)
+
+
+def drawn(form: CodeForm, group: int, *, has_minima: bool = False) -> Callable[[Tensor], CodedWeight]:
+    """Random codes for exact products, since their values cost nothing. ``group`` 0: one scale an output."""
+    most = 16 if form in (CodeForm.CODES4, CodeForm.FP4) else 120
+
+    def of(weight: Tensor) -> CodedWeight:
+        outputs, inputs = weight.shape
+        codes = torch.randint(0, most, (outputs, inputs), dtype=torch.uint8).view(CODE_DTYPES[form])
+        scales = torch.rand(outputs, -(-inputs // group) if group else 1) * 0.01 + 0.001
+        return CodedWeight(form, codes, scales, group or inputs, -scales if has_minima else None)
+
+    return of
 
 
 @dataclass(frozen=True)
@@ -52,8 +67,15 @@ FORMS = {
     ),
     "q8_0": Form(WeightForm.FLOAT32, 17 / 16, q8_0),
     "q8_0-exact": Form(WeightForm.FLOAT32, 9 / 8, lambda weight: replace(q8_0(weight), rounds_inputs=False)),
+    "int8-exact": Form(WeightForm.FLOAT32, 1, drawn(CodeForm.CODES8, 0)),
+    "w4a16-64": Form(WeightForm.FLOAT32, 9 / 16, drawn(CodeForm.CODES4, 64)),
+    "w4a16-128": Form(WeightForm.FLOAT32, 17 / 32, drawn(CodeForm.CODES4, 128)),
+    "q4_k-exact": Form(WeightForm.FLOAT32, 3 / 4, drawn(CodeForm.CODES4, 32, has_minima=True)),
+    "q6_k-exact": Form(WeightForm.FLOAT32, 5 / 4, drawn(CodeForm.CODES8, 16)),
+    "fp8": Form(WeightForm.FLOAT32, 33 / 32, drawn(CodeForm.FP8, 128)),
+    "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.FP4, 32)),
 }
-"""With "exact", codes are widened, and inputs stay float32."""
+"""With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits."""
 
 
 @dataclass(frozen=True)
@@ -83,47 +105,71 @@ class Variant:
     team: Team
 
 
-def variants(num_threads: int) -> dict[str, Variant]:
-    """Return those that run here, the best first."""
+def variants(num_threads: int, names: str | None) -> dict[str, Variant]:
+    """Return those of some names, or all, that run here, the best first."""
     libraries = [CpuLibrary(path) for path in installed_variants() if runs_here(path)]
-    return {library.variant: Variant(library, Team(library, num_threads)) for library in libraries}
+    here = [library.variant for library in libraries]
+    wanted = names.split(",") if names else here
+    if not set(wanted) <= set(here):
+        raise SystemExit(f"--variants is {names}; allowed: those that this processor runs, {','.join(here) or 'none'}")
+    return {
+        library.variant: Variant(library, Team(library, num_threads))
+        for library in libraries
+        if library.variant in wanted
+    }
+
+
+def packed(
+    shape: Shape, name: str, chosen: dict[str, Variant], bytes_of_weights: float
+) -> dict[str, list[PackedLinear]]:
+    """Return the copies of one product in a form, by variant."""
+    form, weight = FORMS[name], torch.randn(shape.outputs, shape.inputs) * 0.02
+    if form.kind is WeightForm.BFLOAT16:
+        weight = weight.bfloat16().float()
+    held = form.coded(weight) if form.coded else weight
+    num_copies = max(1, int(bytes_of_weights / (weight.numel() * form.bytes)))
+    return {
+        variant: [PackedLinear(each.library, held, None, form.kind, gated=shape.gated) for _ in range(num_copies)]
+        for variant, each in chosen.items()
+    }
 
 
 def measure(
-    shape: Shape, form: str, all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
+    shape: Shape, forms: list[str], all_rows: list[int], chosen: dict[str, Variant], arguments: argparse.Namespace
 ) -> list[dict[str, object]]:
-    """Return billions of operations per second of each variant, by number of rows."""
-    weight = torch.randn(shape.outputs, shape.inputs) * 0.02
-    if form == "bfloat16":
-        weight = weight.bfloat16().float()
-    held = FORMS[form].coded(weight) if FORMS[form].coded else weight
-    num_copies = max(1, int(arguments.bytes_of_weights / (weight.numel() * FORMS[form].bytes)))
-    products = {
-        name: [
-            PackedLinear(variant.library, held, None, FORMS[form].kind, gated=shape.gated) for _ in range(num_copies)
-        ]
-        for name, variant in chosen.items()
-    }
+    """Return billions of operations per second of each form and variant, by number of rows."""
+    products = {form: packed(shape, form, chosen, arguments.bytes_of_weights) for form in forms}
     records: list[dict[str, object]] = []
     for rows in all_rows:
         inputs = torch.randn(rows, shape.inputs)
-        seconds = dict.fromkeys(chosen, float("inf"))
+        outputs = {name: products[forms[0]][name][0].new_outputs(rows) for name in chosen}
+        seconds = {form: dict.fromkeys(chosen, float("inf")) for form in forms}
         for _ in range(arguments.repetitions):
-            for name, variant in chosen.items():
-                started = time.perf_counter()
-                for product in products[name]:
-                    product(variant.team, inputs)
-                seconds[name] = min(seconds[name], (time.perf_counter() - started) / num_copies)
-        operations = 2 * rows * weight.numel()
-        rates = {name: float(f"{operations / taken / 1e9:.3g}") for name, taken in seconds.items()}
-        records.append({**asdict(shape), "form": form, "rows": rows, "giga_operations_per_s": rates})
-        print(f"{form:>10} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()))
+            for form, by_variant in products.items():
+                for name, copies in by_variant.items():
+                    started = time.perf_counter()
+                    for product in copies:
+                        product(chosen[name].team, inputs, out=outputs[name])
+                    taken = (time.perf_counter() - started) / len(copies)
+                    seconds[form][name] = min(seconds[form][name], taken)
+        operations = 2 * rows * shape.outputs * shape.inputs
+        for form in forms:
+            rates = {name: float(f"{operations / taken / 1e9:.3g}") for name, taken in seconds[form].items()}
+            record: dict[str, object] = {**asdict(shape), "form": form, "rows": rows, "giga_operations_per_s": rates}
+            print(f"{form:>10} {shape.name:>8} {rows:>5}" + "".join(f"{rate:>9}" for rate in rates.values()), end="")
+            if "float32" in forms:
+                ratios = {name: round(seconds["float32"][name] / taken, 3) for name, taken in seconds[form].items()}
+                record["of_float32"] = ratios
+                print("".join(f"{ratio:>9.2f}" for ratio in ratios.values()), end="")
+            print()
+            records.append(record)
     return records
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, seed=0)
     parser.add_argument("--forms", default=",".join(FORMS), help="how weights are held")
+    parser.add_argument("--variants", help="of the processor's instruction sets; all that run here if not given")
     parser.add_argument("--rows", type=counts, default="1,8,32,128,256")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--threads", type=count, default=2)
@@ -135,15 +181,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
-    chosen = variants(arguments.threads)
+    chosen = variants(arguments.threads, arguments.variants)
     shapes = [shape for shape in SHAPES if shape.name in arguments.shapes.split(",")]
-    all_rows = arguments.rows
-    print("billions of operations per second\n      form  product  rows" + "".join(f"{name:>9}" for name in chosen))
+    print("billions of operations per second, and times float32\n      form  product  rows", *chosen)
     results = [
         record
-        for form in arguments.forms.split(",")
         for shape in shapes
-        for record in measure(shape, form, all_rows, chosen, arguments)
+        for record in measure(shape, arguments.forms.split(","), arguments.rows, chosen, arguments)
     ]
     record = {"benchmark": "cpu_products", "threads": arguments.threads, **provenance(arguments.seed)}
     write_result(arguments.json, record | {"results": results})

@@ -57,10 +57,17 @@ def most_of_an_output(rows, weight, *, gated):
     return size * (2 + size) if gated else size
 
 
+def assert_as_exact(product, found, expected, rows, weight, *, gated=False):
+    """Has the bits, where the variant widens."""
+    if isinstance(product.form, BlockForm):
+        assert (found - expected).abs().max() <= 1e-6 * (1 + most_of_an_output(rows, weight, gated=gated))
+    else:
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("form", CodeForm)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, gated):
-    """Has its bits, where the variant widens."""
     team = Team(library, 2)
     choose = random.Random(int(form) + 8 * gated)
     kinds = itertools.product([False, True], [False, True])
@@ -75,12 +82,22 @@ def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, ga
         expected = PackedLinear(library, weight.float(), bias, WeightForm.FLOAT32, gated=gated)(team, rows, norm, 1e-5)
         product = PackedLinear(library, weight, bias, gated=gated)
         found = product(team, rows, norm, 1e-5)
-        if isinstance(product.form, BlockForm):
-            assert (found - expected).abs().max() <= 1e-6 * (1 + most_of_an_output(rows, weight, gated=gated))
-        else:
-            assert torch.equal(found, expected)
+        assert_as_exact(product, found, expected, rows, weight, gated=gated)
         one = torch.cat([product(team, rows[i : i + 1].contiguous(), norm, 1e-5) for i in range(len(rows))])
         assert torch.equal(one, found), "a row's bits depend on the number of rows"
+
+
+@pytest.mark.parametrize("form", CodeForm)
+@pytest.mark.parametrize("count", [7, 40, 300])
+def test_rows_share_what_their_first_tile_widens(library, form, count):
+    """Over more inputs, and more rows, than are multiplied at once."""
+    team = Team(library, 2)
+    weight = drawn(form, 33, 1650, 32, has_minima=True)
+    rows = torch.randn(count, 1650, generator=torch.Generator().manual_seed(count))
+    product = PackedLinear(library, weight, None)
+    found = product(team, rows)
+    assert_as_exact(product, found, PackedLinear(library, weight.float(), None)(team, rows), rows, weight)
+    assert torch.equal(found[:1], product(team, rows[:1])), "a row's bits depend on the number of rows"
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -95,10 +95,11 @@ def test_cpu_products(tmp_path):
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE
     assert [(row["form"], row["name"], row["rows"]) for row in record["results"]] == [
-        (form, name, rows) for form in forms for name in ("output", "gate_up") for rows in (1, 3)
+        (form, name, rows) for name in ("output", "gate_up") for rows in (1, 3) for form in forms
     ]
     for row in record["results"]:
-        assert len(row["giga_operations_per_s"]) == len(variants)
+        assert len(row["giga_operations_per_s"]) == len(row["of_float32"]) == len(variants)
+        assert row["form"] != "float32" or set(row["of_float32"].values()) == {1.0}
         assert all(rate > 0 and str(rate) in printed for rate in row["giga_operations_per_s"].values())
 
 

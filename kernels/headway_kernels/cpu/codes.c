@@ -1,17 +1,16 @@
-/* Packing codes, and widening a part of a panel to float32.
- *
- * A product of many rows widens a few inputs of a panel into the nearest cache and multiplies these: so its results
- * have the bits of a product with the same weights in float32, while memory is read as codes. */
+/* Packing codes, and widening a part of a panel to float32 for the matrix unit. */
 #include "codes.h"
 
 #include <stdlib.h>
-
-#define LINES_AHEAD 24 /* of the codes that are widened next */
 
 int64_t coded_panel_bytes(const linear *of) {
     int64_t bytes = bytes_of_codes(of) + of->num_groups * PANEL * 4 * (of->has_minima ? 2 : 1);
     return (bytes + LINE - 1) / LINE * LINE;
 }
+
+#if HAS_TILES
+
+#define LINES_AHEAD 24 /* of the codes that are widened next */
 
 INLINE void widen_run(const int form, const coded_run *run, float *to) {
     const int64_t step = has_words(form) ? WORD : 1;
@@ -25,33 +24,34 @@ INLINE void widen_run(const int form, const coded_run *run, float *to) {
                 store(to + half * LANES, weights_at(form, run, k, half));
                 continue;
             }
-            vec weights[WORD];
-            weights_of_word(form, run, k, half, weights);
             UNROLLED
-            for (int i = 0; i < WORD; i++) store(to + i * PANEL + half * LANES, weights[i]);
+            for (int i = 0; i < WORD; i++) store(to + i * PANEL + half * LANES, weights_of_word(form, run, k, half, i));
         }
         const int64_t done = is_word(form, run, k) ? WORD : 1;
         k += done, to += done * PANEL;
     }
 }
 
-INLINE void widen_form(const int form, const linear *of, int64_t panel, int64_t first, int64_t count, float *to) {
+INLINE void widen_form(const int form, const linear *of, const char *codes, int64_t first, int64_t count, float *to) {
     const int64_t end = first + count;
     for (int64_t k = first; k < end;) {
-        const coded_run run = run_at(form, of, panel, k, end);
+        group_values values;
+        const coded_run run = run_at(form, of, codes, k, end, &values);
         widen_run(form, &run, to + (k - first) * PANEL);
         k = run.end;
     }
 }
 
-void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to) {
+void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to) {
     switch (of->form) {
-    case FORM_CODES4: widen_form(FORM_CODES4, of, panel, first, count, to); break;
-    case FORM_CODES8: widen_form(FORM_CODES8, of, panel, first, count, to); break;
-    case FORM_FP4: widen_form(FORM_FP4, of, panel, first, count, to); break;
-    default: widen_form(FORM_FP8, of, panel, first, count, to);
+    case FORM_CODES4: widen_form(FORM_CODES4, of, codes, first, count, to); break;
+    case FORM_CODES8: widen_form(FORM_CODES8, of, codes, first, count, to); break;
+    case FORM_FP4: widen_form(FORM_FP4, of, codes, first, count, to); break;
+    default: widen_form(FORM_FP8, of, codes, first, count, to);
     }
 }
+
+#endif
 
 /* The codes of one output of a panel. */
 static void pack_codes(uint8_t *to, int64_t form, int64_t column, const uint8_t *row, int64_t inputs) {

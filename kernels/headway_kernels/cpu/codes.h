@@ -5,7 +5,7 @@
  *
  * A weight is code * scale + minimum, rounded once. Codes of 8 bits are stored input after input. Of codes of 4 bits, a
  * word of 32 bits holds WORD inputs of one output, the first in its lowest bits: shifts and masks alone take them
- * apart.
+ * apart. On the vector unit, a product has the bits of one with the same weights in float32.
  */
 #ifndef HEADWAY_CODES_H
 #define HEADWAY_CODES_H
@@ -28,12 +28,13 @@ typedef struct {
     vec minima[2];
 } group_values;
 
-/* Inputs [begin, end) of a panel that share a group; `codes`: of the panel. */
+/* Inputs [begin, end) of a panel that share a group; `codes`: of the panel. `values` are in memory, as registers hold
+ * sums. */
 typedef struct {
     const char *codes;
     int64_t begin;
     int64_t end;
-    group_values values;
+    const group_values *values;
 } coded_run;
 
 /* Whether codes have 4 bits, and so lie in words. */
@@ -44,9 +45,10 @@ static inline int64_t bytes_of_codes(const linear *of) {
     return has_words(of->form) ? (padded + WORD - 1) / WORD * PANEL * 4 : padded * PANEL;
 }
 
-/* The run at input `begin`, which ends at `end` at the latest. Inputs behind the last one belong to the last group. */
-INLINE coded_run run_at(const int form, const linear *of, int64_t panel, int64_t begin, int64_t end) {
-    const char *codes = (const char *)of->panels + panel * coded_panel_bytes(of);
+/* The run at input `begin` of the panel at `codes`, which ends at `end` at the latest; its values are written
+ * to `values`. Inputs behind the last one belong to the last group. */
+INLINE coded_run run_at(const int form, const linear *of, const char *codes, int64_t begin, int64_t end,
+                        group_values *values) {
     int64_t group = of->num_groups - 1, last = end;
     if (begin < of->inputs) {
         group = of->group_of != NULL ? of->group_of[begin] : (int32_t)begin / (int32_t)of->group;
@@ -54,18 +56,18 @@ INLINE coded_run run_at(const int form, const linear *of, int64_t panel, int64_t
     }
     const float *scales = (const float *)(codes + bytes_of_codes(of)) + group * PANEL;
     const float *minima = scales + of->num_groups * PANEL;
-    coded_run run = {codes, begin, last < end ? last : end, {{load(scales), load(scales + LANES)}, {{0}, {0}}}};
+    *values = (group_values){{load(scales), load(scales + LANES)}, {{0}, {0}}};
     UNROLLED
     for (int half = 0; half < 2; half++) {
         __builtin_prefetch(scales + GROUPS_AHEAD * PANEL + half * LANES);
         if (of->has_minima) __builtin_prefetch(minima + GROUPS_AHEAD * PANEL + half * LANES);
         /* Without minima, integers of 4 bits are symmetric around 8. */
         if (of->has_minima)
-            run.values.minima[half] = load(minima + half * LANES);
+            values->minima[half] = load(minima + half * LANES);
         else if (form == FORM_CODES4)
-            run.values.minima[half] = run.values.scales[half] * -8.0f;
+            values->minima[half] = values->scales[half] * -8.0f;
     }
-    return run;
+    return (coded_run){codes, begin, last < end ? last : end, values};
 }
 
 /* Code `place` of each word. A table takes the lowest bits of each lane, whatever stands above. */
@@ -75,8 +77,10 @@ INLINE vec codes_of_words(const int form, words from, const int place) {
     const vec floats = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     return (vec)_mm512_permutexvar_ps((__m512i)(from >> (4 * place)), (__m512)(form == FORM_FP4 ? floats : integers));
 #else
-    const ivec codes = (ivec)((from >> (4 * place)) & 15);
-    return __builtin_convertvector(form == FORM_FP4 ? (fp4_numbers(codes, 0) << 24) >> 24 : codes, vec);
+    if (form != FORM_FP4) return __builtin_convertvector((ivec)((from >> (4 * place)) & 15), vec);
+    const int up = 24 - 4 * place; /* to the highest byte, so that its number has its sign */
+    const words codes = (up > 0 ? from << up : from >> -up) & 0x0f000000;
+    return __builtin_convertvector(fp4_numbers((ivec)codes, 0) >> 24, vec);
 #endif
 }
 
@@ -84,7 +88,7 @@ INLINE vec codes_of_words(const int form, words from, const int place) {
  * float16 that is smaller by FP8_FACTOR, which the scales make good. */
 INLINE vec of_fp8(few_signed_bytes codes) {
     few_shorts wide = __builtin_convertvector(codes, few_shorts);
-    few_shorts bits = ((wide & 0x7f) << 7) | (wide & (short)0x8000);
+    few_shorts bits = (wide << 7) & (short)0xbfff; /* the sign, a zero, exponent and mantissa */
     return __builtin_convertvector((few_halves)bits, vec);
 }
 
@@ -99,22 +103,22 @@ INLINE words words_at(const coded_run *of, int64_t k, const int half) {
     return *(const words *)(of->codes + k / WORD * PANEL * 4 + half * LANES * 4);
 }
 
-/* LANES weights of input `k` of a run. */
-INLINE vec weights_at(const int form, const coded_run *of, int64_t k, const int half) {
-    vec codes;
-    if (has_words(form))
-        codes = codes_of_words(form, words_at(of, k, half) >> (uint32_t)(k % WORD * 4), 0);
-    else
-        codes = codes_of_bytes(form, of->codes + k * PANEL + half * LANES);
-    return codes * of->values.scales[half] + of->values.minima[half];
+/* LANES weights, of codes. */
+INLINE vec weights_of(vec codes, const group_values *of, const int half) {
+    return codes * of->scales[half] + of->minima[half];
 }
 
-/* The weights of inputs k to k + WORD - 1, which are one word. */
-INLINE void weights_of_word(const int form, const coded_run *of, int64_t k, const int half, vec *weights) {
-    const words from = words_at(of, k, half);
-    UNROLLED
-    for (int i = 0; i < WORD; i++)
-        weights[i] = codes_of_words(form, from, i) * of->values.scales[half] + of->values.minima[half];
+/* LANES weights of input `k` of a run. */
+INLINE vec weights_at(const int form, const coded_run *of, int64_t k, const int half) {
+    if (!has_words(form))
+        return weights_of(codes_of_bytes(form, of->codes + k * PANEL + half * LANES), of->values, half);
+    const words from = words_at(of, k, half) >> (uint32_t)(k % WORD * 4);
+    return weights_of(codes_of_words(form, from, 0), of->values, half);
+}
+
+/* Weights of input `place` of a word, the one with input k. */
+INLINE vec weights_of_word(const int form, const coded_run *of, int64_t k, const int half, const int place) {
+    return weights_of(codes_of_words(form, words_at(of, k, half), place), of->values, half);
 }
 
 /* Whether the next inputs of a run from `k` on are one word. */

@@ -233,10 +233,21 @@ class PackedLinear:
         if hasattr(self, "handle"):
             self._library.functions.headway_linear_free(self.handle)
 
-    def __call__(self, team: Team, inputs: Tensor, norm: Tensor | None = None, norm_eps: float = 0.0) -> Tensor:
-        """Multiply, for tests. ``inputs`` float32, contiguous, ``[rows, inputs]``."""
-        stride = rounded(self.outputs, self._library.panel)
-        out = torch.zeros(len(inputs), stride)
+    def new_outputs(self, rows: int) -> Tensor:
+        """Memory for the outputs of some rows: float32, ``[rows, outputs]``, rounded up to whole panels."""
+        return torch.zeros(rows, rounded(self.outputs, self._library.panel))
+
+    def __call__(
+        self,
+        team: Team,
+        inputs: Tensor,
+        norm: Tensor | None = None,
+        norm_eps: float = 0.0,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply, for tests. ``inputs`` float32, contiguous, ``[rows, inputs]``; ``out`` as of ``new_outputs``."""
+        out = self.new_outputs(len(inputs)) if out is None else out
         done = self._library.functions.headway_linear_run(
             self.handle,
             team.handle,
@@ -246,7 +257,7 @@ class PackedLinear:
             norm_eps,
             int(self._gated),
             out.data_ptr(),
-            stride,
+            out.shape[1],
         )
         made(done, "a product")
         return out[:, : self.outputs // 2 if self._gated else self.outputs]

@@ -25,29 +25,33 @@ static void pack_task(void *work, int64_t task) {
     pack_tile(&of->inputs, of->with, task, of->from, of->from_stride, of->norm);
 }
 
-/* Panels of a task: to take a task, members wait for each other, longer than a small panel takes with a few rows. */
-static int64_t panels_at_once(const linear *with, int64_t num_members) {
-    const int64_t small = SMALL_TASK / (panel_at(with, 1) - panel_at(with, 0));
-    const int64_t most = with->num_panels / (TASKS_OF_MEMBER * num_members);
-    return larger_of(small < most ? small : most, 1);
+/* Tasks of a block of tiles, as equal as can be and for all members the same number, unless there are fewer panels. To
+ * take a task, members wait for each other, longer than a small panel takes with few rows: then a task has several. */
+static int64_t tasks_per_block(const linear *with, int64_t num_tiles, int64_t num_members) {
+    const int64_t panel_bytes = panel_at(with, 1) - panel_at(with, 0);
+    const int64_t panels = larger_of(SMALL_TASK / (panel_bytes * larger_of(num_tiles, 1)), 1);
+    const int64_t fewest = larger_of(with->num_panels / panels, TASKS_OF_MEMBER * num_members);
+    const int64_t even = (fewest + num_members - 1) / num_members * num_members;
+    return even < with->num_panels ? even : with->num_panels;
 }
 
-static int64_t tasks_per_block(const linear *with, int64_t num_members) {
-    const int64_t panels = panels_at_once(with, num_members);
-    return (with->num_panels + panels - 1) / panels;
+/* Panels [first_panel(task), first_panel(task + 1)) are a task's; tasks go on from block to block. */
+static int64_t first_panel(const linear *of, int64_t task, int64_t num_tasks) {
+    return task * of->num_panels / num_tasks;
 }
 
 /* Tasks go through all panels with the same block of inputs, which stays in cache, then to the next block. */
 static void multiply_task(void *work, int64_t task) {
     const product *of = work;
-    const int64_t num_panels = of->with->num_panels, panels = panels_at_once(of->with, of->num_members);
-    const int64_t num_tasks = tasks_per_block(of->with, of->num_members);
+    const int64_t num_tasks = tasks_per_block(of->with, of->inputs.num_tiles, of->num_members);
+    const int64_t place = task % num_tasks;
     int64_t at_once = tiles_per_block(of->with, of->inputs.num_tiles), first = task / num_tasks * at_once;
     int64_t end = first + at_once < of->inputs.num_tiles ? first + at_once : of->inputs.num_tiles;
-    const int64_t begin = task % num_tasks * panels, last = begin + panels < num_panels ? begin + panels : num_panels;
-    for (int64_t panel = begin; panel < last; panel++) {
-        /* Members take turns, more or less: this is the probable next panel of this member. */
-        int64_t next = panel + 1 < last ? panel + 1 : (begin + of->num_members * panels) % num_panels;
+    const int64_t last = first_panel(of->with, place + 1, num_tasks);
+    /* Members take turns, more or less: this is the probable next panel of this member. */
+    const int64_t after = first_panel(of->with, (place + of->num_members) % num_tasks, num_tasks);
+    for (int64_t panel = first_panel(of->with, place, num_tasks); panel < last; panel++) {
+        const int64_t next = panel + 1 < last ? panel + 1 : after;
         multiply(of->with, &of->inputs, panel, panel_at(of->with, next), first, end, of->epilogue, of->out,
                  of->out_stride);
     }
@@ -56,8 +60,8 @@ static void multiply_task(void *work, int64_t task) {
 /* A product of few rows keeps the memory busy, but between two products the memory is idle. So the next weights are
  * fetched beforehand. With many rows this is not needed, and the cache has better uses. */
 static void fetch_first_panel(const member *self, const linear *of, int64_t num_rows) {
-    const int64_t panel = self->number * panels_at_once(of, team_size(self->of));
-    if (tiles_of(num_rows) <= FEW_TILES && panel < of->num_panels) fetch_panel(of, panel);
+    const int64_t num_tiles = tiles_of(num_rows), num_tasks = tasks_per_block(of, num_tiles, team_size(self->of));
+    if (num_tiles <= FEW_TILES && self->number < num_tasks) fetch_panel(of, first_panel(of, self->number, num_tasks));
 }
 
 void run_product(member *self, product *of, const linear *next) {
@@ -65,7 +69,8 @@ void run_product(member *self, product *of, const linear *next) {
     if (of->adapters != NULL) of->inputs.added = &of->added;
     if (of->from != NULL)
         team_phase(self, pack_task, of, of->inputs.num_tiles + (of->adapters == NULL ? 0 : of->inputs.num_rows));
-    int64_t num_tasks = blocks_of(of->with, of->inputs.num_tiles) * tasks_per_block(of->with, of->num_members);
+    int64_t num_tasks =
+        blocks_of(of->with, of->inputs.num_tiles) * tasks_per_block(of->with, of->inputs.num_tiles, of->num_members);
     team_take(self, multiply_task, of, num_tasks);
     if (next != NULL) fetch_first_panel(self, next, of->inputs.num_rows);
     team_wait(self, num_tasks);

@@ -60,8 +60,8 @@ static inline int64_t panel_number(const linear *of, const char *place) {
     return (place - (const char *)of->panels) / panel_bytes(of);
 }
 
-/* The weights of `count` inputs of a panel of codes, from input `first` on, as float32: [count, PANEL]. */
-void widen(const linear *of, int64_t panel, int64_t first, int64_t count, float *to);
+/* The weights of `count` inputs of the panel at `codes`, from input `first` on, as float32: [count, PANEL]. */
+void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to);
 
 /* The two kinds of `pack_tile`, `tiles_at_once` and `multiply`: rows that are rounded whole or not at all, and rows
  * that are rounded block by block. */

@@ -175,8 +175,7 @@ typedef struct {
     const char *more;
     const char *weights;
     int64_t steps;
-    const linear *coded; /* whose panel `panel` is widened step by step; NULL: `weights` are not codes */
-    int64_t panel;
+    const linear *coded; /* whose panel at `weights` is widened step by step; NULL: `weights` are not codes */
 } factors;
 
 INLINE void load_inputs(const int both, const factors *of, int64_t at) {
@@ -214,7 +213,7 @@ INLINE void add_products(const int both, const int form) {
 INLINE const float *weights_of_step(const factors *of, int64_t step, float *widened) {
     const int64_t inputs = SIDE * PAIR;
     if (of->coded == NULL) return (const float *)of->weights + step * inputs * PANEL;
-    widen(of->coded, of->panel, step * inputs, inputs, widened);
+    widen(of->coded, of->weights, step * inputs, inputs, widened);
     return widened;
 }
 
@@ -359,7 +358,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);
     for (int64_t tile = first_tile; tile < end_tile; tile += 2) {
         const char *inputs = (const char *)from->tiles + tile * tile_bytes;
-        const factors of = {inputs, inputs + tile_bytes, weights, steps, is_coded(with) ? with : NULL, panel};
+        const factors of = {inputs, inputs + tile_bytes, weights, steps, is_coded(with) ? with : NULL};
         const int both = tile + 1 < end_tile;
         if (both)
             sum_tiles(1, form, &of, &sums, &ahead);

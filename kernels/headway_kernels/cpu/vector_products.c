@@ -16,6 +16,7 @@
 #define DEPTH (2048 / PANEL)
 #define FEW_TILES 2
 #define MANY_DEPTH 768 /* with more tiles than FEW, or codes that are widened, the L2 cache will do */
+#define CODED_TILES (256 / TILE_ROWS + 1) /* more share codes than other weights: the first one widens them for all */
 
 /* Floats, pairs of bfloat16s, or quads of codes. */
 static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
@@ -62,6 +63,9 @@ void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const 
         }
     }
 }
+
+/* Rows of a tile that is not alone, at least: tiles differ by at most one row. */
+#define LEAST_OF_SEVERAL (TILE_ROWS / 2)
 
 /* Steps of a sum: inputs, or quads of them. */
 typedef struct {
@@ -295,35 +299,65 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
     finish_tile(rows, from, first, panel, outputs, kept, epilogue, out, stride);
 }
 
-/* Products with the codes of a panel, which are widened in the register. */
-INLINE void sum_codes(const int rows, const int form, const linear *with, int64_t panel, const float *tile,
-                      range inputs, vec (*sums)[2], fetching ahead) {
+/* What `pointer` points to is loaded anew once `value` is known, and takes no register until then. */
+#if defined(__AVX2__)
+#define LOADED_ANEW(pointer, value) __asm__("" : "+r"(pointer) : "v"(value))
+#else
+#define LOADED_ANEW(pointer, value)
+#endif
+
+/* An input of a run, with its weights: input `place` of a word, or, if that is -1, any. The sums of many rows leave few
+ * registers: then whatever all inputs share is loaded again for each half of a panel, once no sum waits. */
+INLINE void add_input(const int rows, const int form, const int keeps, coded_run run, int64_t k, const int place,
+                      const float *column, vec (*sums)[2], float *kept) {
+    const int has_constants = form == FORM_FP8 || form == FORM_FP4; /* which take registers, too */
+    const int has_registers = rows + has_constants <= TILE_ROWS * 2 / 3;
+    vec weights[2];
+    UNROLLED
+    for (int i = 0; i < 2 * rows && !has_registers; i++) LOADED_ANEW(run.codes, sums[i / 2][i % 2]);
+    if (!has_registers) LOADED_ANEW(run.values, sums[rows - 1][1]);
+    UNROLLED
+    for (int half = 0; half < 2; half++) {
+        weights[half] = place < 0 ? weights_at(form, &run, k, half) : weights_of_word(form, &run, k, half, place);
+        if (keeps) store(kept + half * LANES, weights[half]);
+        if (has_registers) continue;
+        LOADED_ANEW(run.codes, weights[half]);
+        LOADED_ANEW(run.values, weights[half]);
+    }
+    add_products(rows, column, weights[0], weights[1], sums);
+}
+
+/* Products with the codes of the panel at `codes`, which are widened on the way. With `keeps`, they are kept at
+ * `widened` for other tiles. */
+INLINE void sum_codes(const int rows, const int form, const int keeps, const linear *with, const char *codes,
+                      const float *tile, range inputs, vec (*sums)[2], fetching ahead, float *widened) {
     for (int64_t k = inputs.begin; k < inputs.end;) {
-        const coded_run run = run_at(form, with, panel, k, inputs.end);
+        group_values values;
+        const coded_run run = run_at(form, with, codes, k, inputs.end, &values);
         while (k < run.end) {
             const float *column = tile + k / STRETCH * STRETCH * rows + k % STRETCH;
+            float *kept = keeps ? widened + (k - inputs.begin) * PANEL : NULL;
             if (is_word(form, &run, k)) {
-                vec low[WORD], high[WORD];
                 turn(&ahead);
                 fetch(&ahead);
-                weights_of_word(form, &run, k, 0, low);
-                weights_of_word(form, &run, k, 1, high);
                 UNROLLED
-                for (int i = 0; i < WORD; i++) add_products(rows, column + i, low[i], high[i], sums);
+                for (int i = 0; i < WORD; i++)
+                    add_input(rows, form, keeps, run, k, i, column + i, sums, keeps ? kept + i * PANEL : NULL);
                 k += WORD;
             } else {
                 if (!has_words(form) && k % (LINE / PANEL) == 0) turn(&ahead), fetch(&ahead);
-                add_products(rows, column, weights_at(form, &run, k, 0), weights_at(form, &run, k, 1), sums);
+                add_input(rows, form, keeps, run, k, -1, column, sums, kept);
                 k++;
             }
         }
     }
 }
 
-/* `form` FLOAT32 stands for `weights` that are widened codes, too. */
+/* `form` FLOAT32 stands for `weights` that are widened codes, too. With `keeps`, codes are widened for other tiles, at
+ * `widened`. */
 INLINE void multiply_floats(const int rows, const int form, const linear *with, const packed_inputs *from,
-                            int64_t first, int64_t panel, const char *weights, range steps, fetching ahead,
-                            tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
+                            int64_t first, int64_t panel, const char *weights, range steps, fetching ahead, int keeps,
+                            float *widened, tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
     const float *tile = (const float *)((const char *)from->tiles + first * packed_row_bytes(with->inputs, form));
     const vec low_bias = load(with->bias + panel * PANEL);
     const vec high_bias = load(with->bias + panel * PANEL + LANES);
@@ -335,10 +369,13 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
         sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
         sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
     }
+    assert(!keeps || rows >= LEAST_OF_SEVERAL);
     if (form == FORM_PAIRS)
         sum_pairs(rows, (const int32_t *)tile, (const uint16_t *)weights, steps, sums, ahead);
+    else if (form >= FORM_CODES4 && rows >= LEAST_OF_SEVERAL && keeps)
+        sum_codes(rows, form, 1, with, panel_at(with, panel), tile, inputs, sums, ahead, widened);
     else if (form >= FORM_CODES4)
-        sum_codes(rows, form, with, panel, tile, inputs, sums, ahead);
+        sum_codes(rows, form, 0, with, panel_at(with, panel), tile, inputs, sums, ahead, NULL);
     else if (form == FORM_BFLOAT16)
         sum_bfloat16(rows, tile, (const uint16_t *)weights, inputs, sums, ahead);
     else
@@ -353,15 +390,16 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
 
 #define CASE_OF_FLOATS(form)                                                                                           \
     case form:                                                                                                         \
-        multiply_floats(rows, form, with, from, first, panel, weights, steps, ahead, kept, epilogue, out, stride);     \
+        multiply_floats(rows, form, with, from, first, panel, weights, steps, ahead, keeps, widened, kept, epilogue,   \
+                        out, stride);                                                                                  \
         break;
 
 /* Steps `steps` of the sums of one tile, of exactly `rows` rows, with one panel, whose weights of these steps are at
  * `weights`, in `form`; after the last step the results go to `out`, the tile's first row at the panel's first column.
  */
 INLINE void multiply_tile(const int rows, int64_t form, const linear *with, const packed_inputs *from, int64_t first,
-                          int64_t panel, const char *weights, range steps, fetching ahead, tile_sums *kept,
-                          enum epilogue epilogue, float *out, int64_t stride) {
+                          int64_t panel, const char *weights, range steps, fetching ahead, int keeps, float *widened,
+                          tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
     switch (form) {
     case FORM_INT8:
         multiply_int8(rows, with, from, first, panel, weights, steps, ahead, kept, epilogue, out, stride);
@@ -385,37 +423,34 @@ static fetching what_to_fetch(const char *current, const char *end, const char *
                               int64_t place, int64_t count) {
     const char *from = current + LINES_AHEAD * LINE;
     if (count == 1) return (fetching){from, end, next, (step_bytes + LINE - 1) / LINE, step_bytes};
-    const int64_t stride = step_bytes / count;
+    const int64_t stride = (step_bytes + count - 1) / count;
     from = next + place * (steps.end - steps.begin) * stride;
     return (fetching){from, from + ((int64_t)1 << 40), from, 1, stride};
 }
 
-int64_t tiles_at_once_whole(const linear *with) {
-    (void)with;
-    return MOST_TILES;
-}
+int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_TILES : MOST_TILES; }
 
 #define CASE(rows)                                                                                                     \
     case rows:                                                                                                         \
-        multiply_tile(rows, form, with, from, first, panel, taken, steps, ahead, &kept[place], epilogue, to,           \
-                      row_step);                                                                                       \
+        multiply_tile(rows, form, with, from, first, panel, taken, steps, ahead, widens, (float *)widened,             \
+                      &kept[place], epilogue, to, row_step);                                                           \
         break;
 
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    assert(end_tile - first_tile <= MOST_TILES);
+    assert(end_tile - first_tile <= tiles_at_once_whole(with));
     int64_t column = panel * (epilogue == GATED || epilogue == GATED_PACKED ? LANES : PANEL);
     int64_t row_step = epilogue == GATED_PACKED ? STRETCH : stride;
     const int64_t count = end_tile - first_tile;
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
-    const int64_t form = widens ? FORM_FLOAT32 : with->form, num_steps = steps_of(with->inputs, form);
+    const int64_t num_steps = steps_of(with->inputs, is_coded(with) ? FORM_FLOAT32 : with->form);
     const int64_t depth = widens || count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
     const int64_t bytes = panel_bytes(with), step_bytes = (is_coded(with) ? bytes_of_codes(with) : bytes) / num_steps;
-    /* A tile alone fetches codes a word, or as many bytes, at a time. */
-    const int64_t fetched = !is_coded(with) || widens ? step_bytes : has_words(with->form) ? PANEL * 4 : LINE;
+    /* What is widened in the register is fetched a word, or as many bytes, at a time. */
+    const int64_t coded_bytes = has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
     vec widened[MANY_DEPTH * PANEL / LANES];
-    tile_sums kept[MOST_TILES];
+    tile_sums kept[CODED_TILES];
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
         fetch_additions(from->added, panel_number(with, next), first,
@@ -425,16 +460,19 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
         const range steps = {begin, begin + depth < num_steps ? begin + depth : num_steps};
         const char *current = weights + begin * step_bytes;
         const char *following = steps.end < num_steps ? weights + steps.end * step_bytes : next;
-        const char *taken = widens ? (const char *)widened : current;
-        if (widens) widen(with, panel, begin, steps.end - begin, (float *)widened);
-        for (int64_t tile = first_tile; tile < end_tile; tile++) {
-            int64_t first = tile_start(tile, from->num_tiles, from->num_rows), place = tile - first_tile;
-            int64_t rows = tile_start(tile + 1, from->num_tiles, from->num_rows) - first;
+        int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows), rows;
+        for (int64_t place = 0; place < count; place++, first += rows) {
+            rows = tile_start(first_tile + place + 1, from->num_tiles, from->num_rows) - first;
             float *to = out + first * stride + column;
             if (epilogue == GATED_PACKED) {
                 char *packed = (char *)out + first * packed_row_bytes(stride, FORM_FLOAT32);
                 to = (float *)packed + column / STRETCH * STRETCH * rows + column % STRETCH;
             }
+            /* The first of several tiles widens for all. */
+            const int is_widened = widens && place > 0;
+            const int64_t form = is_widened ? FORM_FLOAT32 : with->form;
+            const char *taken = is_widened ? (const char *)widened : current;
+            const int64_t fetched = is_coded(with) && !is_widened ? coded_bytes : step_bytes;
             fetching ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count);
             switch (rows) { EACH_TILE_SIZE(CASE) }
         }
