@@ -3,7 +3,6 @@
 Owns: these checks, and the newest refusal. Must not know: the queue's order, or how a running row is served.
 """
 
-
 import msgspec
 
 from headway_proto.columns import encode_column
