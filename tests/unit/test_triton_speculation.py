@@ -100,7 +100,7 @@ def test_proposals_from_the_text_change_no_bit(model, dtype):
     target = backend._model._target
     target.sizes = target.step_sizes(recorded=True)
     original = target.launch
-    target.launch = lambda size, **how: (sizes.append(size), original(size, **how))
+    target.launch = lambda size, batch: (sizes.append(size), original(size, batch))
     agree(outputs(looking, lambda _: GREEDY, speculates=True), alone, dtype)
     assert looking.counters().num_draft_tokens > 5
     # Rows with proposals run in graphs of decodes, with the draws inside.

@@ -82,17 +82,20 @@ class _Activations:
         def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=kind, device=device)
 
+        def padded(*shape: int) -> Tensor:
+            """Padding is never written: zeros keep NaN out of the products."""
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         query_width = config.num_heads * config.head_dim
         self.token_ids = space(num_tokens, kind=torch.int32)
         self.positions = space(num_tokens, kind=torch.int32)
         self.slots = space(num_tokens, kind=torch.int32)
-        self.hidden = space(num_tokens, config.hidden_size)
+        self.hidden = padded(num_tokens, config.hidden_size)
         self.normed = space(num_tokens, config.hidden_size)
         self.delta = space(num_tokens, config.hidden_size)
         self.qkv = space(num_tokens, query_width + 2 * config.num_kv_heads * config.head_dim)
-        # Padding is never written: zeros keep NaN out of the products.
-        self.attended = torch.zeros((num_tokens, query_width), dtype=dtype, device=device)
-        self.last = space(num_rows, config.hidden_size)
+        self.attended = padded(num_tokens, query_width)
+        self.last = padded(num_rows, config.hidden_size)
         self.logits = space(num_rows, config.vocab_size)
 
 
