@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints import CONTEXT, VOCAB_SIZE, randomise, tokenizer
+from checkpoints import CONTEXT, VOCAB_SIZE, randomise, small_sizes, tokenizer
 
 Values = NDArray[np.float32]
 Tensors = dict[str, Values]
@@ -192,21 +192,7 @@ _PERMUTED = ("Llama", "Mixtral", "Granite", "SmolLM3")
 def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     """Write a checkpoint whose weights a file of this ``kind`` holds exactly; return the model."""
     family, changes = MODELS[name]
-    sizes: dict[str, object] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.25,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-    }
+    sizes = small_sizes(hidden_size=64, head_dim=16)
     config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     kind_of_model = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)

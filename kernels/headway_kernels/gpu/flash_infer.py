@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway_kernels.gpu.long_chunks import Attend, ChunkSizes, LongChunks, pinned, sent
+from headway_kernels.gpu.long_chunks import Attend, ChunkSizes, LongChunks, pinned, running_counts, sent
 from headway_kernels.gpu.optional_library import found_in
 
 MODULE, WRAPPER = "flashinfer", "BatchPrefillWithPagedKVCacheWrapper"
@@ -53,12 +53,10 @@ class FlashInfer:
         sizes, slot = self._sizes, next(self._slots)
         here = partial(pinned, device=sizes.device)
         num_blocks = -(-chunks.lengths // sizes.block_size)
-        block_starts = np.zeros(len(num_blocks) + 1, dtype=np.int32)
-        np.cumsum(num_blocks, out=block_starts[1:])
         slot.wait()
         slot.wrapper.plan(
             here(chunks.starts),
-            here(block_starts),
+            here(running_counts(num_blocks)),
             _blocks(chunks, num_blocks, sizes.device),
             here(chunks.lengths - (num_blocks - 1) * sizes.block_size),
             sizes.num_heads,

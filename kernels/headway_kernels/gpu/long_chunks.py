@@ -50,10 +50,8 @@ class LongChunks:
 
     @property
     def starts(self) -> NDArray[np.int32]:
-        """Running counts of tokens from 0 on: one more than there are chunks."""
-        starts = np.zeros(len(self.counts) + 1, dtype=np.int32)
-        np.cumsum(self.counts, out=starts[1:])
-        return starts
+        """Of the tokens of each chunk among those of all, and their end."""
+        return running_counts(self.counts)
 
     @property
     def are_together(self) -> bool:
@@ -114,6 +112,13 @@ class LongAttention:
             out.index_copy_(0, places, results.flatten(1))
 
         return gathered
+
+
+def running_counts(counts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Sums from 0 on: one more than there are ``counts``."""
+    sums = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums
 
 
 def sent(values: NDArray[Any], device: torch.device) -> Tensor:

@@ -17,8 +17,7 @@ from headway_executor.gpu.linear import (
     DenseLinear,
     DeviceLinear,
     ExpertsLinear,
-    RoundedPairs,
-    RoundedTokens,
+    RoundedInputs,
     SplitWorkspace,
 )
 from headway_executor.linear import placed
@@ -94,19 +93,19 @@ class DeviceWeights:
         is_meant = weight.rounds_inputs if self._activations == "auto" else self._activations == "fp8"
         return is_meant and float8_linear.is_native(self._device) and float8_linear.multiplies(weight)
 
-    def _rounded(self, weight: DeviceWeight, bias: Tensor | None) -> RoundedTokens | None:
+    def _rounded(self, weight: DeviceWeight, bias: Tensor | None) -> RoundedInputs | None:
         if not self._rounds(weight):
             return None
         tilings = self.tunings.of_products(torch.float8_e4m3fn)
-        return RoundedTokens(weight, bias, self._workspace, tilings, self._max_num_tokens)
+        return RoundedInputs(weight, bias, self._workspace, tilings, self._max_num_tokens)
 
     def of_experts(self, reads: Sequence[Projection], rows_per_token: int, routing: Routing) -> ExpertsLinear:
         """The same projection of each expert, whose inputs have so many rows for a token."""
         weight, bias = self._of_experts(reads)
-        rounded: RoundedPairs | None = None
+        rounded: RoundedInputs | None = None
         if are_many(self._max_num_tokens * routing.num_chosen, routing.num_experts) and self._rounds(weight):
             tilings, max_num_rows = self.tunings.of_rounded_pairs(), self._max_num_tokens * rows_per_token
-            rounded = RoundedPairs(weight, bias, self._workspace, tilings, max_num_rows)
+            rounded = RoundedInputs(weight, bias, self._workspace, tilings, max_num_rows)
         return ExpertsLinear(weight, bias, self.tunings.of_pairs(self._dtype), rounded)
 
     def _of_experts(self, reads: Sequence[Projection]) -> tuple[DeviceWeight, Tensor | None]:

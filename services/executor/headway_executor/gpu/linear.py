@@ -66,10 +66,11 @@ class FewTokens:
         return True
 
 
-class RoundedTokens:
-    """Products of many tokens, up to ``max_num_tokens``, which are rounded to E4M3 as the weight is.
+class RoundedInputs:
+    """Products of many inputs, which are rounded to E4M3 as the weight is; ``max_num_rows`` of inputs in a step.
 
-    Few tokens stay what they are: reading the weight takes the time, and rounding would be one launch more.
+    ``weight`` is one, or that of all experts; ``tilings`` are of such products. Few inputs stay what they are: reading the
+    weight takes the time, and rounding would be one launch more.
     """
 
     def __init__(
@@ -78,19 +79,27 @@ class RoundedTokens:
         bias: Tensor | None,
         workspace: SplitWorkspace,
         tilings: tuple[Tiling, ...],
-        max_num_tokens: int,
+        max_num_rows: int,
     ) -> None:
         self._weight = weight
         self._bias = bias
         self._workspace = workspace
         self._tilings = tilings
-        workspace.grow(workspace_size(max_num_tokens, weight.num_inputs))
+        workspace.grow(workspace_size(max_num_rows, weight.num_inputs))
 
-    def __call__(self, inputs: Tensor, out: Tensor) -> bool:
-        """Multiply. False: nothing is done, they are few."""
+    def multiply(self, inputs: Tensor, out: Tensor) -> bool:
+        """As ``DeviceLinear``. False: nothing is done, the tokens are few."""
         if len(inputs) <= MOST_FEW_TOKENS:
             return False
         float8_linear(inputs, self._weight, self._bias, out, self._workspace.memory, self._tilings)
+        return True
+
+    def multiply_pairs(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> bool:
+        """As ``ExpertsLinear``. False: nothing is done, the pairs are few."""
+        if not are_many(len(pairs.order), len(pairs.ends)):
+            return False
+        space, tilings = self._workspace.memory, self._tilings
+        multiply_rounded_pairs(inputs, self._weight, self._bias, out, pairs, space, gathers=gathers, tilings=tilings)
         return True
 
 
@@ -129,7 +138,7 @@ class CodedLinear:
         dtype: torch.dtype,
         workspace: SplitWorkspace,
         tilings: tuple[Tiling, ...],
-        rounded: RoundedTokens | None = None,
+        rounded: RoundedInputs | None = None,
     ) -> None:
         self._weight = weight
         self._bias = bias
@@ -139,45 +148,16 @@ class CodedLinear:
 
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
-        if self.few(inputs, out) or (self._rounded is not None and self._rounded(inputs, out)):
+        if self.few(inputs, out) or (self._rounded is not None and self._rounded.multiply(inputs, out)):
             return
         quantized_linear(inputs, self._weight, self._bias, out, self._tilings)
-
-
-class RoundedPairs:
-    """Products of many pairs of tokens and experts, whose inputs are rounded to E4M3 as the weight is; as ``RoundedTokens``.
-
-    ``max_num_rows``: of inputs, in steps of many pairs.
-    """
-
-    def __init__(
-        self,
-        weight: DeviceWeight,
-        bias: Tensor | None,
-        workspace: SplitWorkspace,
-        tilings: tuple[Tiling, ...],
-        max_num_rows: int,
-    ) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._workspace = workspace
-        self._tilings = tilings
-        workspace.grow(workspace_size(max_num_rows, weight.num_inputs))
-
-    def __call__(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> bool:
-        """Multiply. False: nothing is done, they are few."""
-        if not are_many(len(pairs.order), len(pairs.ends)):
-            return False
-        space, tilings = self._workspace.memory, self._tilings
-        multiply_rounded_pairs(inputs, self._weight, self._bias, out, pairs, space, gathers=gathers, tilings=tilings)
-        return True
 
 
 class ExpertsLinear:
     """One projection of all experts, ``bias`` ``[experts, out]`` or None. ``rounded``: of the same weight, if inputs may be rounded."""
 
     def __init__(
-        self, weight: DeviceWeight, bias: Tensor | None, tiling: Tiling, rounded: RoundedPairs | None = None
+        self, weight: DeviceWeight, bias: Tensor | None, tiling: Tiling, rounded: RoundedInputs | None = None
     ) -> None:
         self._weight = weight
         self._bias = bias
@@ -186,7 +166,7 @@ class ExpertsLinear:
 
     def __call__(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> None:
         """See ``multiply_pairs``; allocates nothing."""
-        if self._rounded is not None and self._rounded(inputs, out, pairs, gathers=gathers):
+        if self._rounded is not None and self._rounded.multiply_pairs(inputs, out, pairs, gathers=gathers):
             return
         multiply_pairs(inputs, self._weight, self._bias, out, pairs, gathers=gathers, tiling=self._tiling)
 
