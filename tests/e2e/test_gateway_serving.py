@@ -82,7 +82,8 @@ class Stage:
 async def stage(text_model: TextModel = TEXT_MODEL, **config: object) -> AsyncIterator[Stage]:
     directory = tempfile.mkdtemp(prefix="hw")
     ingress = f"ipc://{directory}/i"
-    settings = {"unavailable_grace_s": 0.3, "silence_timeout_s": 0.5} | config
+    # The fake scheduler shares this process with its callers: what holds them up is no silence of a scheduler.
+    settings = {"unavailable_grace_s": 0.3, "silence_timeout_s": 10.0} | config
     server = GatewayServer(
         GatewayConfig(model=str(DEMO), ingress_address=ingress, grpc_address="127.0.0.1:0", **settings), text_model
     )
@@ -603,7 +604,7 @@ async def test_without_a_scheduler_new_requests_are_unavailable_after_a_short_gr
 
 
 async def test_streams_outlive_their_scheduler():
-    async with stage() as on:
+    async with stage(silence_timeout_s=0.5) as on:
         async with FakeScheduler(on.ingress, step_interval_s=0.005):
             await on.client.wait_ready(5)
             streams = [on.client.generate("x", seed=seed, max_tokens=60) for seed in range(8)]

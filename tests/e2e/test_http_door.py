@@ -74,6 +74,10 @@ async def test_tls_and_certificates_that_change(certificates: Path, tmp_path: Pa
     for kind, path in (("pem", pair["tls_cert_file"]), ("key", pair["tls_key_file"])):
         path.write_bytes((certificates / f"localhost.{kind}").read_bytes())
     paths = {name: str(path) for name, path in pair.items()}
+    # Made before the door opens: a key takes a second at times, and a scheduler of this process would be silent for so long.
+    made_by_openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=new",
+                    "-addext", "subjectAltName=IP:127.0.0.1",
+                    "-keyout", f"{tmp_path}/new.key", "-out", f"{tmp_path}/new.pem")  # fmt: skip
 
     def trusting(authority: str, client: str = "") -> aiohttp.TCPConnector:
         context = ssl.create_default_context(cafile=str(certificates / f"{authority}.pem"))
@@ -90,9 +94,8 @@ async def test_tls_and_certificates_that_change(certificates: Path, tmp_path: Pa
                     with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
                         await status_of(stranger, f"{url}/health")
             # Without a name in the handshake, too.
-            names = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=new")
-            made_by_openssl(*names, "-addext", "subjectAltName=IP:127.0.0.1",
-                            "-keyout", f"{tmp_path}/server.key", "-out", f"{tmp_path}/server.pem")  # fmt: skip
+            for kind in ("key", "pem"):
+                (tmp_path / f"new.{kind}").replace(tmp_path / f"server.{kind}")
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await status_of(session, f"{url}/health")
         context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))

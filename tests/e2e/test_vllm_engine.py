@@ -178,7 +178,7 @@ async def test_facts_about_model_server_and_load() -> None:
 
 
 async def test_health_is_told_through_both_services() -> None:
-    async with served() as (on, scheduler):
+    async with served(config={"silence_timeout_s": 0.5}) as (on, scheduler):
         assert await on.health(VLLM_ENGINE_SERVICE) == health_pb2.HealthCheckResponse.SERVING
         assert (await stub(on).HealthCheck(vllm.HealthCheckRequest())).healthy
         await scheduler.stop()
