@@ -1,5 +1,7 @@
 """Adapters of the torch backend against transformers with merged weights: the same tokens, whatever shares the step."""
 
+import functools
+import itertools
 import json
 import random
 from pathlib import Path
@@ -35,7 +37,34 @@ ADAPTERS = {
     "up": {"targets": ("up_proj", "k_proj"), "rank": 3},
     "narrow": {"dtype": torch.bfloat16},
 }
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+APART = {
+    "mixtral": tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w2", "w3")),
+    "olmoe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    "qwen2_moe": ("mlp.experts.{}.gate_proj",),
+    "qwen3_moe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.gate_proj"),
+    "gpt_oss": (),
+    "deepseek_v2-lite": ("mlp.experts.{}.gate_proj",),
+    "deepseek_v3": ("mlp.experts.{}.up_proj", "mlp.experts.{}.gate_proj"),
+    "deepseek_v3-halves": (),
+}
+"""Mixtures, and matrices of their experts in the layout of one pair for each."""
 FUSED = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj"), "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h")}
+
+
+def adapters_of(family: str) -> dict[str, dict[str, object]]:
+    """Of mixtures: of experts in either layout that PEFT has had, of routers and shared experts; and of attention alone."""
+    if family not in APART:
+        return ADAPTERS
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    back = {"targets": (*ALL_PROJECTIONS, "q_a_proj", "kv_b_proj"), "rank": 5, "use_rslora": True}
+    return {
+        "stacks": {"parameters": (*STACKS, router), "targets": ("q_proj", "q_b_proj", "shared_expert_gate")},
+        "gate_up": {"parameters": STACKS[:1], "targets": ("v_proj", "kv_a_proj_with_mqa"), "rank": 2},
+        "down": {"parameters": STACKS[1:], **back},
+        "apart": {"experts": APART[family], "targets": ("k_proj", "kv_b_proj"), "rank": 3},
+        "attention": {"targets": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "rank": 2},
+    }
 
 
 def prompts():
@@ -65,21 +94,36 @@ def greedy(model, prompt: list[int]) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory):
-    """A model, its adapters by name, and the tokens of each (and of none) for every prompt."""
-    root: Path = tmp_path_factory.mktemp("adapted")
-    model = make_checkpoint(root / "model", "llama-bias")
-    directories = {
-        name: write_adapter(root / name, model, seed=number, **settings)
-        for number, (name, settings) in enumerate(ADAPTERS.items())
-    }
-    expected = {"": [greedy(model, prompt) for prompt in prompts()]}
-    for name, directory in directories.items():
-        merged = merge_adapter(directory, make_model("llama-bias"))
+def merged_tokens(family: str, adapters: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """By adapter, and of none: the tokens for every prompt."""
+    expected = {"": [greedy(make_model(family), prompt) for prompt in prompts()]}
+    for name, directory in adapters.items():
+        merged = merge_adapter(directory, make_model(family))
         expected[name] = [greedy(merged, prompt) for prompt in prompts()]
     assert len({str(tokens) for tokens in expected.values()}) == len(expected), "every adapter changes the tokens"
-    return root / "model", directories, expected
+    return expected
+
+
+@pytest.fixture(scope="module")
+def adapted_model(tmp_path_factory):
+    """Of a family: a model, its adapters by name, and the tokens of each (and of none) for every prompt."""
+
+    @functools.cache
+    def made(family: str) -> tuple[Path, dict[str, Path], dict[str, list[list[int]]]]:
+        root: Path = tmp_path_factory.mktemp(family)
+        model = make_checkpoint(root / "model", family)
+        directories = {
+            name: write_adapter(root / name, model, seed=number, **settings)
+            for number, (name, settings) in enumerate(adapters_of(family).items())
+        }
+        return root / "model", directories, merged_tokens(family, directories)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapted(adapted_model):
+    return adapted_model("llama-bias")
 
 
 def identities(info: BackendInfo) -> dict[str, str]:
@@ -107,30 +151,38 @@ def test_rows_of_different_adapters_in_one_step_have_the_tokens_of_merged_weight
     "variant", [path for path in installed_variants() if runs_here(path)], ids=lambda path: path.stem
 )
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_every_variant_of_the_kernels_has_them(adapted, variant, quantization, monkeypatch):
+@pytest.mark.parametrize(("family", "name"), [("llama-bias", "all"), ("qwen2_moe", "stacks"), ("gpt_oss", "down")])
+def test_every_variant_of_the_kernels_has_them(adapted_model, family, name, variant, quantization, monkeypatch):
     """The tokens are the same in a crowd and alone; with float32 weights, those of merged weights."""
-    directory, adapters, expected = adapted
+    directory, adapters, expected = adapted_model(family)
     monkeypatch.setattr(compiled, "load_library", lambda: CpuLibrary(variant))
     settings = {"options": {"kernels": "compiled"}, "quantization": quantization}
-    backend, info = open_backend(directory, adapters={"all": str(adapters["all"])}, **settings)
+    backend, info = open_backend(directory, adapters={name: str(adapters[name])}, **settings)
     driver = BackendDriver(backend, info)
     crowd = [
-        Request(prompt, NUM_OUTPUT, adapter=name) for prompt in prompts() for name in ("", identities(info)["all"])
+        Request(prompt, NUM_OUTPUT, adapter=identity) for prompt in prompts() for identity in identities(info).values()
     ]
     driver.run(crowd, budget=30)
-    alone = [Request(prompt, NUM_OUTPUT, adapter=identities(info)["all"]) for prompt in prompts()]
+    alone = [Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for prompt in prompts()]
     for request in alone:
         driver.run([request], budget=512)
     assert [request.output for request in crowd[1::2]] == [request.output for request in alone]
     if quantization == "none":
-        assert [request.output for request in alone] == expected["all"]
+        assert [request.output for request in alone] == expected[name]
     backend.close()
 
 
-@pytest.mark.parametrize("form", ["compiled", "eager", "fast"])
-def test_ranks_have_their_parts_of_adapters(adapted, form):
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *itertools.product(("llama-bias", "qwen2_moe"), ("compiled", "eager", "fast")),
+        ("gpt_oss", "compiled"),
+        *itertools.product(("deepseek_v3",), ("compiled", "fast")),
+    ],
+)
+def test_ranks_have_their_parts_of_adapters(adapted_model, family, form):
     """On the kernels, with the bits of one rank."""
-    directory, adapters, expected = adapted
+    directory, adapters, expected = adapted_model(family)
     options = {"kernels": "eager", "tensor_parallel_form": "fast"} if form == "fast" else {"kernels": form}
     settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": options}
     answers = []
@@ -144,7 +196,9 @@ def test_ranks_have_their_parts_of_adapters(adapted, form):
         ]
         BackendDriver(*opened).run(requests, budget=30)
         backend.close()
-        assert [request.output for request in requests[1 :: len(names)]] == expected["all"]
+        assert [request.output for request in requests] == [
+            expected[name][i] for i in range(len(LENGTHS)) for name in names
+        ]
         answers.append([(request.output, [line.logprob for line in request.logprobs]) for request in requests])
     group, alone = answers
     assert [tokens for tokens, _ in group] == [tokens for tokens, _ in alone]
@@ -164,17 +218,18 @@ def test_an_adapter_of_fused_projections(tmp_path, family):
     backend.close()
 
 
-def test_a_row_has_the_same_bits_alone_and_in_company(adapted):
+@pytest.mark.parametrize(("family", "name"), [("llama-bias", "all"), ("qwen2_moe", "down"), ("qwen2_moe", "attention")])
+def test_a_row_has_the_same_bits_alone_and_in_company(adapted_model, family, name):
     """As of the kernels without adapters."""
-    directory, adapters, _ = adapted
+    directory, adapters, _ = adapted_model(family)
     settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": {"kernels": "compiled"}}
     found = []
     for others in (False, True):
         backend, info = open_backend(directory, **settings)
         known = identities(info)
-        requests = [Request(prompts()[2], NUM_OUTPUT, GREEDY, adapter=known["all"])]
+        requests = [Request(prompts()[2], NUM_OUTPUT, GREEDY, adapter=known[name])]
         if others:
-            requests += [Request(prompt, NUM_OUTPUT, adapter=known[name]) for prompt in prompts() for name in known]
+            requests += [Request(prompt, NUM_OUTPUT, adapter=other) for prompt in prompts() for other in known.values()]
         BackendDriver(backend, info).run(requests, budget=40 if others else 512)
         found.append([entry.logprob for entry in requests[0].logprobs])
         backend.close()
@@ -235,43 +290,12 @@ def test_quantised_checkpoints_take_adapters(tmp_path, kind, kernels):
     assert found[0][::2] != pytest.approx(found[0][1::2], abs=1e-2), "the adapter changes them"
 
 
-_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-_APART = {
-    "mixtral": tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w2", "w3")),
-    "olmoe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-    "qwen2_moe": ("mlp.experts.{}.gate_proj",),
-    "qwen3_moe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.gate_proj"),
-    "gpt_oss": (),
-}
-
-
-def adapted_mixture(root: Path, family: str):
-    """As ``adapted``."""
-    model = make_checkpoint(root / "model", family)
-    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
-    settings = {
-        "stacks": {"parameters": (*_STACKS, router), "targets": ("q_proj", "shared_expert_gate")},
-        "gate_up": {"parameters": _STACKS[:1], "targets": ("v_proj",), "rank": 2},
-        "down": {"parameters": _STACKS[1:], "targets": ALL_PROJECTIONS, "rank": 5, "use_rslora": True},
-        "apart": {"experts": _APART[family], "targets": ("k_proj",), "rank": 3},
-    }
-    directories = {
-        name: write_adapter(root / name, model, seed=number, **its)
-        for number, (name, its) in enumerate(settings.items())
-    }
-    expected = {"": [greedy(model, prompt) for prompt in prompts()]}
-    for name, directory in directories.items():
-        merged = merge_adapter(directory, make_model(family))
-        expected[name] = [greedy(merged, prompt) for prompt in prompts()]
-    assert len({str(tokens) for tokens in expected.values()}) == len(expected), "every adapter changes the tokens"
-    return root / "model", directories, expected
-
-
-@pytest.mark.parametrize("family", _APART)
-def test_experts_have_adapters_too(tmp_path, family):
-    """In either layout that PEFT has had; rows of all adapters, and of none, in the same steps."""
-    directory, adapters, expected = adapted_mixture(tmp_path, family)
-    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": {"kernels": "eager"}}
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", APART)
+def test_experts_have_adapters_too(adapted_model, family, kernels):
+    """Rows of all adapters, and of none, in the same steps."""
+    directory, adapters, expected = adapted_model(family)
+    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": {"kernels": kernels}}
     backend, info = open_backend(directory, **settings)
     requests = [
         Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for name in expected for prompt in prompts()
@@ -281,76 +305,13 @@ def test_experts_have_adapters_too(tmp_path, family):
     backend.close()
 
 
-@pytest.mark.parametrize("form", ["exact", "fast"])
-def test_ranks_have_their_parts_of_adapters_of_experts(tmp_path, form):
-    directory, adapters, expected = adapted_mixture(tmp_path, "qwen2_moe")
-    options = {"kernels": "eager", "tensor_parallel_form": form}
-    settings = {"adapters": {name: str(path) for name, path in adapters.items()}, "options": options}
-    backend = InlineGroup(tensor_parallel=2)
-    info = open_on(backend, directory, **settings)
-    requests = [
-        Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for name in expected for prompt in prompts()
-    ]
-    BackendDriver(backend, info).run(requests, budget=64)
-    assert [request.output for request in requests] == [tokens for name in expected for tokens in expected[name]]
-    backend.close()
-
-
-def test_the_kernels_adapt_attention_beside_experts_and_refuse_the_rest_by_name(tmp_path):
-    model = make_checkpoint(tmp_path / "model", "mixtral")
-    attention = write_adapter(tmp_path / "attention", model, seed=0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    experts = write_adapter(tmp_path / "experts", model, seed=1, targets=(), parameters=_STACKS)
-    backend, info = open_backend(tmp_path / "model", adapters={"a": str(attention)}, options={"kernels": "compiled"})
-    requests = [
-        Request(prompt, NUM_OUTPUT, adapter=identities(info)[name]) for prompt in prompts() for name in ("", "a")
-    ]
-    BackendDriver(backend, info).run(requests, budget=64)
-    expected = [greedy(model, prompt) for prompt in prompts()]
-    merged = merge_adapter(attention, model)
-    assert [request.output for request in requests[::2]] == expected
-    assert [request.output for request in requests[1::2]] == [greedy(merged, prompt) for prompt in prompts()]
-    with pytest.raises(ModelFilesError) as refused:
-        backend.load_adapter("b", str(experts))
-    assert str(refused.value) == (
-        f"{experts}: adapts experts or routers, which the CPU kernels do not; allowed: attention and dense layers, or all "
-        "with --backend-option kernels=eager"
-    )
-    backend.close()
-    asked = {"adapters": {"b": str(experts)}}
-    with pytest.raises(
-        BackendConfigError, match="the CPU kernels lack adapters of experts, such as 'b'; allowed: auto"
-    ):
-        open_backend(tmp_path / "model", options={"kernels": "compiled"}, **asked)
-    said = []
-    backend, info = open_backend(tmp_path / "model", warn=said.append, **asked)
-    assert ["which this model has; it runs on torch operators" in line for line in said] == [True]
-    request = Request(prompts()[1], NUM_OUTPUT, adapter=identities(info)["b"])
-    BackendDriver(backend, info).run([request], budget=64)
-    assert request.output == greedy(merge_adapter(experts, make_model("mixtral")), prompts()[1])
-    backend.close()
-
-
 def test_a_stack_needs_the_name_of_its_parameter(tmp_path):
     """PEFT saves one parameter's matrices under its module's name."""
     model = make_checkpoint(tmp_path / "model", "mixtral")
     adapter = write_adapter(
-        tmp_path / "adapter", model, seed=0, targets=(), parameters=_STACKS[1:], target_parameters=None
+        tmp_path / "adapter", model, seed=0, targets=(), parameters=STACKS[1:], target_parameters=None
     )
     assert "model.layers.0.mlp.experts.lora_A.weight is not supported" in refusal(tmp_path / "model", adapter)
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_model_with_latent_attention_refuses_adapters(tmp_path, adapted, kernels):
-    make_checkpoint(tmp_path, "deepseek_v3")
-    with pytest.raises(
-        BackendConfigError, match="adapter 'a' is not allowed with this model, which has latent attention; allowed"
-    ):
-        open_backend(tmp_path, adapters={"a": str(adapted[1]["all"])}, options={"kernels": kernels})
-    backend, info = open_backend(tmp_path, options={"kernels": kernels})
-    assert not info.supports_adapters
-    with pytest.raises(BackendConfigError, match="its backend or model does not"):
-        backend.load_adapter("a", str(adapted[1]["all"]))
-    backend.close()
 
 
 def test_an_encoder_refuses_adapters(tmp_path):

@@ -31,12 +31,18 @@ INLINE void apply(const int is_bfloat16, const low_rank *of, int64_t inputs, con
     for (; r < of->rank; r++) dot_products(is_bfloat16, 1, inputs, row, weight, of->down, r, factor, out);
 }
 
-void apply_down(const low_rank *of, int64_t inputs, const float *row, rms_norm norm, float *out) {
-    const float factor = norm.weight == NULL ? 1.0f : root_mean_square_factor(row, inputs, norm.eps);
-    if (of->is_bfloat16)
-        apply(1, of, inputs, row, norm.weight, factor, out);
+void adapt_row(const row_adapters *of, int64_t row, int64_t inputs, const float *from, rms_norm norm) {
+    const int64_t hidden_row = of->rows == NULL ? row : of->rows[row];
+    const low_rank *adapter = of->by_token[of->tokens == NULL ? hidden_row : of->tokens[hidden_row]];
+    const low_rank *addition = adapter == NULL || adapter[of->addition].rank == 0 ? NULL : &adapter[of->addition];
+    of->added.additions[row] = addition;
+    if (addition == NULL) return;
+    const float factor = norm.weight == NULL ? 1.0f : root_mean_square_factor(from, inputs, norm.eps);
+    float *out = of->added.downs + row * of->added.stride;
+    if (addition->is_bfloat16)
+        apply(1, addition, inputs, from, norm.weight, factor, out);
     else
-        apply(0, of, inputs, row, norm.weight, factor, out);
+        apply(0, addition, inputs, from, norm.weight, factor, out);
 }
 
 /* LANES of up (down x). */

@@ -1,7 +1,7 @@
 /* Adapters: low-rank additions to the outputs of a product, others for each row.
  *
- * Owns: their form, and adding them to sums of a product.
- * Must not know: what a layer is for, or which row has which adapter.
+ * Owns: their form, finding a row's, and adding them to sums of a product.
+ * Must not know: what a layer is for, or why a token has an adapter.
  *
  * A row's outputs get up (down x) more (LoRA, Hu et al. 2021, arXiv 2106.09685). The order of these additions depends
  * on the row's adapter alone, not on other rows or their adapters.
@@ -39,8 +39,20 @@ struct added_rows {
     int64_t stride;
 };
 
-/* out [rank] = down x, with the inputs of a row that the product normalises by `norm`. */
-void apply_down(const low_rank *of, int64_t inputs, const float *row, rms_norm norm, float *out);
+/* Where the additions to the rows of one product come from. `by_token`: an adapter's additions, or NULL; NULL if no
+ * token has any. `tokens`: the token of each row of the hidden state; `rows`: the row of the hidden state of each row
+ * of the product; NULL: its number. `addition`: which of an adapter's. `added`: room for what is found. */
+typedef struct {
+    const low_rank *const *by_token;
+    const int64_t *tokens;
+    const int32_t *rows;
+    int64_t addition;
+    added_rows added;
+} row_adapters;
+
+/* Find the addition to row `row` of a product with so many inputs, which are at `from` and which the product normalises
+ * by `norm`, and apply its first half: down x. */
+void adapt_row(const row_adapters *of, int64_t row, int64_t inputs, const float *from, rms_norm norm);
 
 /* Add up (down x) to a row's sums with a panel. */
 void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, vec *high);
@@ -48,9 +60,10 @@ void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, ve
 #define MOST_ROWS_FETCHED 32
 #define BYTES_OF_A_LINE 64
 
-/* Fetch into the cache what `num_rows` rows from `first` on add to a panel: each may bring its own from memory. */
-INLINE void fetch_additions(const added_rows *of, int64_t panel, int64_t first, int64_t num_rows) {
-    if (num_rows > MOST_ROWS_FETCHED) return;
+/* Fetch into the cache what `num_rows` rows from `first` on add to a panel, if it is one of this product: each may
+ * bring its own from memory. */
+INLINE void fetch_additions(const added_rows *of, const linear *with, int64_t panel, int64_t first, int64_t num_rows) {
+    if (num_rows > MOST_ROWS_FETCHED || panel < 0 || panel >= with->num_panels) return;
     const low_rank *last = NULL;
     for (int64_t row = first; row < first + num_rows; row++) {
         const low_rank *addition = of->additions[row];

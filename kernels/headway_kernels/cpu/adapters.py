@@ -4,7 +4,8 @@ Owns: the C structs and the order of their numbers. Must not know: files, names,
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,28 @@ class _LowRankStruct(ctypes.Structure):
     )
 
 
+class Site(IntEnum):
+    """A product of a layer: ``enum site`` in ``decoder.h``."""
+
+    COMPRESS = 0
+    EXPAND = 1
+    QKV = 2
+    OUTPUT = 3
+    GATE_UP = 4
+    DOWN = 5
+    ROUTER = 6
+
+
+def expert_gate_up(number: int) -> int:
+    """The product to an expert; the shared one is behind the others."""
+    return len(Site) + 2 * number
+
+
+def expert_down(number: int) -> int:
+    """The product back from an expert."""
+    return len(Site) + 2 * number + 1
+
+
 class LowRankUpdate(NamedTuple):
     """The addition to one product: ``down`` ``[rank, in]``, ``up`` ``[out, rank]``, float32, on the CPU.
 
@@ -38,27 +61,35 @@ class LowRankUpdate(NamedTuple):
 
 
 class PackedAdapter:
-    """By layer and product (``enum site`` in decoder.h), an addition or None.
+    """By layer and product (a ``Site``, ``expert_gate_up``, ``expert_down``), an addition; most need not have any.
 
-    Its numbers are held in ``dtype``, float32 or bfloat16; in bfloat16, too, where that holds all of an addition's exactly.
+    ``num_experts`` are those of the layer that has most, the shared one included. Numbers are held in ``dtype``, float32 or
+    bfloat16; in bfloat16, too, where that holds all of an addition's exactly.
     """
 
     def __init__(
         self,
         library: CpuLibrary,
-        layers: Sequence[Sequence[LowRankUpdate | None]],
+        layers: Sequence[Mapping[int, LowRankUpdate]],
         dtype: torch.dtype = torch.float32,
+        num_experts: int = 0,
     ) -> None:
         self._dtype = dtype
         self._kept: list[Tensor] = []
-        additions = [self._struct(library, update) for layer in layers for update in layer]
-        self._structs = (_LowRankStruct * len(additions))(*additions)
+        of_layer = expert_gate_up(num_experts)
+        self._structs = (_LowRankStruct * (of_layer * len(layers)))()
         self.address = ctypes.addressof(self._structs)
-        self.most_rank = max([1, *(addition.rank for addition in additions)])
+        self.most_rank = 1
+        self.most_expert_rank = 0
+        for index, layer in enumerate(layers):
+            for site, update in layer.items():
+                self._structs[index * of_layer + site] = self._struct(library, update)
+                if site < Site.ROUTER:
+                    self.most_rank = max(self.most_rank, len(update.down))
+                else:
+                    self.most_expert_rank = max(self.most_expert_rank, len(update.down))
 
-    def _struct(self, library: CpuLibrary, update: LowRankUpdate | None) -> _LowRankStruct:
-        if update is None:
-            return _LowRankStruct(rank=0)
+    def _struct(self, library: CpuLibrary, update: LowRankUpdate) -> _LowRankStruct:
         down = functional.pad(update.down, (0, -update.down.shape[1] % library.lanes)).contiguous()
         up, spans = packed_up(library, update.up, gated=update.gated)
         narrow = down.bfloat16(), up.bfloat16()
@@ -81,14 +112,14 @@ def packed_up(library: CpuLibrary, up: Tensor, *, gated: bool) -> tuple[Tensor, 
     padding = rounded(len(parts[0]), width) - len(parts[0])
     by_panel = [functional.pad(part, (0, 0, 0, padding)).reshape(-1, width, up.shape[1]) for part in parts]
     halves = torch.cat(by_panel, 1).reshape(-1, library.lanes, up.shape[1]).transpose(1, 2)
-    spans, packed, at = [], [torch.zeros(0)], 0
-    for half in halves:
-        ranks = half.any(1).nonzero().flatten().tolist()
-        begin, end = (ranks[0], ranks[-1] + 1) if ranks else (0, 0)
-        spans.append((begin, end - begin, at))
-        packed.append(half[begin:end].flatten())
-        at += packed[-1].numel()
-    return torch.cat(packed), torch.tensor(spans, dtype=torch.int64)
+    ranks = torch.arange(up.shape[1])
+    adds = halves.any(2)
+    begins = torch.where(adds, ranks, up.shape[1]).amin(1)
+    ends = torch.where(adds, ranks + 1, 0).amax(1)
+    counts = (ends - begins).clamp(min=0)
+    places = (counts.cumsum(0) - counts) * library.lanes
+    in_span = (ranks >= begins[:, None]) & (ranks < ends[:, None])
+    return halves[in_span].flatten(), torch.stack([begins, counts, places], 1)
 
 
 def addresses_of(adapters: Sequence[PackedAdapter | None], num_tokens: NDArray[np.int64]) -> NDArray[np.uint64]:

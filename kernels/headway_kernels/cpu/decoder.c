@@ -128,14 +128,15 @@ static product product_behind(member *self, const pass *now, norm_weights norm, 
                       out_stride);
 }
 
-/* Let the rows of a product have what their adapters add. In the last layer, all but the first have sampled tokens. */
-static void adapt(product *of, const pass *now, enum site site) {
-    const workspace *space = &now->of->space;
-    if (now->step->adapters == NULL) return;
-    of->adapters = now->step->adapters;
-    of->tokens = site != SITE_QKV && now->attending == space->sampled_tiles ? now->step->sampled : NULL;
-    of->addition = (now->layer - now->of->layers) * SITES + site;
-    of->added = (added_rows){space->products.additions, space->products.downs, space->products.most_rank};
+/* What adapters add to the rows of a product. In the last layer, products behind attention have sampled tokens. */
+static row_adapters adapters_of(const pass *now, enum site site) {
+    const product_space *space = &now->of->space.products;
+    return (row_adapters){
+        .by_token = now->step->adapters,
+        .tokens = site > SITE_QKV && now->attending == now->of->space.sampled_tiles ? now->step->sampled : NULL,
+        .addition = (now->layer - now->of->layers) * (SITES + 2 * now->of->experts.experts) + site,
+        .added = {space->additions, space->downs, space->most_rank},
+    };
 }
 
 /* Run a product whose result is added to the hidden state, behind a norm if there is one. */
@@ -171,7 +172,7 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
                      ? product_of(&space->products, layer->gate_up, num_tokens, space->normed, of->strides.hidden,
                                   no_norm, epilogue, out, stride)
                      : product_behind(self, now, layer->mlp_norm, layer->gate_up, num_tokens, epilogue, out, stride);
-    adapt(&up, now, SITE_GATE_UP);
+    up.adapters = adapters_of(now, SITE_GATE_UP);
     run_product(self, &up, layer->down);
     if (!activates) {
         row_phase phase = {.now = now};
@@ -181,7 +182,7 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     product down = product_of(&space->products, layer->down, num_tokens, packs ? NULL : of->rows.activations,
                               of->strides.activations, no_norm, ADD, NULL, 0);
     if (packs) down.inputs.tiles = of->rows.activations;
-    adapt(&down, now, SITE_DOWN);
+    down.adapters = adapters_of(now, SITE_DOWN);
     run_adding(self, now, down, layer->mlp_post_norm, next);
 }
 
@@ -200,7 +201,7 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     const rms_norm no_norm = {0};
     product output = product_of(&of->space.products, layer->output, num_tokens, of->rows.attended, of->strides.attended,
                                 no_norm, ADD, NULL, 0);
-    adapt(&output, now, SITE_OUTPUT);
+    output.adapters = adapters_of(now, SITE_OUTPUT);
     run_adding(self, now, output, layer->attention_post_norm,
                layer->experts == NULL ? layer->gate_up : layer->experts->router);
     if (layer->experts == NULL) {
@@ -211,7 +212,12 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     const shared_rows *shared = now->step->shared;
     expert_part part = {0};
     if (shared != NULL)
-        part = (expert_part){shared->pairs, shared->shared_expert, of->shape.hidden_start, meet_experts, now};
+        part = (expert_part){.pairs = shared->pairs,
+                             .of_shared = shared->shared_expert,
+                             .hidden_start = of->shape.hidden_start,
+                             .meet = meet_experts,
+                             .context = now};
+    if (now->step->most_expert_rank > 0) part.adapters = adapters_of(now, SITE_ROUTER);
     run_experts(self, now->expert_space, layer->experts, layer - of->layers, of->rows.hidden, of->strides.hidden,
                 num_tokens, norm, &part);
     meet(self, now, MEET_HIDDEN, num_tokens);
@@ -226,6 +232,7 @@ static void run_latent(member *self, const pass *now, const latent_weights *late
     const float *compressed = space->compressed;
     product compress = product_behind(self, now, now->layer->attention_norm, latent->compress, num_tokens, STORE,
                                       space->compressed, of->strides.compressed);
+    compress.adapters = adapters_of(now, SITE_COMPRESS);
     run_product(self, &compress, latent->expand_query == NULL ? latent->query : latent->expand_query);
     product query;
     if (latent->expand_query == NULL) {
@@ -236,10 +243,12 @@ static void run_latent(member *self, const pass *now, const latent_weights *late
                            (rms_norm){latent->query_norm, latent->norm_eps}, STORE, space->qkv, of->strides.qkv);
         compressed += latent->expand_query->inputs;
     }
+    query.adapters = adapters_of(now, SITE_QKV);
     run_product(self, &query, latent->expand);
     product expand = product_of(&space->products, latent->expand, num_tokens, compressed, of->strides.compressed,
                                 (rms_norm){latent->norm, latent->norm_eps}, STORE,
                                 space->qkv + of->shape.num_heads * of->shape.head_dim, of->strides.qkv);
+    expand.adapters = adapters_of(now, SITE_EXPAND);
     run_product(self, &expand, now->layer->output);
 }
 
@@ -253,7 +262,7 @@ static void run_attention(member *self, pass *now) {
     } else {
         product qkv = product_behind(self, now, layer->attention_norm, layer->qkv, now->step->num_tokens, STORE,
                                      of->space.qkv, of->strides.qkv);
-        adapt(&qkv, now, SITE_QKV);
+        qkv.adapters = adapters_of(now, SITE_QKV);
         run_product(self, &qkv, layer->output);
     }
     if (of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, now->step->num_tokens);
@@ -359,10 +368,12 @@ int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *st
     const shared_rows *shared = step->shared;
     const workspace *space = &the_decoder->space;
     if (!reserve_space(&the_decoder->space, &the_decoder->strides, step->num_tokens, shared == NULL)) return 0;
-    if (step->adapters != NULL && !reserve_adapters(&the_decoder->space, step->most_rank)) return 0;
+    if (step->adapters != NULL && !reserve_additions(&the_decoder->space.products, space->num_tokens, step->most_rank))
+        return 0;
     the_decoder->experts.shares = shared != NULL;
     if (the_decoder->experts.experts > 0 &&
-        !reserve_expert_space(&the_decoder->expert_space, &the_decoder->experts, step->num_tokens))
+        !reserve_expert_space(&the_decoder->expert_space, &the_decoder->experts, step->num_tokens,
+                              step->most_expert_rank))
         return 0;
     cut_into_tiles(the_decoder, step);
     the_decoder->rows = shared == NULL ? (wide_rows){space->hidden, space->attended, space->activations}

@@ -133,12 +133,15 @@ typedef struct {
     void *pool; /* [layers, num_blocks, headway_block_floats], of numbers as `kv_form` says */
     int64_t layer_stride;
     const shared_rows *shared;
-    const low_rank *const *adapters; /* by token: SITES additions for each layer, or NULL; NULL if no token has any */
-    int64_t most_rank;
+    const low_rank *const *adapters; /* by token: its adapter's additions, or NULL; NULL if no token has any */
+    int64_t most_rank;               /* of those to dense products */
+    int64_t most_expert_rank;        /* of those to routers and experts; 0: there are none */
 } decoder_step;
 
-/* The products of a layer, in the order of an adapter's additions. */
-enum site { SITE_QKV, SITE_OUTPUT, SITE_GATE_UP, SITE_DOWN, SITES };
+/* The products of a layer, in the order of an adapter's additions; those up to SITE_QKV, which latent attention has for
+ * its queries, come before attention. Every layer has SITES, and behind them two for each expert, as many as the layer
+ * with most experts needs: to its `gate_up`, to its `down`. */
+enum site { SITE_COMPRESS, SITE_EXPAND, SITE_QKV, SITE_OUTPUT, SITE_GATE_UP, SITE_DOWN, SITE_ROUTER, SITES };
 
 /* Ask the system for the features that this library needs, before any other call; 0 if it refuses. */
 EXPORT int headway_permitted(void);

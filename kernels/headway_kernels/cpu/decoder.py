@@ -244,6 +244,7 @@ class Decoder:
         logits = torch.empty(len(sampled), self._logits_stride) if wide is None else wide.logits
         shared = None if wide is None else self._shared_struct(wide, hidden_in)
         of_tokens = None if adapters is None else addresses_of(adapters, num_tokens)
+        some = [adapter for adapter in adapters or () if adapter is not None]
         step = StepStruct(
             num_rows=len(num_tokens),
             num_tokens=len(token_ids),
@@ -260,7 +261,8 @@ class Decoder:
             layer_stride=pool.stride(0),
             shared=None if shared is None else ctypes.addressof(shared),
             adapters=None if of_tokens is None else of_tokens.ctypes.data,
-            most_rank=0 if adapters is None else max(adapter.most_rank for adapter in adapters if adapter is not None),
+            most_rank=max((adapter.most_rank for adapter in some), default=0),
+            most_expert_rank=max((adapter.most_expert_rank for adapter in some), default=0),
         )
         done = self._library.functions.headway_decoder_run(self._handle, self._team.handle, ctypes.byref(step))
         made(done, f"a step of {len(token_ids)} tokens")

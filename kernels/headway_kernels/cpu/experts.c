@@ -134,8 +134,21 @@ static void place_pairs(const expert_pass *now, int64_t *counts) {
 /* The inputs of `count` pairs from `first` on. */
 static packed_inputs inputs_of(const expert_space *space, const linear *with, int64_t first, int64_t count, void *tiles,
                                const int32_t *rows) {
-    return (packed_inputs){count, with->inputs, tiles_of(count), tiles, space->factors + first, space->offsets + first,
-                           rows,  NULL};
+    const product_space *of = &space->inputs;
+    return (packed_inputs){
+        count, with->inputs, tiles_of(count), tiles, of->factors + first, of->offsets + first, rows, NULL};
+}
+
+/* What adapters add to pairs from `first` on in one product, by its number behind the router. */
+static row_adapters adapters_of(const expert_pass *now, int64_t first, int64_t number) {
+    const product_space *space = &now->space->inputs;
+    row_adapters of = now->part->adapters;
+    if (of.by_token == NULL) return of;
+    of.rows = now->space->tokens + first;
+    of.addition += 1 + number;
+    of.added =
+        (added_rows){space->additions + first, space->downs + first * space->most_rank, space->most_rank};
+    return of;
 }
 
 static grouped_product no_groups(const expert_pass *now, product_group *groups, rms_norm norm, int64_t from_stride,
@@ -159,14 +172,15 @@ static int packs_for_all(const expert_layer *layer) {
 }
 
 /* Both products of every expert that has tokens. The inputs of the second are packed at once, unless they must be
- * quantised or activated, which needs whole rows, or other ranks have parts of them. */
+ * quantised or activated, which needs whole rows, as adapters do, or other ranks have parts of them. */
 static void sort_task(void *work, int64_t task) {
     (void)task;
     const expert_pass *now = work;
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
     const int activates = layer->activation == SILU;
-    const int packs = activates && packs_for_all(layer) && now->part->pairs == NULL;
+    const int packs = activates && packs_for_all(layer) && now->part->pairs == NULL &&
+                      now->part->adapters.by_token == NULL;
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
     int64_t counts[MOST_EXPERTS + 1] = {0};
     place_pairs(now, counts);
@@ -174,7 +188,7 @@ static void sort_task(void *work, int64_t task) {
     product_group *groups = now->products->groups;
     *first_products = no_groups(now, groups, now->norm, now->stride, packs ? GATED_PACKED : activates ? GATED : STORE);
     *last_products = no_groups(now, groups + num_experts, (rms_norm){0}, widest, STORE);
-    char *tiles = space->tiles, *packed = (char *)space->activations;
+    char *tiles = space->inputs.tiles, *packed = (char *)space->activations;
     for (int64_t i = 0, first = 0; i < num_experts; first += counts[i++]) {
         if (counts[i] == 0) continue;
         const linear *gate_up = layer->gate_up[i], *down = layer->down[i];
@@ -187,6 +201,7 @@ static void sort_task(void *work, int64_t task) {
         add_group(first_products, (product_group){.with = gate_up,
                                                   .inputs = inputs,
                                                   .from = now->hidden,
+                                                  .adapters = adapters_of(now, first, 2 * i),
                                                   .out = out,
                                                   .out_stride = packs       ? down->inputs
                                                                 : activates ? widest
@@ -194,6 +209,7 @@ static void sort_task(void *work, int64_t task) {
         add_group(last_products, (product_group){.with = down,
                                                  .inputs = inner,
                                                  .from = packs ? NULL : rows,
+                                                 .adapters = adapters_of(now, first, 2 * i + 1),
                                                  .out = space->outputs + first * now->stride + now->part->hidden_start,
                                                  .out_stride = now->stride});
         tiles += most_packed_bytes(counts[i], larger_of(gate_up->inputs, down->inputs));
@@ -229,14 +245,11 @@ void run_experts(member *self, expert_space *space, const expert_layer *layer, i
                  int64_t stride, int64_t num_tokens, rms_norm norm, const expert_part *part) {
     expert_products *products = &space->products[number];
     expert_pass now = {layer, space, products, hidden, stride, num_tokens, team_size(self->of), norm, part};
-    product_group all;
-    grouped_product router = no_groups(&now, &all, norm, stride, STORE);
-    add_group(&router, (product_group){.with = layer->router,
-                                       .inputs = inputs_of(space, layer->router, 0, num_tokens, space->tiles, NULL),
-                                       .from = hidden,
-                                       .out = space->scores,
-                                       .out_stride = score_stride(layer)});
-    run_grouped(self, &router, NULL);
+    product router = product_of(&space->inputs, layer->router, num_tokens, hidden, stride, norm, STORE, space->scores,
+                                score_stride(layer));
+    router.adapters = part->adapters;
+    router.adapters.added = (added_rows){space->inputs.additions, space->inputs.downs, space->inputs.most_rank};
+    run_product(self, &router, NULL);
     team_phase(self, choose_task, &now, num_tokens);
     team_phase(self, sort_task, &now, 1);
     run_grouped(self, &products->gate_up, &products->down);
@@ -259,9 +272,7 @@ expert_sizes larger_sizes(expert_sizes sizes, const expert_layer *layer) {
 }
 
 void free_expert_space(expert_space *space) {
-    free(space->tiles);
-    free(space->factors);
-    free(space->offsets);
+    free_products(&space->inputs);
     free(space->scores);
     free(space->chosen);
     free(space->weights);
@@ -275,16 +286,14 @@ void free_expert_space(expert_space *space) {
     *space = (expert_space){0};
 }
 
-int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t num_tokens) {
+static int reserve_tokens(expert_space *space, const expert_sizes *sizes, int64_t num_tokens) {
     if (num_tokens <= space->num_tokens) return 1;
     free_expert_space(space);
     const int64_t num_pairs = num_tokens * sizes->per_token, hidden = (sizes->hidden + PANEL - 1) / PANEL * PANEL;
     /* Every expert may have one tile that is not full. */
     const int64_t most_tiles = num_pairs / INPUT_ROWS + sizes->experts;
     const int64_t num_rows = INPUT_ROWS * (num_pairs < most_tiles ? num_pairs : most_tiles);
-    space->tiles = stream_alloc(most_packed_bytes(num_rows, larger_of(sizes->hidden, sizes->inner)));
-    space->factors = stream_alloc(num_pairs * 4);
-    space->offsets = stream_alloc(num_pairs * 4);
+    const int has_inputs = reserve_products(&space->inputs, num_rows, larger_of(sizes->hidden, sizes->inner));
     space->scores = stream_alloc(num_tokens * ((sizes->experts + PANEL - 1) / PANEL * PANEL) * 4);
     space->chosen = stream_alloc(num_pairs * 4);
     space->weights = stream_alloc(num_pairs * 4);
@@ -297,15 +306,19 @@ int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t
     space->outputs = stream_alloc(num_pairs * hidden * 4);
     space->groups = stream_alloc(sizes->layers * 2 * sizes->experts * (int64_t)sizeof *space->groups);
     space->products = stream_alloc(sizes->layers * (int64_t)sizeof *space->products);
-    if (!space->tiles || !space->factors || !space->offsets || !space->scores || !space->chosen || !space->weights ||
-        !space->places || !space->tokens || !space->gate_up || !space->activations || !space->outputs ||
-        !space->groups || !space->products) {
+    if (!has_inputs || !space->scores || !space->chosen || !space->weights || !space->places || !space->tokens ||
+        !space->gate_up || !space->activations || !space->outputs || !space->groups || !space->products) {
         free_expert_space(space);
         return 0;
     }
     for (int64_t i = 0; i < sizes->layers; i++) space->products[i].groups = space->groups + 2 * sizes->experts * i;
     space->num_tokens = num_tokens;
     return 1;
+}
+
+int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t num_tokens, int64_t most_rank) {
+    return reserve_tokens(space, sizes, num_tokens) &&
+           (most_rank == 0 || reserve_additions(&space->inputs, space->num_tokens * sizes->per_token, most_rank));
 }
 
 /* ---- one layer alone ---- */
@@ -319,7 +332,7 @@ int headway_experts_run(const expert_layer *layer, team *with, float *hidden, in
                         const float *norm_weight, float norm_eps) {
     expert_space space = {0};
     const expert_sizes sizes = larger_sizes((expert_sizes){.layers = 1}, layer);
-    if (!reserve_expert_space(&space, &sizes, num_tokens)) return 0;
+    if (!reserve_expert_space(&space, &sizes, num_tokens, 0)) return 0;
     const expert_part whole = {0};
     expert_pass alone = {layer, &space, NULL, hidden, stride, num_tokens, team_size(with), {norm_weight, norm_eps},
                          &whole};

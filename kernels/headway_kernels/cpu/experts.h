@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "grouped.h"
+#include "product_phases.h"
 #include "rows.h"
 
 #define MOST_EXPERTS 1024
@@ -53,13 +54,15 @@ typedef struct {
 
 /* What a rank of several shares with the others: activations of pairs, and those of the shared expert by token, both in
  * rows of the widest expert. It adds to the hidden state from `hidden_start` on. `meet` waits until the activations of
- * `num_tokens` tokens are complete. Of a rank that is alone, all is 0. */
+ * `num_tokens` tokens are complete. Of a rank that is alone, all is 0. `adapters` are those of the router, in whatever
+ * room; behind an adapter's addition to the router are two to each expert: to `gate_up`, to `down`. */
 typedef struct {
     float *pairs;
     float *of_shared;
     int64_t hidden_start;
     void (*meet)(member *self, void *context, int64_t num_tokens);
     void *context;
+    row_adapters adapters;
 } expert_part;
 
 /* The products of one layer in a step. A member may be layers behind the others, without a task: it still reads how
@@ -73,9 +76,7 @@ typedef struct {
 /* Working memory for a number of tokens. A token with one of its experts is a pair; pairs are sorted by expert. */
 typedef struct {
     int64_t num_tokens;
-    void *tiles; /* inputs of a product, packed */
-    float *factors;
-    int32_t *offsets;
+    product_space inputs; /* of pairs */
     float *scores;      /* [tokens, panels of the router] */
     int32_t *chosen;    /* [tokens, experts of each]: ascending */
     float *weights;     /* the same */
@@ -102,8 +103,8 @@ typedef struct {
 /* The larger of `sizes` and what a layer needs; `layers` stays. */
 expert_sizes larger_sizes(expert_sizes sizes, const expert_layer *layer);
 
-/* 0 when memory is short. */
-int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t num_tokens);
+/* `most_rank`: of the additions to routers and experts, 0: a step has none. 0 when memory is short. */
+int reserve_expert_space(expert_space *space, const expert_sizes *sizes, int64_t num_tokens, int64_t most_rank);
 void free_expert_space(expert_space *space);
 
 #define EXPERT_PHASES 10

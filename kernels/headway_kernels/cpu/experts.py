@@ -7,6 +7,7 @@ The library gets addresses, so every object here keeps its arrays alive.
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -131,14 +132,9 @@ def packed_expert(
     ``gate_up`` has gates first.
     """
     (ups, bias), (downs, down_bias) = gate_up, down
-    inner, own = downs.shape[1], ups.shape[0] // 2
+    inner = downs.shape[1]
     width = rounded(inner, panel)
-    more = (width if own_columns is None else own_columns) - own
-
-    def wide(rows: Tensor) -> Tensor:
-        halves = rows.reshape(2, own, *rows.shape[1:])
-        return functional.pad(halves, (*(0, 0) * (rows.dim() - 1), 0, more)).flatten(0, 1)
-
+    wide = partial(padded_halves, num_columns=width if own_columns is None else own_columns)
     return (
         pack(
             ups.with_rows(wide) if isinstance(ups, CodedWeight) else wide(ups),
@@ -150,6 +146,12 @@ def packed_expert(
             down_bias,
         ),
     )
+
+
+def padded_halves(rows: Tensor, num_columns: int) -> Tensor:
+    """Gates, then ups, ``[2 * inner, ...]``, each with zeros up to ``num_columns``."""
+    halves = rows.reshape(2, len(rows) // 2, *rows.shape[1:])
+    return functional.pad(halves, (*(0, 0) * (rows.dim() - 1), 0, num_columns - halves.shape[1])).flatten(0, 1)
 
 
 def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStruct:

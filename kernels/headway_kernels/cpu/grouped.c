@@ -5,7 +5,9 @@
 void add_group(grouped_product *to, product_group group) {
     group.first_tile = to->num_tiles;
     group.first_task = to->num_tasks;
-    to->groups[to->num_groups++] = group;
+    product_group *added = &to->groups[to->num_groups++];
+    *added = group;
+    if (group.adapters.by_token != NULL) added->inputs.added = &added->adapters.added;
     if (group.from != NULL) to->num_tiles += group.inputs.num_tiles;
     to->num_tasks += blocks_of(group.with, group.inputs.num_tiles) * group.with->num_panels;
 }
@@ -27,7 +29,15 @@ static const product_group *group_of(const grouped_product *of, int64_t task, co
 static void pack_task(void *work, int64_t task) {
     const grouped_product *of = work;
     const product_group *group = group_of(of, task, 1);
-    pack_tile(&group->inputs, group->with, task - group->first_tile, group->from, of->from_stride, of->norm);
+    const packed_inputs *inputs = &group->inputs;
+    const int64_t tile = task - group->first_tile;
+    pack_tile(inputs, group->with, tile, group->from, of->from_stride, of->norm);
+    if (group->adapters.by_token == NULL) return;
+    const int64_t end = tile_start(tile + 1, inputs->num_tiles, inputs->num_rows);
+    for (int64_t row = tile_start(tile, inputs->num_tiles, inputs->num_rows); row < end; row++) {
+        const float *from = group->from + row_taken(inputs, row) * of->from_stride;
+        adapt_row(&group->adapters, row, inputs->inputs, from, of->norm);
+    }
 }
 
 static int64_t panel_of(const product_group *group, int64_t task) {

@@ -9,17 +9,19 @@
 #ifndef HEADWAY_GROUPED_H
 #define HEADWAY_GROUPED_H
 
+#include "adapters.h"
 #include "linear.h"
 #include "team.h"
 
 /* One matrix with its rows. `inputs` have room for the rows of `from` that they name; with `from` NULL they are packed
- * already. `out` is the first row's, and rows are `out_stride` apart: see `multiply`. */
+ * already, and have no adapters. `out` is the first row's, and rows are `out_stride` apart: see `multiply`. */
 typedef struct {
     const linear *with;
     packed_inputs inputs;
     const float *from;
     float *out;
     int64_t out_stride;
+    row_adapters adapters;
     int64_t first_tile; /* tiles to pack of the groups before */
     int64_t first_task; /* products with a panel of the groups before */
 } product_group;

@@ -1,25 +1,18 @@
 #include "product_phases.h"
 
+#include <stdlib.h>
+
 #define FEW_TILES 4           /* a product with no more tiles than this waits for memory */
 #define SMALL_TASK (64 << 10) /* bytes of panels */
 #define TASKS_OF_MEMBER 4     /* at least, so that members end at about the same time */
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Find the row's adapter, and apply the first half of its addition. */
-static void adapt_row(const product *of, int64_t row) {
-    const low_rank *adapter = of->adapters[of->tokens == NULL ? row : of->tokens[row]];
-    const low_rank *addition = adapter == NULL ? NULL : &adapter[of->addition];
-    of->added.additions[row] = addition == NULL || addition->rank == 0 ? NULL : addition;
-    if (of->added.additions[row] == NULL) return;
-    apply_down(addition, of->with->inputs, of->from + row * of->from_stride, of->norm,
-               of->added.downs + row * of->added.stride);
-}
-
 static void pack_task(void *work, int64_t task) {
     const product *of = work;
-    if (task >= of->inputs.num_tiles) {
-        adapt_row(of, task - of->inputs.num_tiles);
+    const int64_t row = task - of->inputs.num_tiles;
+    if (row >= 0) {
+        adapt_row(&of->adapters, row, of->with->inputs, of->from + row * of->from_stride, of->norm);
         return;
     }
     pack_tile(&of->inputs, of->with, task, of->from, of->from_stride, of->norm);
@@ -66,9 +59,9 @@ static void fetch_first_panel(const member *self, const linear *of, int64_t num_
 
 void run_product(member *self, product *of, const linear *next) {
     of->num_members = team_size(self->of);
-    if (of->adapters != NULL) of->inputs.added = &of->added;
-    if (of->from != NULL)
-        team_phase(self, pack_task, of, of->inputs.num_tiles + (of->adapters == NULL ? 0 : of->inputs.num_rows));
+    const int64_t num_adapted = of->adapters.by_token == NULL ? 0 : of->inputs.num_rows;
+    if (num_adapted > 0) of->inputs.added = &of->adapters.added;
+    if (of->from != NULL) team_phase(self, pack_task, of, of->inputs.num_tiles + num_adapted);
     int64_t num_tasks =
         blocks_of(of->with, of->inputs.num_tiles) * tasks_per_block(of->with, of->inputs.num_tiles, of->num_members);
     team_take(self, multiply_task, of, num_tasks);
@@ -92,4 +85,36 @@ product product_of(const product_space *space, const linear *with, int64_t num_r
                      .out = out,
                      .out_stride = out_stride,
                      .num_members = 1};
+}
+
+/* ---- memory ---- */
+
+void free_products(product_space *space) {
+    free(space->tiles);
+    free(space->factors);
+    free(space->offsets);
+    free(space->downs);
+    free(space->additions);
+    *space = (product_space){0};
+}
+
+int reserve_products(product_space *space, int64_t num_rows, int64_t widest_input) {
+    space->tiles = stream_alloc(most_packed_bytes(num_rows, widest_input));
+    space->factors = stream_alloc(num_rows * 4);
+    space->offsets = stream_alloc(num_rows * 4);
+    return space->tiles && space->factors && space->offsets;
+}
+
+int reserve_additions(product_space *space, int64_t num_rows, int64_t most_rank) {
+    if (space->downs != NULL && most_rank <= space->most_rank) return 1;
+    free(space->downs);
+    free(space->additions);
+    space->most_rank = most_rank;
+    space->downs = stream_alloc(num_rows * most_rank * 4);
+    space->additions = malloc((size_t)num_rows * sizeof *space->additions);
+    if (space->downs && space->additions) return 1;
+    free(space->downs);
+    free(space->additions);
+    space->downs = NULL, space->additions = NULL;
+    return 0;
 }

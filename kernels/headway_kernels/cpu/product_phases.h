@@ -1,6 +1,6 @@
 /* One product as a pair of phases: its inputs are packed, then multiplied.
  *
- * Owns: the tasks of both phases, and what rows with an adapter get more.
+ * Owns: the tasks of both phases, and their memory.
  * Must not know: layers, or whose adapter a row has.
  */
 #ifndef HEADWAY_PRODUCT_PHASES_H
@@ -20,8 +20,7 @@ typedef struct {
     int64_t most_rank;
 } product_space;
 
-/* `from` NULL: the inputs are packed already. `adapters`: by token, or NULL if no row has any; `tokens`: the token of
- * each row, NULL: its number; `addition`: which of an adapter's. */
+/* `from` NULL: the inputs are packed already. */
 typedef struct {
     const linear *with;
     packed_inputs inputs;
@@ -32,11 +31,16 @@ typedef struct {
     float *out;
     int64_t out_stride;
     int64_t num_members;
-    const low_rank *const *adapters;
-    const int64_t *tokens;
-    int64_t addition;
-    added_rows added;
+    row_adapters adapters;
 } product;
+
+/* Room for the inputs of products that are at most so wide. 0 when memory is short. */
+int reserve_products(product_space *space, int64_t num_rows, int64_t widest_input);
+
+/* Room for what adapters of at most `most_rank` add to so many rows. 0 when memory is short. */
+int reserve_additions(product_space *space, int64_t num_rows, int64_t most_rank);
+
+void free_products(product_space *space);
 
 product product_of(const product_space *space, const linear *with, int64_t num_rows, const float *from,
                    int64_t from_stride, rms_norm norm, enum epilogue epilogue, float *out, int64_t out_stride);

@@ -55,7 +55,7 @@ int64_t panel_bytes(const linear *of);
 int64_t coded_panel_bytes(const linear *of);
 int64_t block_panel_bytes(const linear *of);
 
-/* The number of the panel at `place`. */
+/* The number of the panel at `place`; none that `of` has if that is another product's. */
 static inline int64_t panel_number(const linear *of, const char *place) {
     return (place - (const char *)of->panels) / panel_bytes(of);
 }

@@ -106,4 +106,5 @@ class StepStruct(ctypes.Structure):
         ("shared", ctypes.c_void_p),
         ("adapters", ctypes.c_void_p),
         ("most_rank", ctypes.c_int64),
+        ("most_expert_rank", ctypes.c_int64),
     )

@@ -352,7 +352,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     tile_sums sums;
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
-        fetch_additions(from->added, panel_number(with, next), first,
+        fetch_additions(from->added, with, panel_number(with, next), first,
                         tile_start(end_tile, from->num_tiles, from->num_rows) - first);
     }
     shape_tiles((from->num_rows + from->num_tiles - 1) / from->num_tiles);

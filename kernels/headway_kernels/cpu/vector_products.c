@@ -453,7 +453,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     tile_sums kept[CODED_TILES];
     if (from->added != NULL) {
         int64_t first = tile_start(first_tile, from->num_tiles, from->num_rows);
-        fetch_additions(from->added, panel_number(with, next), first,
+        fetch_additions(from->added, with, panel_number(with, next), first,
                         tile_start(end_tile, from->num_tiles, from->num_rows) - first);
     }
     for (int64_t begin = 0; begin < num_steps; begin += depth) {

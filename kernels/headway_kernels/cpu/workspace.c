@@ -4,22 +4,6 @@
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-void free_products(product_space *space) {
-    free(space->tiles);
-    free(space->factors);
-    free(space->offsets);
-    free(space->downs);
-    free(space->additions);
-    *space = (product_space){0};
-}
-
-int reserve_products(product_space *space, int64_t num_rows, int64_t widest_input) {
-    space->tiles = stream_alloc(most_packed_bytes(num_rows, widest_input));
-    space->factors = stream_alloc(num_rows * 4);
-    space->offsets = stream_alloc(num_rows * 4);
-    return space->tiles && space->factors && space->offsets;
-}
-
 void free_space(workspace *space) {
     free(space->hidden);
     free(space->attended);
@@ -75,17 +59,4 @@ int reserve_space(workspace *space, const row_strides *strides, int64_t num_toke
     }
     space->num_tokens = num_tokens;
     return 1;
-}
-
-int reserve_adapters(workspace *space, int64_t most_rank) {
-    product_space *of = &space->products;
-    if (of->downs != NULL && most_rank <= of->most_rank) return 1;
-    free(of->downs);
-    free(of->additions);
-    of->most_rank = most_rank;
-    of->downs = stream_alloc(space->num_tokens * most_rank * 4);
-    of->additions = malloc((size_t)space->num_tokens * sizeof *of->additions);
-    if (of->downs && of->additions) return 1;
-    free_space(space);
-    return 0;
 }

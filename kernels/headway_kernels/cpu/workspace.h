@@ -51,14 +51,6 @@ typedef struct {
 /* 0 when memory is short: then there is none. */
 int reserve_space(workspace *space, const row_strides *strides, int64_t num_tokens, int has_wide_rows);
 
-/* Room for what adapters of at most `most_rank` add, once there is space. 0 when memory is short: then there is none.
- */
-int reserve_adapters(workspace *space, int64_t most_rank);
-
 void free_space(workspace *space);
-
-/* Room for the inputs of products that are at most so wide. */
-int reserve_products(product_space *space, int64_t num_rows, int64_t widest_input);
-void free_products(product_space *space);
 
 #endif

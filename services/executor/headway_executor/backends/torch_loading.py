@@ -17,19 +17,11 @@ from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import CODES, KvPool, StoredBlock, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
 from headway_executor.models.adapted import StepAdapters
-from headway_executor.models.adapter_files import adapts_experts
-from headway_executor.models.adapters import ModelAdapters, takes_adapters
-from headway_executor.models.compiled import (
-    CompiledModel,
-    adapters_for,
-    kernels_lack,
-    library_for,
-    load_compiled,
-    part_for,
-)
+from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, load_compiled, part_for
+from headway_executor.models.compiled_adapters import adapters_for
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
-from headway_executor.models.features import Feature
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.loading import as_stored, check_tensors
 from headway_executor.models.part import ModelPart, part_of
@@ -108,11 +100,10 @@ def load(
     between_stages = dtype if library is None else torch.float32
     stage = stage_of(part, group, dtype=between_stages, most_tokens=config.max_num_batched_tokens)
     places = _Places(config, settings, part, device, group, block_bytes_beside)
-    has_adapters = takes_adapters(model_config, config.adapters, {Feature.LATENT})
     if library is None:
         torch.set_num_threads(num_threads)
         order = interleaved(model_config.head_dim, model_config.attention)
-        beside = StepAdapters(ModelAdapters(model_config, order, part, device=device)) if has_adapters else None
+        beside = StepAdapters(ModelAdapters(model_config, order, part, device=device))
         decoder, embedding = load_eager(
             model_config,
             checkpoint,
@@ -141,7 +132,7 @@ def load(
     )
     # Codes that are rounded lose more than adapters in bfloat16.
     narrow = dtype if config.quantization == "none" else torch.bfloat16
-    adapters = adapters_for(library, model_config, part, narrow) if has_adapters else None
+    adapters = adapters_for(library, model_config, part, narrow)
     return CompiledModel(compiled, places.pool(StoredBlock((compiled.block_floats,), dtype)), stage, adapters)
 
 
@@ -190,14 +181,6 @@ def _part(config: BackendConfig, model_config: ModelConfig, library: CpuLibrary 
     return part_for(library, model_config, config.place)
 
 
-def _lacking(library: CpuLibrary, config: BackendConfig, model_config: ModelConfig) -> str:
-    """What the kernels do not have, of the model or of the adapters that it starts with."""
-    of_experts = [name for name, directory in config.adapters.items() if adapts_experts(Path(directory), model_config)]
-    return kernels_lack(library, model_config, config.place) or (
-        f"adapters of experts, such as {of_experts[0]!r:.66}" if of_experts else ""
-    )
-
-
 def _kernels(
     config: BackendConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CpuLibrary | None:
@@ -211,7 +194,7 @@ def _kernels(
             )
         config.warn("the CPU kernels have no KV cache of 8 bits; the model runs on torch operators, which are slower")
         library = None
-    if library is not None and (lack := _lacking(library, config, model_config)):
+    if library is not None and (lack := kernels_lack(library, model_config, config.place)):
         if asked == "compiled" or config.quantization != "none":
             name, value = (
                 ("backend_options kernels", asked) if asked == "compiled" else ("quantization", config.quantization)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
-from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, modules_of_experts, stacks_of
+from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, stacks_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.fields import PICKLE_SUFFIXES, ConfigFields, read_json_object
 from headway_executor.models.loading import expected_tensors
@@ -138,17 +138,6 @@ class _Targets(NamedTuple):
     def parts(self, module: str, down: Tensor, up: Tensor) -> Iterable[tuple[str, Tensor, Tensor]]:
         """By module of one projection."""
         return self.stacks[module].parts(down, up) if module in self.stacks else [(module, down, up)]
-
-
-def adapts_experts(directory: Path, config: ModelConfig) -> bool:
-    """Whether an adapter is of experts or routers too. One whose files are missing or damaged is not."""
-    try:
-        targets = _targets_of(config, read_json_object(directory / CONFIG_FILE))
-        names = open_safetensors(directory / WEIGHTS_FILE).keys()
-    except ModelFilesError:
-        return False
-    found = {target[0] for target in map(targets.find, names) if target is not None}
-    return not found.isdisjoint(targets.stacks.keys() | modules_of_experts(config))
 
 
 def _targets_of(config: ModelConfig, fields: ConfigFields) -> _Targets:

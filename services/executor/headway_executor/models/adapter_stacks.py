@@ -16,7 +16,6 @@ import msgspec
 from torch import Tensor
 
 from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig
-from headway_executor.models.expert_tensors import expert_shapes
 from headway_executor.models.fields import ConfigFields
 
 _MODULE = "mlp.experts"
@@ -93,17 +92,6 @@ def stacks_of(config: ModelConfig, fields: ConfigFields) -> dict[str, Stack]:
         }
         for depth, matrix in enumerate(reversed(matrices)):
             found[prefix + _MODULE + ".base_layer" * depth] = stacks[matrix]
-    return found
-
-
-def modules_of_experts(config: ModelConfig) -> set[str]:
-    """Routers, shared experts and the matrices of all others."""
-    found: set[str] = set()
-    for index, layer in enumerate(by_matrix(config).layers):
-        feed, prefix = layer.feed_forward, config.names.layer.format(index)
-        if feed.experts is not None:
-            shapes = expert_shapes(feed.experts, feed, config.hidden_size)
-            found |= {prefix + name.removesuffix(".weight") for name, _ in shapes}
     return found
 
 

@@ -16,18 +16,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
-from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.backend import BackendConfigError
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig
 from headway_executor.models.features import Feature, lacking
+from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart
 from headway_proto.adapters import LoadedAdapter
 
 QKV, OUTPUT, GATE_UP, DOWN = SITES = ("qkv", "output", "gate_up", "down")
 """The fused projections of a layer."""
+
+LATENT_QUERY, LATENT_QUERY_IN, LATENT_IN, LATENT_EXPANSION = (
+    "latent_query",
+    "latent_query_in",
+    "latent_in",
+    "latent_expansion",
+)
+"""Of a layer with latent attention, instead of the first: to queries, to what they are compressed to, to what keys and
+values are, and from there to them."""
 
 ROUTER, SHARED_GATE, SHARED_GATE_UP, SHARED_DOWN = ("router", "shared_gate", "shared_gate_up", "shared_down")
 EXPERT_GATE_UP, EXPERT_DOWN = ("expert_gate_up", "expert_down")
@@ -57,7 +68,7 @@ Prepared = Any
 
 class ModelAdapters:
     """The adapters of one model, or a rank's part of them. ``channel_order``: of its query and key heads, see
-    ``ModelTensors``. ``sites``: those that can be added to; None: all.
+    ``ModelTensors``.
     """
 
     def __init__(
@@ -68,14 +79,12 @@ class ModelAdapters:
         *,
         device: torch.device | None = None,
         prepare: Callable[[AdapterWeights], Prepared] = lambda weights: weights,
-        sites: Collection[str] | None = None,
     ) -> None:
         self._config = config
         self._channel_order = channel_order
         self._part = part
         self._device = device
         self._prepare = prepare
-        self._sites = sites
         self._loaded: dict[str, tuple[LoadedAdapter, Prepared]] = {}
         self._rows: dict[int, Prepared] = {}
 
@@ -94,11 +103,6 @@ class ModelAdapters:
         adapter = LoadedAdapter(name, directory, files.fingerprint)
         if adapter.identity not in self._loaded:
             weights = fused(self._config, self._channel_order, self._part, files, self._device)
-            if self._sites is not None and not all(layer.keys() <= set(self._sites) for layer in weights.layers):
-                raise ModelFilesError(
-                    f"{directory}: adapts experts or routers, which the CPU kernels do not; allowed: attention and dense "
-                    "layers, or all with --backend-option kernels=eager"
-                )
             self._loaded[adapter.identity] = adapter, self._prepare(weights)
         return adapter
 
@@ -149,13 +153,21 @@ def fused(
 ) -> AdapterWeights:
     """Bring a part's adapter into the form of the fused projections, on a device (None: the CPU)."""
     fusing = _Fusing(by_matrix(config), channel_order, part, files)
-    layers = [fusing.dense(index) | fusing.experts(index) for index in part.layers]
+    layers = [fusing.dense(index) | fusing.latent(index) | fusing.experts(index) for index in part.layers]
     return AdapterWeights(
         tuple(
             {site: LowRank(added.down.to(device), added.up.to(device)) for site, added in layer.items()}
             for layer in layers
         )
     )
+
+
+def _those_there(found: Mapping[str, LowRank | None]) -> dict[str, LowRank]:
+    return {site: added for site, added in found.items() if added is not None}
+
+
+def _as_it_is(down: Tensor) -> Tensor:
+    return down
 
 
 class _Fusing:
@@ -169,13 +181,32 @@ class _Fusing:
 
     def dense(self, index: int) -> dict[str, LowRank]:
         """The projections of a layer without experts, or of its attention."""
-        names, own = self._config.names, _own_inputs(self._config, self._part, index)
-        sites = {QKV: names.qkv, OUTPUT: (names.output,), GATE_UP: names.gate_up, DOWN: (names.down,)}
+        names = self._config.names
+        sites = {OUTPUT: (names.output,), GATE_UP: names.gate_up, DOWN: (names.down,)}
+        if self._config.attention.latent is None:
+            sites[QKV] = names.qkv
+        inputs: dict[str, Callable[[Tensor], Tensor]] = {OUTPUT: self._attended, DOWN: partial(self._inner, index)}
         found = {
-            site: self._low_rank(index, modules, partial(_projection, site, index), own.get(site))
+            site: self._low_rank(index, modules, partial(_projection, site, index), inputs.get(site, _as_it_is))
             for site, modules in sites.items()
         }
-        return {site: added for site, added in found.items() if added is not None}
+        return _those_there(found)
+
+    def latent(self, index: int) -> dict[str, LowRank]:
+        """Queries, keys and values of latent attention."""
+        config = self._config.attention.latent
+        if config is None:
+            return {}
+        query = WHOLE_QUERY if config.query_rank is None else QUERY
+        found = {
+            LATENT_QUERY: self._low_rank(index, (query,), lambda tensors: _latent(tensors, index).queries()),
+            LATENT_QUERY_IN: self._low_rank(index, (QUERY_IN,), lambda tensors: _latent(tensors, index).query_in()),
+            LATENT_IN: self._low_rank(index, (KEY_VALUE_IN,), lambda tensors: _latent(tensors, index).key_value_in()),
+            LATENT_EXPANSION: self._low_rank(
+                index, (KEY_VALUE,), lambda tensors: _latent(tensors, index).keys_and_values()
+            ),
+        }
+        return _those_there(found)
 
     def experts(self, index: int) -> dict[str, LowRank]:
         """The router, the shared expert and all others of a layer that has them."""
@@ -194,7 +225,7 @@ class _Fusing:
             ),
             EXPERT_DOWN: _stacked([self._of_expert(index, feed.experts, number, (names.down,)) for number in numbers]),
         }
-        return {site: added for site, added in found.items() if added is not None}
+        return _those_there(found)
 
     def _of_expert(
         self, index: int, experts: ExpertsConfig, number: int | None, modules: Sequence[str]
@@ -204,7 +235,9 @@ class _Fusing:
         prefix = names.shared if number is None else names.expert.format(number)
         is_back = tuple(modules) == (names.down,)
         inner = self._part.own_of_expert(experts.shared_size if number is None else size)
-        own = slice(inner.start, inner.stop) if is_back and self._sums_parts else None
+
+        def own(down: Tensor) -> Tensor:
+            return down[:, inner.start : inner.stop] if is_back and self._sums_parts else down
 
         def up(tensors: ModelTensors) -> Tensor:
             of_layer = tensors.experts(index)
@@ -212,8 +245,22 @@ class _Fusing:
 
         return self._low_rank(index, [prefix + module for module in modules], up, own)
 
+    def _attended(self, down: Tensor) -> Tensor:
+        """Of the projection behind attention; heads of latent attention are as wide there as keys."""
+        latent, own = self._config.attention.latent, self._part.attended(self._config.head_dim)
+        if latent is not None:
+            by_head = down.view(len(down), -1, latent.value_dim)
+            down = functional.pad(by_head, (0, latent.key_dim - latent.value_dim)).flatten(1)
+        mine = own[self._part.place.tensor_rank]
+        return down[:, mine.start : mine.stop] if self._sums_parts else down
+
+    def _inner(self, index: int, down: Tensor) -> Tensor:
+        own = self._part.own_inner(self._config.layers[index].feed_forward.intermediate_size)
+        return down[:, own.start : own.stop] if self._sums_parts else down
+
     @property
     def _sums_parts(self) -> bool:
+        """Whether projections back have only some inputs here: in the fast form, ``B`` is whole and its sums are added."""
         return self._part.is_fast and not self._part.is_whole_stage
 
     def _low_rank(
@@ -221,9 +268,9 @@ class _Fusing:
         index: int,
         modules: Sequence[str],
         up: Callable[[ModelTensors], Tensor | None],
-        own: slice | None = None,
+        inputs: Callable[[Tensor], Tensor] = _as_it_is,
     ) -> LowRank | None:
-        """Of ``modules`` of a layer that are one product; None if none is adapted. ``own``: the inputs that are here."""
+        """Of ``modules`` of a layer that are one product; None if none is adapted. ``inputs``: those of ``A`` that are here."""
         prefix = self._config.names.layer.format(index)
         parts = {name: self._files.parts[name] for name in map(prefix.__add__, modules) if name in self._files.parts}
         if not parts:
@@ -231,8 +278,13 @@ class _Fusing:
         ups = _Ups(parts, self._files.num_outputs)
         made = up(ModelTensors(self._config, ups, self._channel_order, part=self._part))
         assert made is not None
-        down = torch.cat(ups.downs)
-        return LowRank((down if own is None else down[:, own]).contiguous(), made.contiguous())
+        return LowRank(inputs(torch.cat(ups.downs)).contiguous(), made.contiguous())
+
+
+def _latent(tensors: ModelTensors, index: int) -> LatentTensors:
+    of_layer = tensors.latent(index)
+    assert of_layer is not None
+    return of_layer
 
 
 def _projection(site: str, index: int, tensors: ModelTensors) -> Tensor:
@@ -253,15 +305,6 @@ def _stacked(experts: Sequence[LowRank | None]) -> LowRank | None:
             downs[number, : len(added.down)] = added.down
             ups[number, :, : len(added.down)] = added.up
     return LowRank(downs, ups)
-
-
-def _own_inputs(config: ModelConfig, part: ModelPart, index: int) -> Mapping[str, slice]:
-    """Of projections that have only some inputs here: in the fast form, ``B`` is whole and its sums are added."""
-    if not part.is_fast or part.is_whole_stage:
-        return {}
-    inner = part.own_inner(config.layers[index].feed_forward.intermediate_size)
-    attended = part.attended(config.head_dim)[part.place.tensor_rank]
-    return {OUTPUT: slice(attended.start, attended.stop), DOWN: slice(inner.start, inner.stop)}
 
 
 class _Ups:

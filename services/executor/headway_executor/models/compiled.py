@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from headway_executor.kv_pool import KvPool
 from headway_executor.linear import placed
-from headway_executor.models.adapters import GATE_UP, OUTPUT, QKV, SITES, AdapterWeights, LowRank, ModelAdapters
+from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
 from headway_executor.models.features import Feature, lacking
@@ -30,7 +30,6 @@ from headway_executor.models.rope import halves, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.ranks.place import ALONE, RankPlace
 from headway_executor.weights import Checkpoint
-from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
     Decoder,
@@ -64,7 +63,7 @@ _ENOUGH_TO_TELL = 1024
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "silu": Activation.SILU,
         "gelu": Activation.GELU,
@@ -223,32 +222,6 @@ def _mates_of(stage: Stage | None, config: ModelConfig, library: CpuLibrary) -> 
     return stage.group.rows(library, WideRows(part.hidden, attended, inner, part.vocab, pairs, of_shared))
 
 
-def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtype: torch.dtype) -> ModelAdapters:
-    """The adapters of a part that the kernels run, held in ``dtype``, float32 or bfloat16."""
-    padding = library.padded_head_dim(config.head_dim) - config.head_dim
-    feeds = [config.layers[index].feed_forward for index in part.layers]
-    gated = [activates_in_product(_ACTIVATIONS[feed.activation], is_gated=feed.is_gated) for feed in feeds]
-
-    def update(index: int, site: str, added: LowRank | None) -> LowRankUpdate | None:
-        if added is None:
-            return None
-        down, up = added
-        if site == QKV:
-            up = _with_padded_heads(up, config.head_dim, padding)
-        elif site == OUTPUT:
-            down = _with_padded_heads(down.t(), config.head_dim, padding).t()
-        return LowRankUpdate(down, up, gated=site == GATE_UP and gated[index])
-
-    def packed(weights: AdapterWeights) -> PackedAdapter:
-        return PackedAdapter(
-            library,
-            [[update(index, site, layer.get(site)) for site in SITES] for index, layer in enumerate(weights.layers)],
-            dtype,
-        )
-
-    return ModelAdapters(config, halves(config.head_dim, config.attention), part, prepare=packed, sites=SITES)
-
-
 class _Loader:
     def __init__(
         self,
@@ -320,7 +293,7 @@ class _Loader:
         return PackedExpansion(_float32(expansion.norm), self._heads(expansion.weight))
 
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DenseFeedForward | PackedExperts:
-        activation = _ACTIVATIONS[feed.activation]
+        activation = ACTIVATIONS[feed.activation]
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
         in_product = activates_in_product(activation, is_gated=feed.is_gated)
@@ -330,7 +303,7 @@ class _Loader:
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
         """Experts are packed one by one: their weights are many times those of a dense layer."""
-        tensors, activation = self._tensors.experts(index), _ACTIVATIONS[feed.activation]
+        tensors, activation = self._tensors.experts(index), ACTIVATIONS[feed.activation]
         own, own_of_shared = (
             self._part.of_expert(size)[self._part.place.tensor_rank]
             for size in (feed.intermediate_size, config.shared_size)
@@ -402,11 +375,11 @@ class _Loader:
         return _exact_form(*weight.parts)
 
     def _padded(self, heads: Tensor) -> Tensor:
-        return _with_padded_heads(heads, self._config.head_dim, self._padding)
+        return with_padded_heads(heads, self._config.head_dim, self._padding)
 
 
-def _with_padded_heads(heads: Tensor, head_dim: int, padding: int) -> Tensor:
-    """Pad the channels of ``[heads * head_dim, ...]``."""
+def with_padded_heads(heads: Tensor, head_dim: int, padding: int) -> Tensor:
+    """Pad the channels of ``[heads * head_dim, ...]`` with zeros."""
     if not padding:
         return heads
     by_head = heads.reshape(len(heads) // head_dim, head_dim, *heads.shape[1:])

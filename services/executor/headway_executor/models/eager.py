@@ -20,6 +20,10 @@ from headway_executor.models.adapters import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
     GATE_UP,
+    LATENT_EXPANSION,
+    LATENT_IN,
+    LATENT_QUERY,
+    LATENT_QUERY_IN,
     OUTPUT,
     QKV,
     ROUTER,
@@ -201,7 +205,7 @@ class _Loader:
                 index=place,
                 qkv=self._adapted(self._linear(*tensors.qkv(index)), place, QKV)
                 if latent is None
-                else self._latent_qkv(latent),
+                else self._latent_qkv(place, latent),
                 num_rotated=len(self.part.heads) + len(self.part.kv_heads),
                 head_dim=config.head_dim,
                 qk_norm=self._qk_norm(index),
@@ -232,27 +236,28 @@ class _Loader:
         """The product that gives the logits."""
         return GatheredLinear(self._linear(self.tensors.head(), None), self._mates, outputs=self.part.vocab)
 
-    def _latent_qkv(self, latent: LatentTensors) -> LatentQkv:
+    def _latent_qkv(self, place: int, latent: LatentTensors) -> LatentQkv:
         config, query = self._config.attention.latent, latent.query()
         assert config is not None
         expansion, query_in = latent.query_expansion(), latent.query_in()
         if expansion is None or query_in is None:
             assert query is not None
-            queries: Product = self._linear(query, None)
+            queries: Product = self._adapted(self._linear(query, None), place, LATENT_QUERY)
         else:
-            queries = InTurn((self._linear(query_in, None), *self._expansion(expansion)))
+            compress = self._adapted(self._linear(query_in, None), place, LATENT_QUERY_IN)
+            queries = InTurn((compress, *self._expansion(expansion, place, LATENT_QUERY)))
         return LatentQkv(
             query=queries,
-            compress=self._linear(latent.key_value_in(), None),
-            expand=InTurn(self._expansion(latent.key_value_expansion())),
+            compress=self._adapted(self._linear(latent.key_value_in(), None), place, LATENT_IN),
+            expand=InTurn(self._expansion(latent.key_value_expansion(), place, LATENT_EXPANSION)),
             rank=config.rank,
             num_heads=len(self.part.heads),
             places=latent.shared_places().to(self._device),
         )
 
-    def _expansion(self, expansion: Expansion) -> tuple[Product, Product]:
+    def _expansion(self, expansion: Expansion, place: int, site: str) -> tuple[Product, Product]:
         norm = RmsNorm(placed(expansion.norm, self._dtype, self._device), LATENT_EPS)
-        return norm, self._linear(expansion.weight, None)
+        return norm, self._adapted(self._linear(expansion.weight, None), place, site)
 
     def _feed_forward(self, place: int, index: int) -> Product:
         feed = self._config.layers[index].feed_forward

@@ -19,24 +19,24 @@ from headway_executor.models.part import ModelPart
 LATENT_EPS = 1e-6
 """Of the norms of compressed rows, whatever the other norms have."""
 
-_QUERY, _QUERY_NORM, _QUERY_IN = "self_attn.q_b_proj", "self_attn.q_a_layernorm", "self_attn.q_a_proj"
-_WHOLE_QUERY = "self_attn.q_proj"
-_KEY_VALUE, _KEY_VALUE_NORM = "self_attn.kv_b_proj", "self_attn.kv_a_layernorm"
-_KEY_VALUE_IN = "self_attn.kv_a_proj_with_mqa"
+QUERY, _QUERY_NORM, QUERY_IN = "self_attn.q_b_proj", "self_attn.q_a_layernorm", "self_attn.q_a_proj"
+WHOLE_QUERY = "self_attn.q_proj"
+KEY_VALUE, _KEY_VALUE_NORM = "self_attn.kv_b_proj", "self_attn.kv_a_layernorm"
+KEY_VALUE_IN = "self_attn.kv_a_proj_with_mqa"
 _OUTPUT = "self_attn.o_proj"
 
 
 def latent_shapes(config: LatentConfig, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names behind a layer's prefix, and shapes."""
     if config.query_rank is None:
-        yield f"{_WHOLE_QUERY}.weight", (heads * config.key_dim, hidden)
+        yield f"{WHOLE_QUERY}.weight", (heads * config.key_dim, hidden)
     else:
-        yield f"{_QUERY_IN}.weight", (config.query_rank, hidden)
+        yield f"{QUERY_IN}.weight", (config.query_rank, hidden)
         yield f"{_QUERY_NORM}.weight", (config.query_rank,)
-        yield f"{_QUERY}.weight", (heads * config.key_dim, config.query_rank)
-    yield f"{_KEY_VALUE_IN}.weight", (config.rank + config.rotary_dim, hidden)
+        yield f"{QUERY}.weight", (heads * config.key_dim, config.query_rank)
+    yield f"{KEY_VALUE_IN}.weight", (config.rank + config.rotary_dim, hidden)
     yield f"{_KEY_VALUE_NORM}.weight", (config.rank,)
-    yield f"{_KEY_VALUE}.weight", (heads * (config.plain_dim + config.value_dim), config.rank)
+    yield f"{KEY_VALUE}.weight", (heads * (config.plain_dim + config.value_dim), config.rank)
     yield f"{_OUTPUT}.weight", (hidden, heads * config.value_dim)
 
 
@@ -64,31 +64,40 @@ class LatentTensors:
 
     def query(self) -> Tensor | None:
         """``[heads * key_dim, hidden]``; None if queries are compressed too."""
-        return self._queries(_WHOLE_QUERY) if self._config.query_rank is None else None
+        return self.queries() if self._config.query_rank is None else None
 
     def query_in(self) -> Tensor | None:
         """``[query_rank, hidden]``, or None."""
-        return None if self._config.query_rank is None else self._read(f"{_QUERY_IN}.weight")
+        return None if self._config.query_rank is None else self._read(f"{QUERY_IN}.weight")
 
     def query_expansion(self) -> Expansion | None:
         """To ``[heads * key_dim]``, or None."""
         if self._config.query_rank is None:
             return None
-        return Expansion(self._read(f"{_QUERY_NORM}.weight"), self._queries(_QUERY))
+        return Expansion(self._read(f"{_QUERY_NORM}.weight"), self.queries())
+
+    def queries(self) -> Tensor:
+        """To ``[heads * key_dim]``, from the hidden state or a compressed row."""
+        by_head = self._of_heads(WHOLE_QUERY if self._config.query_rank is None else QUERY, self._config.key_dim)
+        rotated_first = torch.cat([by_head[:, self._config.plain_dim :], by_head[:, : self._config.plain_dim]], 1)
+        return rotated_first[:, self._order].flatten(0, 1)
 
     def key_value_in(self) -> Tensor:
         """``[rank + rotary_dim, hidden]``: the rows behind ``rank`` are channels that all keys share, in their order."""
-        stored = self._read(f"{_KEY_VALUE_IN}.weight")
+        stored = self._read(f"{KEY_VALUE_IN}.weight")
         return torch.cat([stored[: self._config.rank], stored[self._config.rank :][self._order[self.shared_places()]]])
 
     def key_value_expansion(self) -> Expansion:
         """To keys, then values: ``[2 * heads * key_dim]``; the channels that keys share are zeros."""
+        return Expansion(self._read(f"{_KEY_VALUE_NORM}.weight"), self.keys_and_values())
+
+    def keys_and_values(self) -> Tensor:
+        """Of that, the weight."""
         config = self._config
-        by_head = self._of_heads(_KEY_VALUE, config.plain_dim + config.value_dim)
+        by_head = self._of_heads(KEY_VALUE, config.plain_dim + config.value_dim)
         keys = functional.pad(by_head[:, : config.plain_dim], (0, 0, config.rotary_dim, 0))[:, self._order]
         values = functional.pad(by_head[:, config.plain_dim :], (0, 0, 0, config.key_dim - config.value_dim))
-        weight = torch.cat([keys, values]).flatten(0, 1)
-        return Expansion(self._read(f"{_KEY_VALUE_NORM}.weight"), weight)
+        return torch.cat([keys, values]).flatten(0, 1)
 
     def output(self) -> Tensor:
         """``[own_hidden, all heads * key_dim]``."""
@@ -101,11 +110,6 @@ class LatentTensors:
     def shared_places(self) -> Tensor:
         """Where in a key the shared channels are: int64, ``[rotary_dim]``."""
         return (self._order < self._config.rotary_dim).nonzero().flatten()
-
-    def _queries(self, name: str) -> Tensor:
-        by_head = self._of_heads(name, self._config.key_dim)
-        rotated_first = torch.cat([by_head[:, self._config.plain_dim :], by_head[:, : self._config.plain_dim]], 1)
-        return rotated_first[:, self._order].flatten(0, 1)
 
     def _of_heads(self, name: str, head_dim: int) -> Tensor:
         """``[heads, head_dim, inputs]``."""
