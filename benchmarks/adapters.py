@@ -4,8 +4,8 @@ Owns: random adapters, one real scheduler, batch state and torch backend, the ca
 not know: how adapters are computed.
 
 The cases take turns, ``--rounds`` times, on one open backend. Each runs ``--requests`` requests to ``--output`` tokens, and
-the steps in which all of them decode count: the median of a round, of the best round. Adapters add to every projection. The
-ratio that matters is of "one each" to "one for all": what it costs that the rows do not share their adapter.
+the steps in which all of them decode count: the median of a round, of the best round. Adapters add to every projection, of
+a mixture to every expert and router too. The ratio that matters is of "one each" to "one for all": what it costs that the rows do not share their adapter.
 
     python benchmarks/adapters.py --rank 16 --quantization none --json result.json
 """
@@ -45,8 +45,24 @@ SHAPES: dict[str, dict[str, object]] = {
         "vocab_size": 32000,
     },
     "135M": SHAPE_135M,
+    "mixture": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 768,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 384,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 8192,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 0,
+    },
 }
-"""The first has four of the 22 layers of a Llama with 1.1 billion parameters."""
+"""The first has four of the 22 layers of a Llama with 1.1 billion parameters; the last is that of ``experts.py``."""
 
 
 class Bench:

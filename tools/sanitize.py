@@ -31,7 +31,11 @@ from headway_kernels.cpu.library import runs_here
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/kernels/test_cpu_kernels.py"
-TESTS = (KERNELS, *(f"tests/kernels/test_{what}.py" for what in ("cpu_blocks", "cpu_codes", "cpu_ranks", "experts")))
+TESTS = (
+    KERNELS,
+    *(f"tests/kernels/test_{what}.py" for what in ("cpu_blocks", "cpu_codes", "cpu_ranks", "experts")),
+    "tests/unit/test_adapters.py",
+)
 MODEL = ROOT / "services" / "launcher" / "headway" / "demo_model"
 MOST_S = 1800.0
 SERVED_PROMPTS = 12

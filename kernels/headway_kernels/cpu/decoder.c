@@ -371,9 +371,8 @@ int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *st
     if (step->adapters != NULL && !reserve_additions(&the_decoder->space.products, space->num_tokens, step->most_rank))
         return 0;
     the_decoder->experts.shares = shared != NULL;
-    if (the_decoder->experts.experts > 0 &&
-        !reserve_expert_space(&the_decoder->expert_space, &the_decoder->experts, step->num_tokens,
-                              step->most_expert_rank))
+    if (the_decoder->experts.experts > 0 && !reserve_expert_space(&the_decoder->expert_space, &the_decoder->experts,
+                                                                  step->num_tokens, step->most_expert_rank))
         return 0;
     cut_into_tiles(the_decoder, step);
     the_decoder->rows = shared == NULL ? (wide_rows){space->hidden, space->attended, space->activations}

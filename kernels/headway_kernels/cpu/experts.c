@@ -135,8 +135,8 @@ static void place_pairs(const expert_pass *now, int64_t *counts) {
 static packed_inputs inputs_of(const expert_space *space, const linear *with, int64_t first, int64_t count, void *tiles,
                                const int32_t *rows) {
     const product_space *of = &space->inputs;
-    return (packed_inputs){
-        count, with->inputs, tiles_of(count), tiles, of->factors + first, of->offsets + first, rows, NULL};
+    return (packed_inputs){count, with->inputs, tiles_of(count), tiles, of->factors + first, of->offsets + first,
+                           rows,  NULL};
 }
 
 /* What adapters add to pairs from `first` on in one product, by its number behind the router. */
@@ -146,8 +146,7 @@ static row_adapters adapters_of(const expert_pass *now, int64_t first, int64_t n
     if (of.by_token == NULL) return of;
     of.rows = now->space->tokens + first;
     of.addition += 1 + number;
-    of.added =
-        (added_rows){space->additions + first, space->downs + first * space->most_rank, space->most_rank};
+    of.added = (added_rows){space->additions + first, space->downs + first * space->most_rank, space->most_rank};
     return of;
 }
 
@@ -179,8 +178,8 @@ static void sort_task(void *work, int64_t task) {
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
     const int activates = layer->activation == SILU;
-    const int packs = activates && packs_for_all(layer) && now->part->pairs == NULL &&
-                      now->part->adapters.by_token == NULL;
+    const int packs =
+        activates && packs_for_all(layer) && now->part->pairs == NULL && now->part->adapters.by_token == NULL;
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
     int64_t counts[MOST_EXPERTS + 1] = {0};
     place_pairs(now, counts);

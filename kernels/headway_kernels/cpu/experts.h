@@ -77,14 +77,14 @@ typedef struct {
 typedef struct {
     int64_t num_tokens;
     product_space inputs; /* of pairs */
-    float *scores;      /* [tokens, panels of the router] */
-    int32_t *chosen;    /* [tokens, experts of each]: ascending */
-    float *weights;     /* the same */
-    int32_t *places;    /* the same: which pair */
-    int32_t *tokens;    /* [pairs] */
-    float *gate_up;     /* of pairs, in rows: not with SILU */
-    float *activations; /* of pairs, in rows or packed: not of a rank of several */
-    float *outputs;     /* of pairs, in rows */
+    float *scores;        /* [tokens, panels of the router] */
+    int32_t *chosen;      /* [tokens, experts of each]: ascending */
+    float *weights;       /* the same */
+    int32_t *places;      /* the same: which pair */
+    int32_t *tokens;      /* [pairs] */
+    float *gate_up;       /* of pairs, in rows: not with SILU */
+    float *activations;   /* of pairs, in rows or packed: not of a rank of several */
+    float *outputs;       /* of pairs, in rows */
     product_group *groups;
     expert_products *products; /* [layers] */
 } expert_space;

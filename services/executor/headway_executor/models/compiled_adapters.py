@@ -123,11 +123,11 @@ def _plain(down: Tensor, up: Tensor) -> LowRankUpdate:
 
 
 def _of_one(stacked: LowRank | None, number: int) -> LowRank | None:
-    """Of one of all experts, without the ranks that only others have."""
+    """Of one of all experts, without the ranks that only others have: each rank of an executor finds the same."""
     if stacked is None:
         return None
     down, up = stacked.down[number], stacked.up[number]
-    ranks = up.any(0)
+    ranks = down.any(1)
     return LowRank(down[ranks], up[:, ranks]) if ranks.any() else None
 
 
