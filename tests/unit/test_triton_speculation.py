@@ -97,7 +97,7 @@ def test_proposals_from_the_text_change_no_bit(model, dtype):
     lookup, proposer._lookup = proposer._lookup, Guesses()
     alone = outputs(looking, lambda _: GREEDY, speculates=False)
     sizes = []
-    target = backend._model._target
+    target = backend._model.parts.target
     target.sizes = target.step_sizes(recorded=True)
     original = target.launch
     target.launch = lambda size, batch: (sizes.append(size), original(size, batch))
