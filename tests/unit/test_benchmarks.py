@@ -20,6 +20,7 @@ from headway_scheduler.core.admission.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+_ONLY_IN_DEEP = "bench_truth compare flight_recorder goodput gpu_stack gpu_steps load_generators speculation"
 PROVENANCE = {"commit", "seed", "hardware"}
 
 
@@ -389,7 +390,7 @@ def test_compare(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["bench_truth", "compare", "goodput", "gpu_stack", "gpu_steps", "load_generators"])
+@pytest.mark.parametrize("name", _ONLY_IN_DEEP.split())
 def test_what_runs_only_in_make_deep_can_be_imported(name):
     assert importlib.import_module(name).main
 
