@@ -8,6 +8,7 @@ import pytest
 
 from headway_proto.operations import (
     MAX_FLIGHT_LOG_PIECE_BYTES,
+    AdminCall,
     AdminReply,
     FlightLogFile,
     FlightLogPart,
@@ -29,7 +30,7 @@ MIB = 1 << 20
 
 def ask(world: World, place: FlightLogPlace | None = None) -> AdminReply:
     link = world.gateways[0].link
-    link.call_admin("flight_log", place=place)
+    link.call_admin(AdminCall(method="flight_log", place=place))
     replies: list[AdminReply] = []
 
     def answered() -> bool:
