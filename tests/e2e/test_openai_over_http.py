@@ -17,8 +17,6 @@ from headway_executor.backends.torch_backend import TorchBackend
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import RunningHeadway, running
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 DEMO = Path(headway.__file__).parent / "demo_model"
 CONFIG = BackendConfig(
     model=str(DEMO), dtype="float32", block_size=16, num_kv_blocks=256, max_num_seqs=16, num_threads=1

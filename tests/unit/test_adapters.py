@@ -21,8 +21,6 @@ from headway_proto.step import BackendInfo
 from lora_files import ALL_PROJECTIONS, merge_adapter, write_adapter
 from quantised_checkpoints import quantise
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 NUM_OUTPUT = 12
 LENGTHS = (1, 9, 17, 30)
 KERNELS = ["compiled", "eager"]

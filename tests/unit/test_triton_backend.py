@@ -32,7 +32,7 @@ from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread", "triton_interpreter")
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
 ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
 
 

@@ -24,7 +24,6 @@ from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are written down where they would be interpreted"),
 ]
 MOST_TOKENS = 2048

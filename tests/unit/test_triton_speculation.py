@@ -21,7 +21,7 @@ from speculative_engine import GREEDY, SpeculativeEngine, write_first_layers
 from step_columns import NO_PAIRS
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
+    pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a device, the conformance suite runs"),
 ]
 NUM_OUTPUT = 4
