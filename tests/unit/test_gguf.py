@@ -1,6 +1,7 @@
 """``headway gguf``: the checkpoint of a GGUF file stands for the file's model and has its tokenizer."""
 
 import json
+import resource
 
 import gguf
 import numpy as np
@@ -310,6 +311,21 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path, capfd, change, said)
     write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[change])
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
     assert said in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "reference"}
+
+
+@pytest.mark.parametrize("most_bytes", [100, 20_000])
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path, capfd, most_bytes):
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err
+    assert "File too large" in said
+    assert said.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "reference"}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _whole_or_not_at_all(directory) as made:
         _write_json(made / "config.json", config)
         _write_json(made / "tokenizer_config.json", fields)
-        tokenizer.save(str(made / "tokenizer.json"))
+        (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         count = _write_tensors(made, tensors)
     sys.stdout.write(f"{directory}: {count} tensors of {arguments.file}\n")
     return 0
@@ -59,6 +60,8 @@ def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
             made.rename(directory)
     except OSError as error:
         raise ConfigurationError(f"{directory}: {error.strerror or error}") from None
+    except SafetensorError as error:  # its name for a disk that is full, too
+        raise ConfigurationError(f"{directory}: {error}") from None
 
 
 def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
