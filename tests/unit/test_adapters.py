@@ -407,6 +407,7 @@ def test_adapters_come_and_go_while_it_runs(adapted, kernels):
         ({"r": 5}, "has shape [4, 96]; the model and r ask for [5, 96]"),
         ({"lora_alpha": "much"}, "lora_alpha 'much' is not supported; allowed: a number above 0"),
         ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported; allowed: CAUSAL_LM"),
+        ({"task_type": []}, "task_type [] is not supported; allowed: CAUSAL_LM"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, adapted, changes, message):
