@@ -34,9 +34,13 @@ _METRICS_PORTS = (20000, 30000)
 
 @contextmanager
 def served(*flags: str) -> Iterator[str]:
-    """Serve with these flags; yield the gateway's address. SIGTERM ends the server with the benchmark."""
+    """Serve with these flags; yield the gateway's address. SIGTERM ends the server with the benchmark.
+
+    Python keeps the compiled form of its sources, as where a wheel is installed, whatever this shell says.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     environment = without_settings(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [
         *(sys.executable, "-m", "headway", "serve", "--grpc-address", "127.0.0.1:0", "--log-level", "warning"),
         *flags,

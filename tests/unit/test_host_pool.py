@@ -1,5 +1,6 @@
 """Swapped-out blocks: what goes out comes back, bit for bit, and the memory is there only when it is used."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from headway_executor import host_pool
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError
+from headway_executor.host_memory import copy_of_table
 from headway_executor.host_pool import HostPool, num_host_blocks
 from headway_executor.kv_pool import KvPool, StoredBlock
 from step_columns import NO_PAIRS, pair_columns
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 7
+SMAPS = Path("/proc/self/smaps")
 
 
 def make_pool(dtype=torch.float32, num_host_blocks=NUM_HOST_BLOCKS, device=CPU) -> KvPool:
@@ -129,3 +132,16 @@ def test_how_many_blocks_the_swap_space_holds(monkeypatch, swap_space_mib, devic
 def test_a_space_below_one_block_is_refused():
     with pytest.raises(BackendConfigError, match=r"swap_space_mib 2 is not allowed; .* -1 \(automatic\), 3 or more"):
         num_host_blocks(swap_space_mib=2, block_bytes=(2 << 20) + 1, num_device_blocks=9, device=CPU)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no huge pages")
+def test_a_copied_table_may_have_huge_pages():
+    table = torch.arange(3 << 10, dtype=torch.bfloat16).view(-1, 3)
+    copied = copy_of_table(table, torch.float32)
+    assert torch.equal(copied, table.float())
+    mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) (\S+)(?s:.*?)^VmFlags: (.*)$", SMAPS.read_text(), re.MULTILINE)
+    rights, flags = next(
+        (rights, flags) for start, end, rights, flags in mappings if int(start, 16) <= copied.data_ptr() < int(end, 16)
+    )
+    assert rights == "rw-p"  # shared memory would have none, whatever it is advised
+    assert "hg" in flags.split()

@@ -100,8 +100,16 @@ static void pack_panel(const linear *to, int64_t panel, const void *const *rows,
             read_words(words[column], to->form, output < 0 ? NULL : rows[output], is_narrow, k, left);
         }
         const int64_t count = num_words - at < WORDS_AT_ONCE ? num_words - at : WORDS_AT_ONCE;
-        for (int64_t i = 0; i < count; i++) {
-            for (int64_t column = 0; column < PANEL; column++) packed[(at + i) * PANEL + column] = words[column][i];
+        for (int64_t i = 0; i < count; i += LANES) {
+            for (int64_t column = 0; column < PANEL; column += LANES) {
+                ivec square[LANES];
+                UNROLLED
+                for (int64_t j = 0; j < LANES; j++) square[j] = *(const unaligned_ivec *)&words[column + j][i];
+                transpose(square);
+                word *place = packed + (at + i) * PANEL + column;
+                const int64_t inputs = count - i < LANES ? count - i : LANES;
+                for (int64_t j = 0; j < inputs; j++) *(unaligned_ivec *)(place + j * PANEL) = square[j];
+            }
         }
     }
 }

@@ -112,6 +112,33 @@ INLINE ivec lane_numbers(void) {
     return lanes;
 }
 
+/* The lower or upper halves of two, lane by lane in turn. */
+#if LANES == 16
+#define ALTERNATE(a, b, from)                                                                                          \
+    __builtin_shufflevector(a, b, from, 16 + from, from + 1, 17 + from, from + 2, 18 + from, from + 3, 19 + from,      \
+                            from + 4, 20 + from, from + 5, 21 + from, from + 6, 22 + from, from + 7, 23 + from)
+#elif LANES == 8
+#define ALTERNATE(a, b, from)                                                                                          \
+    __builtin_shufflevector(a, b, from, 8 + from, from + 1, 9 + from, from + 2, 10 + from, from + 3, 11 + from)
+#else
+#define ALTERNATE(a, b, from) __builtin_shufflevector(a, b, from, 4 + from, from + 1, 5 + from)
+#endif
+
+/* Transpose a square of words. Each round lets the first half of the vectors and the second alternate. */
+INLINE void transpose(ivec square[LANES]) {
+    UNROLLED
+    for (int round = 1; round < LANES; round *= 2) {
+        ivec before[LANES];
+        UNROLLED
+        for (int i = 0; i < LANES; i++) before[i] = square[i];
+        UNROLLED
+        for (int i = 0; i < LANES / 2; i++) {
+            square[2 * i] = ALTERNATE(before[i], before[i + LANES / 2], 0);
+            square[2 * i + 1] = ALTERNATE(before[i], before[i + LANES / 2], LANES / 2);
+        }
+    }
+}
+
 INLINE float sum_of(vec value) {
     float sum = 0.0f;
     UNROLLED

@@ -23,6 +23,7 @@ _PATIENT_MS = (1000, 5000)
 # As in headway_scheduler.transport: a broken network is noticed within a second.
 _HEARTBEATS_MS = {"tcp": (200, 600), "ipc": _PATIENT_MS}
 _CONNECT_TIMEOUT_MS = 1000
+_FIRST_PEER_MS = 20
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 500
 _KEEPALIVE_IDLE_SECONDS = 10
@@ -133,3 +134,5 @@ class SchedulerChannel(DealerChannel):
             scheduler_key = load_public_key(Path(curve_keys), SCHEDULER_PUBLIC_KEY)
             keys = LinkKeys(scheduler_key, *load_own_keys(Path(curve_keys), EXECUTOR_SECRET_KEY))
         super().__init__(address, keys, _HEARTBEATS_MS["ipc" if address.startswith("ipc:") else "tcp"])
+        # Without a peer, sends are dropped: the first hello, too, and the next one comes much later.
+        self._socket.poll(_FIRST_PEER_MS, zmq.POLLOUT)

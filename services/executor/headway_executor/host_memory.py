@@ -22,7 +22,22 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Raises:
         OSError: too little address space.
     """
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return _in_huge_pages(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), shape, dtype)
+
+
+def copy_of_table(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a large table, all of which is used: in huge pages the copy takes a third of the time of ``torch.empty``'s.
+
+    Raises:
+        OSError: too little memory.
+    """
+    # Private: by default Linux gives no huge pages to memory that processes could share.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, table.numel() * dtype.itemsize, flags=flags)
+    return _in_huge_pages(memory, tuple(table.shape), dtype).copy_(table)
+
+
+def _in_huge_pages(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -14,6 +14,7 @@ from headway.configuration import OneLineParser, suggestion
 from headway.settings import ConfigurationError, shown
 from headway_process.installation import install_advice
 from headway_process.last_words import write_last_line
+from headway_process.lean_imports import one_blas_thread
 
 USAGE_EXIT_CODE = 2
 
@@ -71,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _refuse("headway", f"unknown command {shown(words[0])[1:-1]}{suggestion(name, COMMANDS)}")
     try:
-        return COMMANDS[name].run(parser_of(name).parse(rest))
+        with one_blas_thread():
+            parser = parser_of(name)
+        return COMMANDS[name].run(parser.parse(rest))
     except ConfigurationError as error:
         return _refuse(f"headway {name}", str(error), error.exit_code)
     except ModuleNotFoundError as error:

@@ -18,6 +18,9 @@ from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
 from headway.supervision import Action, Fleet, Kill, Report, RestartPolicy, Start, Terminate
 from headway_process.last_words import LAST_WORDS_VARIABLE
 
+_HEAD_START_LOOK_S = 0.02
+_HEAD_START_LOOKS = 25
+
 
 class StopRequested(msgspec.Struct, frozen=True):
     """SIGINT or SIGTERM arrived, or someone asked as if."""
@@ -35,7 +38,10 @@ Event = ChildExited | ChildHangs | StopRequested
 
 
 class FleetOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. ``directory`` is private; ``environments`` and ``cores`` are by name, for those that have some."""
+    """What to run. ``directory`` is private; ``environments`` and ``cores`` are by name, for those that have some.
+
+    ``num_cores`` for all; 0: enough.
+    """
 
     commands: Mapping[str, Sequence[str]]
     stop_stages: Sequence[Mapping[str, float]]
@@ -45,6 +51,7 @@ class FleetOrders(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str]
     environments: Mapping[str, Mapping[str, str]] = {}
     cores: Mapping[str, Collection[int]] = {}
+    num_cores: int = 0
 
 
 class FleetRunner:
@@ -96,13 +103,23 @@ class FleetRunner:
         """Run the fleet to its end; return the exit code. No child is left, whatever happens."""
         watcher = asyncio.create_task(self._watch_pulses())
         try:
-            await self._perform(self._fleet.start(list(self._orders.commands)))
+            await self._start_all()
             return await self._supervise()
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
             self._children.kill_all()
+
+    async def _start_all(self) -> None:
+        """In order, and later where cores are few: until its first sign of life a process keeps one busy."""
+        num_cores = self._orders.num_cores or len(self._orders.commands)
+        for number, start in enumerate(self._fleet.start(list(self._orders.commands))):
+            for _ in range(_HEAD_START_LOOKS):
+                if number - self._pulses.num_begun() < num_cores:
+                    break
+                await asyncio.sleep(_HEAD_START_LOOK_S)
+            await self._perform([start])
 
     async def _watch_pulses(self) -> None:
         while True:

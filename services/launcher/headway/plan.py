@@ -103,6 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             environment=environment,
             environments=self.environments,
             cores=self.cores,
+            num_cores=len(_own_cores()),
         )
 
 

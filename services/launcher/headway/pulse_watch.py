@@ -5,6 +5,7 @@ Silence is counted in looks, not in time: a suspended machine must not make chil
 
 import math
 import os
+import select
 
 LOOK_INTERVAL_S = 0.5
 
@@ -34,6 +35,14 @@ class PulseWatch:
     def has_begun(self, name: str) -> bool:
         """Return whether ``look`` has seen a sign of a child that lives."""
         return name in self._silent_looks
+
+    def num_begun(self) -> int:
+        """Return how many children have given a sign, also one that no ``look`` has seen yet, or have ended."""
+        poll = select.poll()
+        for reader in self._pipes.values():
+            poll.register(reader, select.POLLIN)
+        unseen = {reader for reader, _ in poll.poll(0)}
+        return sum(self.has_begun(name) or reader in unseen for name, reader in self._pipes.items())
 
     def look(self) -> list[str]:
         """Return newly silent children."""

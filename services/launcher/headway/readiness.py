@@ -35,6 +35,7 @@ async def wait_until_serving(
         return [name for name in executors if not has_begun(name)]
 
     while waiting or late():
+        asked = time.monotonic()
         answer = await asyncio.to_thread(_model_if_serving, waiting[0]) if waiting else None
         if answer is not None:
             model = answer
@@ -44,7 +45,7 @@ async def wait_until_serving(
         if now >= next_word:
             report(f"not ready after {now - started:.0f} s{_why(waiting if len(targets) > 1 else (), late())}")
             next_word = now + PROGRESS_INTERVAL_S
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(max(0.0, asked + POLL_INTERVAL_S - now))  # asking may have been the wait
     assert model is not None
     took_s = time.monotonic() - started
     return readiness_line([target.address for target in targets], model, took_s, num_executors=len(executors))

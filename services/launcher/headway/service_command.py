@@ -5,6 +5,7 @@ import os
 
 from headway.services import SERVICES, add_service_flags, announce, load
 from headway_process.collector import pause_collector
+from headway_process.lean_imports import import_structlog, one_blas_thread
 from headway_process.parent import launcher_is_gone
 
 
@@ -17,7 +18,9 @@ def run(arguments: argparse.Namespace, name: str) -> int:
     """See ``Command``."""
     pause_collector()  # each service relaxes it when it is ready
     config = load(SERVICES[name], arguments, os.environ)
-    run_service = SERVICES[name].run
+    import_structlog()
+    with one_blas_thread():
+        run_service = SERVICES[name].run
     if launcher_is_gone(os.environ):
         return 0
     announce(name, config)

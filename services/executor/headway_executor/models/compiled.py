@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway_executor.host_memory import copy_of_table
 from headway_executor.kv_pool import KvPool
 from headway_executor.linear import placed
 from headway_executor.models.adapters import ModelAdapters
@@ -247,7 +248,7 @@ class _Loader:
         self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
 
     def embedding(self) -> Tensor:
-        return _float32(self._tensors.embedding(torch.float32))
+        return copy_of_table(self._tensors.embedding(torch.float32), torch.float32)
 
     def head(self) -> PackedLinear:
         return self.projection(lambda read: (read.head(), None))
