@@ -177,13 +177,13 @@ class BlockPool:
     def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):
             return
-        is_plain = ~self._cache.holds(blocks)
-        if not is_any(is_plain):
+        is_cached = self._cache.holds(blocks)
+        if are_all(is_cached):
             self._enqueue(blocks)
             return
-        if not are_all(is_plain):
-            self._enqueue(blocks[~is_plain])
-            blocks = blocks[is_plain]
+        if is_any(is_cached):
+            self._enqueue(blocks[is_cached])
+            blocks = blocks[~is_cached]
         self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
         self._plain_top -= len(blocks)
 

@@ -79,7 +79,7 @@ class SamplingRows:
 
         The same array as before means that nothing else has changed.
         """
-        is_known = rows_of_step is self._rows_of_step and self._gone <= gone
+        is_known = rows_of_step is self._rows_of_step and (gone is self._gone or self._gone <= gone)
         if is_known:
             self._places += ONE_PLACE
             self._indices = self._indices + ONE
@@ -103,12 +103,12 @@ class SamplingRows:
 
     def _leave_out(self, gone: AbstractSet[int]) -> RowIndices:
         """Return the places among ``rows`` of those that stay."""
-        stays = np.ones(self._table.max_rows, dtype=np.bool_)
+        is_gone = np.zeros(self._table.max_rows, dtype=np.bool_)
         for row in gone:
-            stays[row] = False
+            is_gone[row] = True
             if row < len(self._counts):
                 self._counts[row] = 0
-        kept: RowIndices = stays[self.rows].nonzero()[0]
+        kept: RowIndices = (~is_gone[self.rows]).nonzero()[0]
         self.rows = self.rows[kept]
         self.stay = kept if self.stay is None else self.stay[kept]
         self._gone = gone
