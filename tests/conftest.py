@@ -1,6 +1,7 @@
 """Fixtures for tests in several folders."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,14 @@ def pytest_addoption(parser, pluginmanager):
                 parser.addini(name, f"of pytest-{plugin}, which is not installed")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_torch_thread():
-    """Tiny products gain nothing from a second thread, and torch's threads spin beside those of others."""
-    import torch  # here, so that the tests of the scheduler start without it
+    """Tiny products gain nothing from a second thread, and torch's threads wait for each other while others run.
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    For each module anew: a backend that was opened with another number has set it.
+    """
+    if "torch" in sys.modules:  # tests of the scheduler start without it
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

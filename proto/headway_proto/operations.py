@@ -50,16 +50,16 @@ class AdapterToLoad(msgspec.Struct, frozen=True, array_like=True):
     directory: str = ""
 
 
-class AdminCall(msgspec.Struct, frozen=True, array_like=True):
+class AdminCall(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """``method``: status, list, explain, cancel, pause, resume, drain, drain_executor, undrain_executor,
     set_executor_role, pin, unpin, pins, flush, cache, flight_log, load_adapter, unload_adapter, adapters.
 
     ``adapter`` is for load_adapter and unload_adapter, ``prefix`` for pins, ``position`` for cache, ``place`` for flight_log, ``role`` for set_executor_role.
     ``executor``: the number of the one that drain_executor, undrain_executor, set_executor_role, pins and cache are
-    about.
+    about. Whoever sends the call numbers it.
     """
 
-    call_id: int
+    call_id: int = 0
     method: str
     request_id: str = ""
     prefix: PrefixToPin | None = None

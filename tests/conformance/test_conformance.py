@@ -94,7 +94,7 @@ def test_built_in_backends(backend, scenario, checkpoints):
     assert outcome is expected_of(scenario, NEEDS_A_MODEL if name == "simulated" else set())
 
 
-@pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
+@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("scenario", with_triton(), ids=str)
 def test_the_triton_backend(scenario, checkpoints):
     device = "cuda" if os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
@@ -129,7 +129,7 @@ MOVES_OF_CODES = [
 ]
 
 
-@pytest.mark.usefixtures("triton_interpreter", "one_torch_thread")
+@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("name", MOVES_OF_CODES)
 def test_a_kv_cache_of_8_bits_gives_each_request_the_tokens_that_it_gives_it_alone(

@@ -208,17 +208,19 @@ MESSAGES: list[tuple[tuple[Callable[[], FrameWriter], Callable[[], FrameReader]]
     ),
     (
         FROM_GATEWAY,
-        operations.AdminCall(3, "load_adapter", adapter=operations.AdapterToLoad("style", "/adapters/style")),
+        operations.AdminCall(
+            call_id=3, method="load_adapter", adapter=operations.AdapterToLoad("style", "/adapters/style")
+        ),
     ),
     (TO_GATEWAY, operations.AdminReply(call_id=3, adapters=(ADAPTER,))),
     (FROM_GATEWAY, ingress.Abort(encode_column([5]))),
     (FROM_GATEWAY, ingress.GatewayHeartbeat(256)),
-    (FROM_GATEWAY, operations.AdminCall(1, "cancel", "a")),
+    (FROM_GATEWAY, operations.AdminCall(call_id=1, method="cancel", request_id="a")),
     (
         FROM_GATEWAY,
         operations.AdminCall(
-            2,
-            "cache",
+            call_id=2,
+            method="cache",
             position=operations.CachePosition(1, 5),
             place=operations.FlightLogPlace(life=3, mark=4, segment=5, is_checkpoint=True, offset=6),
             executor=7,

@@ -17,8 +17,6 @@ from headway_executor.backends.torch_backend import TorchBackend
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import RunningHeadway, running
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 DEMO = Path(headway.__file__).parent / "demo_model"
 CONFIG = BackendConfig(
     model=str(DEMO), dtype="float32", block_size=16, num_kv_blocks=256, max_num_seqs=16, num_threads=1
@@ -257,7 +255,7 @@ BAD = {
     ),
     "two constraints": ({"prompt": "x", "regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     "store": ({"prompt": "x", "store": True}, "store"),
-    "priority": ({"prompt": "x", "priority": "urgent"}, "priority"),
+    "priority": ({"prompt": "x", "priority": "urgent" * 500}, "priority"),
     "id": ({"prompt": "x", "request_id": "a\r\nb: c"}, "request_id"),
     "tenant": ({"prompt": "x", "tenant": "t" * 129}, "tenant"),
 }
@@ -310,6 +308,17 @@ async def test_other_refusals(http) -> None:
         assert answer.status == 504
     async with http.post("/v1/completions", json={"prompt": "x"}, headers={"headway-timeout-ms": "soon"}) as answer:
         assert answer.status == 400
+
+
+async def test_a_word_of_no_list_is_refused_with_the_list(http) -> None:
+    answers = []
+    for wrong in ({"priority": "urgent"}, {"response_format": {"type": "yaml"}}):
+        async with http.post("/v1/completions", json={"prompt": "x", **wrong}) as answer:
+            answers.append((await answer.json())["error"]["message"])
+    assert answers == [
+        "priority: 'urgent' is not allowed; allowed: high, low, normal, realtime",
+        "response_format.type: 'yaml' is not allowed; allowed: json_object, json_schema, text",
+    ]
 
 
 async def test_an_id_comes_back_and_is_one_live_requests(http, native) -> None:

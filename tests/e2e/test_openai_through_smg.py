@@ -39,7 +39,7 @@ GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, one_torch_thread: None) -> Iterator[RunningHeadway]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHeadway]:
     config = BackendConfig(model=str(DEMO), block_size=16, num_kv_blocks=NUM_BLOCKS, max_num_seqs=8)
     directory = tmp_path_factory.mktemp("s")
     with running(directory, DEMO, TorchBackend(), config, SchedulerLimits()) as headway_server:

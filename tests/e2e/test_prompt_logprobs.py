@@ -23,8 +23,6 @@ from headway_proto import generation_pb2_grpc as api_grpc
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 DEMO = Path(headway.__file__).parent / "demo_model"
 VOCAB_SIZE = 320
 MAX_MODEL_LEN = 128

@@ -171,7 +171,6 @@ def test_a_refusal_and_a_stop_string_are_traced_too(tmp_path: Path) -> None:
         assert len({span.trace_id for _, span in kept.spans}) == 2
 
 
-@pytest.mark.usefixtures("one_torch_thread")
 def test_vectors_and_scores_are_traced_by_input(tmp_path: Path) -> None:
     config = BackendConfig(model=str(DEMO), block_size=16, num_kv_blocks=64, max_num_seqs=4)
     with receiver() as (kept, endpoint):

@@ -34,7 +34,6 @@ TESTS = Path(__file__).resolve().parents[1]
 VARIANTS = [path for path in installed_variants() if runs_here(path)]
 BY_NAME = {path.stem.rpartition(".")[2]: path for path in VARIANTS}
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run here"),
 ]
 

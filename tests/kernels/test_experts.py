@@ -51,8 +51,6 @@ ROUTINGS = {
     "deepseek-v3": V3,
 }
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 def drawn(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale

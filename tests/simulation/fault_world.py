@@ -27,7 +27,7 @@ import headway_scheduler.ingress_link
 import headway_scheduler.serving_statistics
 from flight_logs import MemoryLog, recorder_into
 from headway_proto.columns import encode_column
-from headway_proto.operations import PrefixToPin
+from headway_proto.operations import AdminCall, PrefixToPin
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.flight.recorder import FlightRecorder
@@ -464,7 +464,7 @@ class FaultWorld:
         """Call what an operator calls, through any gateway."""
         gateway = self.gateways[target % len(self.gateways)]
         if not gateway.is_dead and not gateway.is_stalled:
-            gateway.link.call_admin(method, prefix=prefix)
+            gateway.link.call_admin(AdminCall(method=method, prefix=prefix))
             gateway.flush()
 
     def _inflict_cancel_preempted(self, fault: Fault) -> None:

@@ -32,8 +32,8 @@ def digest_without_lanes(original):
     def digest(self):
         if self._lanes is None:
             return original(self)
-        rows = self._rows
-        return state_digest(rows, self._num_computed_tokens[rows], self._num_blocks[rows], self._block_table)
+        rows, tables = self._rows, self._tables
+        return state_digest(rows, self._num_computed_tokens[rows], tables.num_blocks[rows], tables.table)
 
     return digest
 

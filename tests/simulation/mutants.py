@@ -8,6 +8,7 @@ such as an executor that overlooks a gap between frames: the number of the step 
 """
 
 import argparse
+import inspect
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ import msgspec
 import numpy as np
 
 from headway_executor.batch_state import BatchState
+from headway_executor.block_tables import BlockTables
 from headway_executor.statistics import ExecutorStatistics
 from headway_gateway.ingress_link import IngressLink
 from headway_gateway.live_sequence import LiveSequence
@@ -40,8 +42,8 @@ from headway_scheduler.core.admission.start_window import StartWindow
 from headway_scheduler.core.admission.waiting_queue import KeyedQueue, Lane
 from headway_scheduler.core.admission.waiting_room import WaitingRoom
 from headway_scheduler.core.choosing.cell_load import CellLoad
+from headway_scheduler.core.memory import cached_prefixes
 from headway_scheduler.core.memory.block_pool import BlockPool
-from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.memory.prefix_cache import PrefixCache
 from headway_scheduler.core.memory.swapping import Swapping
@@ -114,12 +116,25 @@ def _mutant(mistake: str, *places: tuple[Any, str], num_executors: int | None = 
 _SCOPED = ((PrefixCache, "find"), (PrefixCache, "register"))
 
 
+def _checked(name: str, original: Any, mutated: Any) -> Any:
+    """``mutated``, if it is called like the original: else the call is what fails, and nothing is seen of the mistake."""
+    if callable(original) and callable(mutated):
+        parameters = inspect.signature(original).parameters.values()
+        named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        placed = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        try:
+            inspect.signature(mutated).bind(*placed, **dict.fromkeys(named))
+        except TypeError as error:
+            raise TypeError(f"the mutant {name} is not called like what it replaces: {error}") from error
+    return mutated
+
+
 @contextmanager
 def infected(name: str) -> Iterator[None]:
     """The product with one mistake in it."""
     before = [(patch, getattr(patch.owner, patch.name)) for patch in MUTANTS[name].patches]
     for patch, original in before:
-        setattr(patch.owner, patch.name, patch.make(original))
+        setattr(patch.owner, patch.name, _checked(name, original, patch.make(original)))
     try:
         yield
     finally:
@@ -440,15 +455,15 @@ def digest_never_checked(original):
     return take
 
 
-@_mutant("a row begins with a block of whoever had it before", (BatchState, "_admit"))
+@_mutant("a row begins with a block of whoever had it before", (BlockTables, "give"))
 def row_not_reset(original):
-    def admit(self, request):
-        is_used = self._block_table[request.row, 0] > 0
-        new_row = original(self, request)
-        self._num_blocks[request.row] += is_used
-        return new_row
+    def give(self, request):
+        num_before = int(self.table[request.row, 0] > 0)
+        given = original(self, request)
+        self.num_blocks[request.row] += num_before
+        return given
 
-    return admit
+    return give
 
 
 # --------------------------------------------------------------------------------------------------- frames and ingress
@@ -622,9 +637,9 @@ MUTANTS["delivered-tokens-replaced"] = Mutant(
 )
 
 
-@_mutant("a prompt that is to be reported is found in the cache", (CachedPrefixes, "most_blocks"))
+@_mutant("a prompt that is to be reported is found in the cache", (cached_prefixes, "most_cached_tokens"))
 def _prompts_found_in_the_cache(original):
-    return lambda self, request, num_tokens: (num_tokens - 1) // self._rows.block_size
+    return lambda request: len(request.token_ids) - 1
 
 
 @_mutant("a preempted request is told of its prompt again", (RunningRequests, "keep_tokens"))
@@ -896,9 +911,9 @@ def drained_for_ever(original):
 
 @_several("a request that moves begins anew", (Moving, "adopt"))
 def moved_without_its_output(original):
-    def adopt(self, request):
+    def adopt(self, request, **named):
         request.token_ids = request.token_ids[: request.new.num_prompt_tokens]
-        original(self, request)
+        original(self, request, **named)
 
     return adopt
 
@@ -1049,6 +1064,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these (default: all, and write the table)")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="give up on one after so long")
     options = parser.parse_args()
+    for name in MUTANTS:
+        with infected(name):
+            pass  # which says at once what no longer fits the product
     unknown = [name for name in options.names if name not in MUTANTS]
     if unknown:
         parser.error(f"{unknown[0]!r} is not a mutant; there are: {', '.join(MUTANTS)}")

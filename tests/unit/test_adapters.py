@@ -21,8 +21,6 @@ from headway_proto.step import BackendInfo
 from lora_files import ALL_PROJECTIONS, merge_adapter, write_adapter
 from quantised_checkpoints import quantise
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 NUM_OUTPUT = 12
 LENGTHS = (1, 9, 17, 30)
 KERNELS = ["compiled", "eager"]
@@ -409,6 +407,7 @@ def test_adapters_come_and_go_while_it_runs(adapted, kernels):
         ({"r": 5}, "has shape [4, 96]; the model and r ask for [5, 96]"),
         ({"lora_alpha": "much"}, "lora_alpha 'much' is not supported; allowed: a number above 0"),
         ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported; allowed: CAUSAL_LM"),
+        ({"task_type": []}, "task_type [] is not supported; allowed: CAUSAL_LM"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, adapted, changes, message):

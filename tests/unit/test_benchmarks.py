@@ -20,6 +20,7 @@ from headway_scheduler.core.admission.orders import ORDERS
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
+_ONLY_IN_DEEP = "bench_truth compare flight_recorder goodput gpu_stack gpu_steps load_generators speculation"
 PROVENANCE = {"commit", "seed", "hardware"}
 
 
@@ -389,7 +390,7 @@ def test_compare(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["bench_truth", "compare", "goodput", "gpu_stack", "gpu_steps", "load_generators"])
+@pytest.mark.parametrize("name", _ONLY_IN_DEEP.split())
 def test_what_runs_only_in_make_deep_can_be_imported(name):
     assert importlib.import_module(name).main
 
@@ -427,6 +428,7 @@ def test_bench_streams(tmp_path):
     assert f"tokens_per_s {record['rows'][0]['tokens_per_s']}" in printed
 
 
+@pytest.mark.deep
 def test_flight_recorder(tmp_path):
     result = tmp_path / "result.json"
     load = ("--running", "4", "--steps", "40", "--rounds", "1")
@@ -647,6 +649,7 @@ def test_constraint_libraries(tmp_path):
     assert measured["mask_us_mean"] > 0
 
 
+@pytest.mark.deep
 def test_speculation(tmp_path):
     result = tmp_path / "result.json"
     load = ("--prompts", "4", "--exact-output", "6", "--output", "6", "--rounds", "1", "--alone", "1", "--skip-135m")
@@ -706,6 +709,7 @@ def test_cpu_peers_without_peers_says_so_and_scores_the_forms_that_headway_reads
     assert max(losses) / min(losses) < 1.01
 
 
+@pytest.mark.deep
 def test_cpu_peers_starts_engines_alone(tmp_path):
     if not any(runs_here(path) for path in installed_variants()):
         pytest.skip("no CPU kernels that run here")

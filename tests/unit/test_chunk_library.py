@@ -19,7 +19,7 @@ from headway_kernels.gpu.attention_tuning import attention_tuning
 from headway_proto.sampling import SamplingParams
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
+    pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="with what stands in for the library"),
 ]
 CPU = torch.device("cpu")

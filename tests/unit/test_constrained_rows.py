@@ -19,8 +19,6 @@ from headway_proto.sampling import Constraint, SamplingParams
 from headway_proto.step import ERRORED_ROW
 from model_core import demo_model
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 ENCODER = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
 A, B, C = (ENCODER.encode(letter).ids[0] for letter in "abc")
 END = 0

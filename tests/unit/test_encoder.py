@@ -17,8 +17,6 @@ from headway_proto import generation_pb2 as api
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 VOCAB_SIZE = 64
 CONTEXT = 48
 SIZES = {

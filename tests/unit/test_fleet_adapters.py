@@ -8,7 +8,7 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_gateway.live_sequence import LiveSequence
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.ingress import REJECT_NOT_FOUND, Finished, Rejected
-from headway_proto.operations import AdapterToLoad, AdminReply
+from headway_proto.operations import AdapterToLoad, AdminCall, AdminReply
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from simulation.world import World
@@ -45,7 +45,7 @@ def wait_for_executors(world: World, count: int) -> None:
 
 def call(world: World, method: str, name: str = "", directory: str = "") -> AdminReply:
     link = world.gateways[0].link
-    link.call_admin(method, adapter=AdapterToLoad(name, directory) if name else None)
+    link.call_admin(AdminCall(method=method, adapter=AdapterToLoad(name, directory) if name else None))
     replies: list[AdminReply] = []
 
     def answered() -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from headway_proto.operations import (
     MAX_FLIGHT_LOG_PIECE_BYTES,
+    AdminCall,
     AdminReply,
     FlightLogFile,
     FlightLogPart,
@@ -22,14 +23,14 @@ from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.records import Paused
 from headway_scheduler.flight.replay import Replay
 from simulation.world import World
-from unit.test_flight_log import CONFIG, WORLD_LIMITS, RecordedWorld, replay_from_disk, wait_for
+from unit.test_flight_log import CONFIG, WORLD_LIMITS, RecordedWorld, fork_in_a_hurry, replay_from_disk, wait_for
 
 MIB = 1 << 20
 
 
 def ask(world: World, place: FlightLogPlace | None = None) -> AdminReply:
     link = world.gateways[0].link
-    link.call_admin("flight_log", place=place)
+    link.call_admin(AdminCall(method="flight_log", place=place))
     replies: list[AdminReply] = []
 
     def answered() -> bool:
@@ -45,7 +46,7 @@ class AskedWorld(RecordedWorld):
 
     def record_into(self, log: FlightLogWriter) -> None:
         self.log = log
-        self.checkpointer = ForkingCheckpointer(log)
+        self.checkpointer = ForkingCheckpointer(log, fork_in_a_hurry)
         self.recorder = FlightRecorder(log, self.limits, "1", self.checkpointer, LogPieces(log))
         self.start_scheduler()
 

@@ -384,12 +384,12 @@ def test_status_versions_grow_with_news_only():
 
 def test_admin_calls_survive_a_relink_and_forgotten_ones_do_not_come_back():
     link, scheduler = opened()
-    kept, forgotten = link.call_admin("status"), link.call_admin("explain", "r1")
+    kept, forgotten = (link.call_admin(AdminCall(method=method, request_id="r1")) for method in ("status", "explain"))
     link.forget_admin_call(forgotten)
     link.tick(1.5)
     replacement = ScriptedScheduler(900)
     deliver(link, replacement, 1.5)
-    assert AdminCall(kept, "status") in replacement.bodies
+    assert AdminCall(call_id=kept, method="status", request_id="r1") in replacement.bodies
     assert all(getattr(body, "method", "") != "explain" for body in replacement.bodies)
     replacement.say(AdminReply(call_id=forgotten))
     replacement.say(AdminReply(call_id=kept))

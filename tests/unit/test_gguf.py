@@ -1,6 +1,7 @@
 """``headway gguf``: the checkpoint of a GGUF file stands for the file's model and has its tokenizer."""
 
 import json
+import resource
 
 import gguf
 import numpy as np
@@ -14,6 +15,7 @@ from checkpoints import tokenizer as byte_level_tokenizer
 from decoder_driver import Sequences, Span, compiled_model, eager_model, write_checkpoint
 from headway.__main__ import main
 from headway.gguf_import.file import GgufFile
+from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
 from headway.settings import ConfigurationError
 from headway_executor.models.families import read_model_config
@@ -293,6 +295,8 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
             "llama.rope.scaling.type 'longrope' is not supported; allowed: none, linear, yarn",
         ),
         (lambda w: w.add_tensor("rope_freqs.weight", np.full(32, 2, np.float32)), "rope_freqs.weight is not supported"),
+        (lambda w: w.add_block_count(10_000), "llama.block_count 10000 is not supported; allowed: 1 to 9999"),
+        (lambda w: w.add_head_count(3), "a shape does not fit the metadata: blk.0.attn_q.weight [256, 256]"),
         (
             lambda w: w.add_tensor("blk.0.odd.weight", np.zeros(32, np.float32)),
             "tensor blk.0.odd.weight is not supported",
@@ -307,7 +311,54 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path, capfd, change, said)
     write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[change])
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
     assert said in capfd.readouterr().err
-    assert not (tmp_path / "model").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "reference"}
+
+
+@pytest.mark.parametrize("most_bytes", [100, 20_000])
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path, capfd, most_bytes):
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err
+    assert "File too large" in said
+    assert said.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "reference"}
+
+
+class Changed(GgufFile):
+    """A file with another value in its metadata."""
+
+    def __init__(self, file, key, value):
+        self.__dict__.update(file.__dict__)
+        self._changed = {key: value}
+
+    def value(self, key, default=None):
+        return self._changed[key] if key in self._changed else super().value(key, default)
+
+
+@pytest.mark.parametrize("kinds", ["gpt2", "llama"])
+def test_whatever_stands_in_the_metadata_is_taken_or_refused_in_one_line(tmp_path, kinds):
+    def add(writer):
+        if kinds == "llama":
+            add_tokens(writer, "llama", ["a", "b", "ab"], scores=[0.0, -1.0, -2.0])
+
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[add])
+    file, said = GgufFile(tmp_path / "model.gguf"), []
+    values = (0, 1, -1, 2**31 - 1, 2**63, 1.5, float("nan"), float("inf"), "", "x", True, [], [1], ["a"], [1.5] * 3)
+    for key in file._reader.fields:
+        for value in () if key.startswith("GGUF.") else values:
+            changed = Changed(file, key, value)
+            try:
+                _ = config_of(changed), tokenizer_of(changed), tokenizer_config_of(changed)
+                assert dict(tensors_of(changed))
+            except ConfigurationError as refusal:
+                said.append(str(refusal))
+    assert len(said) > 100
+    assert not [line for line in said if "\n" in line or len(line) > 400]
 
 
 def test_the_factors_of_llama_3_are_found(tmp_path, capfd):

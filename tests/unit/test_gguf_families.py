@@ -21,8 +21,6 @@ from headway.settings import ConfigurationError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 NUM_OUTPUT = 8
 # Beyond the windows, which are of 20 and 24 tokens.
 LENGTHS = (1, 9, 60)

@@ -14,7 +14,7 @@ from headway_executor.block_store.store import BlockStore
 from headway_proto.sampling import SamplingParams
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
+    pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted"),
 ]
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)

@@ -9,7 +9,7 @@ import pytest
 
 from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
-from headway_proto.operations import AdminReply, ExecutorStatus, PrefixToPin, SequenceState, Status
+from headway_proto.operations import AdminCall, AdminReply, ExecutorStatus, PrefixToPin, SequenceState, Status
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.choosing.cell_load import Lack, Shortage
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -45,7 +45,7 @@ def call(
     role: str = "",
 ) -> AdminReply:
     link = world.gateways[0].link
-    link.call_admin(method, request_id, prefix, executor=executor, role=role)
+    link.call_admin(AdminCall(method=method, request_id=request_id, prefix=prefix, executor=executor, role=role))
     replies: list[AdminReply] = []
 
     def answered() -> bool:

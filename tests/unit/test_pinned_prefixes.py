@@ -8,7 +8,7 @@ from headway_executor.backend import BackendConfig
 from headway_gateway.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Submit
-from headway_proto.operations import AdminReply, PrefixToPin
+from headway_proto.operations import AdminCall, AdminReply, PrefixToPin
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.scheduler import Scheduler
@@ -95,7 +95,7 @@ class Operator:
         self._num_requests = 0
 
     def call(self, method: str, **prefix: object) -> AdminReply:
-        self._link.call_admin(method, prefix=PrefixToPin(**prefix) if prefix else None)
+        self._link.call_admin(AdminCall(method=method, prefix=PrefixToPin(**prefix) if prefix else None))
         replies: list[AdminReply] = []
 
         def answered() -> bool:

@@ -371,7 +371,6 @@ def test_the_simulated_backend_makes_a_vector_of_the_tokens() -> None:
     assert not np.array_equal(vectors[1], vectors[2])
 
 
-@pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("kernels", ["auto", "eager"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_hidden_states_of_every_family_are_those_of_transformers(tmp_path: Path, name: str, kernels: str) -> None:

@@ -301,7 +301,7 @@ def test_a_rank_that_draws_another_token_is_found_at_the_next_digest():
 
 def test_a_rank_with_another_table_is_found():
     group, scheduler = begun()
-    group.cycles[1]._state._num_blocks[0] -= 1
+    group.cycles[1]._state._tables.num_blocks[0] -= 1
     group.receive(*(scheduler.step() for _ in range(DIGEST_INTERVAL_STEPS)))
     group.turn()
     assert group.lost == "rank 1 has other tables and counters than rank 0 after step 64 of epoch 3"

@@ -15,15 +15,6 @@ CPU = torch.device("cpu")
 VOCAB = 37
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are small: waiting for a second thread on a busy machine would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_sampler(*params: SamplingParams, vocab_size: int = VOCAB, num_prompt_tokens: int = 2) -> Sampler:
     sampler = Sampler(vocab_size=vocab_size, max_num_rows=max(8, len(params)), device=CPU)
     for row, sampling in enumerate(params):

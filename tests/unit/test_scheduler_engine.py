@@ -11,7 +11,7 @@ from headway_gateway.live_sequence import LiveSequence
 from headway_proto import ingress
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Rejected, Submit
-from headway_proto.operations import AdminReply
+from headway_proto.operations import AdminCall, AdminReply
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.state.limits import SchedulerLimits
@@ -58,7 +58,7 @@ def submit(world: World, submission: Submit) -> LiveSequence:
 
 def call(world: World, method: str, request_id: str = "") -> AdminReply:
     link = world.gateways[0].link
-    link.call_admin(method, request_id)
+    link.call_admin(AdminCall(method=method, request_id=request_id))
     replies: list[AdminReply] = []
 
     def answered() -> bool:

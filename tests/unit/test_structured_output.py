@@ -17,8 +17,6 @@ from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.flight.records import Arrived
 from model_core import ModelCore, demo_model
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 ENCODER = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
 PROMPT = ENCODER.encode("def parse(line):\n    return ").ids
 SCHEMAS = (

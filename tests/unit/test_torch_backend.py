@@ -22,8 +22,6 @@ from headway_kernels.cpu.library import load_library
 from headway_proto.sampling import SamplingParams
 from step_columns import NO_PAIRS
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 LENGTHS = (1, 5, 16, 17, 40, 63)
 NUM_OUTPUT = 32
 GREEDY = SamplingParams(temperature=0.0)

@@ -23,7 +23,7 @@ from device_weights import rounded
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.gpu import device_model, graphs, linear, open_model
+from headway_executor.gpu import device_model, graphs, linear, preparation
 from headway_executor.gpu.linear import CodedLinear
 from headway_kernels.gpu.experts import multiply_pairs
 from headway_proto.sampling import Constraint, SamplingParams
@@ -32,7 +32,7 @@ from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread", "triton_interpreter")
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
 ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
 
 
@@ -206,7 +206,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
             [entry.logprob for entry in other.logprobs], abs=1e-3
         )
     if sizes not in ("latent", "stacked") and kind != "gptq-own-orders":
-        qkv = backend._model._target.decoder._weights.layers[0].qkv
+        qkv = backend._model.parts.target.decoder._weights.layers[0].qkv
         assert isinstance(
             getattr(qkv, "_product", qkv), CodedLinear
         )  # Where there may be adapters, they are around it.
@@ -214,7 +214,12 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
 
 @pytest.mark.parametrize(
     ("kind", "is_meant", "may_be"),
-    [("fp8-tensors", True, True), ("float-channel", False, True), ("fp8-blocks", True, False), ("w8a16", False, False)],
+    [
+        ("fp8-tensors", True, True),
+        pytest.param("float-channel", False, True, marks=pytest.mark.deep),
+        ("fp8-blocks", True, False),
+        pytest.param("w8a16", False, False, marks=pytest.mark.deep),
+    ],
 )
 def test_inputs_of_many_tokens_are_rounded_if_the_checkpoint_or_an_option_says_so(tmp_path, kind, is_meant, may_be):
     """And if a kernel multiplies weights in this form so: blocks of 32 inputs are too small."""
@@ -323,10 +328,10 @@ def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_
         opened = backend._model
         kept = KeptGraphs()
         if has_graphs:
-            opened._target._graphs = kept
+            opened.parts.target._graphs = kept
             with torch.inference_mode():
-                opened._upload.clear()
-                opened._target.record(lambda *_: None)
+                opened.parts.upload.clear()
+                opened.parts.target.record(lambda *_: None)
         driver, plain = BackendDriver(backend, info), backend.execute
 
         def execute(batch, backend=backend, plain=plain):
@@ -413,7 +418,7 @@ def test_a_step_beyond_memory_says_how_many_tokens_it_had(llama, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
 
-    monkeypatch.setattr(backend._model._target.decoder, "run", exhausted)
+    monkeypatch.setattr(backend._model.parts.target.decoder, "run", exhausted)
     with pytest.raises(
         StepOutOfMemoryError, match=r"out of memory with 7 tokens: CUDA out of memory\. Tried"
     ) as caught:
@@ -485,7 +490,7 @@ def test_info_describes_the_model_and_close_may_be_called_twice(llama):
 def test_the_largest_step_can_be_tried_and_leaves_nothing_behind(llama):
     opened = open_backend(llama[0], max_num_batched_tokens=20)
     with torch.inference_mode():
-        opened[0]._model.try_largest_step()
+        preparation.try_largest_step(opened[0]._model.parts)
     request = Request(prompt(9), 2)
     BackendDriver(*opened).run([request], budget=20)
     assert request.output == expected(llama[1], request.prompt, 2)[0]
@@ -511,17 +516,17 @@ def test_behind_its_graphs_a_model_takes_the_memory_of_the_largest_step_again(ll
     """Entering a graph has given it back: else the first steps allocate while they serve."""
     warned = []
 
-    def largest(self):
+    def largest(parts):
         NoGraphs.said.append("largest")
         if not fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(NoGraphs, "said", [])
     monkeypatch.setattr(device_model, "StepGraphs", NoGraphs)
-    monkeypatch.setattr(open_model.OpenModel, "try_largest_step", largest)
+    monkeypatch.setattr(preparation, "try_largest_step", largest)
     backend, _ = open_backend(llama[0], warn=warned.append)
     with torch.inference_mode():
-        backend._model.prepare(record_graphs=True)
+        preparation.record_graphs(backend._model.parts)
     assert NoGraphs.said == ["recorded", "largest"]
     assert len(warned) == (not fits)
 
@@ -530,7 +535,7 @@ def test_closing_gives_the_pool_back_at_once(llama):
     """On a device it is nearly all memory, and the next model may be opened before Python looks for circles."""
     backend, info = open_backend(llama[0])
     BackendDriver(backend, info).run([Request(prompt(3), 2)], budget=8)
-    held = [weakref.ref(backend._model), weakref.ref(backend._model._target.pool)]
+    held = [weakref.ref(backend._model), weakref.ref(backend._model.parts.target.pool)]
     gc.disable()
     try:
         backend.close()
@@ -542,7 +547,7 @@ def test_closing_gives_the_pool_back_at_once(llama):
 def test_steps_padded_to_the_sizes_of_graphs_draw_the_same(llama):
     backend, info = open_backend(llama[0], max_num_batched_tokens=64)
     model = backend._model
-    model._target.sizes = model._target.step_sizes(recorded=True)
+    model.parts.target.sizes = model.parts.target.step_sizes(recorded=True)
     requests = [Request(prompt(length, seed=length), 3, GREEDY) for length in (5, 11, 2)]
     BackendDriver(backend, info).run(requests, budget=12)
     for request in requests:
@@ -553,9 +558,9 @@ def test_steps_of_greedy_rows_draw_in_the_same_launch(llama, monkeypatch):
     """Also padded; with a row that wants more, or a chunk, the draw comes after."""
     backend, info = open_backend(llama[0])
     model, sizes = backend._model, []
-    model._target.sizes = model._target.step_sizes(recorded=True)
-    launch = model._target._graphs.launch
-    monkeypatch.setattr(model._target._graphs, "launch", lambda size: sizes.append(size) or launch(size))
+    model.parts.target.sizes = model.parts.target.step_sizes(recorded=True)
+    launch = model.parts.target._graphs.launch
+    monkeypatch.setattr(model.parts.target._graphs, "launch", lambda size: sizes.append(size) or launch(size))
     plain = SamplingParams(temperature=0.0)
     requests = [Request(prompt(length, seed=length), 3, plain) for length in (5, 2)]
     requests.append(Request(prompt(4), 2, GREEDY))
@@ -575,9 +580,9 @@ def test_a_layer_of_a_greedy_step_is_eight_launches(llama, monkeypatch, quantiza
         "__call__",
         lambda self, *arguments, **named: (launched.append(self.fn.__name__), launch(self, *arguments, **named)),
     )
-    run = backend._model._target.decoder.run
+    run = backend._model.parts.target.decoder.run
     monkeypatch.setattr(
-        backend._model._target.decoder, "run", lambda *sizes, **kinds: (launched.clear(), run(*sizes, **kinds))
+        backend._model.parts.target.decoder, "run", lambda *sizes, **kinds: (launched.clear(), run(*sizes, **kinds))
     )
     driver.run([Request(prompt(5), 3, SamplingParams(temperature=0.0))], budget=16)
     layer = ["_add_rms_norm", "skinny_kernel", "_rotate_and_store", "decode_kernel", "skinny_kernel"]

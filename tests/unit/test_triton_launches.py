@@ -15,6 +15,7 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from headway_executor.backend import BackendConfig, StepBatch
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.graphs import LaunchSize
+from headway_executor.gpu.preparation import try_largest_step
 from headway_executor.gpu.step_columns import shape_of
 from headway_proto.sampling import SamplingParams
 from launch_log import logged
@@ -23,7 +24,6 @@ from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are written down where they would be interpreted"),
 ]
 MOST_TOKENS = 2048
@@ -67,9 +67,9 @@ def model(request, tmp_path_factory):
     config = {"dtype": dtype, "quantization": quantization, "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
     info = backend.open(BackendConfig(model=str(directory), **config))
     opened = backend._model
-    opened._target.sizes = opened._target.step_sizes(recorded=True)
+    opened.parts.target.sizes = opened.parts.target.step_sizes(recorded=True)
     with torch.inference_mode():
-        opened._target.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        opened.parts.target.decoder._space.token_ids.zero_()  # No kernel will fill them.
     return opened, backend, info
 
 
@@ -87,8 +87,8 @@ def send(opened, counts, computed):
         block_table=np.empty((0, 0), dtype=np.int32),
     )
     shape = shape_of(batch)
-    size = opened._target.size_of(shape)
-    opened._upload.send(batch, shape, size.num_rows)
+    size = opened.parts.target.size_of(shape)
+    opened.parts.upload.send(batch, shape, size.num_rows)
     return size
 
 
@@ -108,7 +108,7 @@ def test_a_recorded_step_allocates_nothing_and_passes_the_same_memory(model, one
         for counts, computed in ((one, 0), (other, 9)):
             assert send(opened, counts, computed) == size
             with logged() as log:
-                opened._target.forward(size)
+                opened.parts.target.forward(size)
             logs.append(log)
     assert logs[0].allocations == logs[1].allocations == []
     assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
@@ -120,9 +120,9 @@ def test_nothing_is_compiled_while_serving(model):
     """Everything is launched once before the first request, in every variant that any request can ask for."""
     opened, backend, info = model
     with torch.inference_mode(), logged() as opening:
-        opened.try_largest_step()
-        for size in opened._target.sizes.recorded():
-            opened._target.forward(size)
+        try_largest_step(opened.parts)
+        for size in opened.parts.target.sizes.recorded():
+            opened.parts.target.forward(size)
     with logged() as serving:
         driver = BackendDriver(backend, info)
         for number, sampling in enumerate(PARAMETERS):
@@ -132,7 +132,7 @@ def test_nothing_is_compiled_while_serving(model):
         with torch.inference_mode():
             # Beyond the recorded sizes, each step is launched in its own.
             for num_tokens in range(16, MOST_TOKENS + 1, 112):
-                opened._target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
+                opened.parts.target.forward(LaunchSize(num_tokens, 40, has_decodes=True, has_chunks=True))
     assert serving.keys - opening.keys == set()
     assert len(serving.launches) > 500
 
@@ -148,11 +148,11 @@ def adapted(tmp_path_factory):
     info = backend.open(BackendConfig(model=str(directory / "model"), **config))
     opened = backend._model
     with torch.inference_mode(), logged() as opening:
-        opened._target.decoder._space.token_ids.zero_()  # No kernel will fill them.
-        opened.try_largest_step()
-        opened._target.sizes = opened._target.step_sizes(recorded=True)
-        for size in opened._target.sizes.recorded():
-            opened._target.forward(size)
+        opened.parts.target.decoder._space.token_ids.zero_()  # No kernel will fill them.
+        try_largest_step(opened.parts)
+        opened.parts.target.sizes = opened.parts.target.step_sizes(recorded=True)
+        for size in opened.parts.target.sizes.recorded():
+            opened.parts.target.forward(size)
     return backend, info, opening, adapters
 
 
@@ -178,26 +178,26 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
     logs = []
     for chosen in ((names[0], ""), (names[1], names[0], names[1])):
         for row in range(len(counts)):
-            opened._adapters.adapters.enter(row, chosen[row % len(chosen)])
+            opened.parts.adapters.adapters.enter(row, chosen[row % len(chosen)])
         with torch.inference_mode():
             size = send(opened, counts, 3)._replace(is_adapted=True)
-            opened._adapters.begin(np.repeat(np.arange(len(counts)), counts), size.num_tokens)
-            assert opened._adapters.are_any
+            opened.parts.adapters.begin(np.repeat(np.arange(len(counts)), counts), size.num_tokens)
+            assert opened.parts.adapters.are_any
             with logged() as log:
-                opened._target.forward(size)
+                opened.parts.target.forward(size)
         logs.append(log)
-    opened._adapters.adapters.leave(np.arange(len(counts)))
+    opened.parts.adapters.adapters.leave(np.arange(len(counts)))
     assert logs[0].allocations == logs[1].allocations == []
     assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
     assert {launch.kernel for launch in logs[0].launches if not launch.may_overlap} == set()
-    num_layers = opened._target.decoder.num_layers
+    num_layers = opened.parts.target.decoder.num_layers
     assert [launch.kernel for launch in logs[0].launches].count("_shrink") == 4 * num_layers
 
 
 def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_computed_as_in_larger_ones(adapted):
     """Else its products would look for them where nobody has put them."""
     backend, _, _, adapters = adapted
-    step = backend._model._adapters
+    step = backend._model.parts.adapters
     step.adapters.enter(0, backend.load_adapter("late", str(adapters[0])).identity)
     for num_tokens in (step.most_tokens, step.most_tokens + 8):
         with torch.inference_mode():
@@ -224,10 +224,10 @@ def test_speculation_launches_nothing_new(speculation, tmp_path):
     engine = SpeculativeEngine(config, backend=backend, clock=lambda: 0.0, always=True)
     opened = backend._model
     with torch.inference_mode(), logged() as opening:
-        for model in opened._both:
+        for model in opened.parts.models:
             model.decoder._space.token_ids.zero_()  # No kernel will fill them.
-        opened.try_largest_step()
-        for model in opened._both:
+        try_largest_step(opened.parts)
+        for model in opened.parts.models:
             model.sizes = model.step_sizes(recorded=True)
             for size in model.sizes.recorded():
                 model.forward(size)
@@ -244,16 +244,16 @@ def test_the_parts_of_a_step_that_are_timed_alone_are_the_whole_step(model):
     size = LaunchSize(8, 8, has_decodes=True, has_chunks=False)
     with torch.inference_mode():
         assert send(opened, [1] * 8, 3) == size
-        with logged() as whole, gpu_parts.written_down(opened._target.decoder) as calls:
-            opened._target.forward(size)
+        with logged() as whole, gpu_parts.written_down(opened.parts.target.decoder) as calls:
+            opened.parts.target.forward(size)
         with logged() as again:
             for works in calls.values():
                 for work in works:
                     work()
         with logged() as after:
-            opened._target.forward(size)
+            opened.parts.target.forward(size)
     assert Counter(launch.passed for launch in again.launches) == Counter(launch.passed for launch in whole.launches)
-    assert len(calls["qkv"]) == len(calls["feed_forward"]) == len(opened._target.decoder._weights.layers)
+    assert len(calls["qkv"]) == len(calls["feed_forward"]) == len(opened.parts.target.decoder._weights.layers)
     assert after.launches == whole.launches
 
 

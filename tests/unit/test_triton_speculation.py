@@ -21,7 +21,7 @@ from speculative_engine import GREEDY, SpeculativeEngine, write_first_layers
 from step_columns import NO_PAIRS
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
+    pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a device, the conformance suite runs"),
 ]
 NUM_OUTPUT = 4
@@ -97,7 +97,7 @@ def test_proposals_from_the_text_change_no_bit(model, dtype):
     lookup, proposer._lookup = proposer._lookup, Guesses()
     alone = outputs(looking, lambda _: GREEDY, speculates=False)
     sizes = []
-    target = backend._model._target
+    target = backend._model.parts.target
     target.sizes = target.step_sizes(recorded=True)
     original = target.launch
     target.launch = lambda size, batch: (sizes.append(size), original(size, batch))

@@ -18,7 +18,7 @@ from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS
 from headway_kernels.gpu.tunings import Tunings, shipped_pair_tiling
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread", "triton_interpreter"),
+    pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="with a clock of its own"),
 ]
 CPU = torch.device("cpu")

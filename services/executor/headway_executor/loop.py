@@ -24,7 +24,8 @@ from headway_executor.backend import (
     StepOutOfMemoryError,
     StepResult,
 )
-from headway_executor.batch_state import BatchState, BlockMoves
+from headway_executor.batch_state import BatchState
+from headway_executor.block_moves import BlockMoves
 from headway_executor.block_store.puller import FetchedBlocks
 from headway_executor.block_store.store import NoStore, Store
 from headway_executor.block_store.suspects import SuspectBlocks

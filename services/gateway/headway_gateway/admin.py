@@ -24,6 +24,7 @@ from headway_proto.ingress import ModelInfo
 from headway_proto.operations import (
     EXECUTOR_ROLES,
     AdapterToLoad,
+    AdminCall,
     AdminReply,
     FlightLogPart,
     FlightLogPlace,
@@ -45,14 +46,14 @@ class AdminServicer(api_grpc.AdminServicer):
         self._flight_log_turn = asyncio.Lock()
 
     async def GetStatus(self, request: api.GetStatusRequest, context: Call) -> api.GetStatusResponse:  # noqa: ARG002, N802
-        reply = await self._call("status", context)
+        reply = await self._call(context, AdminCall(method="status"))
         status = reply.status
         if status is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent no status")
         return api.GetStatusResponse(**_fields(status), tenants=map(_tenant_use, reply.tenants))
 
     async def ListRequests(self, request: api.ListRequestsRequest, context: Call) -> api.ListRequestsResponse:  # noqa: ARG002, N802
-        reply = await self._call("list", context)
+        reply = await self._call(context, AdminCall(method="list"))
         return api.ListRequestsResponse(requests=map(_request_state, reply.sequences))
 
     async def Explain(self, request: api.ExplainRequest, context: Call) -> api.ExplainResponse:  # noqa: N802
@@ -65,27 +66,27 @@ class AdminServicer(api_grpc.AdminServicer):
         return api.CancelResponse()
 
     async def Pause(self, request: api.PauseRequest, context: Call) -> api.PauseResponse:  # noqa: ARG002, N802
-        await self._call("pause", context)
+        await self._call(context, AdminCall(method="pause"))
         return api.PauseResponse()
 
     async def Resume(self, request: api.ResumeRequest, context: Call) -> api.ResumeResponse:  # noqa: ARG002, N802
-        await self._call("resume", context)
+        await self._call(context, AdminCall(method="resume"))
         return api.ResumeResponse()
 
     async def Drain(self, request: api.DrainRequest, context: Call) -> api.DrainResponse:  # noqa: ARG002, N802
-        await self._call("drain", context)
+        await self._call(context, AdminCall(method="drain"))
         return api.DrainResponse()
 
     async def DrainExecutor(  # noqa: N802
         self, request: api.DrainExecutorRequest, context: Call
     ) -> api.DrainExecutorResponse:
-        await self._call("drain_executor", context, executor=request.executor)
+        await self._call(context, AdminCall(method="drain_executor", executor=request.executor))
         return api.DrainExecutorResponse()
 
     async def UndrainExecutor(  # noqa: N802
         self, request: api.UndrainExecutorRequest, context: Call
     ) -> api.UndrainExecutorResponse:
-        await self._call("undrain_executor", context, executor=request.executor)
+        await self._call(context, AdminCall(method="undrain_executor", executor=request.executor))
         return api.UndrainExecutorResponse()
 
     async def SetExecutorRole(  # noqa: N802
@@ -94,7 +95,7 @@ class AdminServicer(api_grpc.AdminServicer):
         if request.role not in EXECUTOR_ROLES:
             allowed = ", ".join(EXECUTOR_ROLES)
             raise invalid_argument("role", f"{shown(request.role)} is not allowed; allowed: {allowed}")
-        await self._call("set_executor_role", context, executor=request.executor, role=request.role)
+        await self._call(context, AdminCall(method="set_executor_role", executor=request.executor, role=request.role))
         return api.SetExecutorRoleResponse()
 
     async def LoadAdapter(self, request: api.LoadAdapterRequest, context: Call) -> api.LoadAdapterResponse:  # noqa: N802
@@ -102,18 +103,22 @@ class AdminServicer(api_grpc.AdminServicer):
         if not request.directory:
             raise invalid_argument("directory", "'' is not allowed; allowed: the directory of an adapter")
         await self._serving_model(context)
-        await self._call("load_adapter", context, adapter=AdapterToLoad(request.name, request.directory))
+        await self._call(
+            context, AdminCall(method="load_adapter", adapter=AdapterToLoad(request.name, request.directory))
+        )
         return api.LoadAdapterResponse()
 
     async def UnloadAdapter(self, request: api.UnloadAdapterRequest, context: Call) -> api.UnloadAdapterResponse:  # noqa: N802
         _check_adapter_name(request.name)
         await self._serving_model(context)
         not_found = f"name: {shown(request.name)} is not loaded"
-        await self._call("unload_adapter", context, adapter=AdapterToLoad(request.name), not_found=not_found)
+        await self._call(
+            context, AdminCall(method="unload_adapter", adapter=AdapterToLoad(request.name)), not_found=not_found
+        )
         return api.UnloadAdapterResponse()
 
     async def ListAdapters(self, request: api.ListAdaptersRequest, context: Call) -> api.ListAdaptersResponse:  # noqa: ARG002, N802
-        reply = await self._call("adapters", context)
+        reply = await self._call(context, AdminCall(method="adapters"))
         return api.ListAdaptersResponse(
             adapters=[api.LoadedAdapter(**msgspec.structs.asdict(adapter)) for adapter in reply.adapters]
         )
@@ -125,12 +130,12 @@ class AdminServicer(api_grpc.AdminServicer):
         token_ids = await self._prompts.encode(request, kind, model, is_prefix=True)
         require_token_ids(token_ids, "token_ids.ids", model.vocab_size)
         prefix = PrefixToPin(name=request.name, tenant=request.tenant, token_ids=encode_column(token_ids))
-        reply = await self._call("pin", context, prefix=prefix)
+        reply = await self._call(context, AdminCall(method="pin", prefix=prefix))
         return api.PinPrefixResponse(pinned=_pinned_prefix(reply.pinned_prefixes[0]))
 
     async def UnpinPrefix(self, request: api.UnpinPrefixRequest, context: Call) -> api.UnpinPrefixResponse:  # noqa: N802
         not_found = f"name: nothing is pinned as {shown(request.name)}"
-        await self._call("unpin", context, prefix=PrefixToPin(name=request.name), not_found=not_found)
+        await self._call(context, AdminCall(method="unpin", prefix=PrefixToPin(name=request.name)), not_found=not_found)
         return api.UnpinPrefixResponse()
 
     async def ListPinnedPrefixes(  # noqa: N802
@@ -138,7 +143,7 @@ class AdminServicer(api_grpc.AdminServicer):
         request: api.ListPinnedPrefixesRequest,
         context: Call,
     ) -> api.ListPinnedPrefixesResponse:
-        reply = await self._call("pins", context, executor=request.executor)
+        reply = await self._call(context, AdminCall(method="pins", executor=request.executor))
         return api.ListPinnedPrefixesResponse(prefixes=map(_pinned_prefix, reply.pinned_prefixes))
 
     async def ReadFlightLog(  # noqa: N802
@@ -148,7 +153,7 @@ class AdminServicer(api_grpc.AdminServicer):
     ) -> AsyncIterator[api.ReadFlightLogResponse]:
         async def ask(place: FlightLogPlace) -> FlightLogPart:
             async with self._flight_log_turn:  # Run one read at a time.
-                part = (await self._call("flight_log", context, place=place)).flight_log
+                part = (await self._call(context, AdminCall(method="flight_log", place=place))).flight_log
             if part is None:
                 raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler sent nothing from its flight log")
             return part
@@ -167,32 +172,11 @@ class AdminServicer(api_grpc.AdminServicer):
             raise invalid_argument(
                 "request_id", f"{shown(request_id)} is not allowed; allowed: 1 to {MAX_REQUEST_ID_BYTES} bytes"
             )
-        return await self._call(method, context, request_id, not_found=f"request_id: {shown(request_id)} is not known")
+        not_found = f"request_id: {shown(request_id)} is not known"
+        return await self._call(context, AdminCall(method=method, request_id=request_id), not_found=not_found)
 
-    async def _call(
-        self,
-        method: str,
-        context: Call,
-        request_id: str = "",
-        *,
-        prefix: PrefixToPin | None = None,
-        place: FlightLogPlace | None = None,
-        executor: int = 0,
-        role: str = "",
-        adapter: AdapterToLoad | None = None,
-        not_found: str = _NOT_FOUND,
-    ) -> AdminReply:
-        reply = await ask(
-            self._client,
-            context,
-            method,
-            request_id,
-            prefix=prefix,
-            place=place,
-            executor=executor,
-            role=role,
-            adapter=adapter,
-        )
+    async def _call(self, context: Call, call: AdminCall, *, not_found: str = _NOT_FOUND) -> AdminReply:
+        reply = await ask(self._client, context, call)
         if reply.error == _NOT_FOUND:
             raise CallRefusedError(grpc.StatusCode.NOT_FOUND, not_found)
         if reply.error:

@@ -33,7 +33,7 @@ from headway_proto.ingress import (
     gateway_frame_reader,
     gateway_frame_writer,
 )
-from headway_proto.operations import AdapterToLoad, AdminCall, AdminReply, CachePosition, FlightLogPlace, PrefixToPin
+from headway_proto.operations import AdminCall, AdminReply
 
 MAX_HANDLE = (1 << 31) - 1
 _PASSING_REJECTIONS = frozenset({REJECT_OVERLOADED, REJECT_UNAVAILABLE, REJECT_ALREADY_EXISTS})
@@ -134,20 +134,10 @@ class IngressLink:
             if self.phase is LinkPhase.OPEN:
                 self._aborted_handles.append(sequence.handle)
 
-    def call_admin(
-        self,
-        method: str,
-        request_id: str = "",
-        prefix: PrefixToPin | None = None,
-        position: CachePosition | None = None,
-        place: FlightLogPlace | None = None,
-        executor: int = 0,
-        role: str = "",
-        adapter: AdapterToLoad | None = None,
-    ) -> int:
-        """Send an operator's call until it is answered."""
+    def call_admin(self, call: AdminCall) -> int:
+        """Send an operator's call until it is answered; return the number that it gets."""
         self._last_call_id += 1
-        call = AdminCall(self._last_call_id, method, request_id, prefix, position, place, executor, role, adapter)
+        call = msgspec.structs.replace(call, call_id=self._last_call_id)
         self._admin_calls[call.call_id] = call
         if self.phase is LinkPhase.OPEN:
             self._send(call)

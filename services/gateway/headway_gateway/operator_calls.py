@@ -5,7 +5,7 @@ import grpc
 from headway_gateway.grpc_server.call import Call
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statuses import CallRefusedError
-from headway_proto.operations import AdapterToLoad, AdminReply, FlightLogPlace, PrefixToPin
+from headway_proto.operations import AdminCall, AdminReply
 
 ANSWER_TIMEOUT_S = 5.0
 
@@ -20,33 +20,14 @@ def time_left_s(context: Call, most_s: float = ANSWER_TIMEOUT_S) -> float:
     return most_s if remaining_s is None else min(most_s, max(0.0, remaining_s))
 
 
-async def ask(
-    client: SchedulerClient,
-    context: Call,
-    method: str,
-    request_id: str = "",
-    *,
-    prefix: PrefixToPin | None = None,
-    place: FlightLogPlace | None = None,
-    executor: int = 0,
-    role: str = "",
-    adapter: AdapterToLoad | None = None,
-) -> AdminReply:
+async def ask(client: SchedulerClient, context: Call, call: AdminCall) -> AdminReply:
     """Return the scheduler's answer.
 
     Raises:
         CallRefusedError: UNAVAILABLE.
     """
     try:
-        return await client.call_admin(
-            method,
-            request_id,
-            prefix,
-            place=place,
-            executor=executor,
-            role=role,
-            adapter=adapter,
-            timeout_s=time_left_s(context, ANSWER_TIMEOUT_S if adapter is None else LOAD_TIMEOUT_S),
-        )
+        most_s = ANSWER_TIMEOUT_S if call.adapter is None else LOAD_TIMEOUT_S
+        return await client.call_admin(call, timeout_s=time_left_s(context, most_s))
     except SchedulerUnavailableError as error:
         raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error

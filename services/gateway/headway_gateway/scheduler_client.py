@@ -19,7 +19,7 @@ from headway_gateway.live_sequence import LiveSequence
 from headway_process.addresses import check_ipc_directory
 from headway_proto.framing import MAX_FRAME_BYTES
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, ModelInfo
-from headway_proto.operations import AdapterToLoad, AdminReply, CachePosition, FlightLogPlace, PrefixToPin
+from headway_proto.operations import AdminCall, AdminReply
 
 _TICK_INTERVAL_S = HEARTBEAT_INTERVAL_S / 4
 _MOST_FRAMES_PER_TURN = 32
@@ -118,25 +118,13 @@ class SchedulerClient:
         self._link.abort(sequences)
         self._flush()
 
-    async def call_admin(
-        self,
-        method: str,
-        request_id: str = "",
-        prefix: PrefixToPin | None = None,
-        *,
-        position: CachePosition | None = None,
-        place: FlightLogPlace | None = None,
-        executor: int = 0,
-        role: str = "",
-        adapter: AdapterToLoad | None = None,
-        timeout_s: float,
-    ) -> AdminReply:
+    async def call_admin(self, call: AdminCall, *, timeout_s: float) -> AdminReply:
         """Send an operator's call.
 
         Raises:
             SchedulerUnavailableError: no answer came within ``timeout_s``.
         """
-        call_id = self._link.call_admin(method, request_id, prefix, position, place, executor, role, adapter)
+        call_id = self._link.call_admin(call)
         waiter: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
         self._admin_waiters[call_id] = waiter
         self._flush()

@@ -10,7 +10,6 @@ from headway_executor.models.decoder import FeedForward
 from headway_kernels import reference
 from headway_kernels.gpu.activation import BLOCK, clamped_swish_and_multiply, silu_and_multiply
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 # Two units in the last place: an intermediate result may fall on the other side of a rounding.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-6, "atol": 1e-7},

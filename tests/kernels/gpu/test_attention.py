@@ -17,8 +17,6 @@ from headway_kernels.gpu.attention import AttentionWorkspace, plan_attention
 from headway_kernels.gpu.attention_tiles import MAX_SPLITS, cut_decode, start_of_share
 from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 def check(shape, device):
     batch = Batch(shape, device)

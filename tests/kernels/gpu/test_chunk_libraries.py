@@ -19,8 +19,6 @@ from headway_kernels.gpu.flash_attention import find_flash_attention
 from headway_kernels.gpu.flash_infer import MODULE, WRAPPER, find_flash_infer
 from headway_kernels.gpu.long_chunks import ChunkSizes, LibraryLacking, LongAttention, LongChunks
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 FINDS = {"flash": (FakeFlash, find_flash_attention), "flashinfer": (FakeFlashInfer, find_flash_infer)}
 ROWS = ((1, 40), (70, 200), (0, 0), (33, 33), (2, 17), (66, 91), (65, 65), (1, 9))
 SHAPE = Shape(ROWS, head_dim=64, num_kv_heads=2, group=4, block_size=16, dtype=torch.bfloat16)

@@ -14,7 +14,6 @@ from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply
 from headway_kernels.gpu.weights import coded, dense, quantized, stacked
 from headway_kernels.routing import Routing, Scoring
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOLERANCE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, num_chosen=2, is_normalised=True),

@@ -13,7 +13,6 @@ from headway_kernels.gpu.weights import coded, quantized, stacked
 from headway_kernels.routing import Routing
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no products of 8-bit floats"
     ),

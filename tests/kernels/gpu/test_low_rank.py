@@ -1,6 +1,5 @@
 """Low-rank additions beside float64."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from device_weights import normal
 from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 MOST_RANK = 40
 SITES = 3

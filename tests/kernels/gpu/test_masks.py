@@ -6,8 +6,6 @@ import torch
 
 from headway_kernels.gpu.masks import exclude
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.mark.parametrize("vocab_size", [7, 32, 1024, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

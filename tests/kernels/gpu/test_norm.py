@@ -9,7 +9,6 @@ from headway_executor.models.decoder import RmsNorm
 from headway_kernels import reference
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 EPS = 1e-5
 # Two units in the last place: an intermediate result may fall on the other side of a rounding.
 TOLERANCE = {

@@ -12,7 +12,6 @@ from headway_kernels.gpu import weights as weights_module
 from headway_kernels.gpu.quantized_linear import quantized_linear
 from headway_kernels.gpu.weights import WeightForm, coded, quantize
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 KINDS = ("int8", "fp8")
 TOLERANCE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-4},

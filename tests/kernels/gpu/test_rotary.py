@@ -11,7 +11,6 @@ from headway_executor.models.rope import interleaved, rotate_, rotations
 from headway_kernels import kv_codes, reference
 from headway_kernels.gpu.rotary import rotate_and_store
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 EPS = 1e-6
 CONTEXT = 50
 NUM_BLOCKS = 3

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from headway_kernels.gpu.rows import (
     store_sampled,
 )
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MAX_ROWS = 7
 MAX_BLOCKS = 40
 COUNTS = st.lists(st.integers(0, 5), max_size=MAX_ROWS) | st.lists(

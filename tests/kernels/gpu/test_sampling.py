@@ -19,8 +19,6 @@ from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs
 from headway_kernels.gpu.sampling_memory import SamplingColumns, SamplingWorkspace
 from headway_proto.sampling import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 PROMPT = 3
 CHUNK = 256
 VARIANTS = ("greedy", "random", "truncated")

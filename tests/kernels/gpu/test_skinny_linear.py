@@ -13,7 +13,6 @@ from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.skinny_linear import skinny_linear
 from headway_kernels.gpu.weights import coded, dense
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOLERANCE = {torch.bfloat16: {"rtol": 2**-7, "atol": 2e-3}, torch.float16: {"rtol": 2**-10, "atol": 2e-4}}
 ACTIVATIONS = {
     Gate.SILU: reference.silu_and_multiply,

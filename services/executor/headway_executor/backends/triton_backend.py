@@ -23,7 +23,9 @@ from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.decoder import check_kernels_have
 from headway_executor.gpu.device_adapters import with_table
-from headway_executor.gpu.open_model import ModelFiles, OpenModel
+from headway_executor.gpu.device_parts import DeviceParts, ModelFiles
+from headway_executor.gpu.open_model import OpenModel
+from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
 from headway_executor.models.adapters import ModelAdapters, takes_adapters
@@ -45,8 +47,9 @@ from headway_proto.step import BackendInfo
 class TritonBackend:
     """The ``ExecutorBackend`` for Triton.
 
-    Options: ``activations``: see ``gpu.device_weights``; ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``,
-    a file with a line per step; ``tuning``: see ``gpu.tuning_file``.
+    Options: ``activations``: see ``gpu.device_weights``; ``chunk_attention``: see ``gpu.chunk_library``; ``graphs``, "auto" or
+    "off"; ``weights``, "checkpoint" or "random" (needs only config.json); ``step_log``, a file with a line per step;
+    ``tuning``: see ``gpu.tuning_file``.
     """
 
     reads_block_table = False
@@ -90,18 +93,20 @@ class TritonBackend:
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)
                 draft_files = ModelFiles(draft._replace(model_config=found), draft_weights)
-            self._model = OpenModel(config, ModelFiles(settings, weights), runtime, constraints, adapters, draft_files)
+            parts = DeviceParts(config, ModelFiles(settings, weights), runtime, adapters, draft_files)
             fingerprint = weights.fingerprint()
-            self._model.prepare(record_graphs=graphs and runtime.is_cuda)
-            swap_us_per_block = self._model.mover.measure_swap_us()
-        mover = self._model.mover
+            mover = open_pools(parts)
+            self._model = OpenModel(parts, mover, constraints)
+            if graphs and runtime.is_cuda:
+                record_graphs(parts)
+            swap_us_per_block = mover.measure_swap_us()
         return BackendInfo(
             backend="triton",
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             model_name=Path(config.model).resolve().name,
             model_fingerprint=fingerprint,
-            num_blocks=self._model.num_blocks,
+            num_blocks=parts.target.num_blocks,
             block_size=config.block_size,
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
@@ -120,25 +125,25 @@ class TritonBackend:
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
         """See ``ExecutorBackend.execute``."""
         model = self._opened
-        with translating(batch), torch.inference_mode(), model.runtime.on_stream():
+        with translating(batch), torch.inference_mode(), model.parts.runtime.on_stream():
             return model.execute(batch)
 
     def move_blocks(self, *, copies: Int32Array, swap_out: Int32Array, swap_in: Int32Array) -> Future[None] | None:
         """See ``ExecutorBackend.move_blocks``."""
         model = self._opened
-        with translating(), torch.inference_mode(), model.runtime.on_stream():
+        with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
             return model.move(copies=copies, swap_out=swap_out, swap_in=swap_in)
 
     def load_blocks(self, contents: NDArray[np.uint8], blocks: Int32Array) -> None:
         """See ``ExecutorBackend.load_blocks``."""
         model = self._opened
-        with translating(), torch.inference_mode(), model.runtime.on_stream():
+        with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
             model.load(contents, blocks)
 
     def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``."""
         model = self._opened
-        with translating(), torch.inference_mode(), model.runtime.on_stream():
+        with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
             return model.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
@@ -152,7 +157,7 @@ class TritonBackend:
             self._model = None
 
     @property
-    def _opened(self) -> "OpenModel":
+    def _opened(self) -> OpenModel:
         if self._model is None:
             raise RuntimeError("the backend is not open")
         return self._model

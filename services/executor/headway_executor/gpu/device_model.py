@@ -54,6 +54,11 @@ class DeviceModel:
         return self._pool
 
     @property
+    def num_blocks(self) -> int:
+        """Of the pool."""
+        return self._pool.shape[1]
+
+    @property
     def block_bytes(self) -> int:
         """Of a block in all layers."""
         return self.decoder.num_layers * self._block.num_bytes

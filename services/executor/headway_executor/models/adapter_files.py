@@ -159,7 +159,7 @@ def _rank_and_scale(fields: ConfigFields) -> tuple[int, float]:
     values = fields.values
     if values.get("peft_type") != "LORA":
         raise fields.refuse("peft_type", "LORA")
-    if values.get("task_type") not in {None, "CAUSAL_LM"}:
+    if values.get("task_type") not in (None, "CAUSAL_LM"):
         raise fields.refuse("task_type", "CAUSAL_LM")
     if values.get("bias", "none") != "none":
         raise fields.refuse("bias", "none")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType, type_info
 
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
 
@@ -249,13 +250,13 @@ def read(content: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        raise _wrong_field(content, str(error)) from None
+        raise _wrong_field(content, str(error), kind) from None
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"
         raise invalid_argument("body", f"it is not readable ({reason}); allowed: a JSON object") from None
 
 
-def _wrong_field(content: bytes, message: str) -> CallRefusedError:
+def _wrong_field(content: bytes, message: str, kind: type) -> CallRefusedError:
     match = _AT.match(message)
     assert match is not None
     problem, path = match["problem"], (match["path"] or "$").removeprefix("key` in `")
@@ -268,10 +269,32 @@ def _wrong_field(content: bytes, message: str) -> CallRefusedError:
     if missing is not None:
         return invalid_argument(f"{field}.{missing['name']}".removeprefix("."), "it is missing")
     expected = _EXPECTED.fullmatch(problem)
-    if expected is None:  # such as a number that no type holds
-        return invalid_argument(field or "body", f"it is not allowed ({problem})")
-    allowed = expected["allowed"].replace("`", "").replace(" | ", " or ")
+    if expected is None:
+        allowed = _choices(kind, path)
+        if not allowed:  # such as a number that no type holds
+            return invalid_argument(field or "body", f"it is not allowed ({problem[:200]})")
+    else:
+        allowed = expected["allowed"].replace("`", "").replace(" | ", " or ")
     return invalid_argument(field or "body", f"{_value_at(content, path)} is not allowed; allowed: {allowed}")
+
+
+def _choices(kind: type, path: str) -> str:
+    """The values of the enumeration that stands at ``path`` in a body of this kind; "" if none does."""
+    found = _alternatives(type_info(kind))
+    for name, _ in _steps(path):
+        found = [one for outer in found for inner in _inside(outer, name) for one in _alternatives(inner)]
+    return ", ".join(str(value) for one in found if isinstance(one, LiteralType) for value in one.values)
+
+
+def _alternatives(info: Type) -> list[Type]:
+    return list(info.types) if isinstance(info, UnionType) else [info]
+
+
+def _inside(info: Type, name: str) -> list[Type]:
+    """``name`` is empty for an item of a list."""
+    if isinstance(info, StructType):
+        return [field.type for field in info.fields if field.encode_name == name]
+    return [info.item_type] if isinstance(info, ListType) and not name else []
 
 
 def _value_at(content: bytes, path: str) -> str:

@@ -12,7 +12,7 @@ from headway_gateway.operator_calls import ANSWER_TIMEOUT_S
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.wall_clock import now
 from headway_proto.columns import decode_column
-from headway_proto.operations import CacheChange, CacheChanges, CachePosition
+from headway_proto.operations import AdminCall, CacheChange, CacheChanges, CachePosition
 
 MOST_START = (1 << 63) - 1
 """Leaves half of the field's range."""
@@ -40,7 +40,8 @@ async def kv_event_batches(client: SchedulerClient, start: int) -> AsyncIterator
 
 async def _read(client: SchedulerClient, position: CachePosition | None) -> CacheChanges | None:
     try:
-        return (await client.call_admin("cache", position=position, timeout_s=ANSWER_TIMEOUT_S)).cache
+        call = AdminCall(method="cache", position=position)
+        return (await client.call_admin(call, timeout_s=ANSWER_TIMEOUT_S)).cache
     except SchedulerUnavailableError:
         return None
 

@@ -28,7 +28,7 @@ from headway_gateway.vllm_engine.requests import in_callers_words, translate, tr
 from headway_gateway.vllm_engine.tokenizer_files import TokenizerArchive, tokenizer_archive
 from headway_gateway.wall_clock import now
 from headway_proto.ingress import STATE_PAUSED
-from headway_proto.operations import Status
+from headway_proto.operations import AdminCall, Status
 
 _FLUSH_INTERVAL_S = 0.1
 _MOST_FLUSH_S = 3600.0
@@ -207,7 +207,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return status
 
     async def _ask(self, method: str, context: Call, request_id: str = "") -> Status | None:
-        reply = await ask(self._client, context, method, request_id)
+        reply = await ask(self._client, context, AdminCall(method=method, request_id=request_id))
         if reply.error and method == "flush":
             raise CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reply.error)
         return reply.status

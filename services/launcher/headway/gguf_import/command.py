@@ -8,9 +8,12 @@ Quantised weights keep their blocks, byte by byte.
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,18 +37,31 @@ def run(arguments: argparse.Namespace) -> int:
     file, directory = GgufFile(arguments.file), arguments.directory
     config, tokenizer, fields = config_of(file), tokenizer_of(file), tokenizer_config_of(file)
     tensors = tensors_of(file)
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigurationError(f"{directory} exists; allowed: a new directory") from None
-    except OSError as error:
-        raise ConfigurationError(f"{directory}: {error.strerror or error}") from None
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "tokenizer_config.json", fields)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    count = _write_tensors(directory, tensors)
+    with _whole_or_not_at_all(directory) as made:
+        _write_json(made / "config.json", config)
+        _write_json(made / "tokenizer_config.json", fields)
+        (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        count = _write_tensors(made, tensors)
     sys.stdout.write(f"{directory}: {count} tensors of {arguments.file}\n")
     return 0
+
+
+@contextmanager
+def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
+    """A place beside the new directory, which gets its name at the end; nothing stays of one that fails."""
+    if directory.exists():
+        raise ConfigurationError(f"{directory} exists; allowed: a new directory")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as beside:
+            made = Path(beside) / "checkpoint"
+            made.mkdir()
+            yield made
+            made.rename(directory)
+    except OSError as error:
+        raise ConfigurationError(f"{directory}: {error.strerror or error}") from None
+    except SafetensorError as error:  # its name for a disk that is full, too
+        raise ConfigurationError(f"{directory}: {error}") from None
 
 
 def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:

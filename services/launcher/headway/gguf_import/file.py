@@ -54,21 +54,32 @@ class GgufFile:
         """A value of the metadata; without a ``default`` it has to be there."""
         field = self._reader.get_field(key)
         if field is not None:
-            return field.contents()
+            try:
+                return field.contents()
+            except ValueError as error:  # of a text that is none
+                raise self.refuse(f"{key} cannot be read ({str(error)[:64]})") from None
         if default is None:
             raise self.refuse(f"{key} is missing from the metadata")
         return default
+
+    def each(self, key: str, *kinds: type) -> list[Any]:
+        """A list of the metadata with values of these types alone."""
+        values = self.value(key)
+        if not isinstance(values, list) or any(type(value) not in kinds for value in values):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise self.refuse(f"{key} {values!r:.64} is not supported; allowed: a list of {names}")
+        return values
 
     def __contains__(self, key: str) -> bool:
         return self._reader.get_field(key) is not None
 
     def kind(self, name: str) -> str:
         """The kind of a tensor's numbers, in ggml's words, in small letters."""
-        return str(self._tensors[name].tensor_type.name).lower()
+        return str(self._tensor(name).tensor_type.name).lower()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Rows first."""
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return tuple(int(size) for size in reversed(self._tensor(name).shape))
 
     def floats(self, name: str) -> Tensor:
         """A tensor of kind f32, f16 or bf16."""
@@ -89,6 +100,11 @@ class GgufFile:
     def blocks(self, name: str) -> Tensor:
         """A tensor of blocks: uint8, ``[rows, bytes]``; of a stack ``[count, rows, bytes]``."""
         return torch.from_numpy(np.array(self._tensors[name].data)).view(*self.shape(name)[:-1], -1)
+
+    def _tensor(self, name: str) -> gguf.ReaderTensor:
+        if name not in self._tensors:
+            raise self.refuse(f"tensor {name} is missing")
+        return self._tensors[name]
 
 
 def _opened(path: Path) -> gguf.GGUFReader:

@@ -14,6 +14,8 @@ from headway.gguf_import.file import GgufFile
 from headway.settings import ConfigurationError
 
 _NO_DEFAULT = object()
+_MOST = (1 << 31) - 1
+_MOST_LAYERS = 9999
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -60,15 +62,15 @@ class Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
         value = self.value(key, _NO_DEFAULT if default is None else default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.refuse(key, "a number above 0")
         return value
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """An integer from ``low`` on."""
+        """An integer from ``low`` on, of 31 bits."""
         value = self.value(key, _NO_DEFAULT if default is None else default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.refuse(key, f"an integer from {low} on")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MOST:
+            raise self.refuse(key, f"an integer from {low} to {_MOST}")
         return value
 
     def refuse(self, key: str, allowed: str) -> ConfigurationError:
@@ -109,7 +111,10 @@ class Metadata:
     @property
     def num_layers(self) -> int:
         """How many layers."""
-        return self.integer("block_count")
+        count = self.integer("block_count")
+        if count > _MOST_LAYERS:
+            raise self.refuse("block_count", f"1 to {_MOST_LAYERS}")
+        return count
 
     def rope(self) -> dict[str, object]:
         """``rope_parameters`` of config.json."""
@@ -138,13 +143,18 @@ class Metadata:
 
     def _llama_3_rope(self) -> dict[str, object]:
         """The factors of Llama 3.1 and later are stored one by one; the largest is the one that they come from."""
-        stored = self.file.floats(_ROPE_FACTORS).double()
+        if self.file.shape(_ROPE_FACTORS) != (self.head_dim // 2,):
+            raise self._refuse_rope_factors()
+        stored = self.file.wide(_ROPE_FACTORS).double()
         factor, context = float(stored.max()), float(_LLAMA_3["original_max_position_embeddings"])
         low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
         theta = self.number("rope.freq_base", 10_000.0)
         turns = context / (2 * math.pi * theta ** (torch.arange(0, self.head_dim, 2).double() / self.head_dim))
         share = ((turns - low) / (high - low)).clamp(0, 1)
         expected = 1 / ((1 - share) / factor + share)
-        if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-3):
-            raise self.file.refuse(f"{_ROPE_FACTORS} is not supported; allowed: the factors of Llama 3")
+        if not torch.allclose(stored, expected, rtol=1e-3):
+            raise self._refuse_rope_factors()
         return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+
+    def _refuse_rope_factors(self) -> ConfigurationError:
+        return self.file.refuse(f"{_ROPE_FACTORS} is not supported; allowed: the factors of Llama 3")

@@ -78,7 +78,7 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
         "attention_bias": "blk.0.attn_q.bias" in file.tensor_names,
-        "bos_token_id": file.value("tokenizer.ggml.bos_token_id") if "tokenizer.ggml.bos_token_id" in file else None,
+        "bos_token_id": _token_id(file, "bos"),
         "eos_token_id": _end_tokens(file),
         "dtype": "float16",
         "quantization_config": {"quant_method": "gguf"},
@@ -93,8 +93,18 @@ def _check_widths(metadata: Metadata) -> None:
 
 
 def _end_tokens(file: GgufFile) -> list[int]:
-    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    return sorted({int(file.value(key)) for key in keys if key in file})
+    found = {_token_id(file, kind) for kind in ("eos", "eot", "eom")}
+    return sorted(token for token in found if token is not None)
+
+
+def _token_id(file: GgufFile, kind: str) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    if key not in file:
+        return None
+    token = file.value(key)
+    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        raise file.refuse(f"{key} {token!r:.64} is not supported; allowed: an integer from 0 on")
+    return token
 
 
 def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
@@ -143,10 +153,14 @@ def _pieces_of(file: GgufFile, layout: Layout) -> Iterator[tuple[list[str], _At]
 
 
 def _read(file: GgufFile, tensors: list[str], at: _At, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    if at.joined is None:
-        yield from _at_one_place(file, tensors[0], at, layout)
-    else:
-        yield _joined(file, tensors, at, at.joined)
+    try:
+        if at.joined is None:
+            yield from _at_one_place(file, tensors[0], at, layout)
+        else:
+            yield _joined(file, tensors, at, at.joined)
+    except (RuntimeError, ValueError) as error:  # PyTorch's, of shapes that do not go together
+        shapes = ", ".join(f"{tensor} {list(file.shape(tensor))}" for tensor in tensors)
+        raise file.refuse(f"a shape does not fit the metadata: {shapes} ({str(error)[:64]})") from error
 
 
 def _at_one_place(file: GgufFile, tensor: str, at: _At, layout: Layout) -> Iterator[tuple[str, Tensor]]:

@@ -21,8 +21,8 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "tekken")
 def tokenizer_of(file: GgufFile) -> Tokenizer:
     """The tokenizer. Raises ``ConfigurationError``: one of another kind."""
     kind = file.value("tokenizer.ggml.model")
-    tokens = file.value("tokenizer.ggml.tokens")
-    kinds = _of_each(file, "token_type", tokens)
+    tokens = _tokens(file)
+    kinds = _of_each(file, "token_type", tokens, int)
     if kind == "gpt2":
         made = _byte_level(file, tokens)
         adds_first = file.value("tokenizer.ggml.pre", "") in _BEGIN_BY_DEFAULT
@@ -51,18 +51,22 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, object]:
     return fields
 
 
-def _of_each(file: GgufFile, kind: str, tokens: list[str]) -> list[Any]:
-    values: list[Any] = file.value(f"tokenizer.ggml.{kind}")
+def _tokens(file: GgufFile) -> list[str]:
+    return file.each("tokenizer.ggml.tokens", str)
+
+
+def _of_each(file: GgufFile, kind: str, tokens: list[str], *types: type) -> list[Any]:
+    values = file.each(f"tokenizer.ggml.{kind}", *types)
     if len(values) != len(tokens):
         raise file.refuse(f"tokenizer.ggml.{kind} has {len(values)} values; allowed: {len(tokens)}, one for each token")
     return values
 
 
 def _token(file: GgufFile, kind: str) -> str:
-    tokens: list[str] = file.value("tokenizer.ggml.tokens")
-    index = int(file.value(f"tokenizer.ggml.{kind}_token_id"))
-    if not 0 <= index < len(tokens):
-        raise file.refuse(f"tokenizer.ggml.{kind}_token_id {index} is not below {len(tokens)}")
+    tokens, key = _tokens(file), f"tokenizer.ggml.{kind}_token_id"
+    index = file.value(key)
+    if not isinstance(index, int) or not 0 <= index < len(tokens):
+        raise file.refuse(f"{key} {index!r:.64} is not supported; allowed: 0 to {len(tokens) - 1}")
     return tokens[index]
 
 
@@ -77,11 +81,11 @@ def _begin_with(made: Tokenizer, token: str) -> None:
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     name = file.value("tokenizer.ggml.pre", "default")
-    if name not in CUTS:
+    if not isinstance(name, str) or name not in CUTS:
         raise file.refuse(f"tokenizer.ggml.pre {name!r:.64} is not supported; allowed: {', '.join(CUTS)}")
     cut = CUTS[name]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = [_pair(file, merge, vocabulary) for merge in file.value("tokenizer.ggml.merges")]
+    merges = [_pair(file, merge, vocabulary) for merge in file.each("tokenizer.ggml.merges", str)]
     made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut.merges_late))
     if cut.is_normalised:
         made.normalizer = normalizers.NFC()
@@ -102,7 +106,7 @@ def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, 
 
 def _sentence_piece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    scores = _of_each(file, "scores", tokens)
+    scores = _of_each(file, "scores", tokens, float, int)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     merges = _merges_of(dict(zip(tokens, scores, strict=True)), vocabulary)
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))

@@ -1,0 +1,180 @@
+"""What the steps of an open model run on: rows, the columns of a step, the sampler, one or two decoders and their pools.
+
+Owns: that these exist, in one memory, and the launch of one step. Must not know: who is in the rows, what becomes of
+what is drawn, in which order the device's memory is given out.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from headway_executor.backend import BackendConfig, StepBatch
+from headway_executor.gpu.block_mover import BlockMover
+from headway_executor.gpu.chunk_library import OPTION, OWN_KERNEL, LibraryChoice
+from headway_executor.gpu.decoder import Decoder, DecoderWeights
+from headway_executor.gpu.device_adapters import DeviceAdapters
+from headway_executor.gpu.device_model import DeviceModel
+from headway_executor.gpu.device_rows import DeviceRows
+from headway_executor.gpu.device_sampler import DeviceSampler
+from headway_executor.gpu.device_weights import Activations, QuantizationKind
+from headway_executor.gpu.graphs import most_recorded_tokens
+from headway_executor.gpu.loading import load_decoder
+from headway_executor.gpu.prompt_reader import PromptReader
+from headway_executor.gpu.runtime import Runtime
+from headway_executor.gpu.speculation import most_rows_of
+from headway_executor.gpu.step_columns import StepShape
+from headway_executor.gpu.step_upload import StepUpload
+from headway_executor.gpu.tuning_file import AUTO, tunings_of
+from headway_executor.kv_pool import CODES, stored_block
+from headway_executor.model_settings import ModelSettings
+from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.loading import TensorSource
+from headway_executor.setting_checks import TRITON, option_of
+
+_QUANTIZATIONS: dict[str, QuantizationKind | None] = {"none": None, "int8": "int8", "int4": "int4", "fp8": "fp8"}
+_ACTIVATIONS: dict[str, Activations] = {"auto": "auto", "exact": "exact", "fp8": "fp8"}
+
+
+class ModelFiles(NamedTuple):
+    """A model to load: what is known of it, and its tensors, which are read at once."""
+
+    settings: ModelSettings
+    weights: TensorSource
+
+
+class DeviceParts:
+    """``adapters`` None: the model takes none; ``draft`` None: no model proposes tokens. Pools come with ``open_pools``."""
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        files: ModelFiles,
+        runtime: Runtime,
+        adapters: ModelAdapters | None,
+        draft: ModelFiles | None,
+    ) -> None:
+        model_config, _, max_model_len = files.settings
+        self.config = config
+        self.runtime = runtime
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size = model_config.vocab_size
+        self._tunings = tunings_of(config.options.get("tuning", AUTO), runtime.device)
+        max_num_rows = config.max_num_seqs
+        num_proposals = 0 if config.speculation == "off" else config.num_speculative_tokens
+        self.most_rows = most_rows_of(max_num_rows, config.max_num_batched_tokens, num_proposals)
+        self.adapters: DeviceAdapters | None = None
+        if adapters is not None:
+            most_tokens = most_recorded_tokens(self.most_rows, config.max_num_batched_tokens)
+            self.adapters = DeviceAdapters(
+                adapters, model_config, runtime, max_num_rows=self.most_rows, most_tokens=most_tokens
+            )
+        self.upload = StepUpload(runtime, self.most_rows)
+        self.rows = DeviceRows(
+            runtime, max_num_rows=max_num_rows, max_model_len=max_model_len, block_size=config.block_size
+        )
+        self.sampler = DeviceSampler(
+            runtime, vocab_size=vocab_size, max_num_rows=max_num_rows, max_num_draws=self.most_rows
+        )
+        self.prompt_reader = PromptReader(runtime, vocab_size=vocab_size, max_num_rows=max_num_rows)
+        self.target = self._loaded(files, self.most_rows, self.adapters, option_of(config, TRITON, OPTION))
+        self.draft_model_len = 0 if draft is None else draft.settings.max_model_len
+        self.draft = None if draft is None else self._loaded(draft, max_num_rows, None, OWN_KERNEL)
+
+    @property
+    def models(self) -> tuple[DeviceModel, ...]:
+        """The model, and the one that proposes tokens, if there is one."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    def open_pools(self, num_blocks: int, *, swap_space_mib: int) -> BlockMover:
+        """Take the memory of so many blocks in each model; return the moves of the model's own."""
+        mover = self.target.open_pool(num_blocks, swap_space_mib=swap_space_mib, host_memory=self.config.host_memory)
+        if self.draft is not None:
+            # Its blocks are never moved: what it has lost it computes again.
+            self.draft.open_pool(num_blocks, swap_space_mib=0, host_memory=lambda *_: None)
+        return mover
+
+    def launch(self, batch: StepBatch, shape: StepShape, *, draws: bool = False) -> None:
+        """Send the step's columns and launch it; ``draws``: with the likeliest token of each row behind it."""
+        size = self.target.size_of(shape, draws=draws)
+        if self.adapters is not None:
+            self.adapters.begin(np.repeat(batch.rows, batch.num_scheduled_tokens), size.num_tokens)
+            size = size._replace(is_adapted=self.adapters.are_any)
+        self.upload.send(batch, shape, size.num_rows)
+        self.target.launch(size, batch)
+
+    def record(self, *, adapted: bool) -> None:
+        """Record graphs: of steps with adapters (once, if any are recorded), or else of those without, in all models."""
+        self.upload.clear()  # The recording may run the step.
+        if adapted:
+            assert self.adapters is not None
+            self.adapters.clear()
+            self.target.record_adapted(self._said_recording)
+            return
+        for model in self.models:
+            model.record(self._said_recording)
+
+    def _said_recording(self, done: int, total: int) -> None:
+        self.config.progress("recording graphs", done, total)
+
+    def _loaded(
+        self, files: ModelFiles, most_rows: int, adapters: DeviceAdapters | None, chunk_attention: str
+    ) -> DeviceModel:
+        """A model over these rows and columns."""
+        config, (model_config, dtype, _) = self.config, files.settings
+        shape = (2 * model_config.num_kv_heads, config.block_size, model_config.head_dim)
+        return DeviceModel(
+            self.runtime,
+            self._decoder(files, self._weights(files, adapters), most_rows, chunk_attention),
+            stored_block(config.kv_cache_dtype, shape, dtype),
+            most_rows=most_rows,
+            most_tokens=config.max_num_batched_tokens,
+            draw=self._draw(),
+            adapters=adapters,
+        )
+
+    def _weights(self, files: ModelFiles, adapters: DeviceAdapters | None) -> DecoderWeights:
+        config, (model_config, dtype, max_model_len) = self.config, files.settings
+        return load_decoder(
+            model_config,
+            files.weights,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            tunings=self._tunings,
+            quantization=_QUANTIZATIONS[config.quantization],
+            activations=_ACTIVATIONS[option_of(config, TRITON, "activations")],
+            adapters=adapters,
+            max_num_tokens=config.max_num_batched_tokens,
+            progress=lambda done, total: config.progress("loading layers", done, total),
+        )
+
+    def _decoder(self, files: ModelFiles, weights: DecoderWeights, most_rows: int, chunk_attention: str) -> Decoder:
+        config, (model_config, dtype, _) = self.config, files.settings
+        is_coded = config.kv_cache_dtype == CODES
+        tuning = self._tunings.of_attention(model_config.head_dim, dtype, is_coded=is_coded)
+        library = LibraryChoice(
+            model_config,
+            dtype,
+            tuning,
+            self.runtime.device,
+            block_size=config.block_size,
+            is_coded=is_coded,
+            said=config.warn,
+        )
+        return Decoder(
+            model_config,
+            weights,
+            self.rows,
+            self.upload.views,
+            max_num_tokens=config.max_num_batched_tokens,
+            max_num_rows=most_rows,
+            dtype=dtype,
+            tuning=tuning,
+            long_attention=library.of(chunk_attention, config.max_num_batched_tokens),
+        )
+
+    def _draw(self) -> Callable[[Tensor], None]:
+        # Not of these parts: a closed model gives its memory back at once, without a search for cycles.
+        sampler, views, store = self.sampler, self.upload.views, self.rows.token_store
+        return lambda logits: sampler.draw_likeliest(logits, views, store)
