@@ -120,10 +120,10 @@ class ExecutorProcess(Process):
         """Memory corruption: a block table says something else from now on."""
         rows = self.state.live_rows
         if len(rows) and self.link.running:
-            row = int(rows[0])
-            last = int(self.state._num_blocks[row]) - 1
+            row, tables = int(rows[0]), self.state._tables
+            last = int(tables.num_blocks[row]) - 1
             if last >= 0:
-                self.state._block_table[row, last] ^= 1
+                tables.table[row, last] ^= 1
                 self.is_flipped = True
 
     # The calls of a backend that the cycle uses.

@@ -26,6 +26,7 @@ from headway_executor.block_tables import BlockTables
 from headway_executor.statistics import ExecutorStatistics
 from headway_gateway.ingress_link import IngressLink
 from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.live_sequences import LiveSequences as SequencesOfLink
 from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
@@ -606,7 +607,7 @@ def _taken_again(original):
 
 MUTANTS["delivered-again-after-restart"] = Mutant(
     "on a new link a request begins anew, and its tokens are delivered again",
-    (Patch(LiveSequence, "to_submit", _nothing_held), Patch(IngressLink, "_append_tokens", _taken_again)),
+    (Patch(LiveSequence, "to_submit", _nothing_held), Patch(SequencesOfLink, "_append_tokens", _taken_again)),
 )
 
 
@@ -633,7 +634,7 @@ def _replaced(original):
 
 MUTANTS["delivered-tokens-replaced"] = Mutant(
     "on a new link a request begins anew with another seed, and what comes replaces what was delivered",
-    (Patch(LiveSequence, "to_submit", _of_another_seed), Patch(IngressLink, "_append_tokens", _replaced)),
+    (Patch(LiveSequence, "to_submit", _of_another_seed), Patch(SequencesOfLink, "_append_tokens", _replaced)),
 )
 
 

@@ -1,7 +1,8 @@
 """The gateway's side of the ingress protocol as a plain object: frames and time in, frames and news out.
 
-Must not know: sockets, clocks, tasks, text. A known token is dropped. A gap, a damaged frame or silence opens a new
-link, which gets the live sequences again.
+Owns: the link's epochs, the order of frames, what is sent again. Must not know: sockets, clocks, tasks, text.
+
+A gap, a damaged frame or silence opens a new link, which gets the live sequences again.
 """
 
 import enum
@@ -9,8 +10,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from headway_gateway.link_counters import LinkCounters
 from headway_gateway.live_sequence import LiveSequence
-from headway_proto.columns import decode_columns, encode_column
+from headway_gateway.live_sequences import LiveSequences
+from headway_proto.columns import encode_column
 from headway_proto.framing import Frame, FramingError
 from headway_proto.ingress import (
     ACKNOWLEDGE_EVERY_FRAMES,
@@ -22,14 +25,11 @@ from headway_proto.ingress import (
     GatewayHeartbeat,
     GatewayHello,
     ModelInfo,
-    PromptLogprobs,
     Rejected,
     SchedulerHello,
     SchedulerLoad,
     SchedulerStatus,
     Tokens,
-    TokensAndVectors,
-    Vector,
     gateway_frame_reader,
     gateway_frame_writer,
 )
@@ -46,19 +46,6 @@ class LinkPhase(enum.Enum):
 
     HAILING = "hailing"
     OPEN = "open"
-
-
-class LinkCounters(msgspec.Struct):
-    """Faults seen, and links opened."""
-
-    links_opened: int = 0
-    damaged_frames: int = 0
-    sequence_gaps: int = 0
-    token_gaps: int = 0
-    duplicate_frames: int = 0
-    duplicate_tokens: int = 0
-    stale_frames: int = 0
-    silences: int = 0
 
 
 class IngressLink:
@@ -82,9 +69,7 @@ class IngressLink:
         self._reader = gateway_frame_reader()
         self._writer = gateway_frame_writer()
         self._frames: list[bytes] = []
-        self._news: list[LiveSequence] = []
         self._admin_replies: list[AdminReply] = []
-        self._live: dict[int, LiveSequence] = {}
         self._aborted_handles: list[int] = []
         self._resubmit_at: dict[int, float] = {}
         self._admin_calls: dict[int, AdminCall] = {}
@@ -109,11 +94,12 @@ class IngressLink:
         self.frames_version = 0
         self.silence_version = 0
         self.counters = LinkCounters()
+        self._live = LiveSequences(self.counters)
 
     @property
     def live_sequences(self) -> Iterable[LiveSequence]:
         """Every sequence without an end."""
-        return self._live.values()
+        return self._live
 
     def next_handle(self) -> int:
         """Return a new sequence's handle."""
@@ -121,14 +107,14 @@ class IngressLink:
 
     def submit(self, sequence: LiveSequence) -> None:
         """Generate it, as soon as a link is open."""
-        self._live[sequence.handle] = sequence
+        self._live.add(sequence)
         if self.phase is LinkPhase.OPEN:
             self._send(sequence.to_submit())
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
         """Give up sequences."""
         for sequence in sequences:
-            if self._live.pop(sequence.handle, None) is None:
+            if not self._live.remove(sequence):
                 continue
             self._resubmit_at.pop(sequence.handle, None)
             if self.phase is LinkPhase.OPEN:
@@ -195,10 +181,7 @@ class IngressLink:
 
     def take_news(self) -> list[LiveSequence]:
         """Return each sequence with news once."""
-        news, self._news = self._news, []
-        for sequence in news:
-            sequence.has_news = False
-        return news
+        return self._live.take_news()
 
     def take_admin_replies(self) -> list[AdminReply]:
         """Return new answers to operators' calls."""
@@ -209,7 +192,7 @@ class IngressLink:
         # Handles are int32. After 2^31 of them counting restarts; messages about the first are long gone.
         while True:
             for handle in range(1, MAX_HANDLE + 1):
-                if handle not in self._live:
+                if self._live.get(handle) is None:
                     yield handle
 
     def _send(self, body: msgspec.Struct) -> None:
@@ -256,7 +239,7 @@ class IngressLink:
         self.submit_credits = hello.submit_credits
         self._take_status(hello.model, hello.state)
         self.counters.links_opened += 1
-        for sequence in self._live.values():
+        for sequence in self._live:
             self._send(sequence.to_submit())
         for call in self._admin_calls.values():
             self._send(call)
@@ -270,13 +253,13 @@ class IngressLink:
     def _resubmit_due(self, now: float) -> None:
         for handle in [handle for handle, due in self._resubmit_at.items() if due <= now]:
             del self._resubmit_at[handle]
-            self._send(self._live[handle].to_submit())
+            sequence = self._live.get(handle)
+            if sequence is not None:
+                self._send(sequence.to_submit())
 
     def _take_in(self, body: msgspec.Struct, now: float) -> None:
         if isinstance(body, Tokens):
-            if isinstance(body, TokensAndVectors):
-                self._take_in_vectors(body.vectors)
-            if not self._take_in_tokens(body):
+            if not self._live.take_in(body):
                 self.counters.token_gaps += 1
                 self._hail_again(now)
                 return
@@ -292,71 +275,6 @@ class IngressLink:
         if self._next_sequence - self._acknowledged >= ACKNOWLEDGE_EVERY_FRAMES:
             self._acknowledge(now)
 
-    def _take_in_tokens(self, body: Tokens) -> bool:
-        for admitted in body.admitted:
-            sequence = self._live.get(admitted.handle)
-            if sequence is not None and sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = admitted.num_cached_tokens
-                self._add_news(sequence)
-        if body.prompt_logprobs and not self._take_in_prompts(body.prompt_logprobs):
-            return False
-        if body.columns and not self._append_tokens(body.columns):
-            return False
-        for logprobs in body.logprobs:
-            sequence = self._live.get(logprobs.handle)
-            if sequence is not None and logprobs.index == sequence.num_held + len(sequence.logprobs):
-                sequence.logprobs.append(logprobs)
-        for finished in body.finished:
-            sequence = self._live.get(finished.handle)
-            if sequence is None:
-                continue
-            if finished.num_output_tokens > len(sequence.tokens):
-                return False
-            del self._live[finished.handle]
-            sequence.end = finished
-            self._add_news(sequence)
-        return True
-
-    def _take_in_vectors(self, vectors: Iterable[Vector]) -> None:
-        for vector in vectors:
-            sequence = self._live.get(vector.handle)
-            if sequence is not None:
-                sequence.vector = vector.values
-
-    def _take_in_prompts(self, prompts: Iterable[PromptLogprobs]) -> bool:
-        for prompt in prompts:
-            sequence = self._live.get(prompt.handle)
-            if sequence is None:
-                continue
-            if not sequence.take_prompt_logprobs(prompt.values):
-                return False
-            self._add_news(sequence)
-        return True
-
-    def _append_tokens(self, columns: bytes) -> bool:
-        # This loop is hot, once per token: only a lookup, a comparison and an append.
-        try:
-            handles, indices, token_ids = decode_columns(columns, 3)
-        except ValueError:
-            return False
-        live = self._live
-        news = self._news
-        for handle, index, token_id in zip(handles.tolist(), indices.tolist(), token_ids.tolist(), strict=True):
-            sequence = live.get(handle)
-            if sequence is None:
-                continue
-            tokens = sequence.tokens
-            if index == len(tokens):
-                tokens.append(token_id)
-                if not sequence.has_news:
-                    sequence.has_news = True
-                    news.append(sequence)
-            elif index > len(tokens):
-                return False
-            else:
-                self.counters.duplicate_tokens += 1
-        return True
-
     def _take_in_rejection(self, rejected: Rejected, now: float) -> None:
         sequence = self._live.get(rejected.handle)
         if sequence is None:
@@ -366,14 +284,7 @@ class IngressLink:
             retry_s = min(max(_LEAST_RETRY_S, rejected.retry_after_ms / 1000), _MOST_RETRY_S)
             self._resubmit_at[rejected.handle] = now + retry_s
             return
-        del self._live[rejected.handle]
-        sequence.end = rejected
-        self._add_news(sequence)
-
-    def _add_news(self, sequence: LiveSequence) -> None:
-        if not sequence.has_news:
-            sequence.has_news = True
-            self._news.append(sequence)
+        self._live.end(sequence, rejected)
 
     def _take_status(self, model: ModelInfo | None, state: str) -> None:
         if model != self.model or state != self.scheduler_state or self._next_sequence == 1:
