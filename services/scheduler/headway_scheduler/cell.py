@@ -116,7 +116,10 @@ class Cell:
 
     @has_news.setter
     def has_news(self, has_news: bool) -> None:
-        (self._news.add if has_news else self._news.discard)(self.number)
+        if has_news:
+            self._news.add(self.number)
+        else:
+            self._news.discard(self.number)
 
     @property
     def view(self) -> SchedulerView | None:
@@ -135,11 +138,12 @@ class Cell:
 
     def on_events(self, events: list[StepEvent], now: float) -> None:
         """Act on what the link reports."""
-        self.has_news = True
         for event in events:
             if isinstance(event, StepAnswered):
-                self._on_answer(event, now)
-            elif isinstance(event, EpochOpened):
+                self._on_answer(event, now)  # and sends the next step
+                continue
+            self.has_news = True
+            if isinstance(event, EpochOpened):
                 self._on_epoch(event, now)
             elif isinstance(event, AdapterAnswered):
                 self._others.adapter_answered(self, event.answer)
