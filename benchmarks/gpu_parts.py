@@ -55,15 +55,16 @@ def measure_parts(backend: TritonBackend, device: Device, num_rows: int) -> dict
     """Return milliseconds by kind of a decode step of rows ``0 .. num_rows - 1``, which the last step was."""
     model = backend._model  # noqa: SLF001 (the step from inside)
     assert model is not None
-    decoder, sampler, views = model._target.decoder, model._sampler, model._upload.views  # noqa: SLF001
+    parts = model.parts
+    decoder, sampler, views = parts.target.decoder, parts.sampler, parts.upload.views
     rows = np.arange(num_rows, dtype=np.int32)
-    with torch.inference_mode(), model.runtime.on_stream():
+    with torch.inference_mode(), parts.runtime.on_stream():
         with written_down(decoder) as calls:
-            model._target.forward(LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False))  # noqa: SLF001
+            parts.target.forward(LaunchSize(num_rows, num_rows, has_decodes=True, has_chunks=False))
         found = {kind: _alone(device, works) for kind, works in calls.items()}
         logits = decoder.logits(num_rows)
         found["head"] = device.seconds(lambda: decoder.logits(num_rows), REPETITIONS)
-        store = model._rows.token_store  # noqa: SLF001
+        store = parts.rows.token_store
         found["sampling"] = device.seconds(lambda: sampler.sample(logits, rows, views, store), REPETITIONS)
     return {kind: seconds * 1e3 for kind, seconds in found.items()}
 

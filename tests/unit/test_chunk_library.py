@@ -14,6 +14,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import chunk_library as module
 from headway_executor.gpu.chunk_library import LIBRARIES, LibraryChoice
+from headway_executor.gpu.preparation import try_largest_step
 from headway_executor.models.families import read_model_config
 from headway_kernels.gpu.attention_tuning import attention_tuning
 from headway_proto.sampling import SamplingParams
@@ -89,7 +90,7 @@ def test_the_longest_chunk_is_tried_with_the_largest_step(name, library, model):
     backend, _ = open_backend(model, name, max_num_batched_tokens=32)
     library.calls.clear()
     with torch.inference_mode():
-        backend._model.try_largest_step()
+        try_largest_step(backend._model.parts)
     # First one row of all tokens; the largest step has 8 of each of its rows.
     assert {*library.calls} == {32}
 

@@ -314,7 +314,7 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path, capfd, change, said)
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "reference"}
 
 
-@pytest.mark.parametrize("most_bytes", [100, 20_000])
+@pytest.mark.parametrize("most_bytes", [2000, 20_000])
 def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path, capfd, most_bytes):
     write_file(tmp_path / "model.gguf", [Kind.Q8_0])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
