@@ -5,7 +5,7 @@ Owns: neutral values and allowed ranges. Must not know: how sampling is computed
 
 import math
 from collections.abc import Iterator
-from typing import TypeAlias
+from operator import attrgetter
 
 import msgspec
 
@@ -60,49 +60,51 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     constraint: Constraint | None = None
 
 
+_ABOVE_0 = math.ulp(0.0)
+_NUMBERS: tuple[tuple[str, float, float, str], ...] = (
+    ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
+    ("min_p", 0.0, 1.0, "0 to 1"),
+    ("presence_penalty", -2.0, 2.0, "-2 to 2"),
+    ("frequency_penalty", -2.0, 2.0, "-2 to 2"),
+    ("top_p", _ABOVE_0, 1.0, "above 0, up to 1"),
+    ("top_k", 0, math.inf, "0 (keep all) or more"),
+    ("repetition_penalty", _ABOVE_0, 10.0, "above 0, up to 10"),
+    ("min_tokens", 0, math.inf, "0 or more"),
+    ("seed", 0, (1 << 64) - 1, "0 to 2^64 - 1"),
+    ("logprobs", NO_LOGPROBS, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", NO_LOGPROBS, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+)
+"""Fields, their bounds, and what is allowed. No bound holds for NaN."""
+_values_of = attrgetter(*[field for field, _, _, _ in _NUMBERS])
+
+
 def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str]]:
     """Return each (field, what is wrong and what is allowed). ``vocab_size``: width of the logits."""
-    checks = (*_checks_of_numbers(sampling), *_checks_of_tokens(sampling, vocab_size))
-    found = [
-        (field, f"{value!r:.64} is not allowed; allowed: {allowed}") for ok, field, value, allowed in checks if not ok
+    wrong: list[tuple[str, object, str]] = [
+        (field, value, allowed)
+        for value, (field, low, high, allowed) in zip(_values_of(sampling), _NUMBERS, strict=True)
+        if not low <= value <= high
     ]
+    if sampling.logit_bias or sampling.stop_token_ids:
+        wrong += _wrong_tokens(sampling, vocab_size)
+    found = [(field, f"{value!r:.64} is not allowed; allowed: {allowed}") for field, value, allowed in wrong]
     if sampling.constraint is not None:
         found += _constraint_violations(sampling.constraint, sampling.min_tokens)
     return found
 
 
-_Check: TypeAlias = tuple[bool, str, object, str]
-"""Whether the field is valid, its name, its value, what is allowed."""
-
-
-def _checks_of_numbers(sampling: SamplingParams) -> Iterator[_Check]:
-    for field, low, high, text in (
-        ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
-        ("min_p", 0.0, 1.0, "0 to 1"),
-        ("presence_penalty", -2.0, 2.0, "-2 to 2"),
-        ("frequency_penalty", -2.0, 2.0, "-2 to 2"),
-    ):
-        value = getattr(sampling, field)
-        yield math.isfinite(value) and low <= value <= high, field, value, text
-    yield 0.0 < sampling.top_p <= 1.0, "top_p", sampling.top_p, "above 0, up to 1"
-    yield sampling.top_k >= 0, "top_k", sampling.top_k, "0 (keep all) or more"
-    penalty = sampling.repetition_penalty
-    yield math.isfinite(penalty) and 0.0 < penalty <= 10.0, "repetition_penalty", penalty, "above 0, up to 10"
-    yield sampling.min_tokens >= 0, "min_tokens", sampling.min_tokens, "0 or more"
-    yield 0 <= sampling.seed < 1 << 64, "seed", sampling.seed, "0 to 2^64 - 1"
-    for field in ("logprobs", "prompt_logprobs"):
-        value = getattr(sampling, field)
-        yield NO_LOGPROBS <= value <= MAX_LOGPROBS, field, value, f"0 to {MAX_LOGPROBS}"
-
-
-def _checks_of_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[_Check]:
+def _wrong_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, object, str]]:
     num_biases, ids = len(sampling.logit_bias), f"token ids 0 to {vocab_size - 1}"
-    yield num_biases <= MAX_LOGIT_BIAS_ENTRIES, "logit_bias", num_biases, f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
+    if num_biases > MAX_LOGIT_BIAS_ENTRIES:
+        yield "logit_bias", num_biases, f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
     for token_id, bias in sampling.logit_bias:
-        yield 0 <= token_id < vocab_size, "logit_bias", token_id, ids
-        yield math.isfinite(bias) and abs(bias) <= 100.0, "logit_bias", bias, "-100 to 100"
+        if not 0 <= token_id < vocab_size:
+            yield "logit_bias", token_id, ids
+        if not -100.0 <= bias <= 100.0:
+            yield "logit_bias", bias, "-100 to 100"
     for token_id in sampling.stop_token_ids:
-        yield 0 <= token_id < vocab_size, "stop_token_ids", token_id, ids
+        if not 0 <= token_id < vocab_size:
+            yield "stop_token_ids", token_id, ids
 
 
 def _constraint_violations(constraint: Constraint, min_tokens: int) -> list[tuple[str, str]]:

@@ -198,6 +198,10 @@ class Pair:
         assert core.counters.num_prefix_hit_tokens == specification.num_hit_tokens
         assert core.num_running == len(specification.running)
         assert core.num_waiting == len(specification.waiting)
+        for lane in core.lanes:
+            decoding = lane.indices()
+            num_context_tokens = core.rows.num_computed_tokens[decoding].sum()
+            assert lane.shape() == (len(decoding), len(decoding), num_context_tokens, 0)
         assert core.counters.num_preemptions == specification.num_preemptions
 
 

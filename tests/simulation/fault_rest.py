@@ -96,12 +96,8 @@ MAY_GROW = (
     _MayGrow("*._acknowledged", None, "frames are numbered"),
     _MayGrow("*next_step", None, "steps are numbered"),
     _MayGrow("engine.fleet.cells[].core.*._tick", None, "steps of a lane are numbered"),
-    _MayGrow("engine.fleet.cells[].core.*._summed_tick", None, "steps of a lane are numbered"),
-    _MayGrow("engine.fleet.cells[].core.*._num_summed_tokens", None, "the context of the rows that were summed last"),
     _MayGrow("engine.fleet.cells[].core.*._is_changed", None, "whether rows have stopped since the newest step"),
     _MayGrow("engine.fleet.cells[].core.*._next_end", None, "a step in which a row would have ended"),
-    _MayGrow("engine.fleet.cells[].core.*._sampling[]._num_before", None, "tokens of the rows that sampled last"),
-    _MayGrow("engine.fleet.cells[].core.*._sampling[]._first_end", None, "tokens of the rows that sampled last"),
     _MayGrow("engine.fleet.cells[].core.*._newest_lane", None, "the lane of the newest step"),
     _MayGrow("engine.fleet.cells[].core.*.lane", None, "the first lane that is seen, perhaps that of the newest step"),
     _MayGrow("executor._link._failed_step", None, "the number of a step"),
@@ -171,8 +167,8 @@ MAY_GROW = (
     _MayGrow("size(engine.fleet.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
     _MayGrow("size(engine.fleet.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
     _MayGrow("size(engine.fleet.cells[].core.*._sampling[].*)", _num_rows, "of the rows that sampled last"),
+    _MayGrow("len(engine.fleet.cells[].core.*._sampling[]._gone)", _num_rows, "those that had gone since"),
     _MayGrow("size(engine.fleet.cells[].core.*._indices)", _num_rows, "the rows that decoded in the newest step"),
-    _MayGrow("size(engine.fleet.cells[].core.*._summed)", _num_rows, "the rows whose context was summed last"),
     _MayGrow("engine.fleet.cells[].core.rows.end", None, "the highest row that was ever live"),
     _MayGrow(
         "len(engine.fleet.cells[].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"

@@ -116,7 +116,10 @@ class Cell:
 
     @has_news.setter
     def has_news(self, has_news: bool) -> None:
-        (self._news.add if has_news else self._news.discard)(self.number)
+        if has_news:
+            self._news.add(self.number)
+        else:
+            self._news.discard(self.number)
 
     @property
     def view(self) -> SchedulerView | None:
@@ -135,11 +138,12 @@ class Cell:
 
     def on_events(self, events: list[StepEvent], now: float) -> None:
         """Act on what the link reports."""
-        self.has_news = True
         for event in events:
             if isinstance(event, StepAnswered):
-                self._on_answer(event, now)
-            elif isinstance(event, EpochOpened):
+                self._on_answer(event, now)  # and sends the next step
+                continue
+            self.has_news = True
+            if isinstance(event, EpochOpened):
                 self._on_epoch(event, now)
             elif isinstance(event, AdapterAnswered):
                 self._others.adapter_answered(self, event.answer)
@@ -162,6 +166,11 @@ class Cell:
             trial = self._blame.next_trial(core)
             core.run_alone(trial.origin, trial.num_tokens)
             self.recorder.ran_alone(trial.origin, trial.num_tokens)
+        if core.num_in_flight < core.max_in_flight:
+            self._send_steps(core, now)
+
+    def _send_steps(self, core: Scheduler, now: float) -> None:
+        link = self.link
         num_before = len(link.outgoing)
         while (output := core.schedule(now)) is not None:
             link.send_step(output)
@@ -170,12 +179,11 @@ class Cell:
         frames = link.outgoing[num_before:]
         if frames or shed:
             self._end_leases()
-        is_full = core.num_in_flight >= core.max_in_flight
         if frames:
-            if not is_full:
+            if core.num_in_flight < core.max_in_flight:
                 self.has_news = True
             self.recorder.sent(now, frames, len(shed))
-        elif not is_full and not core.awaits_answer:
+        elif not core.awaits_answer:
             # Otherwise the core did not look for a step at all, and only an answer can change that.
             self.has_news = core.num_unfinished > 0
             self.recorder.sent_nothing(now, len(shed), is_idle=not self.has_news)

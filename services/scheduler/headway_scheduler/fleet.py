@@ -216,8 +216,10 @@ class Fleet:
     def cell_of(self, origin: Origin) -> Cell | None:
         """The cell whose core has this request."""
         placed = self.placement.placed(origin)
-        cells = self.cells if placed is None else [self.cells[placed.cell]]
-        return next((cell for cell in cells if cell.core is not None and cell.core.find(origin) is not None), None)
+        for cell in self.cells if placed is None else (self.cells[placed.cell],):
+            if cell.core is not None and cell.core.find(origin) is not None:
+                return cell
+        return None
 
     def drain_cell(self, number: int, *, is_draining: bool) -> None:
         """Let a cell's requests go on elsewhere and give it no others, or end that."""

@@ -3,6 +3,7 @@
 Owns: their checks and early queue. Must not know: links, the core's rules.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -90,22 +91,8 @@ def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
     num_bytes = len(submit.token_ids)
     if num_bytes % INT32.itemsize or not num_bytes:
         return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")
-    pooling = pooling_of(submit)
-    checks = (
-        (0 <= submit.handle < 1 << 31, "handle", submit.handle, "0 to 2^31 - 1"),
-        (len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES, "request_id", submit.request_id, "128 bytes"),
-        (len(submit.traceparent) <= MAX_TRACEPARENT_CHARACTERS, "traceparent", submit.traceparent, "128 characters"),
-        (len(submit.tenant.encode()) <= MAX_TENANT_BYTES, "tenant", submit.tenant, "128 bytes"),
-        (submit.max_tokens >= 1, "max_tokens", submit.max_tokens, "1 or more"),
-        (is_known(pooling), "pooling", pooling, "a number of headway_proto.pooling"),
-        (pooling == NO_POOLING or submit.max_tokens == 1, "max_tokens", submit.max_tokens, "1 with a pooling"),
-        (submit.sampling.min_tokens <= submit.max_tokens, "min_tokens", submit.sampling.min_tokens,
-         f"at most max_tokens, {submit.max_tokens}"),
-        (ingress.PRIORITY_REALTIME <= submit.priority <= ingress.PRIORITY_LOW, "priority", submit.priority, "1 to 4"),
-    )  # fmt: skip
-    for ok, field, value, allowed in checks:
-        if not ok:
-            return Problem(ingress.REJECT_INVALID, field, f"{value!r:.64} is not allowed; allowed: {allowed}")
+    for field, value, allowed in _wrong_fields(submit):
+        return Problem(ingress.REJECT_INVALID, field, f"{value!r:.64} is not allowed; allowed: {allowed}")
     num_held = num_bytes // INT32.itemsize - submit.num_prompt_tokens
     if num_held >= submit.max_tokens:
         message = f"{num_held} tokens held of max_tokens {submit.max_tokens}"
@@ -113,6 +100,29 @@ def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
     for field, message in violations(submit.sampling, _ANY_VOCABULARY if vocab_size is None else vocab_size):
         return Problem(ingress.REJECT_INVALID, field, message)
     return None
+
+
+def _wrong_fields(submit: Submit) -> Iterator[tuple[str, object, str]]:
+    """Each field that is wrong by itself, its value, and what is allowed."""
+    pooling, max_tokens, min_tokens = pooling_of(submit), submit.max_tokens, submit.sampling.min_tokens
+    if not 0 <= submit.handle < 1 << 31:
+        yield "handle", submit.handle, "0 to 2^31 - 1"
+    if len(submit.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        yield "request_id", submit.request_id, "128 bytes"
+    if len(submit.traceparent) > MAX_TRACEPARENT_CHARACTERS:
+        yield "traceparent", submit.traceparent, "128 characters"
+    if len(submit.tenant.encode()) > MAX_TENANT_BYTES:
+        yield "tenant", submit.tenant, "128 bytes"
+    if max_tokens < 1:
+        yield "max_tokens", max_tokens, "1 or more"
+    if not is_known(pooling):
+        yield "pooling", pooling, "a number of headway_proto.pooling"
+    if pooling != NO_POOLING and max_tokens != 1:
+        yield "max_tokens", max_tokens, "1 with a pooling"
+    if min_tokens > max_tokens:
+        yield "min_tokens", min_tokens, f"at most max_tokens, {max_tokens}"
+    if not ingress.PRIORITY_REALTIME <= submit.priority <= ingress.PRIORITY_LOW:
+        yield "priority", submit.priority, "1 to 4"
 
 
 def pooling_of(submit: Submit) -> int:

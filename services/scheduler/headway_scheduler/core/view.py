@@ -290,7 +290,7 @@ class GapView:
         return self._core.limits.budget != "fixed"
 
     def decode_s(self, *, more_rows: int = 0, more_context: int = 0) -> float:
-        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times; O(rows).
+        """Seconds of a step of the rows that decode now, and of more; 0 without rows or known step times.
 
         With several lanes, a step has its share of them.
         """

@@ -174,9 +174,11 @@ class Placement:
         if now >= self._first_tokens.next_due:
             self._check_first_tokens(now)
         going_on, queue = self._going_on, self._waiting.queue
+        if not going_on:
+            return self._place_first(lambda: queue.first(now), cells)
         lines = [lambda: going_on[0] if going_on else None, lambda: queue.first(now)]
         first = queue.first(now)
-        if going_on and first is not None and first.rank < going_on[0].rank:
+        if first is not None and first.rank < going_on[0].rank:
             lines.reverse()
         return self._place_first(lines[0], cells) or self._place_first(lines[1], cells)
 

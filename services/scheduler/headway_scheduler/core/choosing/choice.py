@@ -58,30 +58,26 @@ def best_of(request: Request, choices: Sequence[CellLoad], policy: PlacementPoli
     """The best of ``choices``, at least one."""
     cached: list[int] = []
     waits: list[float] = []
+    error = LEAST_ERROR
     for cell in choices:
+        error = max(error, cell.relative_error)
         num_cached_tokens = cell.num_cached_tokens(query)
         num_tokens = cell.num_tokens_ahead + len(request.token_ids) - num_cached_tokens
         cached.append(num_cached_tokens)
         wait = cell.prefill_s(num_tokens, num_cached_tokens)
-        if wait is None:
-            break
-        waits.append(wait)
+        if wait is not None:
+            waits.append(wait)
     if len(waits) < len(choices):
         # A cell has not learned its speed.
-        cached = [cell.num_cached_tokens(query) for cell in choices]
         num_known = len(request.token_ids)
         waits = [float(cell.num_tokens_ahead + num_known - num) for cell, num in zip(choices, cached, strict=True)]
     # Predictions that differ by less than they err are level: then it goes where the fewest run.
-    error = LEAST_ERROR
-    for cell in choices:
-        error = max(error, cell.relative_error)
     level = min(waits) * (1.0 + min(error, MOST_ERROR))
-    best: Choice | None = None
-    best_rank = (True, 0, 0)
-    for cell, num_cached_tokens, wait in zip(choices, cached, waits, strict=True):
-        if wait <= level:
+    best, best_rank = -1, (True, 0, 0)
+    for place, wait_s in enumerate(waits):
+        if wait_s <= level:
+            cell = choices[place]
             rank = (policy.is_misplaced(request, cell), cell.num_running, cell.number)
-            if best is None or rank < best_rank:
-                best, best_rank = Choice(cell, num_cached_tokens, cell.num_tokens_ahead), rank
-    assert best is not None
-    return best
+            if best < 0 or rank < best_rank:
+                best, best_rank = place, rank
+    return Choice(choices[best], cached[best], choices[best].num_tokens_ahead)

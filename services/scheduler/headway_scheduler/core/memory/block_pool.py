@@ -21,7 +21,7 @@ import numpy as np
 from headway_scheduler.core.memory.eviction_queues import EvictionQueues
 from headway_scheduler.core.memory.prefix_cache import NUM_WORTHS, ONCE, PINNED, REUSED, PrefixCache
 from headway_scheduler.core.state.counters import SchedulerCounters
-from headway_scheduler.core.state.indices import ONE, BlockIndices, joined
+from headway_scheduler.core.state.indices import ONE, ZERO, BlockIndices, are_all, is_any, joined
 
 _EVICTION_SHARE = 64
 """One batch evicts the pool's blocks divided by this number; one block at a time would cost more."""
@@ -156,7 +156,7 @@ class BlockPool:
         if not self._uncounted:
             return
         blocks = joined([table[::-1] for table in self._uncounted])
-        if np.count_nonzero(self._ref_count[blocks] - ONE):
+        if is_any(self._ref_count[blocks] != ONE):
             # Some blocks are shared, perhaps between these tables: each is unused after its last table.
             blocks = joined([self._drop_references(table)[::-1] for table in self._uncounted])
         else:
@@ -169,27 +169,27 @@ class BlockPool:
             self._fences.append((self._uncounted_fence, [blocks]))
 
     def _drop_references(self, blocks: BlockIndices) -> BlockIndices:
-        references = self._ref_count[blocks] - 1
+        references = self._ref_count[blocks] - ONE
         self._ref_count[blocks] = references
-        return blocks[references == 0] if np.count_nonzero(references) else blocks
+        is_unused = references == ZERO
+        return blocks if are_all(is_unused) else blocks[is_unused]
 
     def _make_free(self, blocks: BlockIndices) -> None:
         if not len(blocks):
             return
-        cached = self._cache.holds(blocks)
-        num_cached = np.count_nonzero(cached)
-        if num_cached == len(blocks):
+        is_cached = self._cache.holds(blocks)
+        if are_all(is_cached):
             self._enqueue(blocks)
             return
-        if num_cached:
-            self._enqueue(blocks[cached])
-            blocks = blocks[~cached]
+        if is_any(is_cached):
+            self._enqueue(blocks[is_cached])
+            blocks = blocks[~is_cached]
         self._plain[self._plain_top - len(blocks) : self._plain_top] = blocks[::-1]
         self._plain_top -= len(blocks)
 
     def _enqueue(self, blocks: BlockIndices) -> None:
         worth = self._cache.worth_of(blocks)
-        if not np.count_nonzero(worth):
+        if worth.tobytes().count(ONCE) == len(worth):
             self._evictable.append(ONCE, blocks)
             return
         for level in range(NUM_WORTHS):

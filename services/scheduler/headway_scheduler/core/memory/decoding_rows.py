@@ -38,9 +38,8 @@ class DecodingRows:
         """No row ends before this tick."""
         self._indices = NO_ROWS
         self._is_changed = False
-        # What was summed last, and the tick: until the rows change, each of them has one token more at each tick.
-        self._summed = NO_ROWS
-        self._num_summed_tokens, self._summed_tick = 0, 0
+        self._num_context_tokens = 0
+        """Computed tokens of the rows that decode."""
 
     def indices(self) -> RowIndices:
         """The rows that decode, ascending; the same array until they change."""
@@ -75,22 +74,23 @@ class DecodingRows:
         self._next_end = int(self._end_tick[self.indices()].min(initial=NEVER))
 
     def shape(self) -> StepShape:
-        """A step of these rows alone; O(rows) when they have changed."""
-        decoding = self.indices()
-        num_rows = self.num_decoding
-        if decoding is not self._summed:
-            self._summed, self._summed_tick = decoding, self._tick
-            self._num_summed_tokens = int(self._rows.num_computed_tokens[decoding].sum())
-        num_context_tokens = self._num_summed_tokens + (self._tick - self._summed_tick) * num_rows
-        return StepShape(num_rows, num_rows, num_context_tokens, 0)
+        """A step of these rows alone."""
+        return StepShape(self.num_decoding, self.num_decoding, self._num_context_tokens, 0)
 
     def advance(self) -> None:
         """A step of the lane is sent: every row that decodes computes one token more."""
         end = self._rows.end
         num_computed = self._rows.num_computed_tokens[:end]
         num_computed += self._decodes[:end]
+        self._num_context_tokens += self.num_decoding
         self._tick += 1
         self._now = np.array(self._tick, dtype=np.int32)
+
+    def accept(self, row: int, num_tokens: int) -> None:
+        """A row of the last step has computed ``num_tokens`` tokens more, which were proposed."""
+        self._rows.num_computed_tokens[row] += num_tokens
+        if self._decodes[row]:
+            self._num_context_tokens += num_tokens
 
     def enter(self, starting: list[int]) -> None:
         """These rows, whose prompts are complete, decode in this lane from its next step on."""
@@ -104,7 +104,8 @@ class DecodingRows:
         # One by one: nearly always it is one, and many come only after speculation.
         rows = self._rows
         for row in starting:
-            since = self._tick - int(rows.num_computed_tokens[row])
+            num_computed = int(rows.num_computed_tokens[row])
+            since = self._tick - num_computed
             end = int(rows.last_position[row]) + since
             self._due_tick[row] = int(rows.num_blocks[row]) * rows.block_size + since
             self._end_tick[row] = end
@@ -112,6 +113,7 @@ class DecodingRows:
             if not self._decodes[row]:
                 self._decodes[row] = 1
                 self.num_decoding += 1
+                self._num_context_tokens += num_computed
         self._is_changed = True
 
     def stop(self, row: int) -> None:
@@ -120,6 +122,7 @@ class DecodingRows:
         if self._decodes[row]:
             self._decodes[row] = 0
             self.num_decoding -= 1
+            self._num_context_tokens -= int(self._rows.num_computed_tokens[row])
             self._is_changed = True
 
     def go_on(self, served: RowIndices) -> None:
@@ -135,6 +138,7 @@ class DecodingRows:
         if decoding:
             self._decodes[decoding] = 0
             self.num_decoding -= len(decoding)
+            self._num_context_tokens -= int(self._rows.num_computed_tokens[decoding].sum())
             self._due_tick[decoding] += ONE
             self._end_tick[decoding] += ONE
             plan.held_back = plan.held_back + decoding
@@ -145,6 +149,7 @@ class DecodingRows:
         if held_back:
             self._decodes[held_back] = 1
             self.num_decoding += len(held_back)
+            self._num_context_tokens += int(self._rows.num_computed_tokens[held_back].sum())
             if in_this_step:
                 self._due_tick[held_back] -= ONE
                 self._end_tick[held_back] -= ONE

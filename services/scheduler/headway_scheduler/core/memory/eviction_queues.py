@@ -10,7 +10,7 @@ import numpy as np
 
 from headway_scheduler.core.state.indices import BlockIndices, joined
 
-_NOT_QUEUED = -1
+_NOT_QUEUED = np.array(-1, dtype=np.int64)
 
 
 class EvictionQueues:

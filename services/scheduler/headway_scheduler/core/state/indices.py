@@ -24,6 +24,17 @@ def joined(parts: list[BlockIndices]) -> BlockIndices:
     return np.concatenate(parts) if parts else NO_BLOCKS
 
 
+def is_any(mask: NDArray[np.bool_]) -> bool:
+    """Whether any entry is true. With few entries, ``mask.any()`` takes ten times as long."""
+    return 1 in mask.tobytes()
+
+
+def are_all(mask: NDArray[np.bool_]) -> bool:
+    """Whether all entries are true."""
+    return 0 not in mask.tobytes()
+
+
 # For array operations: to make an array of a Python number takes NumPy as long as the operation itself.
+ZERO: NDArray[np.int32] = np.array(0, dtype=np.int32)
 ONE: NDArray[np.int32] = np.array(1, dtype=np.int32)
 ONE_PLACE: NDArray[np.intp] = np.array(1, dtype=np.intp)

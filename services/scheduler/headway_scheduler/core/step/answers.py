@@ -24,7 +24,6 @@ from headway_scheduler.core.state.events import (
     StepEvents,
     VectorEvent,
 )
-from headway_scheduler.core.state.indices import RowIndices
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.core.state.step_plan import InFlightStep, StepLoad
 from headway_scheduler.core.step.accepted_tokens import AcceptedTokens
@@ -32,7 +31,7 @@ from headway_scheduler.core.step.answer_checks import AnswerChecks
 from headway_scheduler.core.step.gap_guard import GapGuard
 from headway_scheduler.core.step.handing_off import HandingOff
 from headway_scheduler.core.step.speculation import SpeculationPolicy
-from headway_scheduler.core.step.token_columns import SamplingRows, TokenColumns
+from headway_scheduler.core.step.token_columns import NOBODY, SamplingRows, TokenColumns
 
 
 class Answers:
@@ -88,25 +87,26 @@ class Answers:
             self._confirm_chunks(step, failed, now, first_tokens, resumed_gaps_s)
         vectors = _vectors(step, output, failed) if isinstance(output, PooledOutput) else ()
         logprobs = self._logprobs(step, output, failed) if output.logprobs else ()
-        sampling_rows = step.sampling_rows
+        sampling = self._sampling[step.lane]
         late: list[tuple[Request, int]] = []
         if failed or step.leavers:
-            is_gone = np.zeros(self._rows.max_rows, dtype=np.bool_)
-            is_gone[[*failed, *step.leavers]] = True
-            stays = ~is_gone[sampling_rows]
+            sampling.turn_to(step.sampling_rows, {*failed, *step.leavers})
             late = self._late_tokens(step, token_ids, failed)
-            self._fail_rows(step, {row: failed[row] for row in failed if row not in stale}, finished)
+            token_ids, stops_some = token_ids[sampling.stay], stops_some[sampling.stay]
+            if failed:
+                self._fail_rows(step, {row: failed[row] for row in failed if row not in stale}, finished)
             if stale:
                 self._handing_off.preempt_stale(step, stale)
-            sampling_rows, token_ids, stops_some = sampling_rows[stays], token_ids[stays], stops_some[stays]
+        else:
+            sampling.turn_to(step.sampling_rows, NOBODY)
         if self._gaps.is_on:
-            self._gaps.record_tokens(sampling_rows, now)
-        columns = self._append_tokens(step.lane, sampling_rows, token_ids, stops_some, finished)
+            self._gaps.record_tokens(sampling.rows, now)
+        columns = self._append_tokens(step.lane, sampling, token_ids, stops_some, finished)
         if late:
             columns = self._append_late_tokens(columns, late, finished)
         if accepted:
             columns = self._append_accepted(step, accepted, columns, finished)
-            self._sampling[step.lane].forget()
+            sampling.forget()
             ends = {end.origin: end.num_output_tokens for end in finished}
             logprobs = tuple(event for event in logprobs if event.index < ends.get(event.origin, event.index + 1))
         self._counters.num_output_tokens += len(columns.token_ids)
@@ -210,7 +210,7 @@ class Answers:
     ) -> list[tuple[Request, int]]:
         """Tokens of requests that lost their row since, rows ascending."""
         late = []
-        for row, request in sorted((row, request) for row, request in step.leavers.items() if request is not None):
+        for row, request in sorted([(row, request) for row, request in step.leavers.items() if request is not None]):
             request.num_unreturned -= 1
             if row not in failed and request.status is not RequestStatus.FINISHED:
                 late.append((request, int(token_ids[step.place_of(row)])))
@@ -227,13 +227,13 @@ class Answers:
     def _append_tokens(
         self,
         lane: int,
-        sampling_rows: RowIndices,
+        sampling: SamplingRows,
         token_ids: Int32Array,
         stops_some: NDArray[np.bool_],
         finished: list[FinishedEvent],
     ) -> TokenColumns:
-        rows = self._rows
-        columns = self._sampling[lane].append(sampling_rows, token_ids)
+        rows, sampling_rows = self._rows, sampling.rows
+        columns = sampling.append(token_ids)
         self._queue.charge_rows(rows.tenant, sampling_rows)
         if self._epoch.lanes[lane].may_end:
             stops_some = stops_some | (rows.num_tokens[sampling_rows] > rows.last_position[sampling_rows])
@@ -264,7 +264,7 @@ class Answers:
         columns: TokenColumns,
         finished: list[FinishedEvent],
     ) -> TokenColumns:
-        rows, counters = self._rows, self._counters
+        rows, lane, counters = self._rows, self._epoch.lanes[step.lane], self._counters
         entries: list[tuple[int, int, int, int]] = []
         moved: list[int] = []
         for row, num_allowed, num_proposed, token_ids in accepted:
@@ -275,7 +275,7 @@ class Answers:
             if request is None:  # it ended, perhaps with its first token
                 self._state.count_surplus(len(token_ids))
                 continue
-            rows.num_computed_tokens[row] += len(token_ids)
+            lane.accept(row, len(token_ids))
             self._speculation.learn(
                 request.speculation,
                 int(rows.num_computed_tokens[row]),
@@ -291,7 +291,7 @@ class Answers:
             elif token_ids:
                 moved.append(row)
         if moved:
-            self._epoch.lanes[step.lane].start(moved)
+            lane.start(moved)
         return columns.with_further(entries) if entries else columns
 
     def _append_to(
