@@ -31,6 +31,8 @@ def copy_of_table(table: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         OSError: too little memory.
     """
+    if not table.numel():
+        return table.to(dtype)  # of a rank that has no part of it; there is no memory of no bytes
     # Private: by default Linux gives no huge pages to memory that processes could share.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, table.numel() * dtype.itemsize, flags=flags)
