@@ -26,13 +26,13 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def copy_of_table(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a large table, all of which is used: in huge pages the copy takes a third of the time of ``torch.empty``'s.
+    """Copy a large table, all of which is used. In huge pages this takes a third of the time of ``to``.
 
     Raises:
         OSError: too little memory.
     """
     if not table.numel():
-        return table.to(dtype)  # of a rank that has no part of it; there is no memory of no bytes
+        return table.to(dtype)  # a rank may have no part of it, and a mapping of 0 bytes is not allowed
     # Private: by default Linux gives no huge pages to memory that processes could share.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, table.numel() * dtype.itemsize, flags=flags)

@@ -70,6 +70,15 @@ class GgufFile:
             raise self.refuse(f"{key} {values!r:.64} is not supported; allowed: a list of {names}")
         return values
 
+    def index(self, key: str) -> int | None:
+        """An integer of the metadata from 0 on; None if it is not there."""
+        if key not in self:
+            return None
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refuse(f"{key} {value!r:.64} is not supported; allowed: an integer from 0 on")
+        return value
+
     def __contains__(self, key: str) -> bool:
         return self._reader.get_field(key) is not None
 
@@ -83,7 +92,7 @@ class GgufFile:
 
     def floats(self, name: str) -> Tensor:
         """A tensor of kind f32, f16 or bf16."""
-        data: NDArray[Any] = self._tensors[name].data
+        data: NDArray[Any] = self._tensor(name).data
         if self.kind(name) == "bf16":
             return (
                 torch.from_numpy(np.ascontiguousarray(data).view(np.int16)).view(torch.bfloat16).view(self.shape(name))
@@ -92,14 +101,14 @@ class GgufFile:
 
     def wide(self, name: str) -> Tensor:
         """A tensor of any kind: floats as they are, blocks as float32."""
-        tensor = self._tensors[name]
+        tensor = self._tensor(name)
         if self.kind(name) in ("f32", "f16", "bf16"):
             return self.floats(name)
         return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(self.shape(name))
 
     def blocks(self, name: str) -> Tensor:
         """A tensor of blocks: uint8, ``[rows, bytes]``; of a stack ``[count, rows, bytes]``."""
-        return torch.from_numpy(np.array(self._tensors[name].data)).view(*self.shape(name)[:-1], -1)
+        return torch.from_numpy(np.array(self._tensor(name).data)).view(*self.shape(name)[:-1], -1)
 
     def _tensor(self, name: str) -> gguf.ReaderTensor:
         if name not in self._tensors:

@@ -78,7 +78,7 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
         "attention_bias": "blk.0.attn_q.bias" in file.tensor_names,
-        "bos_token_id": _token_id(file, "bos"),
+        "bos_token_id": file.index("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(file),
         "dtype": "float16",
         "quantization_config": {"quant_method": "gguf"},
@@ -93,18 +93,8 @@ def _check_widths(metadata: Metadata) -> None:
 
 
 def _end_tokens(file: GgufFile) -> list[int]:
-    found = {_token_id(file, kind) for kind in ("eos", "eot", "eom")}
+    found = {file.index(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
     return sorted(token for token in found if token is not None)
-
-
-def _token_id(file: GgufFile, kind: str) -> int | None:
-    key = f"tokenizer.ggml.{kind}_token_id"
-    if key not in file:
-        return None
-    token = file.value(key)
-    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-        raise file.refuse(f"{key} {token!r:.64} is not supported; allowed: an integer from 0 on")
-    return token
 
 
 def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:

@@ -64,8 +64,10 @@ def _of_each(file: GgufFile, kind: str, tokens: list[str], *types: type) -> list
 
 def _token(file: GgufFile, kind: str) -> str:
     tokens, key = _tokens(file), f"tokenizer.ggml.{kind}_token_id"
-    index = file.value(key)
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
+    index = file.index(key)
+    if index is None:
+        raise file.refuse(f"{key} is missing from the metadata")
+    if index >= len(tokens):
         raise file.refuse(f"{key} {index!r:.64} is not supported; allowed: 0 to {len(tokens) - 1}")
     return tokens[index]
 
