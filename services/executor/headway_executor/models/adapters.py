@@ -237,7 +237,7 @@ class _Fusing:
         inner = self._part.own_of_expert(experts.shared_size if number is None else size)
 
         def own(down: Tensor) -> Tensor:
-            return down[:, inner.start : inner.stop] if is_back and self._sums_parts else down
+            return self._here(down, inner) if is_back else down
 
         def up(tensors: ModelTensors) -> Tensor:
             of_layer = tensors.experts(index)
@@ -251,17 +251,15 @@ class _Fusing:
         if latent is not None:
             by_head = down.view(len(down), -1, latent.value_dim)
             down = functional.pad(by_head, (0, latent.key_dim - latent.value_dim)).flatten(1)
-        mine = own[self._part.place.tensor_rank]
-        return down[:, mine.start : mine.stop] if self._sums_parts else down
+        return self._here(down, own[self._part.place.tensor_rank])
 
     def _inner(self, index: int, down: Tensor) -> Tensor:
-        own = self._part.own_inner(self._config.layers[index].feed_forward.intermediate_size)
-        return down[:, own.start : own.stop] if self._sums_parts else down
+        return self._here(down, self._part.own_inner(self._config.layers[index].feed_forward.intermediate_size))
 
-    @property
-    def _sums_parts(self) -> bool:
-        """Whether projections back have only some inputs here: in the fast form, ``B`` is whole and its sums are added."""
-        return self._part.is_fast and not self._part.is_whole_stage
+    def _here(self, down: Tensor, own: range) -> Tensor:
+        """``A`` of a projection back, which in the fast form has only its ``own`` inputs here: sums of ``B`` are added."""
+        is_part = self._part.is_fast and not self._part.is_whole_stage
+        return down[:, own.start : own.stop] if is_part else down
 
     def _low_rank(
         self,
