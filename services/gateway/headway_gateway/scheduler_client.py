@@ -57,6 +57,7 @@ class SchedulerClient:
         self._admin_waiters: dict[int, asyncio.Future[AdminReply]] = {}
         self._status_waiters: set[asyncio.Future[None]] = set()
         self._status_listeners: list[Callable[[], None]] = []
+        self._news_listeners: list[Callable[[], None]] = []
         self._seen_status_version = -1
         self._seen_silence_version = 0
         self._seen_frames_version = 0
@@ -85,6 +86,10 @@ class SchedulerClient:
     def add_status_listener(self, listener: Callable[[], None]) -> None:
         """Call it after every change of status."""
         self._status_listeners.append(listener)
+
+    def add_news_listener(self, listener: Callable[[], None]) -> None:
+        """Call it after the sequences with news were told, each time that there are some."""
+        self._news_listeners.append(listener)
 
     def start(self) -> None:
         """Connect; the scheduler may come later."""
@@ -222,8 +227,9 @@ class SchedulerClient:
         try:
             for _ in range(_MOST_FRAMES_PER_TURN):
                 link.receive(socket.recv(zmq.DONTWAIT), now)
+            self._pump_soon()
         except zmq.Again:
-            pass
+            pass  # this has read the event flags as well
         self._after_link()
 
     def _after_link(self) -> None:
@@ -232,8 +238,12 @@ class SchedulerClient:
             self._seen_silence_version = link.silence_version
             self._disconnect(linger_ms=0)
             self._connect()
-        for sequence in link.take_news():
+        news = link.take_news()
+        for sequence in news:
             sequence.on_news()
+        if news:
+            for listener in self._news_listeners:
+                listener()
         for reply in link.take_admin_replies():
             waiter = self._admin_waiters.get(reply.call_id)
             if waiter is not None and not waiter.done():
@@ -259,19 +269,24 @@ class SchedulerClient:
     def _flush(self) -> None:
         if self._socket is None:
             return
-        assert self._loop is not None
         frames = self._link.take_frames()
         if self._link.frames_version != self._seen_frames_version:
             self._seen_frames_version = self._link.frames_version
             self._outgoing.clear()
         self._outgoing.extend(frames)
+        if not self._outgoing:
+            return
         with contextlib.suppress(zmq.Again):
             while self._outgoing:
                 self._socket.send(self._outgoing[0], zmq.DONTWAIT)
                 self._outgoing.popleft()
         flags = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(flags, int)
-        waiting = zmq.POLLIN | (zmq.POLLOUT if self._outgoing else 0)
-        if flags & waiting and not self._pump_scheduled:
+        if flags & (zmq.POLLIN | (zmq.POLLOUT if self._outgoing else 0)):
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._pump_scheduled:
+            assert self._loop is not None
             self._pump_scheduled = True
             self._loop.call_soon(self._pump)

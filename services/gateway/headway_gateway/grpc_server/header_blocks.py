@@ -25,7 +25,7 @@ class HeaderBlocks:
         self._known: dict[bytes, Headers] = {}
 
     def read(self, block: bytes) -> Headers:
-        """Return the headers, which nobody may change.
+        """Return the headers, which nobody may change: the same list for a block that is known.
 
         Raises:
             hpack.exceptions.HPACKError: it cannot be read; nothing more can.

@@ -161,6 +161,11 @@ class Http2:
 
     # What the connection sends.
 
+    @property
+    def has_output(self) -> bool:
+        """Whether anything is to be sent."""
+        return bool(self._out)
+
     def take(self) -> bytes:
         """Return what is to be sent."""
         out, self._out = self._out, []
