@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from headway_gateway.grpc_server.frames import BreachError
 from headway_gateway.grpc_server.header_blocks import Headers
-from headway_gateway.grpc_server.http2 import BreachError, Http2
+from headway_gateway.grpc_server.http2 import Http2
 
 MOST_WAITING_BYTES = 64 * 1024
 """Of one stream; who sends more waits."""
