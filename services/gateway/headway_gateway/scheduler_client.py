@@ -57,7 +57,6 @@ class SchedulerClient:
         self._admin_waiters: dict[int, asyncio.Future[AdminReply]] = {}
         self._status_waiters: set[asyncio.Future[None]] = set()
         self._status_listeners: list[Callable[[], None]] = []
-        self._news_listeners: list[Callable[[], None]] = []
         self._seen_status_version = -1
         self._seen_silence_version = 0
         self._seen_frames_version = 0
@@ -86,10 +85,6 @@ class SchedulerClient:
     def add_status_listener(self, listener: Callable[[], None]) -> None:
         """Call it after every change of status."""
         self._status_listeners.append(listener)
-
-    def add_news_listener(self, listener: Callable[[], None]) -> None:
-        """Call it after the sequences with news were told, each time that there are some."""
-        self._news_listeners.append(listener)
 
     def start(self) -> None:
         """Connect; the scheduler may come later."""
@@ -238,12 +233,8 @@ class SchedulerClient:
             self._seen_silence_version = link.silence_version
             self._disconnect(linger_ms=0)
             self._connect()
-        news = link.take_news()
-        for sequence in news:
+        for sequence in link.take_news():
             sequence.on_news()
-        if news:
-            for listener in self._news_listeners:
-                listener()
         for reply in link.take_admin_replies():
             waiter = self._admin_waiters.get(reply.call_id)
             if waiter is not None and not waiter.done():

@@ -107,7 +107,6 @@ class GatewayServer:
             Bounds(most_calls, config.slow_client_s * _PATIENCE, config.slow_client_s),
             most_message_bytes=config.max_message_bytes,
         )
-        self._client.add_news_listener(self._server.flush_after_handlers)
         health_pb2_grpc.add_HealthServicer_to_server(health_service, self._server)  # type: ignore[arg-type]  # it is one
         self._add_services(AdminServicer(self._client, PromptEncoder(text_model, self._lanes)))
 

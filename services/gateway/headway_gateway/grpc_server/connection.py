@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
         self.peer = _name_of(transport.get_extra_info("peername"))
         self._register.add(self)
         transport.set_write_buffer_limits(high=_MOST_UNSENT_BYTES)
-        self.flush()
+        self._flush()
         self._heard_at = self._loop.time()
         self._keep_alive()
 
@@ -207,22 +207,14 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         self._send_waiting()
 
-    def flush(self) -> None:
-        """Send what streams have sent so far."""
-        self._will_flush = False
-        self._num_unsent = 0
-        data = self._http2.take()
-        if data and self._transport is not None:
-            self._transport.write(data)
-
     def go_away(self) -> None:
         """Ask the client to open no more streams here."""
         self._http2.go_away()
-        self.flush()
+        self._flush()
 
     def close(self) -> None:
         """Close the connection behind what was sent."""
-        self.flush()
+        self._flush()
         if self._transport is not None:
             self._transport.close()
 
@@ -248,7 +240,7 @@ class Connection(asyncio.Protocol):
         num_sent = self._http2.send_data(stream_id, data)
         self._num_unsent += num_sent
         if self._num_unsent > _MOST_UNSENT_BYTES:
-            self.flush()  # a handler may send for long without giving the loop a turn
+            self._flush()  # a handler may send for long without giving the loop a turn
         else:
             self._flush_soon()
         return num_sent
@@ -298,7 +290,14 @@ class Connection(asyncio.Protocol):
     def _flush_soon(self) -> None:
         if not self._will_flush and self._http2.has_output:
             self._will_flush = True
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        self._num_unsent = 0
+        data = self._http2.take()
+        if data and self._transport is not None:
+            self._transport.write(data)
 
     def _keep_alive(self) -> None:
         now = self._loop.time()
@@ -312,7 +311,7 @@ class Connection(asyncio.Protocol):
         elif wait_s <= 0:
             self._has_pinged, wait_s = True, _KEEPALIVE_TIMEOUT_S
             self._http2.ping()
-            self.flush()
+            self._flush()
         self._keepalive = self._loop.call_later(wait_s, self._keep_alive)
 
     def _end_slow_requests(self, opened_before: float) -> None:

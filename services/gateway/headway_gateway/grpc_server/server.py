@@ -68,14 +68,6 @@ class GrpcServer:
                 )
             )
 
-    def flush_after_handlers(self) -> None:
-        """Send what the handlers write that were woken just now, before the loop looks for news of sockets again."""
-        asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        for connection in list(self._connections):
-            connection.flush()
-
     async def stop(self, grace_s: float) -> None:
         """Take no new calls; cancel what has not ended within ``grace_s`` seconds."""
         for listener in self._listeners:
