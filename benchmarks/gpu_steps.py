@@ -167,7 +167,7 @@ class StepBenchmark:
                 path = Path(directory) / str(number)
                 write_adapter(path, model, RANK, number, torch.float32)
                 num_bytes += (path / "adapter_model.safetensors").stat().st_size
-                names.append(self._backend.load_adapter(str(number), str(path)).identity)
+                names.append(self._backend.load_adapter(self._backend.read_adapter(str(number), str(path))).identity)
         return names, num_bytes
 
     def close(self) -> None:

@@ -72,6 +72,10 @@ def test_adapters(tmp_path):
     assert PROVENANCE | {"load", "results"} <= record.keys()
     assert list(record["results"]) == ["none", "one for all", "one each"]
     assert all(row["step_ms"] > 0 for row in record["results"].values())
+    run("adapters.py", "--loading", *load, "--json", str(result), cwd=tmp_path)
+    rows = json.loads(result.read_text())["results"]
+    assert list(rows) == ["no loading", "between steps", "beside them"]
+    assert all(0 < row["gap_ms"] <= row["longest_gap_ms"] for row in rows.values())
 
 
 def test_prompt_work(tmp_path):

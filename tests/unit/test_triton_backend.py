@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
-from backend_driver import BackendDriver, Request
+from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from device_weights import rounded
@@ -288,7 +288,7 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path, m
     for kind in (TritonBackend, TorchBackend):
         backend, info = open_backend(tmp_path / "model", kind, adapters={"first": str(first)})
         assert info.supports_adapters
-        names = ["", info.adapters[0].identity, backend.load_adapter("second", str(second)).identity]
+        names = ["", info.adapters[0].identity, load_adapter(backend, "second", str(second)).identity]
         requests = [Request(prompt(5 + i, seed=i), 3, GREEDY, adapter=name) for i, name in enumerate(names)]
         driver = BackendDriver(backend, info)
         driver.run(requests, budget=24)
@@ -336,14 +336,14 @@ def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_
 
         def execute(batch, backend=backend, plain=plain):
             if batch.step == 3:
-                backend.load_adapter("late", str(adapter))
+                load_adapter(backend, "late", str(adapter))
             return plain(batch)
 
         backend.execute = execute
         first = [Request(prompt(3 + i, seed=i), 5, GREEDY) for i in range(2)]
         driver.run(first, budget=8)
         assert {size.is_adapted for size in kept.recorded} == ({True, False} if has_graphs else set())
-        name = backend.load_adapter("late", str(adapter)).identity
+        name = load_adapter(backend, "late", str(adapter)).identity
         kept.launched.clear()
         second = [Request(prompt(1), 3, GREEDY, adapter=name), Request(prompt(1), 6, GREEDY)]
         driver.run(second, budget=8)

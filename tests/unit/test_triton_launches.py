@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpu_parts
-from backend_driver import BackendDriver, Request
+from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from headway_executor.backend import BackendConfig, StepBatch
 from headway_executor.backends.triton_backend import TritonBackend
@@ -159,7 +159,7 @@ def adapted(tmp_path_factory):
 def test_adapters_launch_nothing_new(adapted):
     """They come after the start, and their rows run beside others."""
     backend, info, opening, adapters = adapted
-    name = backend.load_adapter("late", str(adapters[0])).identity
+    name = load_adapter(backend, "late", str(adapters[0])).identity
     with logged() as serving:
         requests = [Request(prompt(3 + 20 * i), 3, adapter=name if i % 2 else "") for i in range(3)]
         driver = BackendDriver(backend, info)
@@ -174,7 +174,7 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
     """Whichever adapters its rows have, of whatever rank: its graph finds them in memory."""
     backend, _, _, adapters = adapted
     opened = backend._model
-    names = [backend.load_adapter(str(seed), str(path)).identity for seed, path in enumerate(adapters)]
+    names = [load_adapter(backend, str(seed), str(path)).identity for seed, path in enumerate(adapters)]
     logs = []
     for chosen in ((names[0], ""), (names[1], names[0], names[1])):
         for row in range(len(counts)):
@@ -198,7 +198,7 @@ def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_compute
     """Else its products would look for them where nobody has put them."""
     backend, _, _, adapters = adapted
     step = backend._model.parts.adapters
-    step.adapters.enter(0, backend.load_adapter("late", str(adapters[0])).identity)
+    step.adapters.enter(0, load_adapter(backend, "late", str(adapters[0])).identity)
     for num_tokens in (step.most_tokens, step.most_tokens + 8):
         with torch.inference_mode():
             step.clear()

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch_state import BatchState
+from headway_executor.beside import begun
 from headway_executor.block_store.store import Store
 from headway_executor.channel import DealerChannel, SchedulerChannel
 from headway_executor.config import ExecutorConfig
@@ -55,8 +57,11 @@ from headway_proto.step import BackendInfo
 if TYPE_CHECKING:
     from headway_process.metrics_endpoint import MetricsEndpoint
 
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 """How long one thread may keep another from the interpreter: loop, steps and pulls hand over several times a step."""
+
+READING_NICENESS = 10
+"""Of adapters, beside steps that may need every core."""
 
 
 class Companions(Protocol):
@@ -138,7 +143,7 @@ def run(config: ExecutorConfig) -> int:
     exits with 4.
     """
     exit_at_once_on_signals()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.exit_with_parent and not end_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
@@ -270,6 +275,7 @@ def _serve(config: ExecutorConfig, works: _Works, surface: _Surface) -> DeviceLo
         step_timeout_s=config.step_timeout_s or float("inf"),
         store=works.store,
         ranks=works.ranks,
+        beside=partial(begun, name="adapters", niceness=READING_NICENESS),
     )
 
     def turn() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, BackendConfigError, ReadAdapter, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.decoder import check_kernels_have
@@ -28,7 +28,7 @@ from headway_executor.gpu.open_model import OpenModel
 from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
-from headway_executor.models.adapters import ModelAdapters, takes_adapters
+from headway_executor.models.adapters import ModelAdapters, on_device, takes_adapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.features import Feature
@@ -140,15 +140,19 @@ class TritonBackend:
         with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
             model.load(contents, blocks)
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``. Only ``load_adapter`` uses the device: it may be recording."""
+        return self._opened.adapters.read(name, directory)
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``."""
         model = self._opened
         with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
-            return model.load_adapter(name, directory)
+            return model.load_adapter(read)
 
     def unload_adapter(self, name: str) -> None:
         """See ``AdapterBackend.unload_adapter``."""
-        self._opened.unload_adapter(name)
+        self._opened.adapters.unload(name)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -195,7 +199,9 @@ def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.de
     if not takes_adapters(model_config, config.adapters, {Feature.EXPERTS, Feature.LATENT}):
         return None
     order = halves(model_config.head_dim, model_config.attention)
-    adapters = ModelAdapters(model_config, order, whole(model_config), device=device, prepare=with_table)
+    adapters = ModelAdapters(
+        model_config, order, whole(model_config), place=lambda weights: with_table(on_device(weights, device))
+    )
     for name, directory in config.adapters.items():
-        adapters.load(name, directory)
+        adapters.load(adapters.read(name, directory))
     return adapters

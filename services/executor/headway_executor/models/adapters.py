@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.backend import BackendConfigError
+from headway_executor.backend import BackendConfigError, ReadAdapter
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig
@@ -68,7 +68,8 @@ Prepared = Any
 
 class ModelAdapters:
     """The adapters of one model, or a rank's part of them. ``channel_order``: of its query and key heads, see
-    ``ModelTensors``.
+    ``ModelTensors``. ``prepare`` brings an adapter into the form for steps while others run; ``place`` puts that where steps
+    find it, between two of them.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class ModelAdapters:
         channel_order: Tensor,
         part: ModelPart,
         *,
-        device: torch.device | None = None,
         prepare: Callable[[AdapterWeights], Prepared] = lambda weights: weights,
+        place: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     ) -> None:
         self._config = config
         self._channel_order = channel_order
         self._part = part
-        self._device = device
         self._prepare = prepare
+        self._place = place
         self._loaded: dict[str, tuple[LoadedAdapter, Prepared]] = {}
         self._rows: dict[int, Prepared] = {}
 
@@ -93,18 +94,21 @@ class ModelAdapters:
         """All, in the order of loading."""
         return tuple(adapter for adapter, _ in self._loaded.values())
 
-    def load(self, name: str, directory: str) -> LoadedAdapter:
-        """Load an adapter; one that is loaded stays as it is.
+    def read(self, name: str, directory: str) -> ReadAdapter:
+        """Read and prepare an adapter. Any thread may do it beside the others' calls: nothing here changes.
 
         Raises:
             ModelFilesError: the files are missing, damaged, not supported, or for another model.
         """
         files = read_adapter_files(Path(directory), self._config, self._part.layers)
         adapter = LoadedAdapter(name, directory, files.fingerprint)
-        if adapter.identity not in self._loaded:
-            weights = fused(self._config, self._channel_order, self._part, files, self._device)
-            self._loaded[adapter.identity] = adapter, self._prepare(weights)
-        return adapter
+        return ReadAdapter(adapter, self._prepare(fused(self._config, self._channel_order, self._part, files)))
+
+    def load(self, read: ReadAdapter) -> LoadedAdapter:
+        """Take an adapter into use; one that is loaded stays as it is."""
+        if read.adapter.identity not in self._loaded:
+            self._loaded[read.adapter.identity] = read.adapter, self._place(read.weights)
+        return read.adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Rows that have it keep it until they end."""
@@ -148,16 +152,20 @@ def takes_adapters(config: ModelConfig, asked: Mapping[str, str], lacks: Collect
     return not lack
 
 
-def fused(
-    config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles, device: torch.device | None
-) -> AdapterWeights:
-    """Bring a part's adapter into the form of the fused projections, on a device (None: the CPU)."""
+def fused(config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles) -> AdapterWeights:
+    """Bring a part's adapter into the form of the fused projections, on the CPU."""
     fusing = _Fusing(by_matrix(config), channel_order, part, files)
-    layers = [fusing.dense(index) | fusing.latent(index) | fusing.experts(index) for index in part.layers]
+    return AdapterWeights(
+        tuple(fusing.dense(index) | fusing.latent(index) | fusing.experts(index) for index in part.layers)
+    )
+
+
+def on_device(weights: AdapterWeights, device: torch.device) -> AdapterWeights:
+    """The same in the memory of a device."""
     return AdapterWeights(
         tuple(
             {site: LowRank(added.down.to(device), added.up.to(device)) for site, added in layer.items()}
-            for layer in layers
+            for layer in weights.layers
         )
     )
 
