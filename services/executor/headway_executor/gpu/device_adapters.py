@@ -17,29 +17,30 @@ from torch import Tensor
 from headway_executor.gpu.runtime import Runtime, UploadRing
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapter_files import MAX_RANK
-from headway_executor.models.adapters import SITES, AdapterWeights, LowRank, ModelAdapters
+from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.config import ModelConfig
 from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
 
-_PARTS = {"qkv": 3, "output": 1, "gate_up": 2, "down": 1}
+_PARTS = {AdapterSite.QKV: 3, AdapterSite.OUTPUT: 1, AdapterSite.GATE_UP: 2, AdapterSite.DOWN: 1}
 """Projections of a site, each with a rank of its own."""
+_NUMBERS = {site: number for number, site in enumerate(_PARTS)}
 
 
 class DeviceAdapter(NamedTuple):
     """``layers``: see ``AdapterWeights``. ``table``: of all sites of all layers, see ``low_rank``."""
 
-    layers: tuple[Mapping[str, LowRank], ...]
+    layers: tuple[Mapping[AdapterSite, LowRank], ...]
     table: Tensor
 
 
 def with_table(weights: AdapterWeights) -> DeviceAdapter:
     """The same, with the addresses of its matrices, which stay where they are."""
-    entries = np.zeros((len(weights.layers), len(SITES), ENTRY), dtype=np.int64)
+    entries = np.zeros((len(weights.layers), len(_NUMBERS), ENTRY), dtype=np.int64)
     device = torch.device("cpu")
     for layer, sites in zip(entries, weights.layers, strict=True):
-        for name, added in sites.items():
+        for site, added in sites.items():
             device = added.down.device
-            layer[SITES.index(name)] = added.down.data_ptr(), added.up.data_ptr(), len(added.down)
+            layer[_NUMBERS[site]] = added.down.data_ptr(), added.up.data_ptr(), len(added.down)
     return DeviceAdapter(weights.layers, torch.from_numpy(entries).to(device))
 
 
@@ -65,8 +66,8 @@ class DeviceAdapters:
         self._tables = self._tiles[: 2 * self._num_tiles].view(torch.int64)
         self._tokens = self._tiles[2 * self._num_tiles :].view(self._num_tiles, TILE)
         inner = max(layer.feed_forward.intermediate_size for layer in config.layers)
-        widths = {"qkv": config.hidden_size, "output": config.num_heads * config.head_dim}
-        widths |= {"gate_up": config.hidden_size, "down": inner}
+        widths = {AdapterSite.QKV: config.hidden_size, AdapterSite.OUTPUT: config.num_heads * config.head_dim}
+        widths |= {AdapterSite.GATE_UP: config.hidden_size, AdapterSite.DOWN: inner}
         sizes = [workspace_size(most_tokens, width, _PARTS[site] * MAX_RANK) for site, width in widths.items()]
         self._workspace = torch.empty(max(sizes), dtype=torch.float32, device=runtime.device)
 
@@ -85,13 +86,13 @@ class DeviceAdapters:
         """Give no token an adapter."""
         self._tables.zero_()
 
-    def add(self, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
+    def add(self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
         """Add to ``outputs`` what each token's adapter makes of ``inputs``, computed in float32."""
         if len(inputs) > self.most_tokens:
             self._large.add(layer, site, inputs, outputs)
             return
         num_tiles = most_tiles(len(inputs), self._max_num_rows)
-        number = layer * len(SITES) + SITES.index(site)
+        number = layer * len(_NUMBERS) + _NUMBERS[site]
         rank = _PARTS[site] * MAX_RANK
         tables, tokens = self._tables[:num_tiles], self._tokens[:num_tiles]
         add_low_rank(inputs, outputs, tables, tokens, self._workspace, site=number, most_rank=rank)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.device_adapters import DeviceAdapters
+from headway_executor.models.adapters import AdapterSite
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs
@@ -174,7 +175,7 @@ class ExpertsLinear:
 class AdaptedLinear:
     """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; this allocates in large steps."""
 
-    def __init__(self, product: DeviceLinear, step: DeviceAdapters, layer: int, site: str) -> None:
+    def __init__(self, product: DeviceLinear, step: DeviceAdapters, layer: int, site: AdapterSite) -> None:
         self._product = product
         self._step = step
         self._layer = layer

@@ -23,7 +23,7 @@ from headway_executor.gpu.feed_forward import (
 from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
 from headway_executor.gpu.linear import AdaptedLinear, DeviceLinear
 from headway_executor.linear import placed
-from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
+from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
@@ -113,12 +113,14 @@ class _Loader:
         cosines, sines = self._table(layer.rope)
         return LayerWeights(
             attention_norm=self._norm(index, names.attention_norm),
-            qkv=self._projection(index, QKV, lambda read: read.qkv(index)) if latent is None else self._latent(latent),
+            qkv=self._projection(index, AdapterSite.QKV, lambda read: read.qkv(index))
+            if latent is None
+            else self._latent(latent),
             query_norm=None if query_norm is None else self._norm_weight(query_norm),
             key_norm=None if key_norm is None else self._norm_weight(key_norm),
             cosines=cosines,
             sines=sines,
-            output=self._projection(index, OUTPUT, lambda read: read.output(index))
+            output=self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
             if latent is None
             else self._weights.product(latent.output(), None),
             attention_post_norm=self._norm(index, names.attention_post_norm),
@@ -174,13 +176,13 @@ class _Loader:
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
         return DenseFeedForward(
-            self._projection(index, GATE_UP, lambda read: read.gate_up(index)),
+            self._projection(index, AdapterSite.GATE_UP, lambda read: read.gate_up(index)),
             feed,
-            self._projection(index, DOWN, lambda read: read.down(index)),
+            self._projection(index, AdapterSite.DOWN, lambda read: read.down(index)),
             self._dense_space(feed.intermediate_size, feed.is_gated),
         )
 
-    def _projection(self, index: int, site: str, read: Projection) -> DeviceLinear:
+    def _projection(self, index: int, site: AdapterSite, read: Projection) -> DeviceLinear:
         product = self._weights.linear(read)
         return product if self._adapters is None else AdaptedLinear(product, self._adapters, index, site)
 
