@@ -26,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ from headway_executor.adapter_changes import AdapterChanges
 from headway_executor.backend import BackendConfig, ReadAdapter, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch_state import BatchState
-from headway_executor.beside import begun
+from headway_executor.beside import Nicer
 from headway_executor.process import READING_NICENESS, SWITCH_INTERVAL_S
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_proto.adapters import AdapterChange, LoadedAdapter
@@ -168,9 +167,7 @@ class Loading:
 
     def gaps(self, *, loads: bool) -> tuple[list[float], float]:
         """The gaps, in seconds, in which the rows decode and, with ``loads``, an adapter is loaded; how long that took."""
-        changes = AdapterChanges(
-            self._backend, lambda: None, partial(begun, name="adapters", niceness=READING_NICENESS)
-        )
+        changes = AdapterChanges(self._backend, lambda: None, Nicer("adapters", READING_NICENESS))
         found: list[float] = []
         began = 0.0
         for is_settled, gap in self._decoded():
