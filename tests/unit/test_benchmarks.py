@@ -492,7 +492,7 @@ def test_gpu_steps_without_a_gpu(tmp_path, shape):
     run("gpu_steps.py", "--shape", shape, "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
     record = json.loads(steps.read_text())
     assert record.keys() >= PROVENANCE
-    adapted = ["decode"] * 2 if shape == "tiny" else []  # Experts take no adapters.
+    adapted = ["decode"] * 2 if shape == "tiny" else []  # Of experts, they have no floor.
     kinds = ["attention", "attention", "decode", "decode", "mixed", *adapted]
     assert [line["name"].split(",")[0] for line in record["lines"]] == kinds
     assert record["failures"] == []

@@ -28,10 +28,9 @@ from headway_executor.gpu.open_model import OpenModel
 from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
-from headway_executor.models.adapters import ModelAdapters, on_device, takes_adapters
+from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
-from headway_executor.models.features import Feature
 from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
@@ -118,8 +117,8 @@ class TritonBackend:
             supports_prompt_logprobs=True,
             supports_constraints=constraints.is_supported,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
-            supports_adapters=adapters is not None,
-            adapters=() if adapters is None else adapters.loaded,
+            supports_adapters=True,
+            adapters=adapters.loaded,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -195,9 +194,7 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
     return checkpoint
 
 
-def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters | None:
-    if not takes_adapters(model_config, config.adapters, {Feature.EXPERTS, Feature.LATENT}):
-        return None
+def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters:
     order = halves(model_config.head_dim, model_config.attention)
     adapters = ModelAdapters(
         model_config, order, whole(model_config), place=lambda weights: with_table(on_device(weights, device))

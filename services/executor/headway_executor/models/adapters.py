@@ -7,7 +7,7 @@ A projection with weight ``W`` gives ``W x + B A x``. ``A`` and ``B`` stay besid
 the weights have.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.backend import BackendConfigError, ReadAdapter
+from headway_executor.backend import ReadAdapter
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig
-from headway_executor.models.features import Feature, lacking
 from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart
@@ -145,20 +144,6 @@ class ModelAdapters:
             return None
         found = [self._rows.get(row) for row in rows.tolist()]
         return found if any(adapter is not None for adapter in found) else None
-
-
-def takes_adapters(config: ModelConfig, asked: Mapping[str, str], lacks: Collection[Feature]) -> bool:
-    """Whether the model has nothing that no adapter can add to: a backend ``lacks`` some features.
-
-    Raises:
-        BackendConfigError: it has, and adapters are ``asked`` for.
-    """
-    lack = lacking(config, frozenset(Feature) - frozenset(lacks))
-    if lack and asked:
-        raise BackendConfigError(
-            f"adapter {min(asked)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
-        )
-    return not lack
 
 
 def fused(config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles) -> AdapterWeights:
