@@ -28,7 +28,6 @@ from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
 from headway_executor.backends.torch_loading import checked, draft_proposer, joined, load, parting_on_error
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
-from headway_executor.kv_pool import block_bytes_of
 from headway_executor.model_settings import (
     ModelSettings,
     device_of,
@@ -39,6 +38,7 @@ from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, step_rows
+from headway_executor.models.kv_vectors import block_bytes_of
 from headway_executor.models.sentence_pooling import default_pooling
 from headway_executor.pooling import PooledPart, PooledRows, whole_result, without
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
