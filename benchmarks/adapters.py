@@ -31,13 +31,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headway_executor.adapter_changes import AdapterChanges
 from headway_executor.backend import BackendConfig, ReadAdapter, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.beside import Nicer
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.host.beside import Nicer
 from headway_executor.process import READING_NICENESS, SWITCH_INTERVAL_S
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.threaded_backend import ThreadedBackend
+from headway_executor.step.adapter_changes import AdapterChanges
 from headway_proto.adapters import AdapterChange, LoadedAdapter
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams

@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 import headway
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.columns import encode_column
 from headway_proto.sampling import JSON_SCHEMA, Constraint, SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput

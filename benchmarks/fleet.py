@@ -39,7 +39,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 
 from headway import openai_front
 from headway.replicas import free_ports
-from headway_gateway.tokenization import load_text_model
+from headway_gateway.text.tokenization import load_text_model
 from headway_lab.percentiles import percentiles
 from program import count, parser_of, provenance, write_result
 from served import DEMO_MODEL, figures, row_of_free_ports, served

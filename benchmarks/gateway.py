@@ -28,8 +28,8 @@ import grpc
 import headway
 from headway.client import AsyncClient
 from headway.replicas import free_ports
-from headway_gateway.live_sequence import LiveSequence
-from headway_gateway.scheduler_client import SchedulerClient
+from headway_gateway.link.live_sequence import LiveSequence
+from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup
 from headway_lab.percentiles import percentiles
 from headway_proto import generation_pb2 as api

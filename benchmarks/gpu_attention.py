@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_stepping import BLOCK_SIZE
 from headway_executor.gpu.chunk_library import sizes_of
-from headway_executor.kv_pool import CODES
+from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_kernels import kv_codes
 from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention

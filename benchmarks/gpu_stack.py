@@ -165,9 +165,9 @@ def peer(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    from headway_executor.checkpoint.random_weights import RandomCheckpoint
     from headway_executor.models.families import read_model_config
     from headway_executor.models.loading import expected_tensors
-    from headway_executor.random_weights import RandomCheckpoint
 
     shape = SHAPES[arguments.shape]
     with tempfile.TemporaryDirectory() as name:

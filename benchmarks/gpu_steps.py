@@ -39,11 +39,11 @@ from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.chunk_library import LIBRARIES, lacking
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
-from headway_executor.host_speed import measure_device, measure_host
-from headway_executor.kv_pool import CODES
+from headway_executor.memory.host_speed import measure_device, measure_host
+from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.kv_vectors import block_bytes_of
-from headway_executor.setting_checks import KV_CACHE_DTYPES
+from headway_executor.settings.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.float8_linear import is_native
 from headway_kernels.gpu.long_chunks import LibraryLacking
 from program import add_line, parser_of, provenance, write_result

@@ -26,9 +26,9 @@ from torch.nn import functional
 
 import headway
 from headway_executor.backend import BackendConfig, ExecutorBackend, NewRow, StepBatch, StepResult
-from headway_executor.linear import Linear
 from headway_executor.models.families import read_model_config
-from headway_executor.registry import create_backend
+from headway_executor.models.linear import Linear
+from headway_executor.startup.registry import create_backend
 from headway_kernels import kv_codes
 from headway_kernels.gpu.float8_linear import BLOCK
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS

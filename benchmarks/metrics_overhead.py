@@ -21,7 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from headway_gateway.statistics import GatewayStatistics
+from headway_gateway.figures.statistics import GatewayStatistics
 from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
 from headway_scheduler.core.state.arrival import Origin

@@ -21,8 +21,8 @@ import numpy as np
 
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.columns import encode_column
 from headway_proto.sampling import NO_LOGPROBS, SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, SchedulerOutput

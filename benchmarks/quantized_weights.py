@@ -30,9 +30,9 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import headway
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled import load_compiled
 from headway_executor.models.families import read_model_config
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from program import count, count_or_none, counts, parser_of, provenance, write_result
 from torch_cpu import write_checkpoint

@@ -32,7 +32,7 @@ import psutil
 from executor_loss import Load, Round
 from headway.client import AsyncClient
 from headway_executor.block_store.pool_file import FILE_PREFIX, SHARED_MEMORY
-from headway_executor.ranks.surroundings import RANK
+from headway_executor.rank_processes.surroundings import RANK
 from program import count, parser_of, provenance, write_result
 from served import served
 

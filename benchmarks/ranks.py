@@ -33,8 +33,8 @@ from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.link_keys import LinkKeys
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import expected_tensors
+from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.group import RankGroup
-from headway_executor.ranks.place import RankPlace
 from headway_kernels.cpu.library import load_library
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.sampling import SamplingParams

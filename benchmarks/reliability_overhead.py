@@ -32,7 +32,7 @@ import grpc.aio
 from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
 from headway.keys import make_keys
-from headway_executor.channel import SchedulerChannel
+from headway_executor.links.channel import SchedulerChannel
 from headway_process.pulse import Pulse
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column

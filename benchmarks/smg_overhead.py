@@ -26,7 +26,7 @@ from by_way import Way, run
 from gateway import DEMO_MODEL, PROMPT, Chain, running_chain
 from headway import openai_front
 from headway.replicas import free_ports
-from headway_gateway.tokenization import load_text_model
+from headway_gateway.text.tokenization import load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from headway_executor.backend import BackendConfig, ExecutorBackend, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowLogprobs

@@ -19,7 +19,7 @@ from headway_executor.backend import BackendConfig, StepBatch, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.ranks.channel import Channel
 from headway_executor.ranks.group import RankGroup
-from headway_executor.registry import BACKENDS
+from headway_executor.startup.registry import BACKENDS
 from headway_kernels.cpu.library import load_library
 from headway_proto.step import BackendInfo
 

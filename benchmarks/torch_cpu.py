@@ -34,12 +34,12 @@ from safetensors.torch import save_file
 
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled import is_exact_in_bfloat16
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import expected_tensors
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import PackedLinear, Team, WeightForm, load_library
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams

@@ -30,7 +30,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: without
 from gpu_shapes import TINY
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
 from headway_executor.gpu import device_rows, device_sampler
 from headway_executor.gpu.decoder import Decoder
 from headway_executor.gpu.graphs import StepGraphs

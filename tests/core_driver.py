@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput

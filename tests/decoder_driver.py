@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway_executor.kv_pool import KvPool, StoredBlock
+from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_executor.models.compiled import CompiledModel, load_compiled
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.loading import expected_tensors
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight
 from headway_kernels.cpu.decoder import Decoder
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm

@@ -12,8 +12,8 @@ import numpy as np
 
 from headway_executor.backend import BackendConfig, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.ranks.place import RankPlace
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.rank_place import RankPlace
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput, RowError

@@ -10,11 +10,11 @@ import numpy as np
 import structlog
 
 from headway_executor.backend import BackendConfig, ExecutorBackend
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
 from headway_executor.block_store.shm_transport import ShmTransport
 from headway_executor.block_store.store import BlockStore
-from headway_executor.loop import StepCycle
-from headway_executor.step_link import LinkTiming, StepLink
+from headway_executor.links.step_link import LinkTiming, StepLink
+from headway_executor.step.loop import StepCycle
 from headway_proto.columns import decode_column, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (

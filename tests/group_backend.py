@@ -17,8 +17,8 @@ from e2e.running_server import free_port
 from headway_executor.backend import BackendConfig, ReadAdapter, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.link_keys import LinkKeys
-from headway_executor.ranks.place import RankPlace
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.rank_place import RankPlace
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.step import BackendInfo
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway_gateway.chat_templates import Messages, Renderer, TemplateSource, environment
+from headway_gateway.text.chat_templates import Messages, Renderer, TemplateSource, environment
 
 OWN = Path(__file__).parent / "chat_templates"
 

@@ -17,15 +17,15 @@ from types import SimpleNamespace
 import structlog
 
 from headway_executor.backend import BackendConfig, ExecutorBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.beside import begun
-from headway_executor.channel import SchedulerChannel
-from headway_executor.loop import StepCycle
-from headway_executor.loop import serve as serve_executor
-from headway_executor.step_link import StepLink
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.host.beside import begun
+from headway_executor.links.channel import SchedulerChannel
+from headway_executor.links.step_link import StepLink
+from headway_executor.step.loop import StepCycle
+from headway_executor.step.loop import serve as serve_executor
 from headway_gateway.config import GatewayConfig
 from headway_gateway.server import GatewayServer
-from headway_gateway.tokenization import load_text_model
+from headway_gateway.text.tokenization import load_text_model
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine

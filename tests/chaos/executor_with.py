@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos import faulty_backends
 from headway.__main__ import main
-from headway_executor import opening
+from headway_executor.startup import opening
 
 if __name__ == "__main__":
     backend_class = getattr(faulty_backends, sys.argv[1])

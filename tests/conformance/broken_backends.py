@@ -16,7 +16,7 @@ import numpy as np
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.pooling import PooledRows
+from headway_executor.sampling.pooling import PooledRows
 from headway_proto.pooling import POOL_MEAN
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ERRORED_ROW

@@ -18,8 +18,8 @@ from headway_conformance.checkpoints import write_checkpoint
 from headway_conformance.scenarios import constraints, pooling
 from headway_executor.backend import StepResult
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.registry import create_backend
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.registry import create_backend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.columns import encode_floats
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs, RowVector

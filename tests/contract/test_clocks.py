@@ -17,8 +17,8 @@ WALL_CLOCKS = {
     ("date", "today"),
 }
 ALLOWED = [
-    "services/gateway/headway_gateway/chat_templates.py",
-    "services/gateway/headway_gateway/tracing.py",
+    "services/gateway/headway_gateway/text/chat_templates.py",
+    "services/gateway/headway_gateway/figures/tracing.py",
     "services/gateway/headway_gateway/wall_clock.py",
 ]
 """Chat templates may ask for the date, traces are told in it, and some answers of VllmEngine carry it."""

@@ -13,7 +13,7 @@ from group_backend import GroupBackend
 from headway.client import AsyncClient, AsyncGenerationStream, InvalidRequestError, NotFoundError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import merge_adapter, write_adapter
 from threaded_headway import RunningHeadway, running

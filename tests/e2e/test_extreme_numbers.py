@@ -20,7 +20,7 @@ from e2e.test_gateway_serving import DEMO
 from headway.client import AsyncClient
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_gateway import load_reports
+from headway_gateway.figures import load_reports
 from headway_proto import admin_pb2, orca_pb2
 from headway_proto import generation_pb2 as api
 from headway_scheduler.core.state.limits import SchedulerLimits

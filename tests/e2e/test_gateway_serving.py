@@ -33,7 +33,7 @@ from headway.client import (
 from headway.client.calls import Call
 from headway_gateway.config import GatewayConfig
 from headway_gateway.server import ADMIN_SERVICE, GENERATION_SERVICE, GatewayServer
-from headway_gateway.tokenization import TextModel, load_text_model
+from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import decode_column

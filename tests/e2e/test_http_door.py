@@ -19,7 +19,7 @@ from e2e.test_gateway_credentials import certificates, made_by_openssl, tokens  
 from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
 from headway_gateway.config import GatewayConfig
-from headway_gateway.tokenization import TextModel, load_text_model
+from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto.columns import decode_column
 from headway_proto.ingress import REJECT_OVERLOADED, Rejected

@@ -24,7 +24,7 @@ from headway import AsyncClient
 from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import RunningHeadway, running
 

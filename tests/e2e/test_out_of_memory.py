@@ -9,7 +9,7 @@ import headway
 from headway.client import AsyncClient
 from headway_executor.backend import BackendConfig, StepBatch, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running

@@ -10,7 +10,7 @@ import headway
 from headway.client import AsyncClient, OverloadedError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_scheduler.core.state.limits import SchedulerLimits
 from threaded_headway import running
 

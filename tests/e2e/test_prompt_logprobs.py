@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import headway
-import headway_executor.prompt_logprobs
+import headway_executor.sampling.prompt_logprobs
 from checkpoints import make_checkpoint, make_model
 from headway.client import AsyncClient, GenerationResult, InvalidRequestError
 from headway_executor.backend import BackendConfig
@@ -75,7 +75,7 @@ async def test_they_equal_those_of_transformers(
     kernels: str,
 ) -> None:
     """Whatever the chunks and preemptions: each position once, and each request's own tokens as without."""
-    monkeypatch.setattr(headway_executor.prompt_logprobs, "MOST_LOGITS_BYTES", 7 * 4 * VOCAB_SIZE)
+    monkeypatch.setattr(headway_executor.sampling.prompt_logprobs, "MOST_LOGITS_BYTES", 7 * 4 * VOCAB_SIZE)
     config = BackendConfig(
         model=str(checkpoints[family]),
         dtype="float32",

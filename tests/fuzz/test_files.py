@@ -18,11 +18,11 @@ from headway.generate import jobs_of
 from headway.services import SERVICES
 from headway.settings import ConfigurationError
 from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import FAMILIES, read_model_config
-from headway_executor.weights import Checkpoint
-from headway_gateway.credentials import parse_tokens
-from headway_gateway.template_process import ChatTemplate, TemplateError
-from headway_gateway.tokenization import PromptError, TokenizerFilesError, load_text_model
+from headway_gateway.access.credentials import parse_tokens
+from headway_gateway.text.template_process import ChatTemplate, TemplateError
+from headway_gateway.text.tokenization import PromptError, TokenizerFilesError, load_text_model
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 LLAMA = {

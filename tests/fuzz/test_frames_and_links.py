@@ -12,10 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fuzz.limits import bounded, examples
-from headway_executor.batch_state import BatchState, ImpossibleDiff
-from headway_executor.step_link import StepLink
-from headway_gateway.ingress_link import IngressLink
-from headway_gateway.live_sequence import LiveSequence
+from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
+from headway_executor.links.step_link import StepLink
+from headway_gateway.link.ingress_link import IngressLink
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto import ingress, operations, step
 from headway_proto.columns import encode_column
 from headway_proto.framing import FrameReader, FrameWriter, FramingError

@@ -13,8 +13,8 @@ from fake_scheduler import MODEL
 from fuzz.limits import bounded, examples
 from headway_gateway.openai import bodies, translation
 from headway_gateway.openai.bodies import ChatBody, CompletionBody, EmbeddingsBody, ResponsesBody, TokenizeBody
+from headway_gateway.requests.validation import check_request
 from headway_gateway.statuses import CallRefusedError
-from headway_gateway.validation import check_request
 from headway_proto import generation_pb2 as api
 
 TRANSLATIONS: dict[type[msgspec.Struct], Callable[[Any], list[Any]]] = {

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from decoder_driver import Sequences, Span, compiled_pool, write_checkpoint
-from headway_executor.kv_pool import KvPool, StoredBlock
+from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_executor.models.compiled import CompiledModel, load_compiled, part_for
 from headway_executor.models.families import read_model_config
 from headway_executor.models.stage import Stage
-from headway_executor.ranks.place import RankPlace
+from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.shared_memory import OwnMemory
 from headway_executor.ranks.stage_mates import DivergedError, SharedRows
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.library import CpuLibrary, installed_variants, runs_here, variant_of
 from headway_kernels.cpu.meeting import POST_BYTES, MeetingPlace
 from quantised_checkpoints import quantise

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway_executor.backend import StepBatch, StepOutOfMemoryError, StepResult
-from headway_executor.batch_state import AppliedStep, BatchState, ImpossibleDiff
-from headway_executor.loop import StepCycle
-from headway_executor.step_link import StepLink
+from headway_executor.batch.batch_state import AppliedStep, BatchState, ImpossibleDiff
+from headway_executor.links.step_link import StepLink
+from headway_executor.step.loop import StepCycle
 from headway_proto.step import SHARED_MEMORY, BackendInfo, SchedulerOutput
 from simulation import fault_invariants as invariants
 from simulation.fault_invariants import Violation

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway_gateway.ingress_link import IngressLink, LinkPhase
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.ingress_link import IngressLink, LinkPhase
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.ingress import (
     REJECT_ALREADY_EXISTS,

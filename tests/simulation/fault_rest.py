@@ -13,10 +13,10 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from flight_logs import MemoryLog, recorder_into
-from headway_executor.batch_state import BatchState
-from headway_executor.loop import StepCycle
-from headway_executor.step_link import StepLink
-from headway_gateway.ingress_link import IngressLink
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.links.step_link import StepLink
+from headway_executor.step.loop import StepCycle
+from headway_gateway.link.ingress_link import IngressLink
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S
 from headway_proto.step import BackendInfo
 from headway_scheduler import administration, brake, serving_statistics

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.puller import FetchedBlocks, _check
 from headway_executor.block_store.records import BlockRecords
 from headway_executor.block_store.transport import RECORD, PulledBlocks
-from headway_executor.diff_checks import Pull
 from headway_proto.columns import Int32Array
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import headway_executor.loop
-import headway_gateway.ingress_link
+import headway_executor.step.loop
+import headway_gateway.link.ingress_link
 import headway_scheduler.administration
 import headway_scheduler.core.admission.fair_queue
 import headway_scheduler.core.admission.objectives
@@ -525,9 +525,9 @@ def small_constants(schedule: Schedule) -> Iterator[None]:
     settings = schedule.settings
     changed: list[tuple[Any, str, object]] = [
         (headway_scheduler.core.step.sending, "DIGEST_INTERVAL_STEPS", settings.digest_every),
-        (headway_executor.loop, "DIGEST_INTERVAL_STEPS", settings.digest_every),
+        (headway_executor.step.loop, "DIGEST_INTERVAL_STEPS", settings.digest_every),
         (headway_scheduler.ingress_link, "MAX_UNACKNOWLEDGED_FRAMES", settings.window),
-        (headway_gateway.ingress_link, "ACKNOWLEDGE_EVERY_FRAMES", max(settings.window // 4, 1)),
+        (headway_gateway.link.ingress_link, "ACKNOWLEDGE_EVERY_FRAMES", max(settings.window // 4, 1)),
         (headway_scheduler.administration, "MAX_REMEMBERED_ENDS", 4),
         (headway_scheduler.serving_statistics, "MAX_TENANTS", 1),
         (headway_scheduler.core.memory.prefix_statistics, "MAX_TENANTS", 1),

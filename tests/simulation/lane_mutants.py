@@ -3,8 +3,8 @@
 Owns: these mistakes. Must not know: how one is hunted.
 """
 
-from headway_executor.batch_state import BatchState
-from headway_executor.row_lanes import RowLanes
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.batch.row_lanes import RowLanes
 from headway_proto.step import NO_LANE, state_digest
 from headway_scheduler.core.admission.lane_balance import LaneBalance
 from headway_scheduler.core.admission.running_requests import RunningRequests

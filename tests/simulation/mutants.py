@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from headway_executor.batch_state import BatchState
-from headway_executor.block_tables import BlockTables
-from headway_executor.statistics import ExecutorStatistics
-from headway_gateway.ingress_link import IngressLink
-from headway_gateway.live_sequence import LiveSequence
-from headway_gateway.live_sequences import LiveSequences as SequencesOfLink
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.batch.block_tables import BlockTables
+from headway_executor.host.statistics import ExecutorStatistics
+from headway_gateway.link.ingress_link import IngressLink
+from headway_gateway.link.live_sequence import LiveSequence
+from headway_gateway.link.live_sequences import LiveSequences as SequencesOfLink
 from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, StepBatch, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.puller import FetchedBlocks, _check
 from headway_executor.block_store.records import BlockRecords
 from headway_executor.block_store.transport import RECORD, PulledBlocks
-from headway_executor.diff_checks import Pull
-from headway_executor.loop import StepCycle
+from headway_executor.step.loop import StepCycle
 from headway_proto.columns import Int32Array
 from headway_proto.step import SHARED_MEMORY
 from simulation.world import SimulatedExecutor

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headway_executor.backend import BackendConfig
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.columns import decode_column
 from headway_proto.ingress import (
     FINISH_LENGTH,

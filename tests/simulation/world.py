@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headway_executor.adapter_changes import AdapterChanges
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.batch_state import BatchState, ImpossibleDiff
-from headway_executor.step_link import AdapterAsked, EpochBegan, LinkOutcome, StepLink, StepReady
-from headway_gateway.ingress_link import IngressLink
-from headway_gateway.live_sequence import LiveSequence
+from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
+from headway_executor.links.step_link import AdapterAsked, EpochBegan, LinkOutcome, StepLink, StepReady
+from headway_executor.step.adapter_changes import AdapterChanges
+from headway_gateway.link.ingress_link import IngressLink
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.columns import decode_column, encode_column
 from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from headway_executor import host_pool, kv_pool
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.host_pool import memory_for
-from headway_executor.kv_pool import KvPool, StoredBlock
+from headway_executor.memory import host_pool, kv_pool
+from headway_executor.memory.host_pool import memory_for
+from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_executor.simulated.pool import SimulatedPool
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from step_columns import NO_PAIRS, pair_columns
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_layouts_that_differ_have_other_names_and_no_host_blocks_are_asked_for_t
 
 def test_memory_that_a_device_cannot_use_is_given_back(monkeypatch):
     memory = Memory()
-    monkeypatch.setattr("headway_executor.host_pool._pin", lambda _: False)
+    monkeypatch.setattr("headway_executor.memory.host_pool._pin", lambda _: False)
     found = memory_for(memory, num_blocks=5, block_bytes=8, layout="x", device=torch.device("cuda"))
     assert found is None
     assert memory.asked == [(5, 8, "x"), (0, 8, "x")]

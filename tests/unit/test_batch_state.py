@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_executor.batch_state import BatchState, ImpossibleDiff
+from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import NewRequest, SchedulerOutput, state_digest

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway_executor.batch_state import BatchState, ImpossibleDiff
+from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import NewRequest, SchedulerOutput, state_digest

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from headway_executor.batch_state import BatchState
-from headway_executor.diff_checks import ImpossibleDiff
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.batch.diff_checks import ImpossibleDiff
 from headway_proto.columns import encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BlockPull, NewRequest, TransferringOutput

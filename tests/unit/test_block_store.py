@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from headway_executor.backend import BackendConfigError
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store import pool_file
 from headway_executor.block_store.kept_memory import MOST_BYTES, KeptMemory
 from headway_executor.block_store.pool_file import PoolHeader, PoolLayout, hold_pool_file, read_header
@@ -24,7 +25,6 @@ from headway_executor.block_store.registry import enabled_transports, make_trans
 from headway_executor.block_store.shm_transport import ShmTransport
 from headway_executor.block_store.store import BlockStore
 from headway_executor.block_store.transport import RECORD, HostMemory, PulledBlocks, PullError
-from headway_executor.diff_checks import Pull
 from headway_process.entry_points import ByName
 from step_columns import backend_info
 

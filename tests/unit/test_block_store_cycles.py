@@ -17,9 +17,9 @@ from executor_cell import GREEDY, ExecutorCell, Stored, pairs, pull_of
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.block_store.pool_file import SHARED_MEMORY
-from headway_executor.metrics import families_of, take_snapshot
-from headway_executor.registry import create_backend
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.host.metrics import families_of, take_snapshot
+from headway_executor.startup.registry import create_backend
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.columns import decode_column
 from headway_proto.step import ExecutorHeartbeat, ExecutorOutput
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from checkpoints import tokenizer
-from headway_gateway.tokenization import PromptError, load_text_model
+from headway_gateway.text.tokenization import PromptError, load_text_model
 from template_comparison import OWN, differences, outcome, rendered, rendered_by_transformers
 
 CHAT = [("system", "Be brief."), ("user", "é <x>"), ("assistant", "no"), ("user", "why")]

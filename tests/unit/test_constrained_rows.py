@@ -10,10 +10,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from headway_executor.constraints import rows as constrained
-from headway_executor.constraints.lanes import Lane, Task
-from headway_executor.constraints.rows import ConstrainedRows, compiler_for
-from headway_executor.sampler import BAD_LOGITS, Sampler
+from headway_executor.sampling.constraints import rows as constrained
+from headway_executor.sampling.constraints.lanes import Lane, Task
+from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
+from headway_executor.sampling.sampler import BAD_LOGITS, Sampler
 from headway_proto.grammars import GrammarCompiler, Matcher
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_proto.step import ERRORED_ROW

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from fake_scheduler import MODEL
-from headway_gateway import constraint_check
-from headway_gateway.bounded_process import BoundedProcess
-from headway_gateway.constraint_check import ConstraintChecker
 from headway_gateway.statuses import CallRefusedError
+from headway_gateway.text import constraint_check
+from headway_gateway.text.bounded_process import BoundedProcess
+from headway_gateway.text.constraint_check import ConstraintChecker
 from headway_proto.sampling import Constraint
 from model_core import demo_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway_executor.backend import DeviceLostError, StepOutOfMemoryError
-from headway_executor.device_errors import translated, translating
+from headway_executor.host.device_errors import translated, translating
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_executor import device_moves
 from headway_executor.backend import NewRow, StepBatch
-from headway_executor.device_moves import DeviceMoves
-from headway_executor.move_fences import MoveFences
+from headway_executor.memory import device_moves
+from headway_executor.memory.device_moves import DeviceMoves
+from headway_executor.memory.move_fences import MoveFences
 from headway_kernels.gpu import block_moves
 from headway_proto.sampling import SamplingParams
 from step_columns import NO_PAIRS, pair_columns

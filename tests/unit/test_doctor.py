@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from headway.__main__ import main
-from headway_executor import backend_report, host_report, host_speed
 from headway_executor.backend import BackendConfigError
-from headway_executor.backend_report import BackendReport, backend_reports
-from headway_executor.host_speed import DeviceSpeed, HostSpeed
+from headway_executor.host import host_report
+from headway_executor.memory import host_speed
+from headway_executor.memory.host_speed import DeviceSpeed, HostSpeed
+from headway_executor.startup import backend_report
+from headway_executor.startup.backend_report import BackendReport, backend_reports
 from headway_lab.doctor import command, examination, host
 from headway_lab.doctor.examination import Model, examine, with_measurements
 from headway_lab.doctor.expectation import StepDevice, expected_step

@@ -9,11 +9,11 @@ import structlog
 
 from headway_executor.backend import BackendConfig, DeviceLostError, StepBatch, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.loop import StepCycle
-from headway_executor.step_link import StepLink
-from headway_gateway.ingress_link import IngressLink
-from headway_gateway.live_sequence import LiveSequence
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.links.step_link import StepLink
+from headway_executor.step.loop import StepCycle
+from headway_gateway.link.ingress_link import IngressLink
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto import ingress
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Submit

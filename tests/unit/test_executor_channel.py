@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway_executor.channel import SchedulerChannel
+from headway_executor.links.channel import SchedulerChannel
 from headway_scheduler.transport import Transport
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_executor.backend import StepResult
-from headway_executor.step_link import EpochBegan, EpochLost, LinkOutcome, LinkTiming, StepLink, StepReady
+from headway_executor.links.step_link import EpochBegan, EpochLost, LinkOutcome, LinkTiming, StepLink, StepReady
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,

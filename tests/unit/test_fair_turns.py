@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from headway_gateway.fair_turns import FairTurns, TooManyWaitError
+from headway_gateway.text.fair_turns import FairTurns, TooManyWaitError
 
 
 def turns(most_at_once: int = 1, of_one: int = 100, in_all: int = 100) -> FairTurns:

@@ -5,7 +5,7 @@ import pytest
 
 from headway_executor.backend import ModelFilesError, ReadAdapter
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.ingress import REJECT_NOT_FOUND, Finished, Rejected
 from headway_proto.operations import AdapterToLoad, AdminCall, AdminReply

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from headway_gateway.client_patience import ClientPatience
+from headway_gateway.calls.client_patience import ClientPatience
 
 
 async def one_write(patience: ClientPatience, takes_s: float, stands_still_s: float = 0.0) -> None:

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_gateway.continuation import Continuation, OutputText
-from headway_gateway.detokenization import ByteLevelDetokenizer
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.live_sequence import LiveSequence
+from headway_gateway.text.continuation import Continuation, OutputText
+from headway_gateway.text.detokenization import ByteLevelDetokenizer
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import (
     FINISH_ERROR,

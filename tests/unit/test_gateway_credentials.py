@@ -11,8 +11,8 @@ import structlog.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_gateway.credentials import TokenFile, TokenTable, parse_tokens
-from headway_gateway.tenant_rates import MAX_TENANTS, TenantRates
+from headway_gateway.access.credentials import TokenFile, TokenTable, parse_tokens
+from headway_gateway.calls.tenant_rates import MAX_TENANTS, TenantRates
 
 SECRET = "correct-horse-battery-staple"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import headway
-from headway_gateway.detokenization import ByteLevelDetokenizer, WindowDetokenizer, detokenizer_factory
+from headway_gateway.text.detokenization import ByteLevelDetokenizer, WindowDetokenizer, detokenizer_factory
 
 DEMO_TOKENIZER = Path(headway.__file__).parent / "demo_model" / "tokenizer.json"
 

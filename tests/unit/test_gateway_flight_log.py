@@ -6,8 +6,8 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from headway_gateway import flight_log
-from headway_gateway.flight_log import flight_log_pieces
+from headway_gateway.operators import flight_log
+from headway_gateway.operators.flight_log import flight_log_pieces
 from headway_gateway.statuses import CallRefusedError
 from headway_proto.admin_pb2 import ReadFlightLogResponse
 from headway_proto.operations import FlightLogFile, FlightLogPart, FlightLogPlace

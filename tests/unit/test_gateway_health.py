@@ -1,6 +1,6 @@
 """When work stands still."""
 
-from headway_gateway.health import ProgressWatch
+from headway_gateway.operators.health import ProgressWatch
 
 
 def test_idle_is_never_stalled():

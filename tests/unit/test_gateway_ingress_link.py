@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_gateway.ingress_link import IngressLink, LinkPhase
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.ingress_link import IngressLink, LinkPhase
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.columns import decode_column, encode_column, encode_columns, encode_floats
 from headway_proto.framing import Frame
 from headway_proto.ingress import (

@@ -5,9 +5,9 @@ import asyncio
 import grpc
 import pytest
 
+from headway_gateway.access.interceptors import counting
 from headway_gateway.config import GatewayConfig
-from headway_gateway.interceptors import counting
-from headway_gateway.statistics import GatewayStatistics
+from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError
 from headway_gateway.worker_group import _with_own_metrics
 

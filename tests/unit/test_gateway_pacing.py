@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from headway_gateway.pacing import WritePace
+from headway_gateway.calls.pacing import WritePace
 
 
 async def test_an_idle_loop_asks_for_no_pause_and_a_busy_one_for_a_bounded_one():

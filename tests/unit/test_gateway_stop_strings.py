@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway_gateway.stop_strings import StopMatcher
+from headway_gateway.text.stop_strings import StopMatcher
 
 ALPHABET = "aab é🙂"
 

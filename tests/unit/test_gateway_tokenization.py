@@ -15,12 +15,12 @@ import pytest
 
 import headway
 from fake_scheduler import MODEL
-from headway_gateway import bounded_process
-from headway_gateway.encoding_lanes import EncodingLanes
-from headway_gateway.prompt_encoding import PromptEncoder
+from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.statuses import CallRefusedError
-from headway_gateway.template_process import ChatTemplate, TemplateError
-from headway_gateway.tokenization import PromptError, TokenizerFilesError, load_text_model
+from headway_gateway.text import bounded_process
+from headway_gateway.text.encoding_lanes import EncodingLanes
+from headway_gateway.text.template_process import ChatTemplate, TemplateError
+from headway_gateway.text.tokenization import PromptError, TokenizerFilesError, load_text_model
 from headway_proto import generation_pb2 as api
 
 DEMO = Path(headway.__file__).parent / "demo_model"

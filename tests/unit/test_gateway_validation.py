@@ -6,8 +6,8 @@ import grpc
 import msgspec
 import pytest
 
+from headway_gateway.requests.validation import CheckedRequest, check_prompt, check_request, resolve_max_tokens
 from headway_gateway.statuses import CallRefusedError
-from headway_gateway.validation import CheckedRequest, check_prompt, check_request, resolve_max_tokens
 from headway_proto.columns import encode_column
 from headway_proto.generation_pb2 import (
     Chat,

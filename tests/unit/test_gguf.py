@@ -18,9 +18,9 @@ from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
 from headway.settings import ConfigurationError
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import CodeForm
 from headway_kernels.cpu.library import load_library
 

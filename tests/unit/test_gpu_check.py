@@ -21,8 +21,8 @@ import gpu_steps
 import program
 from gpu_shapes import SHAPES, TINY, config_of
 from headway_conformance import SCENARIOS
-from headway_executor import registry
 from headway_executor.backend import BackendConfigError
+from headway_executor.startup import registry
 from headway_kernels.gpu.attention import paged_attention
 from headway_process.entry_points import ByName
 
@@ -242,7 +242,7 @@ def test_steps_and_conformance_need_no_package_of_services():
         "import sys\nfor name in ('grpc', 'google', 'zmq', 'structlog', 'pytest_asyncio', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "import gpu_steps, headway_conformance.__main__, headway_conformance.suite\n"
-        "from headway_executor.registry import create_backend\n"
+        "from headway_executor.startup.registry import create_backend\n"
         "for name in ('torch', 'triton'):\n    create_backend(name)\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

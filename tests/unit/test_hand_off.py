@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headway_executor.backend import StepBatch
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
 from headway_lab.flight.cells import Kind, StepCollector, StepRange, Transfer, hand_offs_in
 from headway_proto.columns import decode_columns, encode_column
 from headway_proto.sampling import SamplingParams

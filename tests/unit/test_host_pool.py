@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_executor import host_pool
 from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError
-from headway_executor.host_memory import copy_of_table
-from headway_executor.host_pool import HostPool, num_host_blocks
-from headway_executor.kv_pool import KvPool, StoredBlock
+from headway_executor.memory import host_pool
+from headway_executor.memory.host_memory import copy_of_table
+from headway_executor.memory.host_pool import HostPool, num_host_blocks
+from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from step_columns import NO_PAIRS, pair_columns
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

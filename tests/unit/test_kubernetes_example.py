@@ -11,7 +11,7 @@ import kubernetes_validate
 
 from headway.__main__ import parser_of
 from headway.services import SERVICES, load
-from headway_gateway.health import LIVENESS
+from headway_gateway.operators.health import LIVENESS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 KUSTOMIZATION = yaml.safe_load((EXAMPLE / "kustomization.yaml").read_text())

@@ -17,7 +17,7 @@ import kubernetes_validate
 from headway.__main__ import parser_of
 from headway.keys import make_keys
 from headway.services import SERVICES, load
-from headway_gateway.health import LIVENESS
+from headway_gateway.operators.health import LIVENESS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "groups"
 KUSTOMIZATION = yaml.safe_load((EXAMPLE / "kustomization.yaml").read_text())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headway_executor.move_fences import NOTHING, MoveFences, RowBlocks
+from headway_executor.memory.move_fences import NOTHING, MoveFences, RowBlocks
 
 
 def column(*values):

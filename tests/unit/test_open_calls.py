@@ -6,11 +6,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from headway_gateway.access.interceptors import OpenCalls, counting
+from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.grpc_server.connection import Bounds
 from headway_gateway.grpc_server.server import GrpcServer
-from headway_gateway.interceptors import OpenCalls, counting
 from headway_gateway.listening import listening_sockets
-from headway_gateway.statistics import GatewayStatistics
 from refusals import retry_after_s
 
 MOST = 2

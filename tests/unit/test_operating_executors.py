@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
 from headway_proto.operations import AdminCall, AdminReply, ExecutorStatus, PrefixToPin, SequenceState, Status
 from headway_proto.sampling import SamplingParams

@@ -11,11 +11,11 @@ from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from headway_executor.backend import BackendConfig, ModelFilesError, NewRow, StepBatch, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.diff_checks import ImpossibleDiff
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.batch.diff_checks import ImpossibleDiff
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.sentence_pooling import default_pooling
-from headway_executor.pooling import NOT_FINITE, PooledRows, whole_result, without
+from headway_executor.sampling.pooling import NOT_FINITE, PooledRows, whole_result, without
 from headway_proto.adapters import RowAdapter
 from headway_proto.columns import decode_floats, encode_column, encode_columns, encode_floats
 from headway_proto.ingress import Submit, SubmitPooled

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from headway_executor.speculation.ngram import LONGEST, SHORTEST, PromptLookup, continuation
-from headway_executor.speculation.proposer import Asked
+from headway_executor.sampling.speculation.ngram import LONGEST, SHORTEST, PromptLookup, continuation
+from headway_executor.sampling.speculation.proposer import Asked
 
 
 def slowly(tokens: list[int], limit: int) -> list[int]:

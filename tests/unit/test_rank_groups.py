@@ -19,13 +19,13 @@ from headway_conformance import checkpoints as conformance_checkpoints
 from headway_executor.backend import BackendConfig, BackendConfigError, NewRow, StepBatch
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import part_of, whole
+from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.group import RankGroup
-from headway_executor.ranks.place import RankPlace
-from headway_executor.setting_checks import TRITON, check_settings
-from headway_executor.weights import Checkpoint
+from headway_executor.settings.setting_checks import TRITON, check_settings
 from headway_kernels.cpu.library import load_library
 from headway_proto.pooling import POOL_LAST, POOL_MEAN
 from headway_proto.sampling import SamplingParams

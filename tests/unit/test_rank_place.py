@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway_executor.ranks.place import ALONE, RankPlace
+from headway_executor.rank_place import ALONE, RankPlace
 
 
 def _places(tensor_parallel: int, pipeline_parallel: int) -> list[RankPlace]:

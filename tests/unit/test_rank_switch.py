@@ -13,7 +13,7 @@ import zmq
 from e2e.running_server import free_port
 from headway_executor.backend import BackendConfig, BackendConfigError, RankLostError
 from headway_executor.link_keys import LinkKeys
-from headway_executor.ranks.place import RankPlace
+from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.switch import HERE, PIECE_BYTES, SWITCH, Head
 from headway_executor.ranks.switched import SwitchedMeeting
 
@@ -234,7 +234,7 @@ def test_a_broken_connection_ends_who_waits_and_who_sends():
 def test_ranks_that_wait_do_not_keep_a_process_from_ending():
     program = f"""
         import threading, time, torch
-        from headway_executor.ranks.place import RankPlace
+        from headway_executor.rank_place import RankPlace
         from headway_executor.ranks.switched import SwitchedMeeting
 
         def wait(rank):

@@ -10,21 +10,21 @@ import structlog
 
 from headway_executor.backend import DeviceLostError, ModelFilesError, RankLostError, StepOutOfMemoryError
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.batch_state import BatchState
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.puller import FetchedBlocks
 from headway_executor.block_store.store import NoStore
-from headway_executor.diff_checks import Pull
-from headway_executor.loop import StepCycle
-from headway_executor.ranks.agreed_store import AgreedStore
-from headway_executor.ranks.followers import Followers
-from headway_executor.ranks.following_link import FollowingLink
-from headway_executor.ranks.leading_link import LeadingLink
-from headway_executor.ranks.messages import SIGN_INTERVAL_S
-from headway_executor.ranks.place import RankPlace
-from headway_executor.ranks.pools import joined, part_of, variant_of
-from headway_executor.ranks.silence import MOST_SILENT_LOOKS
-from headway_executor.ranks.watched_backend import WatchedBackend
-from headway_executor.step_link import StepLink
+from headway_executor.links.step_link import StepLink
+from headway_executor.rank_place import RankPlace
+from headway_executor.rank_processes.agreed_store import AgreedStore
+from headway_executor.rank_processes.followers import Followers
+from headway_executor.rank_processes.following_link import FollowingLink
+from headway_executor.rank_processes.leading_link import LeadingLink
+from headway_executor.rank_processes.messages import SIGN_INTERVAL_S
+from headway_executor.rank_processes.pools import joined, part_of, variant_of
+from headway_executor.rank_processes.silence import MOST_SILENT_LOOKS
+from headway_executor.rank_processes.watched_backend import WatchedBackend
+from headway_executor.step.loop import StepCycle
 from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter, RowAdapter
 from headway_proto.columns import decode_column, encode_column, encode_columns
 from headway_proto.framing import HEADER_BYTES

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headway_executor import reading_ahead
-from headway_executor.reading_ahead import read_ahead
+from headway_executor.checkpoint import reading_ahead
+from headway_executor.checkpoint.reading_ahead import read_ahead
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sendfile to a file, and proc")
 

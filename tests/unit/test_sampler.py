@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_executor.philox import philox_4x32, uniforms
-from headway_executor.sampler import SampledTokens, Sampler
+from headway_executor.sampling.philox import philox_4x32, uniforms
+from headway_executor.sampling.sampler import SampledTokens, Sampler
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ERRORED_ROW
 

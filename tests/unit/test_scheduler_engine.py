@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from headway_executor.backend import BackendConfig
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto import ingress
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Rejected, Submit

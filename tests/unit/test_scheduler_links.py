@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway_executor.step_link import StepLink
+from headway_executor.links.step_link import StepLink
 from headway_proto import ingress, step
 from headway_proto.columns import decode_columns
 from headway_proto.framing import FrameWriter

@@ -5,7 +5,7 @@ import pytest
 
 from core_driver import CoreDriver
 from headway_executor.backend import BackendConfig
-from headway_gateway.live_sequence import LiveSequence
+from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto import operations
 from headway_proto.operations import Status
 from headway_proto.sampling import SamplingParams

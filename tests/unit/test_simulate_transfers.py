@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.puller import PATIENCE_S
-from headway_executor.diff_checks import Pull
 from headway_lab.simulate import world as world_module
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import RunCollector

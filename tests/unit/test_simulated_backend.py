@@ -15,9 +15,9 @@ from headway_executor.backend import (
     StepOutOfMemoryError,
 )
 from headway_executor.backends.simulated import SimulatedBackend
-from headway_executor.batch_state import BatchState
-from headway_executor.registry import backend_names, create_backend
+from headway_executor.batch.batch_state import BatchState
 from headway_executor.simulated.pool import CacheMismatch
+from headway_executor.startup.registry import backend_names, create_backend
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import ERRORED_ROW, NewRequest, SchedulerOutput

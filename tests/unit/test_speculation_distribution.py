@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import StepBatch
-from headway_executor.sampler import Sampler
-from headway_executor.speculation.proposer import Asked
-from headway_executor.speculation.verification import counting, num_accepted, with_proposals
+from headway_executor.sampling.sampler import Sampler
+from headway_executor.sampling.speculation.proposer import Asked
+from headway_executor.sampling.speculation.verification import counting, num_accepted, with_proposals
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import SamplingParams
 

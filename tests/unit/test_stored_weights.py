@@ -19,10 +19,10 @@ from decoder_driver import (
     write_checkpoint,
 )
 from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled import CompiledModel
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import CodeForm, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
 from quantised_checkpoints import KINDS, LINEAR, STACKS, change_config, quantise

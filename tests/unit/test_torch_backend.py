@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from backend_driver import BackendDriver, Request
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
-from headway_executor import kv_pool
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.memory import kv_pool
 from headway_executor.models.families import read_model_config
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.cpu.library import load_library

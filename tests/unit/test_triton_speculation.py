@@ -15,7 +15,7 @@ from headway_executor.gpu.draft import DeviceDraftPass
 from headway_executor.gpu.host_tokens import HostTokens
 from headway_executor.gpu.speculation import DeviceSpeculation, most_rows_of
 from headway_executor.models.forward import StepRows
-from headway_executor.speculation.verification import as_rows_of_one_token, asked_of, with_proposals
+from headway_executor.sampling.speculation.verification import as_rows_of_one_token, asked_of, with_proposals
 from headway_proto.sampling import SamplingParams
 from speculative_engine import GREEDY, SpeculativeEngine, write_first_layers
 from step_columns import NO_PAIRS

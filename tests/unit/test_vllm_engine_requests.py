@@ -8,8 +8,8 @@ pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine: the
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from fake_scheduler import MODEL
+from headway_gateway.requests.validation import check_request
 from headway_gateway.statuses import CallRefusedError, invalid_argument
-from headway_gateway.validation import check_request
 from headway_gateway.vllm_engine.requests import (
     TEXT_SAMPLING_FIELDS,
     TRANSLATED_FIELDS,

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint
 from headway_executor.backend import BackendConfig, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
-from headway_executor.weights import Checkpoint
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

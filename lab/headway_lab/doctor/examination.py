@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from headway.settings import one_line
-from headway_executor.backend_report import backend_reports
+from headway_executor.startup.backend_report import backend_reports
 from headway_lab.doctor.expectation import BATCHES, CONTEXT_TOKENS, StepDevice, expected_step
 from headway_lab.doctor.findings import DeviceFinding, Figure, Findings, KernelFinding
 from headway_lab.doctor.host import Host, Package, describe_host, installed_packages
@@ -29,7 +29,7 @@ def examine() -> Findings:
     """Examine everything without measuring."""
     host, packages = describe_host(), installed_packages()
     try:
-        from headway_executor.host_report import examine_host
+        from headway_executor.host.host_report import examine_host
 
         report = examine_host()
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
@@ -116,7 +116,7 @@ _Measure = Callable[[Findings, Model, Say], tuple[list[Figure], StepDevice]]
 
 def _cpu(findings: Findings, model: Model, say: Say) -> tuple[list[Figure], StepDevice]:
     """The kernels keep weights that are exact in bfloat16. PyTorch's operators and all caches use float32."""
-    from headway_executor.host_speed import measure_host
+    from headway_executor.memory.host_speed import measure_host
 
     speed = measure_host(say)
     figures = [
@@ -135,7 +135,7 @@ def _cpu(findings: Findings, model: Model, say: Say) -> tuple[list[Figure], Step
 
 def _gpu(device: DeviceFinding) -> _Measure:
     def measure(_findings: Findings, _model: Model, say: Say) -> tuple[list[Figure], StepDevice]:
-        from headway_executor.host_speed import measure_device
+        from headway_executor.memory.host_speed import measure_device
 
         speed = measure_device(int(device.device.partition(":")[2]), say)
         figures = [

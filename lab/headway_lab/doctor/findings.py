@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headway_executor.backend_report import BackendReport
+from headway_executor.startup.backend_report import BackendReport
 from headway_lab.doctor.expectation import ExpectedStep
 from headway_lab.doctor.host import Host, Package
 

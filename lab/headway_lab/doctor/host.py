@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway_executor.torch_build import cuda_advice
+from headway_executor.host.torch_build import cuda_advice
 from headway_process.installation import install_advice
 from headway_scheduler.compiled_core import runs_compiled
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from headway.settings import shown
 from headway_executor.backend import StepBatch
-from headway_executor.batch_state import BatchState
-from headway_executor.block_moves import BlockMoves
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.batch.block_moves import BlockMoves
 from headway_executor.block_store.suspects import SuspectBlocks
 from headway_lab.simulate.roofline import StepTime
 from headway_lab.simulate.transfers import Fetch, VirtualTransfers

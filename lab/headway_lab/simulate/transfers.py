@@ -9,7 +9,7 @@ A hand-off copies each block three times, as the executor does (``headway_execut
 - *Load*: from there to the other device, before the step.
 
 Exports and loads of a device share one copy engine, in the order in which they are given, as they share one stream in
-``headway_executor.device_moves``. *Direct* transfers know only the link: a transport between the memories of devices, such
+``headway_executor.memory.device_moves``. *Direct* transfers know only the link: a transport between the memories of devices, such
 as RDMA, which the executor does not have yet.
 """
 
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.puller import PATIENCE_S, FetchedBlocks
-from headway_executor.diff_checks import Pull
 from headway_proto.columns import Int32Array
 
 _NO_CONTENTS = np.empty((0, 0), dtype=np.uint8)

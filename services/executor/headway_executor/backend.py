@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway_executor.link_keys import LinkKeys
-from headway_executor.ranks.place import ALONE, RankPlace
+from headway_executor.rank_place import ALONE, RankPlace
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.pooling import NO_POOLING

@@ -16,12 +16,10 @@ import zmq
 from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
-from headway_executor.batch_state import BatchState
-from headway_executor.beside import Nicer
+from headway_executor.batch.batch_state import BatchState
 from headway_executor.block_store.store import Store
-from headway_executor.channel import DealerChannel, SchedulerChannel
-from headway_executor.config import ExecutorConfig
-from headway_executor.ending import (
+from headway_executor.host.beside import Nicer
+from headway_executor.host.ending import (
     EXIT_BAD_CONFIGURATION,
     EXIT_DEVICE_LOST,
     EXIT_OK,
@@ -32,18 +30,20 @@ from headway_executor.ending import (
     exit_at_once_on_signals,
     refuse,
 )
-from headway_executor.loop import StepCycle, serve
-from headway_executor.metrics import ExecutorSnapshot, GroupFigures, families_of, take_snapshot
-from headway_executor.opening import Opening
-from headway_executor.ranks.agreed_store import AgreedStore
-from headway_executor.ranks.follower import Follower
-from headway_executor.ranks.leading_link import LeadingLink
-from headway_executor.ranks.refusal import RankRefusedError, exit_code_of, one_line
-from headway_executor.ranks.surroundings import Surroundings, surroundings_of, take_cores
-from headway_executor.ranks.watched_backend import WatchedBackend
-from headway_executor.ranks.whole_group import Group
-from headway_executor.seams import Link, Ranks
-from headway_executor.step_link import StepLink
+from headway_executor.host.metrics import ExecutorSnapshot, GroupFigures, families_of, take_snapshot
+from headway_executor.links.channel import DealerChannel, SchedulerChannel
+from headway_executor.links.step_link import StepLink
+from headway_executor.rank_processes.agreed_store import AgreedStore
+from headway_executor.rank_processes.follower import Follower
+from headway_executor.rank_processes.leading_link import LeadingLink
+from headway_executor.rank_processes.refusal import RankRefusedError, exit_code_of, one_line
+from headway_executor.rank_processes.surroundings import Surroundings, surroundings_of, take_cores
+from headway_executor.rank_processes.watched_backend import WatchedBackend
+from headway_executor.rank_processes.whole_group import Group
+from headway_executor.settings.config import ExecutorConfig
+from headway_executor.startup.opening import Opening
+from headway_executor.step.loop import StepCycle, serve
+from headway_executor.step.seams import Link, Ranks
 from headway_process.collector import relax_collector
 from headway_process.fleet_numbers import fleet_fields
 from headway_process.log_sink import LogSink, notice_of

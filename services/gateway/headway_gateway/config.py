@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from headway_gateway.credentials import GENERATE, Caller, TokenFile
+from headway_gateway.access.credentials import GENERATE, Caller, TokenFile
 from headway_process.addresses import check_link_address, check_metrics_address, is_loopback
 from headway_process.installation import install_advice
 from headway_process.ranges import check_ranges

@@ -12,7 +12,7 @@ import structlog
 from headway_gateway.config import GatewayConfig
 from headway_gateway.listening import AddressInUseError
 from headway_gateway.server import GatewayServer
-from headway_gateway.tokenization import TextModel, TokenizerFilesError, load_text_model
+from headway_gateway.text.tokenization import TextModel, TokenizerFilesError, load_text_model
 from headway_gateway.worker_group import WorkerGroup
 from headway_process.collector import relax_collector
 from headway_process.last_words import write_last_line

@@ -11,33 +11,33 @@ import msgspec
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
-from headway_gateway.admin import AdminServicer
-from headway_gateway.authentication import (
+from headway_gateway.access.authentication import (
     HEALTH_PREFIX,
     REFLECTION_PREFIX,
     VLLM_ENGINE_PREFIX,
     Doorkeeper,
     authenticating,
 )
+from headway_gateway.access.interceptors import OpenCalls, counting
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
-from headway_gateway.constraint_check import ConstraintChecker
-from headway_gateway.encoding_lanes import EncodingLanes
+from headway_gateway.figures.load_reports import LoadMonitor, add_load_reports
+from headway_gateway.figures.statistics import GatewayStatistics
+from headway_gateway.figures.tracing import Tracing
 from headway_gateway.grpc_server.connection import Bounds
 from headway_gateway.grpc_server.server import GrpcServer, Surrounding
-from headway_gateway.health import HealthReporter
-from headway_gateway.interceptors import OpenCalls, counting
-from headway_gateway.link_keys import load_link_keys
+from headway_gateway.link.link_keys import load_link_keys
+from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_gateway.listening import listening_sockets
-from headway_gateway.load_reports import LoadMonitor, add_load_reports
-from headway_gateway.metrics import GatewaySnapshot, families_of, take_snapshot
-from headway_gateway.prompt_encoding import PromptEncoder
-from headway_gateway.reflection import add_reflection
-from headway_gateway.scheduler_client import SchedulerClient
-from headway_gateway.servicer import GenerationServicer
-from headway_gateway.statistics import GatewayStatistics
-from headway_gateway.tokenization import TextModel
-from headway_gateway.tracing import Tracing
+from headway_gateway.operators.admin import AdminServicer
+from headway_gateway.operators.health import HealthReporter
+from headway_gateway.operators.metrics import GatewaySnapshot, families_of, take_snapshot
+from headway_gateway.operators.reflection import add_reflection
+from headway_gateway.requests.prompt_encoding import PromptEncoder
+from headway_gateway.text.constraint_check import ConstraintChecker
+from headway_gateway.text.encoding_lanes import EncodingLanes
+from headway_gateway.text.tokenization import TextModel
 from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc

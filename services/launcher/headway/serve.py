@@ -17,7 +17,7 @@ from headway.plan import Plan, make_plan, without_settings
 from headway.readiness import wait_until_serving
 from headway.services import add_serve_flags
 from headway.socket_directory import socket_directory
-from headway_executor.reading_ahead import read_ahead
+from headway_executor.checkpoint.reading_ahead import read_ahead
 from headway_process.log_sink import LogSink
 
 _LOG_DRAIN_S = 0.5

@@ -5,7 +5,7 @@ the other executors.
 
 An executor that says hello gets a new epoch, unless another sent a frame within ``TAKEOVER_SILENCE_S``. A peer is one
 connection: a reconnected executor is a new peer. A damaged frame, a gap or an impossible answer starts a new epoch, and
-answers of the old one are ignored. The other side: ``headway_executor.step_link``.
+answers of the old one are ignored. The other side: ``headway_executor.links.step_link``.
 """
 
 import msgspec

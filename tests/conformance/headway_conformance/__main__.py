@@ -17,7 +17,7 @@ from headway_conformance.scenario import Scenario
 from headway_conformance.sizes import SIZES
 from headway_conformance.suite import SCENARIOS, STEP_TIMEOUT_S, check
 from headway_executor.backend import BackendConfigError
-from headway_executor.registry import backend_names, create_backend
+from headway_executor.startup.registry import backend_names, create_backend
 
 EXIT_PASSED = 0
 EXIT_FAILED = 1

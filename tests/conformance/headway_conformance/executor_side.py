@@ -11,8 +11,8 @@ import msgspec
 
 from headway_conformance.failures import ConformanceFailure
 from headway_executor.backend import NO_SPECULATION, BackendConfig, ExecutorBackend, StepBatch, StepResult
-from headway_executor.batch_state import BatchState
-from headway_executor.threaded_backend import ThreadedBackend
+from headway_executor.batch.batch_state import BatchState
+from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo, SchedulerOutput
 
 

@@ -18,7 +18,7 @@ from headway_conformance.failures import CannotCheck
 from headway_conformance.requests import GREEDY
 from headway_conformance.sizes import Size
 from headway_executor.backend import BackendConfig, BackendConfigError
-from headway_executor.registry import create_backend
+from headway_executor.startup.registry import create_backend
 from headway_proto.columns import Float32Array, decode_floats, encode_column, encode_columns
 from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import MAX_LOGPROBS, NO_LOGPROBS, SamplingParams

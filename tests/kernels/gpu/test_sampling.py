@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_executor.philox import uniforms
-from headway_executor.sampler import Sampler
-from headway_executor.sampling_columns import SamplingColumns as HostColumns
-from headway_executor.sampling_columns import SamplingEntriesError, SamplingNeeds
+from headway_executor.sampling.philox import uniforms
+from headway_executor.sampling.sampler import Sampler
+from headway_executor.sampling.sampling_columns import SamplingColumns as HostColumns
+from headway_executor.sampling.sampling_columns import SamplingEntriesError, SamplingNeeds
 from headway_kernels import reference
 from headway_kernels.gpu.sampling import sample
 from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs

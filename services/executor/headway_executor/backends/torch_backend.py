@@ -24,33 +24,33 @@ from headway_executor.backend import (
     StepBatch,
     StepResult,
 )
+from headway_executor.backends.drawn_tokens import DrawnTokensOut, drawn_channel
+from headway_executor.backends.following import FollowingModel
 from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
 from headway_executor.backends.torch_loading import checked, draft_proposer, joined, load, parting_on_error
-from headway_executor.constraints.rows import ConstrainedRows, compiler_for
-from headway_executor.device_errors import translating
-from headway_executor.model_settings import (
-    ModelSettings,
-    device_of,
-    draft_settings_of,
-    settings_of,
-)
+from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.host.device_errors import translating
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, step_rows
 from headway_executor.models.kv_vectors import block_bytes_of
+from headway_executor.models.model_settings import (
+    ModelSettings,
+    device_of,
+    draft_settings_of,
+    settings_of,
+)
 from headway_executor.models.sentence_pooling import default_pooling
-from headway_executor.pooling import PooledPart, PooledRows, whole_result, without
-from headway_executor.prompt_logprobs import PromptReports, run_ahead
-from headway_executor.ranks.drawn_tokens import DrawnTokensOut, drawn_channel
-from headway_executor.ranks.following import FollowingModel
 from headway_executor.ranks.group import RankGroup
-from headway_executor.refusals import Refusals, with_refusals
-from headway_executor.sampler import SampledTokens, Sampler
-from headway_executor.setting_checks import TORCH, check_settings
-from headway_executor.speculation.ngram import PromptLookup
-from headway_executor.speculation.proposer import Asked, Proposer
-from headway_executor.speculation.verification import (
+from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
+from headway_executor.sampling.pooling import PooledPart, PooledRows, whole_result, without
+from headway_executor.sampling.prompt_logprobs import PromptReports, run_ahead
+from headway_executor.sampling.refusals import Refusals, with_refusals
+from headway_executor.sampling.sampler import SampledTokens, Sampler
+from headway_executor.sampling.speculation.ngram import PromptLookup
+from headway_executor.sampling.speculation.proposer import Asked, Proposer
+from headway_executor.sampling.speculation.verification import (
     asked_of,
     counting,
     num_accepted,
@@ -58,7 +58,7 @@ from headway_executor.speculation.verification import (
     result_of,
     with_proposals,
 )
-from headway_executor.weights import Checkpoint
+from headway_executor.settings.setting_checks import TORCH, check_settings
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.pooling import POOL_LAST

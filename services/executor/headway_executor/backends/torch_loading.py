@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError
-from headway_executor.host_pool import num_host_blocks
-from headway_executor.kv_pool import CODES, KvPool, StoredBlock, num_pool_blocks, stored_block
-from headway_executor.model_settings import ModelSettings
+from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.memory.host_pool import num_host_blocks
+from headway_executor.memory.kv_pool import CODES, KvPool, StoredBlock, num_pool_blocks, stored_block
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, load_compiled, part_for
@@ -25,14 +25,14 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.loading import as_stored, check_tensors
+from headway_executor.models.model_settings import ModelSettings
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.rope import interleaved
 from headway_executor.models.stage import stage_of
 from headway_executor.ranks.group import RankGroup
-from headway_executor.sampler import Sampler
-from headway_executor.setting_checks import TORCH, option_of
-from headway_executor.speculation.draft_model import DraftForward, DraftModel
-from headway_executor.weights import Checkpoint
+from headway_executor.sampling.sampler import Sampler
+from headway_executor.sampling.speculation.draft_model import DraftForward, DraftModel
+from headway_executor.settings.setting_checks import TORCH, option_of
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from headway_process.addresses import is_loopback
 

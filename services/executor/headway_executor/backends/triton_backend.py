@@ -19,24 +19,24 @@ import torch
 from numpy.typing import NDArray
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ReadAdapter, StepBatch, StepResult
-from headway_executor.constraints.rows import ConstrainedRows, compiler_for
-from headway_executor.device_errors import translating
+from headway_executor.checkpoint.random_weights import RandomCheckpoint
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.gpu.decoder import check_kernels_have
 from headway_executor.gpu.device_adapters import with_table
 from headway_executor.gpu.device_parts import DeviceParts, ModelFiles
 from headway_executor.gpu.open_model import OpenModel
 from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
-from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
+from headway_executor.host.device_errors import translating
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
+from headway_executor.models.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
-from headway_executor.random_weights import RandomCheckpoint
-from headway_executor.setting_checks import TRITON, check_settings, option_of
-from headway_executor.weights import Checkpoint
+from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
+from headway_executor.settings.setting_checks import TRITON, check_settings, option_of
 from headway_kernels.gpu.float8_linear import is_native
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array

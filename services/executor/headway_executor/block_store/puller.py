@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.records import checksums_fit
 from headway_executor.block_store.transport import BlockTransport, Bytes, HostMemory, PulledBlocks, PullError
-from headway_executor.diff_checks import Pull
 from headway_proto.columns import Int32Array
 
 PATIENCE_S = 0.5

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from headway_executor.backend import BackendConfigError
+from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.pool_file import SHARED_MEMORY, PoolFile, PoolLayout, hold_pool_file
 from headway_executor.block_store.puller import PATIENCE_S, BlockPuller, FetchedBlocks, nothing_of
 from headway_executor.block_store.records import BlockRecords
 from headway_executor.block_store.transport import RECORD, BlockTransport, Bytes, HostMemory
-from headway_executor.diff_checks import Pull
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
 

@@ -9,7 +9,7 @@ better than what it reads.
 import numpy as np
 
 from headway_executor.backend import NewRow, StepBatch
-from headway_executor.block_moves import BlockMoves
+from headway_executor.batch.block_moves import BlockMoves
 from headway_executor.block_store.puller import FetchedBlocks
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 

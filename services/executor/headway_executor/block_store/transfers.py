@@ -10,10 +10,10 @@ from typing import NamedTuple
 from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import ExecutorBackend
-from headway_executor.block_moves import BlockMoves
+from headway_executor.batch.block_moves import BlockMoves
 from headway_executor.block_store.puller import FetchedBlocks
 from headway_executor.block_store.store import Store
-from headway_executor.statistics import ExecutorStatistics
+from headway_executor.host.statistics import ExecutorStatistics
 from headway_proto.columns import Int32Array
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import HostMemorySource, StepBatch
-from headway_executor.device_moves import DeviceMoves, Mark
 from headway_executor.gpu.runtime import CudaRuntime, Runtime
-from headway_executor.host_pool import HostBytes, memory_for, num_host_blocks
-from headway_executor.kv_pool import KvPool, StoredBlock
+from headway_executor.memory.device_moves import DeviceMoves, Mark
+from headway_executor.memory.host_pool import HostBytes, memory_for, num_host_blocks
+from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_proto.columns import Int32Array
 
 

@@ -14,7 +14,7 @@ from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.gpu.graphs import LaunchSize, StepGraphs, StepSizes
 from headway_executor.gpu.runtime import Runtime
 from headway_executor.gpu.step_columns import StepShape
-from headway_executor.kv_pool import StoredBlock
+from headway_executor.memory.kv_pool import StoredBlock
 
 ALIGNMENT = 16
 """Of the tokens of a step that is not recorded, on a GPU."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import NewRow
-from headway_executor.constraints.rows import StepMasks
 from headway_executor.gpu.runtime import Runtime, fetched, sent
 from headway_executor.gpu.step_columns import ColumnViews
-from headway_executor.sampler import BAD_LOGITS
-from headway_executor.sampling_columns import SamplingColumns, SamplingEntriesError, SamplingNeeds
+from headway_executor.sampling.constraints.rows import StepMasks
+from headway_executor.sampling.sampler import BAD_LOGITS
+from headway_executor.sampling.sampling_columns import SamplingColumns, SamplingEntriesError, SamplingNeeds
 from headway_kernels.gpu import sampling
 from headway_kernels.gpu.masks import exclude
 from headway_kernels.gpu.rows import store_sampled

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.gpu.linear import (
     CodedLinear,
     DenseLinear,
@@ -20,10 +21,9 @@ from headway_executor.gpu.linear import (
     RoundedInputs,
     SplitWorkspace,
 )
-from headway_executor.linear import placed
 from headway_executor.models.coded_tensors import CodedTensors, Projection
+from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, TensorSource
-from headway_executor.weights import Checkpoint
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu import float8_linear
 from headway_kernels.gpu.float8_experts import are_many

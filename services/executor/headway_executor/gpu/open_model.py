@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 
 from headway_executor.backend import NO_ADAPTERS, BackendConfigError, ReadAdapter, StepBatch, StepResult
-from headway_executor.constraints.rows import ConstrainedRows
-from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import BlockMover
 from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.device_sampler import DrawnTokens
@@ -24,11 +22,13 @@ from headway_executor.gpu.runtime import Mark
 from headway_executor.gpu.speculation import DeviceSpeculation, Drafted, LookedUp, SpeculativeStep
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
-from headway_executor.host_pool import HostBytes
+from headway_executor.memory.device_moves import Mark as MovesMark
+from headway_executor.memory.host_pool import HostBytes
 from headway_executor.models.adapters import ModelAdapters
-from headway_executor.prompt_logprobs import PromptReports
-from headway_executor.refusals import Refusals, with_refusals
-from headway_executor.speculation.draft_model import DraftModel
+from headway_executor.sampling.constraints.rows import ConstrainedRows
+from headway_executor.sampling.prompt_logprobs import PromptReports
+from headway_executor.sampling.refusals import Refusals, with_refusals
+from headway_executor.sampling.speculation.draft_model import DraftModel
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.step import RowPromptLogprobs

@@ -15,7 +15,7 @@ from headway_executor.gpu.device_parts import DeviceParts
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.largest_step import any_row, largest_step
 from headway_executor.gpu.step_columns import StepShape, shape_of
-from headway_executor.kv_pool import num_pool_blocks
+from headway_executor.memory.kv_pool import num_pool_blocks
 from headway_kernels.gpu.skinny_linear import MOST_TOKENS
 
 _POOL_SHARE = 0.94

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.gpu.runtime import Runtime, fetched
-from headway_executor.prompt_logprobs import MOST_LOGITS_BYTES, PromptChunk
+from headway_executor.sampling.prompt_logprobs import MOST_LOGITS_BYTES, PromptChunk
 from headway_proto.columns import Int32Array, encode_column, encode_floats
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import MAX_LOGPROBS

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from headway_executor.device_errors import translated
 from headway_executor.gpu.runtime import Mark
+from headway_executor.host.device_errors import translated
 
 _T = TypeVar("_T")
 

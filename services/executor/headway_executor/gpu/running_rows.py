@@ -8,11 +8,11 @@ from collections import deque
 import msgspec
 
 from headway_executor.backend import NewRow
-from headway_executor.constraints.rows import ConstrainedRows, StepMasks
 from headway_executor.gpu.device_sampler import DeviceSampler, DrawnTokens
 from headway_executor.gpu.runtime import Mark
 from headway_executor.models.adapters import ModelAdapters
-from headway_executor.refusals import Refusals
+from headway_executor.sampling.constraints.rows import ConstrainedRows, StepMasks
+from headway_executor.sampling.refusals import Refusals
 from headway_proto.columns import Int32Array
 
 

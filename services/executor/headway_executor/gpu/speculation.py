@@ -19,9 +19,9 @@ from headway_executor.gpu.device_sampler import DrawnTokens
 from headway_executor.gpu.host_tokens import HostTokens
 from headway_executor.gpu.runtime import Mark, Runtime, fetched, sent
 from headway_executor.models.forward import Int64Array
-from headway_executor.speculation.ngram import PromptLookup
-from headway_executor.speculation.proposer import Asked, Proposer
-from headway_executor.speculation.verification import (
+from headway_executor.sampling.speculation.ngram import PromptLookup
+from headway_executor.sampling.speculation.proposer import Asked, Proposer
+from headway_executor.sampling.speculation.verification import (
     Draws,
     as_rows_of_one_token,
     asked_of,

@@ -16,12 +16,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.fields import PICKLE_SUFFIXES, ConfigFields, read_json_object
+from headway_executor.checkpoint.stored_weights.scheme import FLOATS
+from headway_executor.checkpoint.weights import open_safetensors
 from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, stacks_of
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.fields import PICKLE_SUFFIXES, ConfigFields, read_json_object
 from headway_executor.models.loading import expected_tensors
-from headway_executor.stored_weights.scheme import FLOATS
-from headway_executor.weights import open_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig
-from headway_executor.models.fields import ConfigFields
 
 _MODULE = "mlp.experts"
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"

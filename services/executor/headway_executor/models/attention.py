@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.kv_pool import KvPool
+from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.kv_vectors import KvVectors, LayerVectors
 from headway_proto.columns import Int32Array
 

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.host_memory import copy_of_table
-from headway_executor.kv_pool import KvPool
-from headway_executor.linear import placed
+from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.memory.host_memory import copy_of_table
+from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
+from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.rope import halves, rotations
 from headway_executor.models.stage import Stage
-from headway_executor.ranks.place import ALONE, RankPlace
-from headway_executor.weights import Checkpoint
+from headway_executor.rank_place import ALONE, RankPlace
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
 from headway_kernels.cpu.decoder import (
     Decoder,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.kv_pool import KvPool
-from headway_executor.linear import GatheredLinear, Linear, SummedLinear, placed
+from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapted import AdaptedProduct, StepAdapters
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
@@ -33,12 +33,12 @@ from headway_executor.models.experts import Experts
 from headway_executor.models.forward import StepRows
 from headway_executor.models.latent import InTurn, LatentQkv
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
+from headway_executor.models.linear import GatheredLinear, Linear, SummedLinear, placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import whole
 from headway_executor.models.rope import interleaved, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.ranks.stage_mates import Alone, ColumnMates, Cut
-from headway_executor.weights import Checkpoint
 from headway_kernels.experts import Expert
 
 

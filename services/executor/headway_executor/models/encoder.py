@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.linear import Linear, placed
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families.bert import EncoderConfig
-from headway_executor.weights import Checkpoint
+from headway_executor.models.linear import Linear, placed
 
 _LAYER = "encoder.layer.{}."
 _IGNORED = frozenset({"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"})

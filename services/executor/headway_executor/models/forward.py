@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway_executor.backend import StepBatch
-from headway_executor.kv_pool import KvPool
+from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
 from headway_proto.columns import Int32Array
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.kv_pool import KvPool, stored_block
+from headway_executor.memory.kv_pool import KvPool, stored_block
 from headway_executor.models.config import ModelConfig
 from headway_kernels import kv_codes
 

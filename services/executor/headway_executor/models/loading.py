@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
+from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.config import FeedForwardConfig, ModelConfig, TensorNames
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
-from headway_executor.weights import Checkpoint
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 

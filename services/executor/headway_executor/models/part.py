@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.models.config import ModelConfig
-from headway_executor.ranks.place import ALONE, RankPlace
+from headway_executor.rank_place import ALONE, RankPlace
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from headway_executor.backend import ModelFilesError
-from headway_executor.models.fields import read_json_object
+from headway_executor.checkpoint.fields import read_json_object
 from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN
 
 MODULES_FILE = "modules.json"

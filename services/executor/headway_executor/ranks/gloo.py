@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from headway_executor.backend import BackendConfigError
-from headway_executor.ranks.place import RankPlace
+from headway_executor.rank_place import RankPlace
 
 _ANSWER_SECONDS = 24 * 3600.0
 """Others end a rank that waits in vain; this bound is only for ranks that nobody watches."""

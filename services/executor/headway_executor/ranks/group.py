@@ -9,10 +9,10 @@ import torch
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.link_keys import LinkKeys
+from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.channel import Channel, MessageChannel, SharedChannel
 from headway_executor.ranks.exchange import Meeting
 from headway_executor.ranks.gloo import GlooMeeting
-from headway_executor.ranks.place import RankPlace
 from headway_executor.ranks.shared_memory import OwnMemory, SharedMemory, can_share
 from headway_executor.ranks.stage_mates import (
     Alone,

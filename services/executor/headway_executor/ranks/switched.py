@@ -20,9 +20,9 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from headway_executor.backend import BackendConfigError, RankLostError
-from headway_executor.channel import configure_dealer
 from headway_executor.link_keys import LinkKeys
-from headway_executor.ranks.place import RankPlace
+from headway_executor.links.channel import configure_dealer
+from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.switch import (
     BEGIN,
     HEAD_BYTES,

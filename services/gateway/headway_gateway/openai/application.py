@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeAlias
 import grpc
 import structlog
 
-from headway_gateway.authentication import Doorkeeper
-from headway_gateway.interceptors import OpenCalls
+from headway_gateway.access.authentication import Doorkeeper
+from headway_gateway.access.interceptors import OpenCalls
+from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.openai.http_call import ClientGoneError, HttpCall, Message, Receive, Send
 from headway_gateway.openai.refusals import HttpRefusedError
-from headway_gateway.statistics import GatewayStatistics
 from headway_gateway.statuses import CallRefusedError, shown, unexpected
 
 Handler: TypeAlias = Callable[[HttpCall, bytes], Awaitable[None]]

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ChatBody, read
 from headway_gateway.openai.completions import TokenText
 from headway_gateway.openai.event_frame import TEXT, EventFrame
@@ -26,10 +27,9 @@ from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
 from headway_gateway.openai.translation import CHAT_NAMES, chat_request, offers_tools
-from headway_gateway.servicer import GenerationServicer
+from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.statuses import invalid_argument
-from headway_gateway.tokenization import TextModel
-from headway_gateway.validation import MAX_CONTINUATIONS
+from headway_gateway.text.tokenization import TextModel
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo

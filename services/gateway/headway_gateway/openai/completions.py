@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import CompletionBody, read
 from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
@@ -21,9 +22,8 @@ from headway_gateway.openai.outputs import (
     run,
 )
 from headway_gateway.openai.translation import COMPLETION_NAMES, completion_requests, drops_output
-from headway_gateway.servicer import GenerationServicer
+from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.statuses import invalid_argument
-from headway_gateway.validation import MAX_CONTINUATIONS
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 
-from headway_gateway.authentication import Doorkeeper
+from headway_gateway.access.authentication import Doorkeeper
+from headway_gateway.access.credentials import GENERATE
+from headway_gateway.access.interceptors import OpenCalls
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.config import GatewayConfig
-from headway_gateway.credentials import GENERATE
-from headway_gateway.interceptors import OpenCalls
+from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.openai.application import Application, Bounds, Route
 from headway_gateway.openai.chats import Chats
 from headway_gateway.openai.completions import Completions
 from headway_gateway.openai.other_endpoints import OtherEndpoints
 from headway_gateway.openai.responses import Responses
-from headway_gateway.servicer import GenerationServicer
-from headway_gateway.statistics import GatewayStatistics
-from headway_gateway.tokenization import TextModel
+from headway_gateway.text.tokenization import TextModel
 
 
 def make_application(

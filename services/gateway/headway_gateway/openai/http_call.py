@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from headway_gateway.generation import in_ascii
+from headway_gateway.calls.generation import in_ascii
 from headway_gateway.openai.refusals import HttpRefusedError, http_refusal
 from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
 

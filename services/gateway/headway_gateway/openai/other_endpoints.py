@@ -8,13 +8,13 @@ from typing import Any, Literal
 import grpc
 import msgspec
 
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, read
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import new_id
 from headway_gateway.openai.translation import EMBEDDING_NAMES, add_messages, embed_request
-from headway_gateway.servicer import GenerationServicer
+from headway_gateway.requests.validation import served_adapter
 from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed, shown
-from headway_gateway.validation import served_adapter
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo

@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeAlias
 import grpc
 import msgspec
 
-from headway_gateway.call_context import CallContext
+from headway_gateway.calls.call_context import CallContext
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import StreamOptions
-from headway_gateway.servicer import GenerationServicer
 from headway_gateway.statuses import CallRefusedError, renamed
 from headway_proto import generation_pb2 as api
 

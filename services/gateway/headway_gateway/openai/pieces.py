@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from headway_gateway.openai.thinking import BEGIN, ThinkingText, Thought, teaches_thinking
 from headway_gateway.openai.tool_calls import MISTRAL, ToolCall, ToolText, form_of
-from headway_gateway.tokenization import PromptError, PromptUnavailableError, TextModel
+from headway_gateway.text.tokenization import PromptError, PromptUnavailableError, TextModel
 
 Piece: TypeAlias = str | Thought | ToolCall
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ResponsesBody, read
 from headway_gateway.openai.chats import ChatReader, ChatSink, TokenEntry, WholeMessages
 from headway_gateway.openai.completions import TokenText
@@ -14,7 +15,6 @@ from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
 from headway_gateway.openai.pieces import Piece
 from headway_gateway.openai.translation import RESPONSES_NAMES, responses_request
-from headway_gateway.servicer import GenerationServicer
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 

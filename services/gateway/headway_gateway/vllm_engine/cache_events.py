@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 
 from smg_grpc_proto.generated import common_pb2
 
-from headway_gateway.operator_calls import ANSWER_TIMEOUT_S
-from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.link.scheduler_client import SchedulerClient, SchedulerUnavailableError
+from headway_gateway.operators.operator_calls import ANSWER_TIMEOUT_S
 from headway_gateway.wall_clock import now
 from headway_proto.columns import decode_column
 from headway_proto.operations import AdminCall, CacheChange, CacheChanges, CachePosition

@@ -5,7 +5,7 @@ from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from headway_gateway.authentication import TENANT_METADATA_KEY
+from headway_gateway.access.authentication import TENANT_METADATA_KEY
 from headway_gateway.statuses import CallRefusedError, invalid_arguments, renamed, shown
 from headway_proto import generation_pb2 as api
 

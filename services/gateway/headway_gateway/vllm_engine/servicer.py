@@ -15,11 +15,11 @@ import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from headway_gateway.authentication import TENANT_METADATA_KEY
+from headway_gateway.access.authentication import TENANT_METADATA_KEY
+from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.grpc_server.call import Call
-from headway_gateway.operator_calls import ask
-from headway_gateway.scheduler_client import SchedulerClient
-from headway_gateway.servicer import GenerationServicer
+from headway_gateway.link.scheduler_client import SchedulerClient
+from headway_gateway.operators.operator_calls import ask
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.answers import AnswerWriter
 from headway_gateway.vllm_engine.cache_events import MOST_START, kv_event_batches

@@ -6,7 +6,7 @@ from headway_conformance.scenario import scenario
 from headway_conformance.scenarios.kinds import LOGPROBS, kinds
 from headway_conformance.scripted_scheduler import ScriptedScheduler
 from headway_conformance.stage import Stage
-from headway_executor.diff_checks import ImpossibleDiff
+from headway_executor.batch.diff_checks import ImpossibleDiff
 from headway_proto.columns import encode_column
 from headway_proto.step import SchedulerOutput
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import ENCODERS
 from headway_executor.models.families.cohere import read_cohere2
@@ -30,7 +31,6 @@ from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.reading import architecture_of
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
-from headway_executor.models.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Cohere2ForCausalLM": read_cohere2,

@@ -6,8 +6,8 @@ Owns: the fields of their config.json. Must not know: tensors.
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway_executor.checkpoint.fields import CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.families.reading import architecture_of
-from headway_executor.models.fields import CONFIG_FILE, ConfigFields, read_json_object
 
 ROBERTA = frozenset({"RobertaModel", "XLMRobertaModel"})
 ENCODERS = ROBERTA | {"BertModel"}

@@ -1,5 +1,6 @@
 """Cohere 2 (Command R7B, Command A): attention beside the feed-forward behind one norm; only windows have positions."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, Scalings, TensorNames
 from headway_executor.models.families.positions import read_rope, scaled_context
 from headway_executor.models.families.reading import (
@@ -12,7 +13,6 @@ from headway_executor.models.families.reading import (
     window_of,
     windows_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 _CONTEXT = 8192
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
     AttentionConfig,
     ExpertNames,
@@ -23,7 +24,6 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import read_routing
-from headway_executor.models.fields import ConfigFields
 from headway_kernels.routing import Routing, Scoring
 
 _CORRECTION = "mlp.gate.e_score_correction_bias"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, QkNorm, RopeConfig, Scalings, TensorNames
 from headway_executor.models.families.reading import (
     every_nth_full,
@@ -13,7 +14,6 @@ from headway_executor.models.families.reading import (
     window_of,
     windows_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 _NAMES = TensorNames(
     attention_post_norm="post_attention_layernorm",

@@ -1,10 +1,10 @@
 """Gemma 3 (text): norms of heads, and a rope of their own for layers with windows."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.gemma import read_gemma
 from headway_executor.models.families.positions import read_rope
 from headway_executor.models.families.reading import SLIDING, every_nth_full, refuse_unless
-from headway_executor.models.fields import ConfigFields
 
 _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
 

@@ -1,5 +1,6 @@
 """GPT-NeoX and Pythia: attention beside the feed-forward, layer norms, a part of each head rotated."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, TensorNames
 from headway_executor.models.families.positions import read_rope, rotary_factor, scaled_context
 from headway_executor.models.families.reading import (
@@ -9,7 +10,6 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_unless,
 )
-from headway_executor.models.fields import ConfigFields
 
 _CONTEXT = 2048
 _NAMES = TensorNames(

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig, NormConfig, TensorNames
 from headway_executor.models.families.reading import (
     FULL,
@@ -17,7 +18,6 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import read_routing
-from headway_executor.models.fields import ConfigFields
 
 _NAMES = TensorNames(sinks="self_attn.sinks")
 _EXPERT_NAMES = ExpertNames(router="mlp.router", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")

@@ -1,5 +1,6 @@
 """Granite: Llama with factors on embeddings, scores, the hidden state and logits."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, Scalings
 from headway_executor.models.families.reading import (
     read_attention,
@@ -7,7 +8,6 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_partial_rotation,
 )
-from headway_executor.models.fields import ConfigFields
 
 
 def read_granite(fields: ConfigFields) -> ModelConfig:

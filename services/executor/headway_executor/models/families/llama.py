@@ -1,5 +1,6 @@
 """Llama 2, 3 and 3.x."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     read_attention,
@@ -7,7 +8,6 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_partial_rotation,
 )
-from headway_executor.models.fields import ConfigFields
 
 
 def read_llama(fields: ConfigFields) -> ModelConfig:

@@ -1,5 +1,6 @@
 """Mistral: every layer may have the same window."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -9,7 +10,6 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     window_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 
 def read_mistral(fields: ConfigFields) -> ModelConfig:

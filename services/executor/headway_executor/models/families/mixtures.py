@@ -2,6 +2,7 @@
 
 import msgspec
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
     AttentionConfig,
     ExpertNames,
@@ -26,7 +27,6 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 from headway_executor.models.families.routing import layers_named, read_routing
-from headway_executor.models.fields import ConfigFields
 
 _MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate_up=("w1", "w3"), down="w2"

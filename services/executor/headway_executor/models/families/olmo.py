@@ -1,5 +1,6 @@
 """OLMo 2: norms only behind attention and feed-forward, and over all queries and all keys of a token."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, TensorNames
 from headway_executor.models.families.reading import (
     read_attention,
@@ -8,7 +9,6 @@ from headway_executor.models.families.reading import (
     read_rms_norm,
     refuse_partial_rotation,
 )
-from headway_executor.models.fields import ConfigFields
 
 _NAMES = TensorNames(
     attention_norm=None,

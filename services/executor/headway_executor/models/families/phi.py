@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4: fused projections, and longrope up to the context before its scaling."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, RopeConfig, TensorNames
 from headway_executor.models.families.positions import original_context_of, read_rope, rope_section, rotary_factor
 from headway_executor.models.families.reading import (
@@ -10,7 +11,6 @@ from headway_executor.models.families.reading import (
     read_rms_norm,
     window_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 _CONTEXT = 4096
 _LONG = ("longrope", "su", "yarn")

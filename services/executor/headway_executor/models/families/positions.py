@@ -4,8 +4,8 @@ Owns: the kinds of rope scaling, the context that they give. Must not know: fami
 """
 
 from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.fields import MAX_SIZE, ConfigFields
 from headway_executor.models.config import RopeConfig
-from headway_executor.models.fields import MAX_SIZE, ConfigFields
 
 _KINDS = "default, linear, dynamic, yarn, llama3"
 _THETA = 10_000.0

@@ -1,5 +1,6 @@
 """Qwen2, Qwen2.5 and Qwen3 (dense): biases or a norm of each head, and windows from some layer on."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.reading import (
     FULL,
@@ -12,7 +13,6 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     window_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 QWEN_CONTEXT = 32_768
 _FIRST_WINDOW = 28

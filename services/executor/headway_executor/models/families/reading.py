@@ -9,6 +9,7 @@ defaults are theirs.
 from collections.abc import Sequence
 
 from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
     Activation,
     AttentionConfig,
@@ -22,7 +23,6 @@ from headway_executor.models.config import (
     TensorNames,
 )
 from headway_executor.models.families.positions import read_rope, rotary_factor, scaled_context
-from headway_executor.models.fields import ConfigFields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_WINDOW = 4096

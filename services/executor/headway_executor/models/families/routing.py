@@ -3,7 +3,7 @@
 Owns: the numbers of experts. Must not know: one family, tensors.
 """
 
-from headway_executor.models.fields import ConfigFields
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_kernels.routing import MOST_EXPERTS, Routing
 
 

@@ -1,5 +1,6 @@
 """SmolLM3: Llama in which some layers have no rotary positions."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.positions import read_rope, scaled_context
 from headway_executor.models.families.reading import (
@@ -14,7 +15,6 @@ from headway_executor.models.families.reading import (
     window_of,
     windows_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 _CONTEXT = 32_768
 _THETA = 2_000_000.0

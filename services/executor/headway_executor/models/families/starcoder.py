@@ -1,5 +1,6 @@
 """StarCoder2: layer norms, biases everywhere, and a feed-forward without a gate."""
 
+from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, TensorNames
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -9,7 +10,6 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     window_of,
 )
-from headway_executor.models.fields import ConfigFields
 
 _NAMES = TensorNames(gate_up=("mlp.c_fc",), down="mlp.c_proj")
 

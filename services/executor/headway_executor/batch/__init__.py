@@ -1,0 +1,1 @@
+"""The executor's copy of the batch: rows, their blocks, and the checks of a diff."""

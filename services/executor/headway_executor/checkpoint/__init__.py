@@ -1,0 +1,1 @@
+"""A checkpoint's files: fields, tensors, and the forms in which weights are stored."""

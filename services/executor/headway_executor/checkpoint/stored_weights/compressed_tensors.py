@@ -1,0 +1,182 @@
+"""Checkpoints of compressed-tensors: integers of 4 and 8 bits, and floats of 8 bits.
+
+Owns: their tensors. Must not know: files, kernels.
+
+Integers are symmetric around the middle code or have zeros; the packed ones and their zeros are stored with half of the
+range added. Whoever rounds activations finds their scales: those that are stored are not read.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.checkpoint.stored_weights.float8 import block_of, of_float8, scale_shapes, spread
+from headway_executor.checkpoint.stored_weights.scheme import (
+    BYTES,
+    FLOATS,
+    FP8,
+    WORDS,
+    StoredTensor,
+    StoredTensors,
+    check_group_size,
+    grouping,
+    groups_of,
+    of_integers,
+    unpacked,
+    words_of,
+)
+from headway_kernels.cpu.coded_weight import CodedWeight
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_WORD_BITS = 32
+_SIGN = 0x80
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """See ``WeightScheme``. ``group`` None: one group of all inputs. ``block``: of outputs and inputs, or None."""
+
+    bits: int
+    is_float: bool
+    is_packed: bool
+    has_zeros: bool
+    group: int | None
+    block: tuple[int, int] | None
+    rounds_inputs: bool = False
+    name: str = "compressed-tensors"
+    unread: tuple[str, ...] = (".weight_shape", ".input_scale", ".input_zero_point", ".weight_zero_point")
+
+    def holds(self, base: str, stored: StoredTensors) -> bool:
+        """See ``WeightScheme``."""
+        if self.is_packed:
+            return stored.dtype(f"{base}.weight_packed") is not None
+        return stored.dtype(f"{base}.weight") in (FP8 if self.is_float else BYTES)
+
+    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+        """See ``WeightScheme``."""
+        (outputs, inputs), scales = shape, self._scale_shapes(shape)
+        found = {f"{base}.weight_scale": StoredTensor(FLOATS, scales)}
+        if not self.is_packed:
+            found[f"{base}.weight"] = StoredTensor(FP8 if self.is_float else BYTES, (shape,))
+            if self.has_zeros:
+                found[f"{base}.weight_zero_point"] = StoredTensor(BYTES, scales)
+            return found
+        found[f"{base}.weight_packed"] = StoredTensor(WORDS, ((outputs, words_of(base, inputs, self.bits)),))
+        if self.has_zeros:
+            groups = groups_of(inputs, self.group or inputs)
+            found[f"{base}.weight_zero_point"] = StoredTensor(
+                WORDS, ((groups_of(outputs * self.bits, _WORD_BITS), groups),)
+            )
+        found[f"{base}.weight_g_idx"] = StoredTensor(WORDS, ((inputs,),), is_optional=True)
+        return found
+
+    def read(self, base: str, stored: StoredTensors) -> CodedWeight:
+        """See ``WeightScheme``."""
+        scales = stored.read(f"{base}.weight_scale")
+        if self.is_float:
+            codes = stored.read(f"{base}.weight")
+            return of_float8(codes, scales, self.block, base, rounds_inputs=self.rounds_inputs)
+        codes = self._codes(base, stored)
+        outputs, inputs = codes.shape
+        group = (self.block[1] if self.block else self.group) or inputs
+        scales = scales if self.group else spread(scales, outputs, self.block)
+        group_of = None
+        if stored.dtype(f"{base}.weight_g_idx") is not None:
+            group_of = grouping(stored.read(f"{base}.weight_g_idx"), group, scales.shape[1], base)
+        zeros = self._zeros(base, outputs, stored)
+        weight = of_integers(codes, zeros, scales, bits=self.bits, group=group, group_of=group_of)
+        return replace(weight, rounds_inputs=self.rounds_inputs)
+
+    def _codes(self, base: str, stored: StoredTensors) -> Tensor:
+        """Unsigned."""
+        if not self.is_packed:
+            return stored.read(f"{base}.weight").view(torch.uint8) ^ _SIGN
+        return unpacked(stored.read(f"{base}.weight_packed"), self.bits, 1)
+
+    def _zeros(self, base: str, outputs: int, stored: StoredTensors) -> Tensor | None:
+        """Unsigned, ``[outputs, groups]``."""
+        if not self.has_zeros:
+            return None
+        found = stored.read(f"{base}.weight_zero_point")
+        if self.is_packed:
+            return unpacked(found, self.bits, 0)[:outputs]
+        zeros = (found.view(torch.uint8) ^ _SIGN).int()
+        return zeros if self.group else spread(zeros, outputs, self.block)
+
+    def _scale_shapes(self, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+        if self.group:
+            return ((shape[0], groups_of(shape[1], self.group)),)
+        return scale_shapes(shape, self.block)
+
+
+def compressed_tensors_of(fields: ConfigFields) -> CompressedTensors:
+    """The format that a ``quantization_config`` describes. Raises ``ModelFilesError``: it is another."""
+    if fields.values.get("format") not in _FORMATS:
+        raise fields.refuse("format", ", ".join(_FORMATS))
+    sparsity = fields.section("sparsity_config")
+    if sparsity is not None and sparsity.values.get("format", "dense") != "dense":
+        raise sparsity.refuse("format", "dense")
+    for field in ("kv_cache_scheme", "transform_config"):
+        if fields.values.get(field):
+            raise fields.refuse(field, "none")
+    groups = fields.section("config_groups")
+    if groups is None or len(groups.values) != 1:
+        raise fields.refuse("config_groups", "one group, for all quantised weights")
+    group = groups.section(next(iter(groups.values)))
+    weights = None if group is None else group.section("weights")
+    if group is None or weights is None:
+        raise groups.refuse(next(iter(groups.values)), "an object with weights")
+    if group.values.get("output_activations"):
+        raise group.refuse("output_activations", "none")
+    if group.values.get("format") not in (None, fields.values["format"]):
+        raise group.refuse("format", str(fields.values["format"]))
+    scheme = _of_weights(weights, is_packed=fields.values["format"] == "pack-quantized")
+    return replace(scheme, rounds_inputs=_rounds(group.section("input_activations"), is_float=scheme.is_float))
+
+
+def _rounds(inputs: ConfigFields | None, *, is_float: bool) -> bool:
+    """Whether inputs are rounded to floats of 8 bits, or to integers as the CPU kernels round them.
+
+    Other roundings are not read, and not made. Floats in blocks are nearer to the inputs than with any scale that is asked for.
+    """
+    asked: dict[str, object] = {"num_bits": 8, "type": "float"}
+    if not is_float:
+        asked = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    return inputs is not None and all(inputs.values.get(name) == value for name, value in asked.items())
+
+
+def _of_weights(weights: ConfigFields, *, is_packed: bool) -> CompressedTensors:
+    kind = weights.values.get("type", "int")
+    if kind not in ("int", "float") or (is_packed and kind == "float"):
+        raise weights.refuse("type", "int" if is_packed else "int or float")
+    allowed = (4, 8) if is_packed else (8,)
+    bits = weights.integer("num_bits", 8)
+    if bits not in allowed:
+        raise weights.refuse("num_bits", " or ".join(map(str, allowed)))
+    if weights.values.get("dynamic"):
+        raise weights.refuse("dynamic", "false")
+    size = check_group_size(weights, "group_size")
+    strategy = weights.values.get("strategy") or ("group" if size else "channel")
+    if strategy not in _STRATEGIES or (strategy == "block" and is_packed):
+        raise weights.refuse("strategy", "tensor, channel or group" if is_packed else ", ".join(_STRATEGIES))
+    if (strategy == "group" and not size) or (kind == "float" and strategy == "group"):
+        raise weights.refuse("group_size", "a positive multiple of 16, with integers")
+    block = block_of(weights, "block_structure")
+    if strategy == "block" and block is None:
+        raise weights.refuse("block_structure", "two positive multiples of 16")
+    symmetric = weights.flag("symmetric", default=True)
+    if kind == "float" and not symmetric:
+        raise weights.refuse("symmetric", "true with floats")
+    if is_packed and not symmetric and strategy == "tensor":
+        raise weights.refuse("strategy", "channel or group with zero points")
+    return CompressedTensors(
+        bits=bits,
+        is_float=kind == "float",
+        is_packed=is_packed,
+        has_zeros=not symmetric,
+        group=size if strategy == "group" else None,
+        block=block if strategy == "block" else None,
+    )

@@ -1,0 +1,45 @@
+"""Which formats of quantised weights there are.
+
+Owns: their names, and weights that are not quantised. Must not know: a format's tensors.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headway_executor.checkpoint.fields import CONFIG_FILE, ConfigFields, read_json_object
+from headway_executor.checkpoint.stored_weights.awq import awq_of
+from headway_executor.checkpoint.stored_weights.compressed_tensors import compressed_tensors_of
+from headway_executor.checkpoint.stored_weights.float8 import float8_of
+from headway_executor.checkpoint.stored_weights.gguf_blocks import GgufBlocks
+from headway_executor.checkpoint.stored_weights.gptq import gptq_of
+from headway_executor.checkpoint.stored_weights.mxfp4 import Mxfp4
+from headway_executor.checkpoint.stored_weights.scheme import WeightScheme
+
+_FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
+    "awq": awq_of,
+    "compressed-tensors": compressed_tensors_of,
+    "fp8": float8_of,
+    "gguf": lambda _: GgufBlocks(),
+    "gptq": gptq_of,
+    "mxfp4": lambda _: Mxfp4(),
+}
+
+
+def scheme_of(fields: ConfigFields) -> WeightScheme | None:
+    """The format that a checkpoint's configuration describes; None: its weights are not quantised.
+
+    Raises:
+        ModelFilesError: a format, or a variant of one, that cannot be read.
+    """
+    described = fields.section("quantization_config")
+    if described is None:
+        return None
+    method = described.values.get("quant_method")
+    if not isinstance(method, str) or method not in _FORMATS:
+        raise described.refuse("quant_method", ", ".join(_FORMATS))
+    return _FORMATS[method](described)
+
+
+def scheme_in(directory: Path) -> WeightScheme | None:
+    """The format of a checkpoint directory. Raises ``ModelFilesError``: see ``scheme_of``."""
+    return scheme_of(read_json_object(directory / CONFIG_FILE))

@@ -1,0 +1,150 @@
+"""The description of how a weight is stored: which tensors, and how they become codes.
+
+Owns: the interface of a format, integers packed into words, groups of inputs. Must not know: any one format, files.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.fields import ConfigFields
+from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
+
+FLOATS = ("F32", "BF16", "F16")
+WORDS = ("I32",)
+FP8 = ("F8_E4M3",)
+BYTES = ("I8",)
+
+_WORD_BITS = 32
+_MIDDLE = {4: 8, 8: 128}
+
+
+class StoredTensor(NamedTuple):
+    """What a format expects in a file: ``dtypes`` in safetensors' words; ``shapes``: those allowed."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_optional: bool = False
+
+
+class StoredTensors(Protocol):
+    """The tensors in the files."""
+
+    def dtype(self, name: str) -> str | None:
+        """In safetensors' words; None: there is no such tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor."""
+        ...
+
+
+class WeightScheme(Protocol):
+    """A format of linear weights. ``base`` is a weight's name without ``.weight``; ``shape`` outputs and inputs.
+
+    Of a stack of weights, each tensor has one dimension more, the first.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in ``quantization_config``."""
+        ...
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Ends of the names of tensors that may be there and that nothing needs."""
+        ...
+
+    def holds(self, base: str, stored: StoredTensors) -> bool:
+        """Whether this weight is stored as codes."""
+        ...
+
+    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+        """The tensors of one weight. Raises ``ModelFilesError``: its shape cannot be stored so."""
+        ...
+
+    def read(self, base: str, stored: StoredTensors) -> CodedWeight:
+        """The weight."""
+        ...
+
+
+def words_of(base: str, numbers: int, bits: int) -> int:
+    """How many words hold so many integers. Raises ``ModelFilesError``: the last one is not full."""
+    per_word = _WORD_BITS // bits
+    if numbers % per_word:
+        raise ModelFilesError(
+            f"{base}: a width of {numbers} is not allowed with {bits} bits; allowed: multiples of {per_word}"
+        )
+    return numbers // per_word
+
+
+def groups_of(inputs: int, group: int) -> int:
+    """How many groups of ``group`` inputs there are."""
+    return -(-inputs // group)
+
+
+def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+    """The unsigned integers in 32-bit ``words``, the lowest bits first, along ``dim`` of two: uint8.
+
+    ``order[i]``: the place of a word's i-th integer among its neighbours; None: i.
+    """
+    per_word = _WORD_BITS // bits
+    places = list(range(per_word))
+    if order is not None:
+        places = [list(order).index(place) for place in places]
+    shifts = torch.tensor(places, dtype=torch.int32) * bits
+    parts = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    parts = parts.to(torch.uint8)
+    rows, columns = words.shape
+    if dim == 1:
+        return parts.view(rows, columns * per_word)
+    return parts.movedim(-1, 1).reshape(rows * per_word, columns)
+
+
+def of_integers(
+    codes: Tensor, zeros: Tensor | None, scales: Tensor, *, bits: int, group: int, group_of: Tensor | None = None
+) -> CodedWeight:
+    """A weight ``(code - zero) * scale``.
+
+    ``codes`` uint8, ``[outputs, inputs]``, unsigned with ``bits`` bits; ``zeros`` integers, ``[outputs, groups]``, or None
+    for the middle code; ``scales`` floating, ``[outputs, groups]``.
+    """
+    wide = scales.float()
+    middle = _MIDDLE[bits]
+    if zeros is not None and bool((zeros == middle).all()):
+        zeros = None
+    if bits == 4:
+        minima = None if zeros is None else -zeros.float() * wide
+        return CodedWeight(CodeForm.CODES4, codes, wide, group, minima, group_of)
+    minima = None if zeros is None else (middle - zeros.float()) * wide
+    return CodedWeight(CodeForm.CODES8, (codes ^ middle).view(torch.int8), wide, group, minima, group_of)
+
+
+def grouping(group_of: Tensor, group: int, num_groups: int, base: str) -> Tensor | None:
+    """The group of each input, int32; None if groups are consecutive.
+
+    Raises:
+        ModelFilesError: an input has a group that does not exist.
+    """
+    if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
+        raise ModelFilesError(f"{base}: g_idx names a group that does not exist; allowed: 0 to {num_groups - 1}")
+    if torch.equal(group_of.long(), torch.arange(len(group_of)) // group):
+        return None
+    return group_of.to(torch.int32)
+
+
+def check_group_size(fields: ConfigFields, field: str) -> int | None:
+    """The inputs of a group; None for -1 or null: one group of all.
+
+    Raises:
+        ModelFilesError: it is neither.
+    """
+    value = fields.values.get(field)
+    if value is None or value == -1:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % 16:
+        raise fields.refuse(field, "-1 or a positive multiple of 16")
+    return value

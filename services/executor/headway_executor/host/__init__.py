@@ -1,0 +1,1 @@
+"""This process and its host: figures, reports, errors, endings."""

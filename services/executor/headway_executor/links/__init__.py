@@ -1,0 +1,1 @@
+"""The sockets to the scheduler, and the step protocol on them."""

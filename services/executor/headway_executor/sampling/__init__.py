@@ -1,0 +1,1 @@
+"""From logits to tokens: drawing, constraints, speculation, log probabilities, pooled vectors."""

@@ -1,0 +1,1 @@
+"""The settings of an executor: their names, and their checks."""

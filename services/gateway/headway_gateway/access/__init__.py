@@ -1,0 +1,1 @@
+"""Who may call, and how often something about it is logged."""

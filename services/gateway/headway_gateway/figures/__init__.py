@@ -1,0 +1,1 @@
+"""What the gateway counts and traces, and its reports of load."""

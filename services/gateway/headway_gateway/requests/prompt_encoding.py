@@ -1,0 +1,63 @@
+"""From a request's prompt to token ids."""
+
+from typing import Any
+
+import grpc
+
+from headway_gateway.requests.validation import most_prompt_tokens
+from headway_gateway.statuses import invalid_argument, try_later
+from headway_gateway.text.encoding_lanes import EncodingLanes, size_of_chat
+from headway_gateway.text.tokenization import PromptError, PromptUnavailableError, TextModel
+from headway_proto import generation_pb2 as api
+from headway_proto.ingress import ModelInfo
+
+
+class PromptEncoder:
+    """Encodes prompts outside the event loop."""
+
+    def __init__(self, text_model: TextModel, lanes: EncodingLanes) -> None:
+        self._text_model = text_model
+        self._lanes = lanes
+
+    async def encode(self, prompt: Any, kind: str, model: ModelInfo, *, is_prefix: bool = False) -> list[int]:
+        """Return the tokens; ``kind`` names the field.
+
+        With ``is_prefix``, a chat gives the tokens common to all chats that begin with it.
+
+        Raises:
+            CallRefusedError: INVALID_ARGUMENT, or UNAVAILABLE if it cannot be encoded now.
+        """
+        if kind == "token_ids":
+            return list(prompt.token_ids.ids)
+        most = most_prompt_tokens(model)
+        try:
+            if kind == "text":
+                self._text_model.require_plausible_length(len(prompt.text), most)
+                return await self._lanes.encode(prompt.text)
+            tools: str = prompt.chat.tools
+            messages = [(one.role, one.content, one.more) for one in prompt.chat.messages]
+            self._text_model.require_plausible_length(size_of_chat(messages, tools), most)
+            encode = self._lanes.encode_chat_prefix if is_prefix else self._lanes.encode_chat
+            return await encode(messages, max_tokens=most, tools=tools)
+        except PromptError as error:
+            raise invalid_argument(kind, str(error)) from error
+        except PromptUnavailableError as error:
+            message = f"{kind}: {error}; try again"
+            raise try_later(grpc.StatusCode.UNAVAILABLE, message, reason="chat_not_rendered") from error
+
+    async def encode_input(
+        self, one: api.Input, field: str, model: ModelInfo, *, with_special_tokens: bool
+    ) -> list[int]:
+        """Return the tokens of one of several inputs; ``field`` names it.
+
+        Raises:
+            CallRefusedError: INVALID_ARGUMENT.
+        """
+        if one.HasField("token_ids"):
+            return list(one.token_ids.ids)
+        try:
+            self._text_model.require_plausible_length(len(one.text), most_prompt_tokens(model))
+            encode = self._lanes.encode if with_special_tokens else self._lanes.encode_plain
+            return await encode(one.text)
+        except PromptError as error:
+            raise invalid_argument(f"{field}.text", str(error)) from error

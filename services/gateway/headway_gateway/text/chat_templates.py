@@ -1,0 +1,170 @@
+"""The child process that renders chats, in the dialect of transformers' ``apply_chat_template``.
+
+A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
+``Rendering``.
+"""
+
+import datetime as dt
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+import msgspec
+
+from headway_gateway.text.bounded_process import limit_this_process, serve
+
+MAX_MEMORY_BYTES = 1 << 30
+MAX_OUTPUT_CHARACTERS = 1 << 25
+MAX_MESSAGE_CHARACTERS = 200
+
+
+class TemplateSource(msgspec.Struct, frozen=True):
+    """A template and its special tokens."""
+
+    source: str
+    special: dict[str, str]
+
+
+class Messages(msgspec.Struct, frozen=True):
+    """A chat, as (role, content), or with a JSON object of further keys; and the tools, a JSON array."""
+
+    messages: tuple[tuple[str, ...], ...]
+    tools: str = ""
+
+
+class Rendering(msgspec.Struct, frozen=True):
+    """A text, the template's ``refusal``, or its error's kind."""
+
+    text: str = ""
+    refusal: str = ""
+    failure: str = ""
+
+
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return the dialect of chat templates."""
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols], autoescape=False
+    )
+    made.globals["raise_exception"] = _raise_template_error
+    made.globals["strftime_now"] = _strftime_now
+    made.globals["namespace"] = _Namespace
+    made.filters["tojson"] = _to_json
+    return made
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Only training uses ``{% generation %}``. As in transformers, its variables do not outlive it."""
+
+    tags = {"generation"}  # noqa: RUF012  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Names that begin with an underscore reach into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` is a name that a template may set.
+        own = dict(*args[1:], **kwargs)
+        for name in own:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(args[0], own)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot hold {name[:64]!r}; allowed: names that do not begin with an underscore"
+        )
+
+
+class Renderer:
+    """One compiled template."""
+
+    def __init__(self, template: TemplateSource) -> None:
+        self._template = environment().from_string(template.source)
+        self._special = template.special
+
+    def render(self, chat: Messages) -> str:
+        """Return the text, up to the assistant's answer."""
+        parts = []
+        num_characters = 0
+        variables = self._special | {
+            "messages": [_message(*message) for message in chat.messages],
+            "tools": json.loads(chat.tools) if chat.tools else None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        for part in self._template.generate(variables):
+            num_characters += len(part)
+            if num_characters > MAX_OUTPUT_CHARACTERS:
+                raise OverflowError
+            parts.append(part)
+        return "".join(parts)
+
+
+def _message(role: str, content: str, more: str = "") -> dict[str, Any]:
+    return {"role": role, "content": content, **(json.loads(more) if more else {})}
+
+
+def main() -> None:
+    """Serve until the pipe closes."""
+    limit_this_process(MAX_MEMORY_BYTES)
+    renderer: Renderer | None = None
+
+    def answer(body: bytes) -> bytes:
+        nonlocal renderer
+        try:
+            if renderer is None:
+                renderer = Renderer(msgspec.json.decode(body, type=TemplateSource))
+                return msgspec.json.encode(Rendering())
+            return msgspec.json.encode(Rendering(text=renderer.render(msgspec.json.decode(body, type=Messages))))
+        except jinja2.TemplateError as error:
+            return msgspec.json.encode(Rendering(refusal=_one_line(error) or type(error).__name__))
+        except Exception as error:  # noqa: BLE001  # Whatever a template does, it is the template's failure.
+            return msgspec.json.encode(Rendering(failure=type(error).__name__))
+
+    serve(answer)
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002  # Templates name it.
+    return dt.datetime.now().astimezone().replace(tzinfo=None).strftime(format)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # By position as well.
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML, which would put \u003c into prompts.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:MAX_MESSAGE_CHARACTERS]
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+if __name__ == "__main__":
+    main()

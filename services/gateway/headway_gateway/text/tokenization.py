@@ -1,0 +1,294 @@
+"""From text to token ids and back with the checkpoint's own files.
+
+It trusts neither checkpoint nor prompt: the template runs in its own process, and a text that cannot fit is refused by
+its length.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tokenizers import Tokenizer
+
+from headway_gateway.text.detokenization import Detokenizer, detokenizer_factory
+from headway_gateway.text.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
+
+_TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
+_MODEL_CONFIG_FILE = "config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATE_DIRECTORY = "additional_chat_templates"
+_DEFAULT_TEMPLATE = "default"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_SPECIAL_SUFFIX = "_token"
+_NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
+_UNLIKE_CONTENTS = ("0", "A")
+_WORD_MARK = "\u2581"
+
+
+Message: TypeAlias = tuple[str, ...]
+"""Role and content, and perhaps a JSON object of further keys for the template."""
+
+
+class TokenizerFilesError(Exception):
+    """The tokenizer files are unusable."""
+
+
+class PromptError(ValueError):
+    """The prompt is wrong."""
+
+
+class PromptUnavailableError(Exception):
+    """The prompt could not be encoded this time."""
+
+
+class TextModel:
+    """A tokenizer with its chat template. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        template_fault: str = "",
+        template_source: str = "",
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self.template_fault = template_fault
+        """Why the chat template cannot be used, in one line; else empty."""
+        self.template_source = template_source
+        """The chat template as it is written; else empty."""
+        self._make_detokenizer = detokenizer_factory(tokenizer)
+        vocabulary = tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        """One more than the largest token id."""
+        self._longest_token = max(map(len, vocabulary), default=1)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._chat_template is not None
+
+    def new_detokenizer(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
+        """Return one output's detokeniser."""
+        return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
+
+    def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
+        """Refuse a text that cannot fit.
+
+        Raises:
+            PromptError: it exceeds ``max_tokens`` of the longest tokens.
+        """
+        # The margin is for normalisers that shorten a text, such as NFC on decomposed accents.
+        most = 4 * self._longest_token * max_tokens
+        if num_characters > most:
+            raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise a text; add special tokens.
+
+        Raises:
+            PromptError: it is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Tokenise a text that stands behind another; add no special tokens.
+
+        Raises:
+            PromptError: it is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_chat(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+        """Render and tokenise messages.
+
+        Raises:
+            PromptError: see ``render_chat``; or more than ``max_tokens``.
+            PromptUnavailableError: see ``render_chat``.
+        """
+        text = self.render_chat(messages, tools)
+        self.require_plausible_length(len(text), max_tokens)
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_chat_prefix(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+        """Return the tokens common to all chats that begin with these messages and continue with a user's.
+
+        Two continuations are compared, because only template and tokenizer know where the next message begins.
+
+        Raises:
+            PromptError: as ``encode_chat``.
+        """
+        chats = [
+            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools)
+            for content in _UNLIKE_CONTENTS
+        ]
+        shortest = min(map(len, chats))
+        end = next((place for place in range(shortest) if chats[0][place] != chats[1][place]), shortest)
+        return chats[0][:end]
+
+    def render_chat(self, messages: Sequence[Message], tools: str = "") -> str:
+        """Return the text, up to the assistant's answer.
+
+        Raises:
+            PromptError: no usable template, or it refuses these messages.
+            PromptUnavailableError: the template took too long.
+        """
+        if self.template_fault:
+            raise PromptError(
+                f"this model's chat template cannot be used ({self.template_fault}); send text or token_ids"
+            )
+        if self._chat_template is None:
+            raise PromptError("this model has no chat template; send text or token_ids")
+        try:
+            return self._chat_template.render(tuple(messages), tools)
+        except TemplateUnavailableError as error:
+            raise PromptUnavailableError(f"the chat template {error}") from error
+        except TemplateError as error:
+            raise PromptError(f"the chat template {error}") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text, without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def text_of_token(self, token_id: int) -> str:
+        """Return one token's text by itself. Special tokens have theirs; U+FFFD stands for a part of a character."""
+        detokenizer = self._make_detokenizer(keeps_special_tokens=True)
+        text = detokenizer.push((token_id,)) + detokenizer.finish()
+        # Some decoders drop the space before the first word.
+        begins_word = (self._tokenizer.id_to_token(token_id) or "").startswith(_WORD_MARK)
+        return f" {text}" if begins_word and not text.startswith(" ") else text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # The batch call leaves out character offsets, which are not needed here.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:  # the library's versions raise different errors
+            raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def load_text_model(directory: Path) -> TextModel:
+    """Load the files of a Hugging Face model directory.
+
+    An unusable template becomes a ``template_fault``, because plain texts need none.
+
+    Raises:
+        TokenizerFilesError: a file is missing or unusable.
+    """
+    path = directory / _TOKENIZER_FILE
+    try:
+        if not directory.is_dir():
+            raise TokenizerFilesError(
+                f"model: {str(directory)[:64]!r} is not a directory; allowed: one with {_TOKENIZER_FILE}"
+            )
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerFilesError(
+            f"{path}: cannot be read ({_reason(error)}); allowed: a Hugging Face tokenizer file"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # the library raises bare Exception for every defect of the file
+        raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
+    _require_width(directory, tokenizer)
+    config = _read_config(directory / _CONFIG_FILE)
+    special = _special_tokens(directory, config)
+    try:
+        source = _template_source(directory, config)
+        if source is None:
+            return TextModel(tokenizer, None)
+        return TextModel(tokenizer, _compiled(*source, special), template_source=source[1])
+    except _TemplateFaultError as error:
+        return TextModel(tokenizer, None, template_fault=str(error))
+
+
+def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
+    width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
+    most = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if isinstance(width, int) and most > width:
+        raise TokenizerFilesError(
+            f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: at most {width}, the logits in {_MODEL_CONFIG_FILE}"
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TokenizerFilesError(f"{path}: cannot be read ({_reason(error)})") from error
+    except (ValueError, RecursionError) as error:
+        raise TokenizerFilesError(f"{path}: not readable JSON ({_one_line(error)})") from error
+    if not isinstance(config, dict):
+        raise TokenizerFilesError(f"{path}: holds a {type(config).__name__}; allowed: a JSON object")
+    return config
+
+
+class _TemplateFaultError(Exception):
+    """The chat template is unusable."""
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
+    """As in transformers, files win over the configuration."""
+    named = directory / _TEMPLATE_DIRECTORY
+    for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
+        if path.exists():
+            try:
+                return path.name, path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
+    if named.is_dir() and any(named.glob("*.jinja")):
+        raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
+    entry: object = config.get("chat_template")
+    if isinstance(entry, list):
+        entry = {item.get("name"): item.get("template") for item in entry if _is_named(item)}
+    if isinstance(entry, dict):
+        if _DEFAULT_TEMPLATE not in entry:
+            raise _TemplateFaultError(f"{_CONFIG_FILE}: no chat template is called {_DEFAULT_TEMPLATE}")
+        entry = entry[_DEFAULT_TEMPLATE]
+    if entry is None:
+        return None
+    if not isinstance(entry, str):
+        raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(entry).__name__}; allowed: a string")
+    return _CONFIG_FILE, entry
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("name"), str)
+
+
+def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, special)
+    except TemplateError as error:
+        raise _TemplateFaultError(f"{file}: it {_one_line(error)}") from None
+
+
+def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """As in transformers: every name that ends in ``_token``, and named extra ones.
+
+    The file of older checkpoints wins, unless the configuration lists its added tokens.
+    """
+    entries = dict(config)
+    if "added_tokens_decoder" not in config:
+        entries |= _read_config(directory / _SPECIAL_TOKENS_FILE)
+    named = {name: entry for name, entry in entries.items() if name.endswith(_SPECIAL_SUFFIX)}
+    for more in map(entries.get, _NAMED_SPECIAL_TOKENS):
+        named |= more if isinstance(more, dict) else {}
+    contents = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or _one_line(error)) if isinstance(error, OSError) else "not UTF-8"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
