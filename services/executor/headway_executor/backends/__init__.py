@@ -1,1 +1,1 @@
-"""The built-in backends, one module each."""
+"""The built-in backends."""

@@ -1,1 +1,1 @@
-"""An executor of several ranks: one step link, several processes."""
+"""What the ranks of one model share while they compute: memory, messages, meetings."""
