@@ -231,7 +231,6 @@ MAY_GROW = (
     # One for each life of a peer, or each time that one said hello.
     _MayGrow("len(gateway._epochs_of_this_number)", _num_hellos, "epochs that answered the hellos of one link"),
     _MayGrow("executor._store*", None, "the host pool, which outlives a process"),
-    _MayGrow("len(*._passes._gaps._expected*)", lambda world: 4, "the newest steps"),
     _MayGrow("len(executor._link._former_schedulers)", _num_lives, "whose late frames are told by their names"),
 )
 
