@@ -177,9 +177,10 @@ class Fleet:
                 self._has_preempted = self.transit.relieve_preempted()
         if len(self.placement) and not self._is_paused:
             self._place(now)
-        if self._news or self.brake.has_suspects:
-            for cell in list(self.cells) if self.brake.has_suspects else self._cells_with_news():
-                cell.schedule_steps(now)
+        if self.brake.has_suspects:
+            self._news.update(range(len(self.cells)))
+        for cell in self._cells_with_news() if self._news else ():
+            cell.schedule_steps(now)
 
     def cell_has_preempted(self) -> None:
         """A request that lost its row waits in a cell: another cell may have room for it."""
