@@ -7,6 +7,7 @@ Must not know: which harm a test does, or what the table of promises says about 
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -360,7 +361,11 @@ def assert_equal_to_undisturbed(streams: Iterable[Stream], oracle: Oracle) -> in
     """Every token of each is what it would have been; the number of tokens."""
     total = 0
     for stream in streams:
-        assert stream.tokens == oracle.expected(stream.prompt, stream.max_tokens, stream.seed)
+        expected = oracle.expected(stream.prompt, stream.max_tokens, stream.seed)
+        same = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(stream.tokens, expected, strict=False))
+        )
+        assert stream.tokens == expected, f"{same} of {len(expected)} tokens are right, {stream}"
         assert stream.finish_reason == "length"
         total += len(stream.tokens)
     return total

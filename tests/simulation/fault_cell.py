@@ -109,7 +109,10 @@ class CellWatch:
         verdict = self._judge(core, reason, step)
         if verdict is not None:
             in_flight = [core.find(origin) for origin in verdict.in_flight]
-            self._process.num_losses.update(request.new.request_id for request in in_flight if request is not None)
+            lost = [request.new.request_id for request in in_flight if request is not None]
+            self._process.num_losses.update(lost)
+            if len(lost) == 1:
+                self._process.num_losses_alone.update(lost)
         return verdict
 
     def follow_peer(self, before: bytes | None, heard: dict[bytes, float]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from headway_proto.ingress import Finished, Submit
 from headway_proto.step import NO_LANE, LaneOutput, SchedulerOutput
-from headway_scheduler.brake import MAX_LOSSES
+from headway_scheduler.brake import LEAST_LOSSES, LOSSES_ALONE
 from headway_scheduler.cell import LEAST_STEP_TOKENS
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
 from headway_scheduler.core.admission.waiting_room import WaitingRoom
@@ -513,15 +513,16 @@ def ends_as_it_should(reason: str, num_tokens: int, expected: str, num_expected:
     require(ends[0] == ends[1], "ORACLE-EQUAL", f"{who} ended as {ends[0]}, not {ends[1]}")
 
 
-def is_found_guilty(num_losses: int, end: Finished) -> bool:
+def is_found_guilty(num_losses: int, num_losses_alone: int, end: Finished) -> bool:
     """Whether the brake ended a request for executors lost while it ran, which it may after so many losses, and not before.
 
     A request that makes no progress while the plug is pulled again and again cannot be told from one that pulls it.
-    ``num_losses``: how often steps of it were lost.
+    ``num_losses``: how often steps of it were lost; ``num_losses_alone``: how often with nothing beside it.
     """
     if not end.error.startswith("the executor was lost"):
         return False
-    require(num_losses >= MAX_LOSSES, "ISOLATION", f"found guilty after {num_losses} losses")
+    is_allowed = num_losses >= LEAST_LOSSES and num_losses_alone >= LOSSES_ALONE
+    require(is_allowed, "ISOLATION", f"found guilty after {num_losses} losses, {num_losses_alone} of them alone")
     return True
 
 

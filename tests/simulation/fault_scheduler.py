@@ -127,6 +127,8 @@ class SchedulerProcess(Process):
         self._reader = gateway_frame_reader()
         self.num_losses: Counter[str] = Counter()
         """By request id: how often its steps were lost."""
+        self.num_losses_alone: Counter[str] = Counter()
+        """How often with nothing beside it."""
         self.placement = PlacementWatch(self)
         self._cells: list[CellWatch] = []
         for cell in self.engine.fleet.cells:

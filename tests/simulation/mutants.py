@@ -880,7 +880,7 @@ def lost_with_their_executor(original):
     return take_all
 
 
-@_several("a request is found guilty when one executor was lost while it ran", (brake, "MAX_LOSSES"))
+@_several("a request is found guilty when it was lost alone once", (brake, "LOSSES_ALONE"))
 def guilty_at_once(original):
     del original
     return 1

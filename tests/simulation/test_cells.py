@@ -8,7 +8,7 @@ import pytest
 from headway_proto.columns import decode_column, encode_column
 from headway_proto.ingress import PRIORITY_LOW, PRIORITY_REALTIME, Finished
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.brake import MAX_LOSSES
+from headway_scheduler.brake import LOSSES_ALONE, LOSSES_BEFORE_TRIAL
 from headway_scheduler.cell import Cell
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
@@ -309,8 +309,8 @@ def test_one_bad_request_costs_a_few_executors_and_no_other_request(num_executor
     world.run_until(world.all_ended, 200)
     gateway.sequences.remove(bad)
     assert isinstance(bad.end, Finished)
-    assert "the executor was lost 3 times" in bad.end.error
-    assert world.engine.statistics.num_executor_losses <= MAX_LOSSES + 1
+    assert "the executor was lost 4 times" in bad.end.error
+    assert world.engine.statistics.num_executor_losses <= LOSSES_BEFORE_TRIAL + LOSSES_ALONE + 1
     finish(world)
 
 

@@ -169,15 +169,15 @@ def test_only_the_request_that_makes_steps_fail_fails(batching: str, num_steps_i
     bench.run()
     assert isinstance(guilty.end, Finished)
     assert guilty.end.reason == ingress.FINISH_ERROR
-    assert "3 times while it ran, the last time with nothing beside it" in guilty.end.error
+    assert "4 times in a row while it ran, 2 times with nothing beside it" in guilty.end.error
     assert "RuntimeError: poison" in guilty.end.error
     for sequence in innocent + late:
         bench.check_complete(sequence)
-    assert bench.num_epochs <= 1 + 3
+    assert bench.num_epochs <= 1 + 4
     bench.check_nothing_left()
 
 
-def test_a_device_lost_costs_three_executors_at_most() -> None:
+def test_a_device_lost_costs_four_executors_at_most() -> None:
     bench = Bench(lose_device)
     innocent = [bench.submit([number, 1, 2, 3, 4]) for number in range(12)]
     guilty = bench.submit([POISON])
@@ -186,7 +186,7 @@ def test_a_device_lost_costs_three_executors_at_most() -> None:
     assert guilty.end.reason == ingress.FINISH_ERROR
     for sequence in innocent:
         bench.check_complete(sequence)
-    assert bench.num_executors == 1 + 3
+    assert bench.num_executors == 1 + 4
     bench.check_nothing_left()
 
 
@@ -215,6 +215,32 @@ def test_losses_that_nobody_is_to_blame_for_end_nobody() -> None:
     bench.run()
     for sequence in sequences:
         bench.check_complete(sequence)
+
+
+def test_who_ran_beside_a_cancelled_request_was_not_alone() -> None:
+    """The cancelled one may have been the cause."""
+    beside: list[LiveSequence] = []
+    num_rows: list[int] = []
+
+    def lose_three(poisoned: list[int], batch: StepBatch) -> None:
+        if len(num_rows) == 3 or not len(batch.rows):
+            return
+        num_rows.append(len(batch.rows))
+        bench.gateway.abort(beside)
+        for frame in bench.gateway.take_frames():
+            bench.engine.gateway_frame(b"gateway", frame, bench.now)
+        beside.clear()
+        if len(num_rows) == 1:
+            beside.append(bench.submit([7, 8, 9]))
+        raise DeviceLostError("pulled")
+
+    bench = Bench(lose_three)
+    innocent = bench.submit([1, 2, 3])
+    beside.append(bench.submit([4, 5, 6]))
+    while innocent.end is None:
+        bench.beat()
+    assert num_rows == [2, 2, 1]
+    bench.check_complete(innocent)
 
 
 def test_a_backend_that_always_fails_is_not_asked_without_pause() -> None:

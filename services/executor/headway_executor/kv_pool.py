@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway_executor.backend import BackendConfig, HostMemorySource
+from headway_executor.backend import BackendConfig, BackendConfigError, HostMemorySource
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
 from headway_executor.host_pool import HostBytes, HostPool, block_index, memory_for
 from headway_executor.models.config import ModelConfig
-from headway_executor.setting_checks import check_pool_size
 from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
@@ -150,22 +149,21 @@ def num_pool_blocks(
     Raises:
         BackendConfigError: one request of ``max_model_len`` tokens does not fit.
     """
-    num_blocks = config.num_kv_blocks
-    if not num_blocks:
-        is_cpu = device.type == "cpu"
-        budget = (
-            _CPU_SHARE * free_host_bytes() / config.place.size
-            if is_cpu
-            else device_share * torch.cuda.mem_get_info(device)[0]
-        )
-        useful_blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = min(useful_blocks, int(budget // block_bytes))
-    check_pool_size(
-        num_blocks=num_blocks,
-        given=config.num_kv_blocks != 0,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
+    if config.num_kv_blocks:
+        return config.num_kv_blocks
+    is_cpu = device.type == "cpu"
+    budget = (
+        _CPU_SHARE * free_host_bytes() / config.place.size
+        if is_cpu
+        else device_share * torch.cuda.mem_get_info(device)[0]
     )
+    blocks_of_one = -(-max_model_len // config.block_size)
+    num_blocks = min(config.max_num_seqs * blocks_of_one, int(budget // block_bytes))
+    if num_blocks < blocks_of_one:
+        raise BackendConfigError(
+            f"max_model_len {max_model_len} is not allowed; the free memory holds {num_blocks} blocks of "
+            f"{config.block_size} tokens, so allowed: up to {num_blocks * config.block_size}"
+        )
     return num_blocks
 
 

@@ -12,7 +12,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError, ModelFil
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.models.fields import read_json_object
-from headway_executor.setting_checks import max_model_len_of
+from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
 
 
 class ModelSettings(NamedTuple):
@@ -37,6 +37,7 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
     dtype = dtype_of(config, device, model_config.dtype)
     max_model_len = max_model_len_of(config.max_model_len, model_config.context)
     _check_block_size(config.block_size)
+    check_num_kv_blocks(config.num_kv_blocks, block_size=config.block_size, max_model_len=max_model_len)
     _check_max_num_seqs(config.max_num_seqs)
     beyond = [rope for rope in model_config.ropes if rope.kind == "dynamic" and max_model_len > rope.original_context]
     if beyond:

@@ -17,7 +17,7 @@ from headway_executor.registry import check_installed
 from headway_executor.setting_checks import (
     BUILT_IN,
     check_interpreted,
-    check_pool_size,
+    check_num_kv_blocks,
     check_settings,
     max_model_len_of,
 )
@@ -62,10 +62,7 @@ def check(config: ExecutorConfig) -> None:
     if config.backend_options.get("weights") != "random":
         _check_files(directory)
     max_model_len = max_model_len_of(config.max_model_len, _context_of(directory, config.backend))
-    if config.num_kv_blocks:
-        check_pool_size(
-            num_blocks=config.num_kv_blocks, given=True, block_size=config.block_size, max_model_len=max_model_len
-        )
+    check_num_kv_blocks(config.num_kv_blocks, block_size=config.block_size, max_model_len=max_model_len)
     if config.draft_model:
         read_model_config(Path(config.draft_model))
 

@@ -103,20 +103,14 @@ def max_model_len_of(max_model_len: int, context: int) -> int:
     return max_model_len or context
 
 
-def check_pool_size(*, num_blocks: int, given: bool, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that cannot run one request."""
+def check_num_kv_blocks(num_kv_blocks: int, *, block_size: int, max_model_len: int) -> None:
+    """Refuse blocks that cannot hold one request; 0 stands for as many as fit."""
     needed = -(-max_model_len // block_size)
-    if num_blocks >= needed:
-        return
-    if given:
+    if num_kv_blocks and num_kv_blocks < needed:
         raise BackendConfigError(
-            f"num_kv_blocks {num_blocks} is not allowed; one request of max_model_len {max_model_len} takes {needed} "
+            f"num_kv_blocks {num_kv_blocks} is not allowed; one request of max_model_len {max_model_len} takes {needed} "
             f"blocks of {block_size} tokens, so allowed: {needed} or more"
         )
-    raise BackendConfigError(
-        f"max_model_len {max_model_len} is not allowed; the free memory holds {num_blocks} blocks of {block_size} "
-        f"tokens, so allowed: up to {num_blocks * block_size}"
-    )
 
 
 def _check_options(options: Mapping[str, str], allowed: Mapping[str, Collection[str]]) -> None:

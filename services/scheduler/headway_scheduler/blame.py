@@ -5,7 +5,7 @@ Owns: the core's requests by the brake's names. Must not know: frames, the clock
 
 from typing import NamedTuple
 
-from headway_scheduler.brake import MAX_LOSSES, Brake
+from headway_scheduler.brake import Brake
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.live_sequences import LiveSequences
@@ -56,14 +56,22 @@ class Blame:
         if self._judged_epoch == core.epoch:
             return None
         self._judged_epoch = core.epoch
-        in_flight = core.requests_in_flight(step)
+        in_flight, has_gone = core.requests_in_flight(step)
         found = [(self._live.get(origin), num_tokens) for origin, num_tokens in in_flight]
-        guilty = self._brake.count_loss([(live.name, num_tokens) for live, num_tokens in found if live is not None])
+        guilty = self._brake.count_loss(
+            [(live.name, num_tokens) for live, num_tokens in found if live is not None],
+            is_alone=len(in_flight) == 1 and not has_gone,
+        )
         origins = tuple(origin for origin, _ in in_flight)
         live = None if guilty is None else self._live.named(guilty)
         if live is None:
             return Verdict(origins, None, "")
         name = live.name
+        losses = self._brake.suspicion_of(name)
+        self._brake.forget(name)
         self._notices.add("guilty", request_id=name.request_id, continuation=name.continuation, reason=reason)
-        error = f"the executor was lost {MAX_LOSSES} times while it ran, the last time with nothing beside it: {reason}"
+        error = (
+            f"the executor was lost {losses.num_losses} times in a row while it ran, {losses.num_alone} times with nothing "
+            f"beside it: {reason}"
+        )
         return Verdict(origins, live.origin, error)

@@ -19,7 +19,7 @@ from headway_executor.models.encoder import Encoder, load_encoder
 from headway_executor.models.families.bert import read_encoder_config
 from headway_executor.models.sentence_pooling import default_pooling
 from headway_executor.pooling import NOT_FINITE, pooled
-from headway_executor.setting_checks import TORCH, check_pool_size, max_model_len_of, option_of
+from headway_executor.setting_checks import TORCH, check_num_kv_blocks, max_model_len_of, option_of
 from headway_executor.weights import Checkpoint
 from headway_proto.columns import Int32Array, encode_floats
 from headway_proto.pooling import POOL_MEAN
@@ -85,9 +85,8 @@ def open_encoder(config: BackendConfig, device: torch.device) -> tuple[OpenEncod
     max_input = max_model_len_of(config.max_model_len, model.context)
     # The scheduler counts a token behind each input, which no encoder has.
     max_model_len = max_input + 1
-    needed = -(-max_model_len // config.block_size)
-    num_blocks = config.num_kv_blocks or needed * config.max_num_seqs
-    check_pool_size(num_blocks=num_blocks, given=True, block_size=config.block_size, max_model_len=max_model_len)
+    check_num_kv_blocks(config.num_kv_blocks, block_size=config.block_size, max_model_len=max_model_len)
+    num_blocks = config.num_kv_blocks or -(-max_model_len // config.block_size) * config.max_num_seqs
     dtype = dtype_of(config, device)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)

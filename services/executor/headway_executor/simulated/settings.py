@@ -15,7 +15,7 @@ from headway_executor.backend import (
     BackendConfigError,
     ModelFilesError,
 )
-from headway_executor.setting_checks import check_pool_size, max_model_len_of
+from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
 
 _AtLeast0 = Annotated[float, msgspec.Meta(ge=0)]
 _MAX_DEFAULT_BLOCKS = 16_384
@@ -151,10 +151,8 @@ def _check_at_least(field: str, value: int, least: int) -> None:
 
 
 def _num_blocks(config: BackendConfig, max_model_len: int) -> int:
+    check_num_kv_blocks(config.num_kv_blocks, block_size=config.block_size, max_model_len=max_model_len)
     if config.num_kv_blocks:
-        check_pool_size(
-            num_blocks=config.num_kv_blocks, given=True, block_size=config.block_size, max_model_len=max_model_len
-        )
         return config.num_kv_blocks
     for_one = -(-max_model_len // config.block_size)
     return max(for_one, min(for_one * config.max_num_seqs, _MAX_DEFAULT_BLOCKS))

@@ -36,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """See ``Command``."""
     settings = _settings(arguments)
+    _take_stdout()
     if arguments.action == UP:
         return _up(arguments, settings)
     deployed = engine_of(settings.engine).connect(settings)
@@ -45,6 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _show(deployed.describe(), as_json=arguments.json)
     return 0
+
+
+def _take_stdout() -> None:
+    """Keep the standard output for this command alone.
+
+    An engine's libraries write to its file descriptor when a node dies, and whoever reads ``status --json`` wants one
+    object. What they write goes to the standard error.
+    """
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
 
 
 def _settings(arguments: argparse.Namespace) -> ClusterConfig:

@@ -239,12 +239,11 @@ class Scheduler:
             requests = [self._requests[origin] for origin in origins if origin in self._requests]
             self._state.losses.start_slowly(requests, self.rows, self._epoch.max_in_flight)
 
-    def requests_in_flight(self, step: int | None = None) -> list[tuple[Origin, int]]:
-        """The live requests of one step in flight, or of all, with their tokens."""
-        found = [
-            (request.new.origin, self.rows.num_tokens_of(request)) for request in self._epoch.requests_in_flight(step)
-        ]
-        return sorted(found, key=lambda entry: (entry[0].owner, entry[0].handle))
+    def requests_in_flight(self, step: int | None = None) -> tuple[list[tuple[Origin, int]], bool]:
+        """The live requests of one step in flight, or of all, with their tokens; and whether others are gone."""
+        live, has_gone = self._epoch.requests_in_flight(step)
+        found = [(request.new.origin, self.rows.num_tokens_of(request)) for request in live]
+        return sorted(found, key=lambda entry: (entry[0].owner, entry[0].handle)), has_gone
 
     def begin_epoch(self, capacity: ExecutorCapacity, epoch: int, *, same_model: bool = True) -> StepEvents:
         """Start over with an empty executor; running requests wait again.

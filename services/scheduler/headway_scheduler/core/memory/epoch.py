@@ -107,14 +107,18 @@ class Epoch:
             self.rows.append_blocks(row, blocks)
             plan.add_blocks(np.full(count, row), blocks)
 
-    def requests_in_flight(self, step: int | None) -> list[Request]:
-        """The live requests of one step in flight, or of all."""
+    def requests_in_flight(self, step: int | None) -> tuple[list[Request], bool]:
+        """The live requests of one step in flight, or of all; and whether it ran a row for one that is gone."""
         found: dict[int, Request] = {}
+        has_gone = False
         for in_flight in self.in_flight:
             if step is None or in_flight.step == step:
-                for request in self._requests_in(in_flight):
+                live = self._requests_in(in_flight)
+                rows = {*in_flight.sampling_rows.tolist(), *(chunk.row for chunk in in_flight.chunks)}
+                has_gone = has_gone or len(live) < len(rows)
+                for request in live:
                     found[request.arrival] = request
-        return list(found.values())
+        return list(found.values()), has_gone
 
     def _requests_in(self, step: InFlightStep) -> list[Request]:
         prompts = {chunk.row: chunk.request for chunk in step.chunks if chunk.counts}
