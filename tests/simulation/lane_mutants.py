@@ -95,14 +95,14 @@ def freed_while_in_flight(original):
     return lambda self, row: False
 
 
-@_mistake("who needs a block is not looked for again when a row starts or stops", (DecodingRows, "_take_turn"))
+@_mistake("who needs a block is not looked for again when a row stops", (DecodingRows, "stop"))
 def turns_kept(original):
-    def take_turn(self, row, turn):
+    def stop(self, row):
         known = self._rows_of_turn.copy()
-        original(self, row, turn)
+        original(self, row)
         self._rows_of_turn = known
 
-    return take_turn
+    return stop
 
 
 @_mistake("due ticks count steps of all lanes", (Epoch, "send"))

@@ -35,6 +35,7 @@ class DecodingRows:
         # Shape [max_rows]: 1 while the row runs one token in each step of the lane, until it is due or ends.
         self._decodes = np.zeros(rows.max_rows, dtype=np.int32)
         self._turn = np.full(rows.max_rows, NO_TURN, dtype=np.int32)
+        """Of each row that decodes."""
         self._rows_of_turn: list[RowIndices | None] = [None] * rows.block_size
         """None if they have changed since they were looked for."""
         self._all_due_from = 0
@@ -117,21 +118,26 @@ class DecodingRows:
             num_computed = int(rows.num_computed_tokens[row])
             since = self._tick - num_computed
             end = int(rows.last_position[row]) + since
-            self._take_turn(row, since % rows.block_size)
             self._note_due(int(rows.num_blocks[row]) * rows.block_size + since)
             self._end_tick[row] = end
             self._next_end = min(self._next_end, end)
-            if not self._decodes[row]:
+            if self._decodes[row]:
+                self._rows_of_turn[int(self._turn[row])] = None
+            else:
                 self._decodes[row] = 1
                 self.num_decoding += 1
                 self._num_context_tokens += num_computed
+            turn = since % rows.block_size
+            self._turn[row] = turn
+            self._rows_of_turn[turn] = None
         self._is_changed = True
 
     def stop(self, row: int) -> None:
         """Stop a row's decoding."""
-        self._take_turn(row, NO_TURN)
         if self._decodes[row]:
             self._decodes[row] = 0
+            self._rows_of_turn[int(self._turn[row])] = None
+            self._turn[row] = NO_TURN
             self.num_decoding -= 1
             self._num_context_tokens -= int(self._rows.num_computed_tokens[row])
             self._is_changed = True
@@ -167,13 +173,6 @@ class DecodingRows:
             self.num_decoding += len(held_back)
             self._num_context_tokens += int(num_computed.sum())
             self._forget_turns()
-
-    def _take_turn(self, row: int, turn: int) -> None:
-        before = int(self._turn[row])
-        self._turn[row] = turn
-        for changed in (before, turn):
-            if changed != NO_TURN:
-                self._rows_of_turn[changed] = None
 
     def _forget_turns(self) -> None:
         self._rows_of_turn = [None] * self._rows.block_size
