@@ -81,6 +81,7 @@ WORKS = {
                     ("added to a first token, ms", "added to the first token"),
                     ("the same over a plain socket, ms", "added, over a plain socket"),
                     ("a bare grpcio server, ms", "second message of a bare grpcio server"),
+                    ("an echo of asyncio, ms", "echo of a bare asyncio server"),
                 )
             ),
         ),

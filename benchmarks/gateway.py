@@ -6,7 +6,8 @@ anything of the gateway that a client cannot see, except its ingress link.
 Throughput: N greedy streams of ``--tokens`` at a time from this one client; output tokens over the wall time. Added
 latency: one request of one token through gRPC, and then straight through ingress with the gateway's own link in this
 process. gRPC's Python client takes a part of that for itself: the same call is made over a plain socket too, and the
-client calls a bare server of grpcio that answers at once. Then one stream with ``--gap-ms`` between steps: how much later tokens arrive, and the jitter of their gaps.
+client calls a bare server of grpcio that answers at once. A server of asyncio that sends back the request's bytes shows what
+any server in Python's event loop costs. Then one stream with ``--gap-ms`` between steps: how much later tokens arrive, and the jitter of their gaps.
 All processes share this machine's cores.
 """
 
@@ -36,7 +37,7 @@ from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.columns import encode_column
 from headway_proto.ingress import Submit
 from headway_proto.sampling import SamplingParams
-from plain_call import METHOD, PlainCaller
+from plain_call import METHOD, PlainCaller, echo, plain_socket
 from program import count, parser_of, provenance, write_result
 
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
@@ -112,13 +113,12 @@ def running_chain(
 
 
 @contextmanager
-def bare_server() -> Iterator[str]:
-    """Run a server of grpcio that does nothing."""
-    (port,) = free_ports("127.0.0.1", 1)
-    address = f"127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("plain_call.py")), address])
+def bare_servers() -> Iterator[tuple[str, str]]:
+    """Run a server of grpcio and one of asyncio that do nothing."""
+    grpcio, asyncios = (f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2))
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("plain_call.py")), grpcio, asyncios])
     try:
-        yield address
+        yield grpcio, asyncios
     finally:
         process.terminate()
         process.wait(30)
@@ -209,15 +209,18 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"p50_ms": values.p50 or 0.0, "p99_ms": values.p99 or 0.0}
 
 
-async def latency(address: str, ingress: str, bare_address: str, requests: int) -> dict[str, dict[str, float]]:
+async def latency(
+    address: str, ingress: str, bare_addresses: tuple[str, str], requests: int
+) -> dict[str, dict[str, float]]:
     """Measure requests of one token, alternating between all ways."""
     sampling = api.SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
     request = api.GenerateRequest(text=PROMPT, sampling=sampling).SerializeToString()
-    times: dict[str, list[float]] = {"grpc": [], "plain": [], "ingress": [], "bare": []}
+    times: dict[str, list[float]] = {"grpc": [], "plain": [], "ingress": [], "bare": [], "echo": []}
+    bare_address, echo_address = bare_addresses
     async with connected(address, ingress) as (stub, link, prompt_ids), grpc.aio.insecure_channel(bare_address) as bare:
         await bare.channel_ready()
         call_bare = bare.unary_stream(METHOD)
-        caller = PlainCaller(address)
+        caller, echoing = PlainCaller(address), plain_socket(echo_address)
         for _ in range(requests + _WARM_UP):
             times["grpc"].append((await through_grpc(stub, 1))[0])
             times["plain"].append(caller.arrivals(request)[1])  # behind `accepted`
@@ -225,7 +228,9 @@ async def latency(address: str, ingress: str, bare_address: str, requests: int) 
             began = time.perf_counter()
             arrivals = [time.perf_counter() - began async for _ in call_bare(request)]
             times["bare"].append(arrivals[1])
+            times["echo"].append(echo(echoing, request))
         caller.close()
+        echoing.close()
     ways = {way: spread(seconds[_WARM_UP:]) for way, seconds in times.items()}
     direct = ways["ingress"]
     return {
@@ -233,6 +238,7 @@ async def latency(address: str, ingress: str, bare_address: str, requests: int) 
         "first token over a plain socket": ways["plain"],
         "first token over ingress": direct,
         "second message of a bare grpcio server": ways["bare"],
+        "echo of a bare asyncio server": ways["echo"],
         "added to the first token": {key: ways["grpc"][key] - direct[key] for key in direct},
         "added, over a plain socket": {key: ways["plain"][key] - direct[key] for key in direct},
     }
@@ -283,8 +289,8 @@ def main() -> None:
         directory = Path(name)
         with running_chain(address, 0.0, options.streams, directory) as chain:
             rounds = asyncio.run(rounds_of_throughput(address, chain, options))
-            with bare_server() as bare_address:
-                rows = asyncio.run(latency(address, chain.ingress, bare_address, options.requests))
+            with bare_servers() as bare_addresses:
+                rows = asyncio.run(latency(address, chain.ingress, bare_addresses, options.requests))
         with running_chain(address, options.gap_ms * 1e3, options.streams, directory) as chain:
             rows |= asyncio.run(gaps(address, chain.ingress, 200))
     result: dict[str, object] = {

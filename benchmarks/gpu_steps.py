@@ -40,8 +40,9 @@ from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu.chunk_library import LIBRARIES, lacking
 from headway_executor.gpu.tuning_file import AUTO, tunings_of
 from headway_executor.host_speed import measure_device, measure_host
-from headway_executor.kv_pool import CODES, block_bytes_of
+from headway_executor.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
+from headway_executor.models.kv_vectors import block_bytes_of
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.float8_linear import is_native
 from headway_kernels.gpu.long_chunks import LibraryLacking
@@ -144,8 +145,8 @@ class StepBenchmark:
         yield floors.line(name, measured, [context] * num_decodes, chunk, 1 / 1.15)
 
     def adapters(self, floors: Floors) -> Iterator[Line]:
-        """Decodes with adapters, which are read too, beside the same without, if the model takes any."""
-        if not self.info.supports_adapters:
+        """Decodes with adapters, which are read too, beside the same without; of experts, nobody knows which a step reads."""
+        if {"num_experts", "num_local_experts"} & self._shape.config.keys():
             return
         batch, context = max(batch for batch in self._shape.decode_batches if batch <= 64), self._shape.decode_context
         names, num_bytes = self._loaded_adapters()
@@ -167,7 +168,7 @@ class StepBenchmark:
                 path = Path(directory) / str(number)
                 write_adapter(path, model, RANK, number, torch.float32)
                 num_bytes += (path / "adapter_model.safetensors").stat().st_size
-                names.append(self._backend.load_adapter(str(number), str(path)).identity)
+                names.append(self._backend.load_adapter(self._backend.read_adapter(str(number), str(path))).identity)
         return names, num_bytes
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""A call of gRPC over a plain socket, and a bare server of grpcio: what a client and a server of grpcio cost by themselves.
+"""A call of gRPC over a plain socket, and bare servers of grpcio and of asyncio: what each costs by itself.
 
 Owns: the bytes of such a call. Must not know: what is measured with it.
 
-    python benchmarks/plain_call.py 127.0.0.1:50970      # the bare server, until it is ended
+    python benchmarks/plain_call.py 127.0.0.1:50970 127.0.0.1:50969      # grpcio's and asyncio's, until they are ended
 """
 
 import asyncio
@@ -20,13 +20,28 @@ _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
 _LARGEST_WINDOW = struct.pack(">HI", 4, (1 << 31) - 1)
 
 
+def plain_socket(address: str) -> socket.socket:
+    """Return a connection that blocks and sends at once."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def echo(connection: socket.socket, data: bytes) -> float:
+    """Send bytes to the bare server of asyncio; return when they were back, in seconds from sending."""
+    began = time.perf_counter()
+    connection.sendall(data)
+    if len(connection.recv(len(data), socket.MSG_WAITALL)) < len(data):
+        raise RuntimeError("the server closed the connection")
+    return time.perf_counter() - began
+
+
 class PlainCaller:
     """One connection, one call at a time; it blocks. It has no thread and no event loop that could be late."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = plain_socket(address)
         window = _frame(_WINDOW, 0, 0, struct.pack(">I", 1 << 30))
         self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, _LARGEST_WINDOW) + window)
         self._held = b""
@@ -94,8 +109,21 @@ _HEAD = b"".join(
 )
 
 
-async def serve_bare(address: str) -> None:
-    """Answer every call with three messages, of the sizes of a generation of one token, from grpcio's server."""
+class _Echo(asyncio.Protocol):
+    """Sends what comes back: the least that a server in an event loop of Python does."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+
+
+async def serve_bare(address: str, echo_address: str) -> None:
+    """Answer every call with three messages, of the sizes of a generation of one token, from grpcio's server; and echo."""
+    host, _, port = echo_address.rpartition(":")
+    await asyncio.get_running_loop().create_server(_Echo, host, int(port))
 
     async def answer(_request: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
         for size in (40, 24, 60):
@@ -112,4 +140,4 @@ async def serve_bare(address: str) -> None:
 
 if __name__ == "__main__":
     sys.setswitchinterval(0.0005)
-    asyncio.run(serve_bare(sys.argv[1]))
+    asyncio.run(serve_bare(*sys.argv[1:]))

@@ -11,10 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway_executor.backend import ExecutorBackend, NewRow, StepBatch, StepResult
+from headway_executor.backend import AdapterBackend, ExecutorBackend, NewRow, StepBatch, StepResult
+from headway_proto.adapters import LoadedAdapter
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import BackendInfo, RowError, RowLogprobs
 from step_columns import NO_PAIRS, pair_columns
+
+
+def load_adapter(backend: AdapterBackend, name: str, directory: str) -> LoadedAdapter:
+    """Read an adapter and take it into use, on a backend that answers at once."""
+    loaded = backend.load_adapter(backend.read_adapter(name, directory))
+    assert isinstance(loaded, LoadedAdapter)
+    return loaded
 
 
 @dataclass

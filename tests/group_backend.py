@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 
 from e2e.running_server import free_port
-from headway_executor.backend import BackendConfig, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, ReadAdapter, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.link_keys import LinkKeys
 from headway_executor.ranks.place import RankPlace
@@ -81,9 +81,14 @@ class GroupBackend:
         """See ``ExecutorBackend.load_blocks``."""
         raise NotImplementedError("each rank has host blocks of its own")
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``: what each rank has read."""
+        read = [rank.read_adapter(name, directory) for rank in self._ranks]
+        return ReadAdapter(read[0].adapter, read)
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``; all ranks must answer the same."""
-        futures = [rank.load_adapter(name, directory) for rank in self._ranks]
+        futures = [rank.load_adapter(own) for rank, own in zip(self._ranks, read.weights, strict=True)]
         first, *others = [future.result(_ANSWER_SECONDS) for future in futures]
         assert all(other == first for other in others)
         return first

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import structlog
 
 from headway_executor.backend import BackendConfig, ExecutorBackend
 from headway_executor.batch_state import BatchState
+from headway_executor.beside import begun
 from headway_executor.channel import SchedulerChannel
 from headway_executor.loop import StepCycle
 from headway_executor.loop import serve as serve_executor
@@ -94,6 +96,7 @@ def _executor(step: str, backend: ExecutorBackend, config: BackendConfig) -> Ite
         backend=backend,
         log=_silent_log(),
         wake=channel.wake,
+        beside=partial(begun, name="adapters"),
     )
     stop = threading.Event()
     thread = threading.Thread(target=serve_executor, args=(cycle, channel, stop.is_set))

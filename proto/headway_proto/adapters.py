@@ -22,6 +22,11 @@ def is_adapter_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def name_of(identity: str) -> str:
+    """The name in an identity."""
+    return identity.partition("@")[0]
+
+
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that an executor has. ``directory`` as it was named; ``fingerprint`` of its files."""
 
@@ -45,8 +50,9 @@ class RowAdapter(msgspec.Struct, frozen=True, array_like=True):
 class AdapterChange(msgspec.Struct, frozen=True, array_like=True):
     """The scheduler asks an executor to load an adapter from ``directory``, or to unload it if that is "".
 
-    It takes effect behind the steps before it. ``fingerprint``: of the files that it must be, or "" for any. To load what
-    is loaded changes nothing. ``number`` is repeated by the answer.
+    It takes effect behind the steps and the changes before it, and before any later step with a new row of the adapter.
+    ``fingerprint``: of the files that it must be, or "" for any. To load what is loaded changes nothing. ``number`` is
+    repeated by the answer.
     """
 
     number: int

@@ -12,7 +12,7 @@ from e2e.running_server import eventually
 from headway_gateway.grpc_server import connection as connections
 from headway_gateway.grpc_server.call import Call
 from headway_gateway.grpc_server.connection import MOST_WAITING_BYTES, Bounds
-from headway_gateway.grpc_server.http2 import ErrorCode
+from headway_gateway.grpc_server.frames import ErrorCode
 from headway_gateway.grpc_server.server import GrpcServer, Surrounding
 from headway_gateway.listening import listening_sockets
 from headway_gateway.statuses import CallRefusedError

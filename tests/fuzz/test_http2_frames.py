@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.limits import bounded, examples
-from headway_gateway.grpc_server.header_blocks import Headers
-from headway_gateway.grpc_server.http2 import PREFACE, BreachError, Http2, Kind, pack_headers
+from headway_gateway.grpc_server.frames import PREFACE, BreachError, Kind
+from headway_gateway.grpc_server.header_blocks import Headers, pack_headers
+from headway_gateway.grpc_server.http2 import Http2
 from headway_gateway.grpc_server.wire import MessageReader, read_head
 from headway_gateway.statuses import CallRefusedError
 
@@ -78,7 +79,7 @@ def receive(reader: Reader, data: bytes, step: int) -> None:
         except BreachError as breach:
             reason = str(breach).encode()
         assert reader.http2.take().endswith(reason), "the client is told"
-    assert len(reader.http2._held) <= 9 + 16_384
+    assert len(reader.http2._frames._held) <= 9 + 16_384
 
 
 @examples(300)

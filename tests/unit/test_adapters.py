@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backend_driver import BackendDriver, Request
+from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
 from group_backend import InlineGroup
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
@@ -335,8 +335,8 @@ def test_adapters_come_and_go_while_it_runs(adapted, kernels):
         driver.run([request], budget=64)
         return request
 
-    loaded = backend.load_adapter("mine", str(adapters["all"]))
-    assert backend.load_adapter("mine", str(adapters["all"])) == loaded
+    loaded = load_adapter(backend, "mine", str(adapters["all"]))
+    assert load_adapter(backend, "mine", str(adapters["all"])) == loaded
     assert tokens_of(loaded.identity).output == expected["all"][1]
     running = [Request(prompts()[1], NUM_OUTPUT, adapter=loaded.identity), Request(prompts()[1], NUM_OUTPUT)]
     going = driver.step([driver._admit(request) for request in running], running, budget=64)
@@ -348,7 +348,7 @@ def test_adapters_come_and_go_while_it_runs(adapted, kernels):
     assert [error.message for error in refused.errors] == [
         f"adapter '{loaded.identity}' is not loaded on this executor"
     ]
-    other = backend.load_adapter("mine", str(adapters["up"]))
+    other = load_adapter(backend, "mine", str(adapters["up"]))
     assert other.identity != loaded.identity
     assert tokens_of(other.identity).output == expected["up"][1]
     backend.close()

@@ -72,6 +72,10 @@ def test_adapters(tmp_path):
     assert PROVENANCE | {"load", "results"} <= record.keys()
     assert list(record["results"]) == ["none", "one for all", "one each"]
     assert all(row["step_ms"] > 0 for row in record["results"].values())
+    run("adapters.py", "--loading", *load, "--json", str(result), cwd=tmp_path)
+    rows = json.loads(result.read_text())["results"]
+    assert list(rows) == ["no loading", "between steps", "beside them"]
+    assert all(0 < row["gap_ms"] <= row["longest_gap_ms"] for row in rows.values())
 
 
 def test_prompt_work(tmp_path):
@@ -488,7 +492,7 @@ def test_gpu_steps_without_a_gpu(tmp_path, shape):
     run("gpu_steps.py", "--shape", shape, "--device", "cpu", *sections, "--json", str(steps), cwd=tmp_path)
     record = json.loads(steps.read_text())
     assert record.keys() >= PROVENANCE
-    adapted = ["decode"] * 2 if shape == "tiny" else []  # Experts take no adapters.
+    adapted = ["decode"] * 2 if shape == "tiny" else []  # Of experts, they have no floor.
     kinds = ["attention", "attention", "decode", "decode", "mixed", *adapted]
     assert [line["name"].split(",")[0] for line in record["lines"]] == kinds
     assert record["failures"] == []

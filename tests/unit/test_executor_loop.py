@@ -21,6 +21,7 @@ import zmq
 import zmq.auth
 from structlog.testing import capture_logs
 
+from headway_executor.adapter_changes import at_once
 from headway_executor.backend import BackendConfig, DeviceLostError, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch_state import BatchState
@@ -31,10 +32,12 @@ from headway_executor.statistics import ExecutorStatistics
 from headway_executor.step_link import StepLink
 from headway_executor.threaded_backend import ThreadedBackend
 from headway_process.pulse import Pulse
+from headway_proto.adapters import AdapterChange, AdapterChanged, RowAdapter
 from headway_proto.columns import decode_column, encode_column, encode_columns
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
     DIGEST_INTERVAL_STEPS,
+    AdapterOutput,
     ExecutorHeartbeat,
     ExecutorHello,
     ExecutorOutput,
@@ -97,14 +100,15 @@ class Scheduler:
         self.writer = scheduler_frame_writer()
         self.next_step = 0
 
-    def new_epoch(self, epoch: int, executor: int = INCARNATION) -> bytes:
+    def new_epoch(self, epoch: int, executor: int = INCARNATION, *, incarnation: int = 7) -> bytes:
         self.writer.begin_epoch(epoch)
         self.next_step = 0
-        return self.writer.encode(NewEpoch(epoch, executor, 7))
+        return self.writer.encode(NewEpoch(epoch, executor, incarnation))
 
     def step(self, **fields) -> bytes:
         fields.setdefault("total_num_scheduled_tokens", 1)
-        output = SchedulerOutput(epoch=self.writer.epoch, step=self.next_step, **fields)
+        kind = AdapterOutput if "adapters" in fields else SchedulerOutput
+        output = kind(epoch=self.writer.epoch, step=self.next_step, **fields)
         self.next_step += 1
         return self.writer.encode(output)
 
@@ -127,7 +131,7 @@ class Scheduler:
         return [self.reader.decode(frame).body for frame in frames]
 
 
-def make_cycle(backend, wake=lambda: None, step_timeout_s=float("inf"), **settings) -> StepCycle:
+def make_cycle(backend, wake=lambda: None, step_timeout_s=float("inf"), beside=at_once, **settings) -> StepCycle:
     info = backend.open(msgspec.structs.replace(CONFIG, **settings))
     return StepCycle(
         link=StepLink(incarnation=INCARNATION, info=info),
@@ -136,6 +140,7 @@ def make_cycle(backend, wake=lambda: None, step_timeout_s=float("inf"), **settin
         log=structlog.get_logger(),
         wake=wake,
         step_timeout_s=step_timeout_s,
+        beside=beside,
     )
 
 
@@ -167,6 +172,68 @@ def test_steps_go_in_and_tokens_come_out():
     assert [output.step for output in steps] == list(range(DIGEST_INTERVAL_STEPS + 1))
     assert tokens_of(bodies) == backend.token_hash.continuation([5, 6, 7], DIGEST_INTERVAL_STEPS + 1, GREEDY)
     assert [output.step for output in steps if output.state_digest is not None] == [0, DIGEST_INTERVAL_STEPS]
+
+
+class HeldReading:
+    """Adapters are read when the test says so, as if on another thread."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Future, Callable[[], object]]] = []
+
+    def __call__(self, call):
+        self.asked.append((Future(), call))
+        return self.asked[-1][0]
+
+    def end(self) -> None:
+        future, call = self.asked.pop(0)
+        future.set_result(call())
+
+
+def test_an_adapter_is_read_while_steps_run_and_its_rows_wait_for_it():
+    backend, scheduler, reading, rung = SimulatedBackend(), Scheduler(), HeldReading(), []
+    cycle = make_cycle(backend, wake=lambda: rung.append(1), beside=reading)
+    identity = backend.read_adapter("a", "d").adapter.identity
+    of_a = {"adapters": (RowAdapter(1, identity),), "finished_rows": encode_column([0])}
+    feed(cycle, scheduler, scheduler.new_epoch(3), scheduler.admit(0, [5, 6, 7], range(10)))
+    changes = [AdapterChange(1, "a", "d"), AdapterChange(2, "a", "d", "other"), AdapterChange(3, "b")]
+    assert feed(cycle, scheduler, *map(scheduler.writer.encode, changes)) == []
+    assert [output.step for output in outputs(feed(cycle, scheduler, scheduler.step(), scheduler.step()))] == [1, 2]
+    waiting = feed(cycle, scheduler, scheduler.admit(1, [8, 9], range(20, 30), **of_a), scheduler.step())
+    assert outputs(waiting) == []
+    assert cycle.next_deadline > float("-inf"), "nothing is to be done until the adapter is there"
+    reading.end()
+    assert rung
+    first, *rest = scheduler.read(cycle.tick(0.0))
+    assert (first.number, first.adapter.identity, first.error, outputs(rest)) == (1, identity, "", [])
+    assert len(reading.asked) == 1, "one after the other"
+    reading.end()
+    bodies = [body for _ in range(4) for body in scheduler.read(cycle.tick(0.0))]
+    assert [answer.error for answer in bodies if isinstance(answer, AdapterChanged)] == [
+        "d: other files than before, with fingerprint 0000000098dd4acc in place of other",
+        "",
+    ]
+    assert [output.step for output in outputs(bodies)] == [3, 4]
+    assert not any(output.errors for output in outputs(bodies))
+
+
+def test_an_epoch_that_ends_while_an_adapter_is_read_leaves_no_step_waiting():
+    backend, scheduler, reading = SimulatedBackend(), Scheduler(), HeldReading()
+    cycle = make_cycle(backend, beside=reading)
+    of_a = {"adapters": (RowAdapter(0, backend.read_adapter("a", "d").adapter.identity),)}
+    change = AdapterChange(1, "a", "d")
+    feed(cycle, scheduler, scheduler.new_epoch(3), scheduler.writer.encode(change))
+    feed(cycle, scheduler, scheduler.admit(0, [5, 6], range(10), **of_a))
+    # The scheduler asks the same again, and sends the same row.
+    feed(cycle, scheduler, scheduler.new_epoch(4), scheduler.writer.encode(change))
+    assert outputs(feed(cycle, scheduler, scheduler.admit(0, [5, 6], range(10), **of_a))) == []
+    # Another one numbers its own.
+    feed(cycle, scheduler, scheduler.new_epoch(9, incarnation=8), scheduler.writer.encode(AdapterChange(1, "b", "d")))
+    assert [output.step for output in outputs(feed(cycle, scheduler, scheduler.admit(0, [5], range(10))))] == [0]
+    answers = []
+    for _ in range(3):
+        reading.end()
+        answers += [body for _ in range(3) for body in scheduler.read(cycle.tick(0.0))]
+    assert [answer.adapter.name for answer in answers if isinstance(answer, AdapterChanged)] == ["b"]
 
 
 def test_futures_are_reported_in_order_and_do_not_hold_up_steps():

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from headway_executor.backend import ModelFilesError
+from headway_executor.backend import ModelFilesError, ReadAdapter
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_gateway.live_sequence import LiveSequence
 from headway_proto.adapters import LoadedAdapter
@@ -20,14 +20,14 @@ BROKEN = "broken"
 
 @pytest.fixture(autouse=True)
 def _files_may_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = SimulatedBackend.load_adapter
+    read = SimulatedBackend.read_adapter
 
-    def load_or_refuse(self: SimulatedBackend, name: str, directory: str) -> LoadedAdapter:
+    def read_or_refuse(self: SimulatedBackend, name: str, directory: str) -> ReadAdapter:
         if directory == BROKEN:
             raise ModelFilesError(f"{directory}: no adapter_model.safetensors")
-        return load(self, name, directory)
+        return read(self, name, directory)
 
-    monkeypatch.setattr(SimulatedBackend, "load_adapter", load_or_refuse)
+    monkeypatch.setattr(SimulatedBackend, "read_adapter", read_or_refuse)
 
 
 def world_of(num_executors: int, adapters: dict[str, str] | None = None, **limits: object) -> World:

@@ -20,8 +20,9 @@ from h2.events import (
 from h2.settings import SettingCodes
 from hpack import Encoder
 
-from headway_gateway.grpc_server.header_blocks import Headers
-from headway_gateway.grpc_server.http2 import PREFACE, BreachError, ErrorCode, Http2, Kind, pack_headers
+from headway_gateway.grpc_server.frames import PREFACE, BreachError, ErrorCode, Kind
+from headway_gateway.grpc_server.header_blocks import Headers, pack_headers
+from headway_gateway.grpc_server.http2 import Http2
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/a/B"), (":authority", "x"), ("te", "trailers")]
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"

@@ -25,7 +25,7 @@ from headway_executor.ranks.pools import joined, part_of, variant_of
 from headway_executor.ranks.silence import MOST_SILENT_LOOKS
 from headway_executor.ranks.watched_backend import WatchedBackend
 from headway_executor.step_link import StepLink
-from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter
+from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter, RowAdapter
 from headway_proto.columns import decode_column, encode_column, encode_columns
 from headway_proto.framing import HEADER_BYTES
 from headway_proto.step import (
@@ -93,9 +93,12 @@ class Calls(SimulatedBackend):
     def load_blocks(self, contents, blocks):
         self.calls.append(("load", contents[:, 0].tolist(), blocks.tolist()))
 
-    def load_adapter(self, name, directory):
-        self.loaded[name] = self.inner.load_adapter(name, directory)
-        return self.loaded[name]
+    def read_adapter(self, name, directory):
+        return self.inner.read_adapter(name, directory)
+
+    def load_adapter(self, read):
+        self.loaded[read.adapter.name] = self.inner.load_adapter(read)
+        return read.adapter
 
     def unload_adapter(self, name):
         self.loaded.pop(name, None)
@@ -206,7 +209,7 @@ def test_all_ranks_make_the_same_calls_and_answers_wait_for_digests_only():
 class NoFiles(SimulatedBackend):
     """Of a host that has no files of adapters."""
 
-    def load_adapter(self, name, directory):
+    def read_adapter(self, name, directory):
         raise ModelFilesError(f"{directory}: no such directory")
 
 
@@ -221,8 +224,14 @@ def test_all_ranks_change_adapters_and_answer_once():
     group.receive(scheduler.step())
     group.deaf = {b"2"}
     assert asked(group, scheduler, number=1, name="a", directory="d") == [], "one has not answered"
+    identity = group.backends[0].loaded["a"].identity
+    runs_with_it = {"adapters": (RowAdapter(1, identity),), "finished_rows": encode_column([0])}
+    group.receive(scheduler.admit(1, [8, 9], range(4), **runs_with_it))
+    assert [len(group.backends[rank].calls) for rank in (0, 1)] == [2, 2], "so no rank begins a step that needs it"
     group.deaf = set()
     group.turn()
+    group.turn()
+    assert [len(backend.calls) for backend in group.backends.values()] == [3, 3, 3]
     (answer,) = [body for body in group.read(scheduler) if isinstance(body, AdapterChanged)]
     assert (answer.number, answer.error) == (1, "")
     assert answer.adapter == group.backends[2].loaded["a"]

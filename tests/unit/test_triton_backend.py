@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
-from backend_driver import BackendDriver, Request
+from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from device_weights import rounded
@@ -31,6 +31,7 @@ from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
+from unit.test_adapters import adapters_of
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
@@ -277,18 +278,32 @@ def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, a
     assert set(calls) == ({True, False} if are_rounded else set())
 
 
-@pytest.mark.parametrize("most_recorded", [512, 8], ids=["recorded sizes", "larger"])
-def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path, monkeypatch, most_recorded):
+@pytest.mark.parametrize(
+    ("family", "names", "most_recorded"),
+    [
+        ("llama-bias", ("all", "back"), 512),
+        ("llama-bias", ("all", "back"), 8),
+        ("qwen2_moe", ("stacks", "down"), 512),
+        ("gpt_oss", ("down", "gate_up"), 8),
+        ("deepseek_v3", ("down", "stacks"), 512),
+        pytest.param("deepseek_v2-lite", ("stacks", "apart"), 8, marks=pytest.mark.deep),
+        pytest.param("mixtral", ("apart", "gate_up"), 512, marks=pytest.mark.deep),
+    ],
+)
+def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(
+    tmp_path, monkeypatch, family, names, most_recorded
+):
     """Beside a row without; one adapter comes while it runs, and goes. Steps beyond recorded sizes compute in another way."""
     monkeypatch.setattr(graphs, "MAX_MIXED_TOKENS", most_recorded)
-    model = make_checkpoint(tmp_path / "model", "llama-bias")
-    first = write_adapter(tmp_path / "first", model, seed=1)
-    second = write_adapter(tmp_path / "second", model, seed=2, targets=("o_proj", "down_proj"), rank=3)
+    model = make_checkpoint(tmp_path / "model", family)
+    first, second = (
+        write_adapter(tmp_path / name, model, seed=seed, **adapters_of(family)[name]) for seed, name in enumerate(names)
+    )
     outputs = []
     for kind in (TritonBackend, TorchBackend):
         backend, info = open_backend(tmp_path / "model", kind, adapters={"first": str(first)})
         assert info.supports_adapters
-        names = ["", info.adapters[0].identity, backend.load_adapter("second", str(second)).identity]
+        names = ["", info.adapters[0].identity, load_adapter(backend, "second", str(second)).identity]
         requests = [Request(prompt(5 + i, seed=i), 3, GREEDY, adapter=name) for i, name in enumerate(names)]
         driver = BackendDriver(backend, info)
         driver.run(requests, budget=24)
@@ -299,6 +314,7 @@ def test_rows_with_adapters_draw_what_they_draw_on_the_torch_backend(tmp_path, m
         outputs.append([request.output for request in requests])
         backend.close()
     assert outputs[0] == outputs[1]
+    assert len({str(tokens) for tokens in outputs[0]}) == 3
 
 
 class KeptGraphs:
@@ -336,14 +352,14 @@ def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_
 
         def execute(batch, backend=backend, plain=plain):
             if batch.step == 3:
-                backend.load_adapter("late", str(adapter))
+                load_adapter(backend, "late", str(adapter))
             return plain(batch)
 
         backend.execute = execute
         first = [Request(prompt(3 + i, seed=i), 5, GREEDY) for i in range(2)]
         driver.run(first, budget=8)
         assert {size.is_adapted for size in kept.recorded} == ({True, False} if has_graphs else set())
-        name = backend.load_adapter("late", str(adapter)).identity
+        name = load_adapter(backend, "late", str(adapter)).identity
         kept.launched.clear()
         second = [Request(prompt(1), 3, GREEDY, adapter=name), Request(prompt(1), 6, GREEDY)]
         driver.run(second, budget=8)
@@ -352,12 +368,6 @@ def test_steps_with_adapters_are_recorded_when_the_first_one_comes_while_others_
         assert second[0].output != second[1].output[:3]
         outputs.append([request.output for request in (*first, *second)])
     assert outputs[0] == outputs[1]
-
-
-def test_a_model_with_experts_refuses_adapters_by_name(tmp_path):
-    make_checkpoint(tmp_path, "mixtral")
-    with pytest.raises(BackendConfigError, match="adapter 'a' is not allowed with this model, which has experts; "):
-        open_backend(tmp_path, adapters={"a": "somewhere"})
 
 
 def test_it_draws_what_the_torch_backend_draws(llama):

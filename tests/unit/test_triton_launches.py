@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import gpu_parts
-from backend_driver import BackendDriver, Request
+from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from headway_executor.backend import BackendConfig, StepBatch
 from headway_executor.backends.triton_backend import TritonBackend
+from headway_executor.gpu.feed_forward import ExpertFeedForward
 from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.preparation import try_largest_step
 from headway_executor.gpu.step_columns import shape_of
@@ -22,6 +23,7 @@ from launch_log import logged
 from lora_files import write_adapter
 from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
+from unit.test_adapters import STACKS
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are written down where they would be interpreted"),
@@ -137,12 +139,15 @@ def test_nothing_is_compiled_while_serving(model):
     assert len(serving.launches) > 500
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama3", "qwen2_moe"])
+def adapted(request, tmp_path_factory):
     """An open model with adapters, as it is before the first one comes, and what opening launched."""
     directory = tmp_path_factory.mktemp("adapted")
-    model = make_checkpoint(directory / "model", "llama3")
-    adapters = [write_adapter(directory / str(seed), model, seed=seed, rank=2 + 20 * seed) for seed in (1, 2)]
+    model = make_checkpoint(directory / "model", request.param)
+    of_experts = {} if request.param == "llama3" else {"parameters": STACKS}
+    adapters = [
+        write_adapter(directory / str(seed), model, seed=seed, rank=2 + 20 * seed, **of_experts) for seed in (1, 2)
+    ]
     backend = TritonBackend()
     config = {"dtype": "bfloat16", "max_num_batched_tokens": MOST_TOKENS, **SETTINGS}
     info = backend.open(BackendConfig(model=str(directory / "model"), **config))
@@ -159,7 +164,7 @@ def adapted(tmp_path_factory):
 def test_adapters_launch_nothing_new(adapted):
     """They come after the start, and their rows run beside others."""
     backend, info, opening, adapters = adapted
-    name = backend.load_adapter("late", str(adapters[0])).identity
+    name = load_adapter(backend, "late", str(adapters[0])).identity
     with logged() as serving:
         requests = [Request(prompt(3 + 20 * i), 3, adapter=name if i % 2 else "") for i in range(3)]
         driver = BackendDriver(backend, info)
@@ -174,7 +179,7 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
     """Whichever adapters its rows have, of whatever rank: its graph finds them in memory."""
     backend, _, _, adapters = adapted
     opened = backend._model
-    names = [backend.load_adapter(str(seed), str(path)).identity for seed, path in enumerate(adapters)]
+    names = [load_adapter(backend, str(seed), str(path)).identity for seed, path in enumerate(adapters)]
     logs = []
     for chosen in ((names[0], ""), (names[1], names[0], names[1])):
         for row in range(len(counts)):
@@ -190,20 +195,24 @@ def test_a_recorded_step_with_adapters_allocates_nothing_and_passes_the_same_mem
     assert logs[0].allocations == logs[1].allocations == []
     assert [launch.passed for launch in logs[0].launches] == [launch.passed for launch in logs[1].launches]
     assert {launch.kernel for launch in logs[0].launches if not launch.may_overlap} == set()
-    num_layers = opened.parts.target.decoder.num_layers
-    assert [launch.kernel for launch in logs[0].launches].count("_shrink") == 4 * num_layers
+    layers = opened.parts.target.decoder._weights.layers
+    num_of_experts = sum(isinstance(layer.feed_forward, ExpertFeedForward) for layer in layers)
+    launched = Counter(launch.kernel for launch in logs[0].launches)
+    # Of attention; then gates and ups, and back: of all tokens, or of the router with a gate and a shared expert, and of pairs.
+    assert launched["_shrink"] == 4 * len(layers) + 2 * num_of_experts
+    assert launched["_shrink_pairs"] == 2 * num_of_experts
 
 
 def test_adapters_of_a_step_that_is_padded_beyond_the_recorded_sizes_are_computed_as_in_larger_ones(adapted):
     """Else its products would look for them where nobody has put them."""
     backend, _, _, adapters = adapted
     step = backend._model.parts.adapters
-    step.adapters.enter(0, backend.load_adapter("late", str(adapters[0])).identity)
+    step.adapters.enter(0, load_adapter(backend, "late", str(adapters[0])).identity)
     for num_tokens in (step.most_tokens, step.most_tokens + 8):
         with torch.inference_mode():
             step.clear()
             step.begin(np.zeros(step.most_tokens, dtype=np.int32), num_tokens)
-        assert bool(step._tables.any()) == (num_tokens <= step.most_tokens)
+        assert bool(step._addresses.any()) == (num_tokens <= step.most_tokens)
         assert bool(step._large.groups) == (num_tokens > step.most_tokens)
     step.adapters.leave(np.zeros(1, dtype=np.int32))
 

@@ -1,7 +1,5 @@
 #include "adapters.h"
 
-#include "products.h"
-
 #define AT_ONCE 4 /* dot products side by side, so that additions do not wait for each other */
 
 /* LANES of an addition's numbers from the one at `at` on. */

@@ -9,8 +9,7 @@
 #ifndef HEADWAY_ADAPTERS_H
 #define HEADWAY_ADAPTERS_H
 
-#include <stdint.h>
-
+#include "inputs.h"
 #include "linear.h"
 
 /* The ranks that add to half a panel, from `begin` on, and where their factors are: `count` times LANES floats. */
@@ -58,7 +57,6 @@ void adapt_row(const row_adapters *of, int64_t row, int64_t inputs, const float 
 void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, vec *high);
 
 #define MOST_ROWS_FETCHED 32
-#define BYTES_OF_A_LINE 64
 
 /* Fetch into the cache what `num_rows` rows from `first` on add to a panel, if it is one of this product: each may
  * bring its own from memory. */
@@ -70,7 +68,7 @@ INLINE void fetch_additions(const added_rows *of, const linear *with, int64_t pa
         if (addition == NULL || addition == last) continue;
         const rank_span *span = &addition->spans[2 * panel];
         const int64_t size = addition->is_bfloat16 ? 2 : 4, end = (span[1].at + span[1].count * LANES) * size;
-        for (int64_t at = span->at * size; at < end; at += BYTES_OF_A_LINE)
+        for (int64_t at = span->at * size; at < end; at += LINE)
             __builtin_prefetch((const char *)addition->up + at, 0, 2);
         last = addition;
     }

@@ -28,7 +28,7 @@ class _LowRankStruct(ctypes.Structure):
 
 
 class Site(IntEnum):
-    """A product of a layer: ``enum site`` in ``decoder.h``."""
+    """A product of a layer: ``enum site`` in ``decoder_structs.h``."""
 
     COMPRESS = 0
     EXPAND = 1

@@ -1,4 +1,5 @@
-/* Making integers of rows of inputs, block by block. */
+#include "block_inputs.h"
+
 #include "blocks.h"
 
 #include <float.h>

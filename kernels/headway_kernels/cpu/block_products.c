@@ -1,7 +1,5 @@
-/* Products of integer codes with inputs that become integers block by block, on the vector unit.
- *
- * The products of a block are added exactly, in integers, of each digit by itself; the sum times the scales is added
- * to the output in float32, block after block. So a row's result depends on the row alone. */
+#include "block_products.h"
+
 #include "adapters.h"
 #include "blocks.h"
 
@@ -315,7 +313,7 @@ static int64_t place_in_panel(const linear *of, int64_t block) {
  * follows. */
 static fetching what_to_fetch(const linear *with, const char *panel, const char *next, int64_t begin, int64_t end,
                               int64_t place, int64_t count) {
-    const int64_t num_blocks = blocks_in(with), bytes = block_panel_bytes(with);
+    const int64_t num_blocks = blocks_in(with), bytes = with->panel_bytes;
     if (count == 1) {
         const int64_t lines = (bytes / num_blocks + LINE - 1) / LINE;
         return (fetching){panel + place_in_panel(with, begin) + LINES_AHEAD * LINE, panel + bytes, next, lines};

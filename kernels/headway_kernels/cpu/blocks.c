@@ -3,7 +3,7 @@
 
 #include <assert.h>
 
-int64_t block_panel_bytes(const linear *of) {
+static int64_t block_panel_bytes(const linear *of) {
     const int64_t bytes = of->num_groups * bytes_of_values(of) + blocks_in(of) * bytes_of_block(of);
     return (bytes + LINE - 1) / LINE * LINE;
 }
@@ -53,7 +53,7 @@ static void pack_output(const linear *of, char *panel, int64_t column, const cod
 
 linear *linear_of_blocks(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
                          int64_t gated) {
-    linear *made = linear_empty(outputs, inputs, form, gated);
+    linear *made = linear_empty(bias, outputs, inputs, form, gated);
     if (made == NULL) return NULL;
     made->group = from->group;
     made->num_groups = from->num_groups;
@@ -62,16 +62,11 @@ linear *linear_of_blocks(const coded_weight *from, const float *bias, int64_t ou
     made->has_half_scales = are_exact_halves(from->scales, outputs * from->num_groups);
     assert(MULTIPLIES_DIGITS || made->num_digits == 1);
     assert(from->group_of == NULL && (from->num_groups == 1 || from->group % block_of(made) == 0));
-    made->panels = stream_alloc(made->num_panels * block_panel_bytes(made));
-    if (made->panels == NULL) {
-        linear_free(made);
-        return NULL;
-    }
+    made = linear_with_panels(made, block_panel_bytes(made), 1);
+    if (made == NULL) return NULL;
     for (int64_t place = 0; place < made->num_panels * PANEL; place++) {
-        const int64_t output = output_at(place / PANEL, place % PANEL, outputs, gated);
-        if (output < 0) continue;
-        pack_output(made, (char *)made->panels + place / PANEL * block_panel_bytes(made), place % PANEL, from, output);
-        if (bias != NULL) made->bias[place] = bias[output];
+        const int64_t output = output_at(made, place / PANEL, place % PANEL);
+        if (output >= 0) pack_output(made, panel_at(made, place / PANEL), place % PANEL, from, output);
     }
     return made;
 }

@@ -17,7 +17,8 @@
 #define HEADWAY_BLOCKS_H
 
 #include "fp4.h"
-#include "products.h"
+#include "inputs.h"
+#include "linear.h"
 
 #define BLOCK 32 /* inputs that are rounded with one scale */
 #define SMALL_BLOCK 16
@@ -83,5 +84,10 @@ static inline int64_t bytes_of_packed_blocks(int64_t inputs, int64_t block, int6
 static inline int64_t bytes_of_packed_row(const linear *of) {
     return bytes_of_packed_blocks(of->inputs, block_of(of), of->num_digits);
 }
+
+/* Codes packed into panels for products in blocks; see `linear_of_codes`. Groups are consecutive, and one or of whole
+ * blocks. */
+linear *linear_of_blocks(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
+                         int64_t gated);
 
 #endif

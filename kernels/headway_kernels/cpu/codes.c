@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-int64_t coded_panel_bytes(const linear *of) {
+static int64_t coded_panel_bytes(const linear *of) {
     int64_t bytes = bytes_of_codes(of) + of->num_groups * PANEL * 4 * (of->has_minima ? 2 : 1);
     return (bytes + LINE - 1) / LINE * LINE;
 }
@@ -67,35 +67,35 @@ static void pack_group_values(float *to, int64_t column, const float *row, int64
     for (int64_t group = 0; group < num_groups; group++) to[group * PANEL + column] = row[group] * factor;
 }
 
-linear *linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs, int64_t form,
-                        int64_t gated) {
-    if (form == FORM_INT8) return linear_of_int8(from, bias, outputs, inputs, gated);
-    if (form >= FORM_BLOCKS4) return linear_of_blocks(from, bias, outputs, inputs, form, gated);
-    linear *made = linear_empty(outputs, inputs, form, gated);
+linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
+                                int64_t form, int64_t gated) {
+    linear *made = linear_empty(bias, outputs, inputs, form, gated);
     if (made == NULL) return NULL;
     made->group = from->group;
     made->num_groups = from->num_groups;
     made->has_minima = from->minima != NULL;
-    made->panels = stream_alloc(made->num_panels * coded_panel_bytes(made));
-    if (from->group_of != NULL) made->group_of = stream_alloc(inputs * 4);
-    if (made->panels == NULL || (from->group_of != NULL && made->group_of == NULL)) {
-        linear_free(made);
-        return NULL;
+    if (from->group_of != NULL) {
+        made->group_of = stream_alloc(inputs * 4);
+        if (made->group_of == NULL) {
+            linear_free(made);
+            return NULL;
+        }
+        memcpy(made->group_of, from->group_of, (size_t)inputs * 4);
     }
-    if (from->group_of != NULL) memcpy(made->group_of, from->group_of, (size_t)inputs * 4);
+    made = linear_with_panels(made, coded_panel_bytes(made), 1);
+    if (made == NULL) return NULL;
     const int64_t groups = from->num_groups;
     for (int64_t panel = 0; panel < made->num_panels; panel++) {
-        char *start = (char *)made->panels + panel * coded_panel_bytes(made);
+        char *start = panel_at(made, panel);
         float *scales = (float *)(start + bytes_of_codes(made));
         for (int64_t column = 0; column < PANEL; column++) {
-            int64_t output = output_at(panel, column, outputs, gated);
+            int64_t output = output_at(made, panel, column);
             if (output < 0) continue;
             pack_codes((uint8_t *)start, form, column, from->codes + output * inputs, inputs);
             pack_group_values(scales, column, from->scales + output * groups, groups,
                               form == FORM_FP8 ? FP8_FACTOR : 1.0f);
             if (made->has_minima)
                 pack_group_values(scales + groups * PANEL, column, from->minima + output * groups, groups, 1.0f);
-            if (bias != NULL) made->bias[panel * PANEL + column] = bias[output];
         }
     }
     return made;

@@ -11,10 +11,11 @@
 #define HEADWAY_CODES_H
 
 #include "fp4.h"
-#include "products.h"
+#include "linear.h"
 
 #define GROUPS_AHEAD 8 /* whose scales are fetched */
 #define WORD 8         /* codes of 4 bits in a word */
+#define FP8_FACTOR 256.0f
 
 typedef uint8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int8_t few_signed_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -125,5 +126,12 @@ INLINE vec weights_of_word(const int form, const coded_run *of, int64_t k, const
 INLINE int is_word(const int form, const coded_run *of, int64_t k) {
     return has_words(form) && k % WORD == 0 && k + WORD <= of->end;
 }
+
+/* Codes packed into panels, whose weights are widened where they are multiplied; see `linear_of_codes`. */
+linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
+                                int64_t form, int64_t gated);
+
+/* The weights of `count` inputs of the panel at `codes`, from input `first` on, as float32: [count, PANEL]. */
+void widen(const linear *of, const char *codes, int64_t first, int64_t count, float *to);
 
 #endif

@@ -1,3 +1,5 @@
+#include "decoder.h"
+
 #include "attention_phases.h"
 #include "step_pass.h"
 
@@ -109,7 +111,7 @@ static void activate_task(void *work, int64_t row) {
 static void scale_task(void *work, int64_t row) {
     const row_phase *phase = work;
     const decoder_shape *shape = &phase->now->of->shape;
-    scale_row(phase->now->step->logits + row * headway_logits_stride(shape->vocab_size) + shape->logits_start,
+    scale_row(phase->now->step->logits + row * padded_outputs(shape->vocab_size) + shape->logits_start,
               phase->now->of->head->outputs, shape->logits_factor, shape->logits_softcap);
 }
 
@@ -281,9 +283,8 @@ static void run_last_layer(member *self, pass *now) {
     team_phase(self, gather_task, now, of->shape.is_parallel ? 3 : 2);
     meet(self, now, MEET_MOVED, num_sampled);
     run_rest_of_layer(self, now, num_sampled, of->head);
-    product head =
-        product_behind(self, now, of->shape.final_norm, of->head, num_sampled, STORE,
-                       now->step->logits + of->shape.logits_start, headway_logits_stride(of->shape.vocab_size));
+    product head = product_behind(self, now, of->shape.final_norm, of->head, num_sampled, STORE,
+                                  now->step->logits + of->shape.logits_start, padded_outputs(of->shape.vocab_size));
     run_product(self, &head, NULL);
     if (of->shape.logits_factor != 1.0f || of->shape.logits_softcap > 0.0f) {
         row_phase phase = {.now = now};

@@ -1,167 +1,17 @@
 /* The forward pass of a decoder-only transformer, from token ids to logits, as one job of a team.
  *
- * Owns: the order of a step's phases, its working memory, and the functions that Python calls.
+ * Owns: the order of a step's phases, its working memory, and the functions for decoders that Python calls.
  * Must not know: requests, the scheduler, sampling, or where weights come from.
- *
- * All pointers are to memory of the caller, which keeps it alive; sizes are in elements.
  */
 #ifndef HEADWAY_DECODER_H
 #define HEADWAY_DECODER_H
 
-#include <stdint.h>
-
-#include "adapters.h"
-#include "attention.h"
-#include "experts.h"
-#include "linear.h"
-#include "meeting.h"
-#include "rows.h"
+#include "decoder_structs.h"
 #include "team.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct decoder decoder;
-
-/* A rank of several has some columns of each wide row: of the hidden state, the attended values, the activations and
- * the logits. It computes these for all tokens, from inputs of whole rows, so that each number has the same bits as
- * without ranks. Columns start at a multiple of the panels of the product that writes them. A rank that is alone has
- * all of them, from 0. A later stage gets its hidden state from another rank and has no embedding; an earlier one has
- * no head. */
-typedef struct {
-    int64_t num_layers;
-    int64_t hidden_size;
-    int64_t intermediate_size;
-    int64_t vocab_size;
-    int64_t num_heads;     /* this rank's */
-    int64_t num_kv_heads;  /* this rank's */
-    int64_t head_dim;      /* padded to a multiple of headway_lanes() */
-    int64_t true_head_dim; /* as in the checkpoint */
-    int64_t block_size;
-    int64_t all_heads; /* of all ranks */
-    int64_t first_head;
-    int64_t hidden_start;
-    int64_t hidden_columns;
-    int64_t activation_start;
-    int64_t logits_start;
-    int64_t norm_kind;
-    int64_t is_parallel;     /* attention and feed-forward read the same hidden state */
-    int64_t norms_all_heads; /* `qk_norm` is over all heads of queries, and of keys; else of each head */
-    float norm_eps;
-    float score_scale;
-    float score_softcap;   /* 0: none */
-    float residual_factor; /* on what a layer adds to the hidden state */
-    float logits_factor;
-    float logits_softcap;   /* 0: none */
-    int64_t kv_form;        /* enum kv_form */
-    const float *embedding; /* [vocab, hidden_columns], or NULL */
-    norm_weights final_norm;
-} decoder_shape;
-
-static inline attention_shape attention_shape_of(const decoder_shape *shape) {
-    return (attention_shape){shape->num_heads,   shape->num_kv_heads,  shape->head_dim, shape->block_size,
-                             shape->score_scale, shape->score_softcap, shape->kv_form};
-}
-
-/* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and
- * value, and then the first components of both halves of a head, which all keys of a token share. Each part is
- * normalised, with the root mean square of `norm_eps`, and expanded: to queries, and to keys (zeros where they share),
- * then values. Without `expand_query`, `query` gives queries. Expanded keys and values are stored. */
-typedef struct {
-    linear *query;
-    linear *compress;
-    linear *expand_query;
-    linear *expand;
-    const float *query_norm;
-    const float *norm;
-    float norm_eps;
-} latent_weights;
-
-/* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
- * `qk_norm` [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2], or NULL: no
- * rotation. `window`: how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU;
- * else it gives gates, then ups, or ups alone. */
-typedef struct {
-    linear *qkv;
-    linear *output;
-    linear *gate_up;
-    linear *down;
-    norm_weights attention_norm;
-    norm_weights attention_post_norm;
-    norm_weights mlp_norm;
-    norm_weights mlp_post_norm;
-    const float *qk_norm;
-    const float *cosines;
-    const float *sines;
-    int64_t window;
-    int64_t activation;
-    int64_t is_gated;
-    const float *sinks;           /* [num_heads] or NULL: see attend() */
-    const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
-    const latent_weights *latent; /* or NULL; with them, there is no `qkv` */
-} layer_weights;
-
-/* What a rank of several shares with the others of its stage, in memory of the caller: rows headway_row_floats() apart.
- * `hidden_in` [tokens, hidden_columns] is the hidden state from an earlier stage, or NULL. With `is_shared`, the ranks
- * write to the same memory; otherwise `meet` copies the columns of the others. */
-typedef struct {
-    meet_others meet;
-    void *context;
-    int64_t is_shared;
-    float *hidden;
-    float *attended;
-    float *activations;
-    float *pairs;         /* see `expert_part` */
-    float *shared_expert; /* the same */
-    const float *hidden_in;
-} shared_rows;
-
-/* One step: rows of consecutive tokens. `tables` [rows, table_stride]; `sampled`: tokens whose logits are asked for, in
- * ascending order; `logits` [num_sampled, logits_stride], logits_stride at least headway_logits_stride(). `shared`:
- * NULL for a rank that is alone. */
-typedef struct {
-    int64_t num_rows;
-    int64_t num_tokens;
-    int64_t num_sampled;
-    const int32_t *token_ids;
-    const int64_t *row_starts;    /* first token of each row */
-    const int64_t *row_tokens;    /* how many */
-    const int64_t *row_positions; /* position of the first */
-    const int32_t *tables;
-    int64_t table_stride;
-    const int64_t *sampled;
-    float *logits;
-    void *pool; /* [layers, num_blocks, headway_block_floats], of numbers as `kv_form` says */
-    int64_t layer_stride;
-    const shared_rows *shared;
-    const low_rank *const *adapters; /* by token: its adapter's additions, or NULL; NULL if no token has any */
-    int64_t most_rank;               /* of those to dense products */
-    int64_t most_expert_rank;        /* of those to routers and experts; 0: there are none */
-} decoder_step;
-
-/* The products of a layer, in the order of an adapter's additions; those up to SITE_QKV, which latent attention has for
- * its queries, come before attention. Every layer has SITES, and behind them two for each expert, as many as the layer
- * with most experts needs: to its `gate_up`, to its `down`. */
-enum site { SITE_COMPRESS, SITE_EXPAND, SITE_QKV, SITE_OUTPUT, SITE_GATE_UP, SITE_DOWN, SITE_ROUTER, SITES };
-
-/* Ask the system for the features that this library needs, before any other call; 0 if it refuses. */
-EXPORT int headway_permitted(void);
-EXPORT int64_t headway_lanes(void);
-EXPORT int headway_multiplies_digits(void);
-EXPORT int64_t headway_max_head_dim(void);
-EXPORT int64_t headway_block_floats(const decoder_shape *shape);
-EXPORT int64_t headway_logits_stride(int64_t vocab_size);
-
-EXPORT linear *headway_linear_new(const void *const *rows, int64_t is_narrow, const float *bias, int64_t outputs,
-                                  int64_t inputs, int64_t form, int64_t gated);
-EXPORT linear *headway_linear_of_codes(const coded_weight *from, const float *bias, int64_t outputs, int64_t inputs,
-                                       int64_t form, int64_t gated);
-/* See rounding.h. */
-EXPORT void headway_round_to_4_bits(const void *const *rows, int64_t is_narrow, int64_t outputs, int64_t inputs,
-                                    uint8_t *codes, float *scales);
-EXPORT void headway_linear_free(linear *the_linear);
-EXPORT void headway_linears_join(linear *const *which, int64_t count);
-EXPORT team *headway_team_new(int64_t num_threads);
-EXPORT void headway_team_free(team *the_team);
 
 /* `head` is the product that gives the logits, or NULL. The result is NULL when memory is short. */
 EXPORT decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *layers, linear *head);
@@ -169,9 +19,5 @@ EXPORT void headway_decoder_free(decoder *the_decoder);
 
 /* 0 when memory is short (nothing has been written then), else 1. */
 EXPORT int headway_decoder_run(decoder *the_decoder, team *with, const decoder_step *step);
-
-/* out [rows, panels wide] = inputs [rows, inputs] x weights: one product alone, for tests and measurements. */
-EXPORT int headway_linear_run(const linear *the_linear, team *with, const float *inputs, int64_t num_rows,
-                              const float *norm_weight, float norm_eps, int64_t gated, float *out, int64_t stride);
 
 #endif

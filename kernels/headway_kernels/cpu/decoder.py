@@ -50,7 +50,7 @@ class NormWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnColumns:
-    """What one rank of several computes of each wide row; see ``decoder.h``. Starts are multiples of ``panel``."""
+    """What one rank of several computes of each wide row; see ``decoder_structs.h``. Starts are multiples of ``panel``."""
 
     all_heads: int
     first_head: int

@@ -212,7 +212,7 @@ static void sort_task(void *work, int64_t task) {
                                                  .out = space->outputs + first * now->stride + now->part->hidden_start,
                                                  .out_stride = now->stride});
         tiles += most_packed_bytes(counts[i], larger_of(gate_up->inputs, down->inputs));
-        packed += packed_bytes(counts[i], down->inputs, FORM_FLOAT32);
+        packed += packed_bytes(counts[i], down->inputs);
     }
 }
 
@@ -293,13 +293,12 @@ static int reserve_tokens(expert_space *space, const expert_sizes *sizes, int64_
     const int64_t most_tiles = num_pairs / INPUT_ROWS + sizes->experts;
     const int64_t num_rows = INPUT_ROWS * (num_pairs < most_tiles ? num_pairs : most_tiles);
     const int has_inputs = reserve_products(&space->inputs, num_rows, larger_of(sizes->hidden, sizes->inner));
-    space->scores = stream_alloc(num_tokens * ((sizes->experts + PANEL - 1) / PANEL * PANEL) * 4);
+    space->scores = stream_alloc(num_tokens * padded_outputs(sizes->experts) * 4);
     space->chosen = stream_alloc(num_pairs * 4);
     space->weights = stream_alloc(num_pairs * 4);
     space->places = stream_alloc(num_pairs * 4);
     space->tokens = stream_alloc(num_pairs * 4);
-    const int64_t inner_bytes =
-        larger_of(num_pairs * sizes->inner * 4, packed_bytes(num_rows, sizes->inner, FORM_FLOAT32));
+    const int64_t inner_bytes = larger_of(num_pairs * sizes->inner * 4, packed_bytes(num_rows, sizes->inner));
     space->activations = stream_alloc(sizes->shares ? 0 : inner_bytes);
     space->gate_up = stream_alloc(sizes->activates ? num_pairs * 2 * sizes->inner * 4 : 0);
     space->outputs = stream_alloc(num_pairs * hidden * 4);

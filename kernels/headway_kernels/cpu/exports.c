@@ -1,8 +1,7 @@
-/* What Python calls beside decoders, experts and meetings: products, teams, sizes. */
-#include "decoder.h"
-#include "products.h"
+#include "exports.h"
+
+#include "packing.h"
 #include "rounding.h"
-#include "workspace.h"
 
 int headway_permitted(void) { return products_permitted(); }
 int64_t headway_lanes(void) { return LANES; }
@@ -12,7 +11,7 @@ int64_t headway_block_floats(const decoder_shape *shape) {
     attention_shape attention = attention_shape_of(shape);
     return block_floats(&attention);
 }
-int64_t headway_logits_stride(int64_t vocab_size) { return (vocab_size + PANEL - 1) / PANEL * PANEL; }
+int64_t headway_logits_stride(int64_t vocab_size) { return padded_outputs(vocab_size); }
 
 linear *headway_linear_new(const void *const *rows, int64_t is_narrow, const float *bias, int64_t outputs,
                            int64_t inputs, int64_t form, int64_t gated) {

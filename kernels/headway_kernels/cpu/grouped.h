@@ -10,7 +10,7 @@
 #define HEADWAY_GROUPED_H
 
 #include "adapters.h"
-#include "linear.h"
+#include "products.h"
 #include "team.h"
 
 /* One matrix with its rows. `inputs` have room for the rows of `from` that they name; with `from` NULL they are packed

@@ -31,7 +31,7 @@ class PackedExpansion(NamedTuple):
 
 
 class PackedLatent:
-    """The products of one layer: see ``latent_weights`` in ``decoder.h``.
+    """The products of one layer: see ``latent_weights`` in ``decoder_structs.h``.
 
     ``query`` takes the hidden state, or a compressed row, the first part of what ``compress`` gives.
     """

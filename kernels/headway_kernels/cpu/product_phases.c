@@ -21,8 +21,7 @@ static void pack_task(void *work, int64_t task) {
 /* Tasks of a block of tiles, as equal as can be and for all members the same number, unless there are fewer panels. To
  * take a task, members wait for each other, longer than a small panel takes with few rows: then a task has several. */
 static int64_t tasks_per_block(const linear *with, int64_t num_tiles, int64_t num_members) {
-    const int64_t panel_bytes = panel_at(with, 1) - panel_at(with, 0);
-    const int64_t panels = larger_of(SMALL_TASK / (panel_bytes * larger_of(num_tiles, 1)), 1);
+    const int64_t panels = larger_of(SMALL_TASK / (with->panel_bytes * larger_of(num_tiles, 1)), 1);
     const int64_t fewest = larger_of(with->num_panels / panels, TASKS_OF_MEMBER * num_members);
     const int64_t even = (fewest + num_members - 1) / num_members * num_members;
     return even < with->num_panels ? even : with->num_panels;

@@ -7,7 +7,7 @@
 #define HEADWAY_PRODUCT_PHASES_H
 
 #include "adapters.h"
-#include "linear.h"
+#include "products.h"
 #include "team.h"
 
 /* Memory for packed inputs, and for what adapters add. `downs`: `most_rank` floats of each row. */

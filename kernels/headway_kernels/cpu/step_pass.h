@@ -6,7 +6,7 @@
 #ifndef HEADWAY_STEP_PASS_H
 #define HEADWAY_STEP_PASS_H
 
-#include "decoder.h"
+#include "decoder_structs.h"
 #include "workspace.h"
 
 /* The wide rows of a step: in the workspace, or shared with other ranks. */
@@ -16,7 +16,7 @@ typedef struct {
     float *activations;
 } wide_rows;
 
-struct decoder {
+typedef struct decoder {
     decoder_shape shape;
     attention_shape attention;
     layer_weights *layers;
@@ -26,7 +26,7 @@ struct decoder {
     wide_rows rows;
     expert_sizes experts; /* without experts: zeros */
     expert_space expert_space;
-};
+} decoder;
 
 typedef struct {
     const decoder *of;

@@ -1,4 +1,4 @@
-"""The C structs of a decoder, as ``decoder.h`` declares them.
+"""The C structs of a decoder, as ``decoder_structs.h`` declares them.
 
 Owns: their fields, in order. Must not know: what they mean.
 """

@@ -13,7 +13,8 @@
  */
 #define _GNU_SOURCE
 #include "adapters.h"
-#include "products.h"
+#include "codes.h"
+#include "whole_products.h"
 
 #if HAS_TILES
 
@@ -67,7 +68,7 @@ static int64_t packed_tile_bytes(int64_t inputs, int64_t form) {
     return steps_of(inputs, form) * bytes_of_inputs(form);
 }
 
-int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
+int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form) {
     return tiles_of(num_rows) * packed_tile_bytes(inputs, form);
 }
 
@@ -345,7 +346,7 @@ int64_t tiles_at_once_whole(const linear *with) {
 
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
-    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = panel_bytes(with);
+    const int64_t form = with->form, steps = steps_of(with->inputs, form), bytes = with->panel_bytes;
     const int64_t tile_bytes = packed_tile_bytes(with->inputs, form);
     const char *weights = panel_at(with, panel);
     fetching ahead = what_to_fetch(weights, next, bytes, bytes / steps / LINE, end_tile - first_tile);
@@ -376,7 +377,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
 
 /* A thread's tile registers are 8 KB that the system has to save: a process must ask (Linux,
  * Documentation/arch/x86/xstate.rst). */
-int products_permitted(void) {
+int whole_products_permitted(void) {
 #if defined(__linux__)
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;

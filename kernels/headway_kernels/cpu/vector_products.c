@@ -1,6 +1,7 @@
 /* Products on the vector unit: for all processors but those with a matrix unit (tile_products.c). */
 #include "adapters.h"
 #include "codes.h"
+#include "whole_products.h"
 
 #if !HAS_TILES
 
@@ -24,7 +25,7 @@ static int64_t packed_row_bytes(int64_t inputs, int64_t form) {
     return (count + STRETCH - 1) / STRETCH * STRETCH * (form == FORM_INT8 ? QUAD * sizeof(code) : sizeof(float));
 }
 
-int64_t packed_bytes(int64_t num_rows, int64_t inputs, int64_t form) {
+int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form) {
     return num_rows * packed_row_bytes(inputs, form);
 }
 
@@ -445,7 +446,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     const int widens = is_coded(with) && count > 1; /* a tile alone takes codes as they are */
     const int64_t num_steps = steps_of(with->inputs, is_coded(with) ? FORM_FLOAT32 : with->form);
     const int64_t depth = widens || count > FEW_TILES ? MANY_DEPTH : count > 1 ? DEPTH : num_steps;
-    const int64_t bytes = panel_bytes(with), step_bytes = (is_coded(with) ? bytes_of_codes(with) : bytes) / num_steps;
+    const int64_t bytes = with->panel_bytes, step_bytes = (is_coded(with) ? bytes_of_codes(with) : bytes) / num_steps;
     /* What is widened in the register is fetched a word, or as many bytes, at a time. */
     const int64_t coded_bytes = has_words(with->form) ? PANEL * 4 : LINE;
     const char *weights = panel_at(with, panel);
@@ -479,6 +480,6 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     }
 }
 
-int products_permitted(void) { return 1; }
+int whole_products_permitted(void) { return 1; }
 
 #endif

@@ -28,7 +28,7 @@ static int get_rows(float **rows, int64_t num_tokens, int64_t columns) {
 
 /* Rows that ranks share, if there are several. */
 static int reserve_wide_rows(workspace *space, const row_strides *strides, int64_t num_tokens) {
-    const int64_t packed = packed_bytes(num_tokens, strides->packed_activations, FORM_FLOAT32);
+    const int64_t packed = packed_bytes(num_tokens, strides->packed_activations);
     space->activations = stream_alloc(larger_of(num_tokens * strides->activations * 4, packed));
     return space->activations && get_rows(&space->hidden, num_tokens, strides->hidden) &&
            get_rows(&space->attended, num_tokens, strides->attended);

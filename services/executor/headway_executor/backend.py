@@ -8,7 +8,7 @@ no token values, so step k + 1 may come before the backend has reported step k.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -214,20 +214,31 @@ class ExecutorBackend(Protocol):
         ...
 
 
+class ReadAdapter(NamedTuple):
+    """An adapter that is read and checked, and not in use. ``weights`` are the backend's own."""
+
+    adapter: LoadedAdapter
+    weights: Any = None
+
+
 @runtime_checkable
 class AdapterBackend(Protocol):
-    """What a backend has beside ``ExecutorBackend`` if rows may run with adapters. Both are in order with ``execute``."""
+    """What a backend has beside ``ExecutorBackend`` if rows may run with adapters."""
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter | Future[LoadedAdapter | None]:
-        """Load an adapter. One of this name that is loaded from the same files stays.
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """Do all of loading that may take long. Steps run meanwhile: it is called on another thread, and changes nothing.
 
         Raises:
             ModelFilesError: the files are missing, damaged, not supported, or for another model.
         """
         ...
 
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter | Future[LoadedAdapter | None]:
+        """Take an adapter into use, in order with ``execute``: steps wait. One of the same identity stays."""
+        ...
+
     def unload_adapter(self, name: str) -> Future[LoadedAdapter | None] | None:
-        """Forget an adapter, if there is one. Rows that have it keep it until they end."""
+        """Forget an adapter, if there is one, in order with ``execute``. Rows that have it keep it until they end."""
         ...
 
 

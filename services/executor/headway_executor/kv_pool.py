@@ -13,7 +13,6 @@ from torch import Tensor
 from headway_executor.backend import BackendConfig, BackendConfigError, HostMemorySource
 from headway_executor.host_memory import free_host_bytes, untouched_zeros
 from headway_executor.host_pool import HostBytes, HostPool, block_index, memory_for
-from headway_executor.models.config import ModelConfig
 from headway_proto.columns import Int32Array
 
 _CPU_SHARE = 0.5
@@ -165,9 +164,3 @@ def num_pool_blocks(
             f"{config.block_size} tokens, so allowed: up to {num_blocks * config.block_size}"
         )
     return num_blocks
-
-
-def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
-    """Bytes of a block in all layers, without padding."""
-    shape = (2 * config.num_kv_heads, block_size, config.head_dim)
-    return config.num_layers * stored_block(kv_cache_dtype, shape, dtype).num_bytes

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from headway_executor.adapter_changes import AdapterChanges
+from headway_executor.adapter_changes import AdapterChanges, Beside, at_once
 from headway_executor.backend import (
     NO_SPECULATION,
     DeviceLostError,
@@ -43,8 +43,9 @@ from headway_executor.step_link import (
     StepReady,
 )
 from headway_process.pulse import Pulse
+from headway_proto.adapters import name_of
 from headway_proto.columns import Int32Array
-from headway_proto.step import DIGEST_INTERVAL_STEPS, SchedulerOutput
+from headway_proto.step import DIGEST_INTERVAL_STEPS, AdapterOutput, SchedulerOutput
 
 
 class Channel(Protocol):
@@ -92,6 +93,7 @@ class StepCycle:
     """The cycle of one executor, or of one of its ranks. Any thread may call ``wake``.
 
     After ``step_timeout_s`` without a result, the device counts as lost. Without a ``store``, no block can be pulled.
+    ``beside`` lets adapters be read while steps run.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class StepCycle:
         step_timeout_s: float = float("inf"),
         store: Store | None = None,
         ranks: Ranks | None = None,
+        beside: Beside = at_once,
     ) -> None:
         self._link = link
         self._state = state
@@ -114,11 +117,11 @@ class StepCycle:
         self._step_timeout_s = step_timeout_s
         self._store: Store = NoStore() if store is None else store
         self._ranks: Ranks = NoRanks() if ranks is None else ranks
-        self._adapters = AdapterChanges(backend, wake)
+        self._adapters = AdapterChanges(backend, wake, beside)
         self._suspects = SuspectBlocks(state.block_size)
         self._arriving: _Arriving | None = None
         self._held: deque[SchedulerOutput] = deque()
-        """Steps behind the one that is arriving."""
+        """Steps that wait: for the one that is arriving, for an adapter, or for those before them."""
         self._oldest_since = float("inf")
         self._pending: deque[_Pending] = deque()
         self.statistics = ExecutorStatistics()
@@ -138,8 +141,8 @@ class StepCycle:
 
     @property
     def _has_held(self) -> bool:
-        """Whether a step waits for nothing any more."""
-        return self._arriving is None and len(self._held) > 0
+        """Whether a held step waits for nothing any more."""
+        return self._arriving is None and bool(self._held) and not self._lacks_adapter(self._held[0])
 
     def receive(self, data: bytes, now: float) -> list[bytes]:
         """Handle a frame; return the frames to send."""
@@ -222,10 +225,19 @@ class StepCycle:
         return []
 
     def _take(self, output: SchedulerOutput, now: float) -> list[bytes]:
-        if self._arriving is not None or self._held:
+        if self._arriving is not None or self._held or self._lacks_adapter(output):
             self._held.append(output)
             return []
         return self._begin(output, now)
+
+    def _lacks_adapter(self, output: SchedulerOutput) -> bool:
+        """Whether a new row's adapter is still being loaded, here or on another rank: a new executor is asked for what it
+        lacks, and gets steps at once. Rows that run already have theirs.
+        """
+        if not isinstance(output, AdapterOutput):
+            return False
+        changing = {*self._adapters.names, *self._ranks.changing_adapters}
+        return any(name_of(row.adapter) in changing for row in output.adapters)
 
     def _begin(self, output: SchedulerOutput, now: float) -> list[bytes]:
         try:

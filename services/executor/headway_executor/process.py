@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 
 from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch_state import BatchState
+from headway_executor.beside import Nicer
 from headway_executor.block_store.store import Store
 from headway_executor.channel import DealerChannel, SchedulerChannel
 from headway_executor.config import ExecutorConfig
@@ -55,8 +56,11 @@ from headway_proto.step import BackendInfo
 if TYPE_CHECKING:
     from headway_process.metrics_endpoint import MetricsEndpoint
 
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 """How long one thread may keep another from the interpreter: loop, steps and pulls hand over several times a step."""
+
+READING_NICENESS = 5
+"""Of adapters, beside steps that may need every core."""
 
 
 class Companions(Protocol):
@@ -138,7 +142,7 @@ def run(config: ExecutorConfig) -> int:
     exits with 4.
     """
     exit_at_once_on_signals()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     if config.exit_with_parent and not end_with_parent():
         os.kill(os.getpid(), signal.SIGTERM)
     sink = LogSink(sys.stderr.fileno(), notice=notice_of(config.log_format))
@@ -162,7 +166,11 @@ def run(config: ExecutorConfig) -> int:
             return code if is_said else refuse(one_line(error), code)
         except DeviceLostError as error:
             end_without_device(error, log, sink)
-        return _work(config, works, surface)
+        reading = Nicer("adapters", READING_NICENESS)
+        code = _work(config, works, surface, reading)
+    if reading.is_busy:
+        os._exit(code)  # nobody waits for this adapter any more
+    return code
 
 
 def _lives_with(parent: str) -> bool:
@@ -237,11 +245,11 @@ def _to_scheduler(
     return channel
 
 
-def _work(config: ExecutorConfig, works: _Works, surface: _Surface) -> int:
+def _work(config: ExecutorConfig, works: _Works, surface: _Surface, reading: Nicer) -> int:
     companions, log = works.companions, surface.log
     has_begun_to_end = False
     try:
-        device_lost = _serve(config, works, surface)
+        device_lost = _serve(config, works, surface, reading)
         has_begun_to_end = True
         if device_lost is not None:
             works.channel.close(linger_s=LAST_FRAMES_S)
@@ -258,7 +266,7 @@ def _work(config: ExecutorConfig, works: _Works, surface: _Surface) -> int:
     return EXIT_OK
 
 
-def _serve(config: ExecutorConfig, works: _Works, surface: _Surface) -> DeviceLostError | None:
+def _serve(config: ExecutorConfig, works: _Works, surface: _Surface, reading: Nicer) -> DeviceLostError | None:
     companions, snapshots = works.companions, surface.snapshots
     stop = StopRequest(works.channel.wake)
     cycle = StepCycle(
@@ -270,6 +278,7 @@ def _serve(config: ExecutorConfig, works: _Works, surface: _Surface) -> DeviceLo
         step_timeout_s=config.step_timeout_s or float("inf"),
         store=works.store,
         ranks=works.ranks,
+        beside=reading,
     )
 
     def turn() -> None:

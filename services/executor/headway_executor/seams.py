@@ -3,6 +3,7 @@
 Owns: these two protocols. Must not know: who is behind them.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 from headway_executor.backend import StepResult
@@ -69,6 +70,11 @@ class Ranks(Protocol):
         """Whether this rank's answers count. If not, ``ProposalsAccepted`` says what was accepted."""
         ...
 
+    @property
+    def changing_adapters(self) -> Collection[str]:
+        """The names of adapters that this rank has changed, and that others may not have."""
+        ...
+
     def begin(self, number: StepNumber) -> None:
         """This rank begins a step."""
         ...
@@ -82,6 +88,7 @@ class NoRanks:
     """One rank is the whole executor."""
 
     decides = True
+    changing_adapters: Collection[str] = ()
 
     def begin(self, number: StepNumber) -> None:
         """See ``Ranks``."""

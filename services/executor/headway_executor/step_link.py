@@ -23,6 +23,7 @@ undecodable frame, or an unexpected step loses the epoch.
 """
 
 import enum
+from collections import deque
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -134,6 +135,8 @@ class StepLink:
         self._failed_step = -1
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
+        self._askers: deque[int | None] = deque()
+        """The scheduler behind each change of an adapter that is not answered, in order."""
         self.num_damaged_frames = 0
 
     @property
@@ -215,12 +218,16 @@ class StepLink:
         return [self._writer.encode(output)]
 
     def answer_adapter(self, change: AdapterChange, answer: AdapterChanged) -> list[bytes]:
-        """Return the frames that answer a change; later hellos announce the adapters as they are now."""
+        """Return the frames that answer a change, in the order of asking; another scheduler has numbers of its own.
+
+        Later hellos announce the adapters as they are now.
+        """
         if not answer.error:
             others = [adapter for adapter in self._info.adapters if adapter.name != change.name]
             loaded = () if answer.adapter is None else (answer.adapter,)
             self._info = msgspec.structs.replace(self._info, adapters=(*others, *loaded))
-        return [self._writer.encode(answer)] if self._state is _State.RUNNING else []
+        is_expected = self._askers.popleft() == self._scheduler_incarnation
+        return [self._writer.encode(answer)] if is_expected and self._state is _State.RUNNING else []
 
     def lose_epoch(
         self, epoch: int, reason: str, now: float, *, failed_step: int = -1, max_num_batched_tokens: int = 0
@@ -280,6 +287,7 @@ class StepLink:
         if isinstance(body, SchedulerHeartbeat):
             return
         if isinstance(body, AdapterChange):
+            self._askers.append(self._scheduler_incarnation)
             outcome.events.append(AdapterAsked(body))
             return
         if isinstance(body, SchedulerOutput) and (body.epoch, body.step) == (self._epoch, self._next_step):

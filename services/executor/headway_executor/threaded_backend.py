@@ -13,7 +13,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult, taking_adapters
+from headway_executor.backend import (
+    BackendConfig,
+    ExecutorBackend,
+    ReadAdapter,
+    StepBatch,
+    StepResult,
+    taking_adapters,
+)
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
@@ -23,7 +30,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class ThreadedBackend:
-    """Makes every call of ``backend`` on one thread; ``execute`` returns a future.
+    """Makes the calls of ``backend`` on one thread, all but ``read_adapter``; ``execute`` returns a future.
 
     The thread is a daemon: a model that hangs cannot keep the process from ending.
     """
@@ -91,9 +98,13 @@ class ThreadedBackend:
 
         self._put(run)
 
-    def load_adapter(self, name: str, directory: str) -> Future[LoadedAdapter | None]:
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``: on the thread that calls."""
+        return taking_adapters(self._backend).read_adapter(name, directory)
+
+    def load_adapter(self, read: ReadAdapter) -> Future[LoadedAdapter | None]:
         """See ``AdapterBackend.load_adapter``."""
-        return self._submit(lambda: _settled(taking_adapters(self._backend).load_adapter(name, directory)))
+        return self._submit(lambda: _settled(taking_adapters(self._backend).load_adapter(read)))
 
     def unload_adapter(self, name: str) -> Future[LoadedAdapter | None]:
         """See ``AdapterBackend.unload_adapter``."""

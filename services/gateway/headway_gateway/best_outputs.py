@@ -18,17 +18,17 @@ class HeldOutput:
         self._delta = api.Delta()
         self._finished = api.Finished()
 
-    def hold(self, responses: Iterable[api.GenerateResponse]) -> None:
-        """Keep these events."""
-        for response in responses:
-            if response.HasField("finished"):
-                self._finished = response.finished
-                continue
+    def hold_news(self) -> None:
+        """Keep what is new of the output."""
+        response = self.continuation.take()
+        if response is not None:
             delta = response.delta
             self._delta.text += delta.text
             self._delta.token_ids.extend(delta.token_ids)
             if self._shows_logprobs:
                 self._delta.logprobs.extend(delta.logprobs)
+        if self.continuation.is_over:
+            self._finished = self.continuation.ending().finished
 
     @property
     def mean_logprob(self) -> float:

@@ -112,11 +112,10 @@ class Continuation:
                 self._first_token_at = now
             self._last_token_at = now
 
-    def take(self) -> list[api.GenerateResponse]:
-        """Return at most one delta, and the end."""
-        responses: list[api.GenerateResponse] = []
+    def take(self) -> api.GenerateResponse | None:
+        """Return what is new as one delta, if anything is. Afterwards ``is_over`` tells whether ``ending`` comes next."""
         if self.is_over:
-            return responses
+            return None
         sequence = self.sequence
         first = self.num_sent
         token_ids = sequence.tokens[first:]
@@ -128,18 +127,21 @@ class Continuation:
             text += self._text.finish()
             stop = self._text.matched_stop
         self.num_sent = first + len(token_ids)
-        if token_ids or text:
-            delta = api.Delta(index=self.index, text=text, token_ids=token_ids, first_token_index=first)
-            if sequence.logprobs:
-                delta.logprobs.extend(self._logprobs(first, self.num_sent))
-            responses.append(api.GenerateResponse(delta=delta))
         if stop is not None or sequence.end is not None:
             self.is_over = True
             self._ended_at = self._last_token_at if stop is not None else time.monotonic()
-            finished = self._finished(stop)
-            self.reason = api.FinishReason.Name(finished.reason).removeprefix(_REASON_PREFIX).lower()
-            responses.append(api.GenerateResponse(finished=finished))
-        return responses
+        if not token_ids and not text:
+            return None
+        delta = api.Delta(index=self.index, text=text, token_ids=token_ids, first_token_index=first)
+        if sequence.logprobs:
+            delta.logprobs.extend(self._logprobs(first, self.num_sent))
+        return api.GenerateResponse(delta=delta)
+
+    def ending(self) -> api.GenerateResponse:
+        """Return the end, which follows the last delta."""
+        finished = self._finished(self._text.matched_stop)
+        self.reason = api.FinishReason.Name(finished.reason).removeprefix(_REASON_PREFIX).lower()
+        return api.GenerateResponse(finished=finished)
 
     def record_written(self, now: float) -> float | None:
         """Return the seconds since the previous delta."""

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer(Protocol):
     """One output's state. Grouping tokens does not change the text."""
@@ -33,7 +35,7 @@ class ByteLevelDetokenizer:
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decode = _Utf8Decoder("replace").decode
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Unknown ids have no text."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -153,10 +153,12 @@ class Generation:
 
     async def _stream(self) -> None:
         """A client that does not read holds blocks and a row."""
+        self._pace.begin()
         try:
             async with ClientPatience(self._slow_client_s) as patience:
+                accepted = self._accepted()  # made while the scheduler works
                 await self._until_begun()
-                await self._accept(patience)
+                await self._accept(accepted, patience)
                 await (self._write_best(patience) if self._request.is_choice else self._write_all(patience))
         except TimeoutError:
             if not patience.has_ended:
@@ -166,23 +168,26 @@ class Generation:
                 f"the client has read nothing for {self._slow_client_s:g} s",
                 reason="slow_client",
             ) from None
+        finally:
+            self._pace.end()
 
-    async def _accept(self, patience: ClientPatience) -> None:
+    async def _accept(self, accepted: api.Accepted, patience: ClientPatience) -> None:
+        accepted.cached_tokens = self._num_cached_tokens
         patience.begin_write()
-        await self._send(api.GenerateResponse(accepted=self._accepted()))
+        await self._send(api.GenerateResponse(accepted=accepted))
         _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
 
     async def _write_all(self, patience: ClientPatience) -> None:
         open_continuations = list(self._continuations)
         while open_continuations:
             for continuation in open_continuations:
-                responses = self._news_of(continuation)
-                if continuation.is_over and continuation.sequence.end is None:
-                    self._client.abort((continuation.sequence,))  # the scheduler does not know stop strings
-                is_first = continuation.first_written_at is None
-                await self._write(continuation, responses, patience)
-                if is_first:
-                    await asyncio.sleep(0)  # the first token leaves before the rest of the work
+                of_prompt, delta = self._events_of_prompt(continuation), continuation.take()
+                self._abort_if_stopped(continuation)
+                await self._write_of_prompt(of_prompt, patience)
+                if delta is not None:
+                    await self._write(continuation, delta, patience)
+                if continuation.is_over:
+                    await self._write(continuation, continuation.ending(), patience)
             patience.rest()
             open_continuations = [one for one in open_continuations if not one.is_over]
             if open_continuations:
@@ -200,42 +205,48 @@ class Generation:
         left = outputs
         while left:
             for output in left:
-                responses = self._news_of(output.continuation)
-                if output.continuation.is_over and output.continuation.sequence.end is None:
-                    self._client.abort((output.continuation.sequence,))
-                of_prompt = [response for response in responses if response.HasField("prompt")]
-                output.hold(responses[len(of_prompt) :])
-                await self._write(output.continuation, of_prompt, patience)
+                of_prompt = self._events_of_prompt(output.continuation)
+                output.hold_news()
+                self._abort_if_stopped(output.continuation)
+                await self._write_of_prompt(of_prompt, patience)
             patience.rest()
             left = [output for output in left if not output.continuation.is_over]
             if left:
                 await self._wakeup.wait()
         for index, output in enumerate(ranked(outputs)[: self._request.num_returned]):
-            await self._write(output.continuation, output.responses(index), patience)
+            for response in output.responses(index):
+                await self._write(output.continuation, response, patience)
 
-    async def _write(
-        self, continuation: Continuation, responses: Iterable[api.GenerateResponse], patience: ClientPatience
-    ) -> None:
+    def _events_of_prompt(self, continuation: Continuation) -> list[api.GenerateResponse]:
+        """They go before the first output's."""
+        return [] if self._prompt is None or continuation.index else self._prompt.take()
+
+    async def _write_of_prompt(self, responses: list[api.GenerateResponse], patience: ClientPatience) -> None:
         for response in responses:
             patience.begin_write()
             await self._send(response)
-            self._count_written(continuation, response)
 
-    def _news_of(self, continuation: Continuation) -> list[api.GenerateResponse]:
-        responses = continuation.take()
-        if self._prompt is not None and continuation.index == 0:
-            return [*self._prompt.take(), *responses]
-        return responses
+    def _abort_if_stopped(self, continuation: Continuation) -> None:
+        """The scheduler does not know stop strings."""
+        if continuation.is_over and continuation.sequence.end is None:
+            self._client.abort((continuation.sequence,))
 
-    def _count_written(self, continuation: Continuation, response: api.GenerateResponse) -> None:
-        if response.HasField("prompt"):
+    async def _write(
+        self, continuation: Continuation, response: api.GenerateResponse, patience: ClientPatience
+    ) -> None:
+        patience.begin_write()
+        await self._send(response)
+        if response.HasField("finished"):
+            self._count_end(continuation, response.finished)
             return
-        if response.HasField("delta"):
-            now = time.monotonic()
-            gap_s = continuation.record_written(now)
-            self._statistics.count_delta(len(response.delta.token_ids), gap_s, now - self._arrived_at)
-            return
-        finished, reason = response.finished, continuation.reason
+        now = time.monotonic()
+        if continuation.first_written_at is None:
+            await asyncio.sleep(0)  # the first token leaves before the rest of the work
+        gap_s = continuation.record_written(now)
+        self._statistics.count_delta(len(response.delta.token_ids), gap_s, now - self._arrived_at)
+
+    def _count_end(self, continuation: Continuation, finished: api.Finished) -> None:
+        reason = continuation.reason
         self._statistics.ends[reason,] += 1
         if finished.error:
             _log.warning("generation failed", continuation=finished.index, error=finished.error)
@@ -260,8 +271,9 @@ class Generation:
         sequence = LiveSequence(submission, held, self._wakeup.ring)
         detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=self._call.keeps_special_tokens)
         text = OutputText(detokenizer, tuple(self._request.request.sampling.stop), submission.sampling.min_tokens)
-        text.push(sequence.tokens)
-        sequence.end = self._end_of_held(held, text)
+        if held:
+            text.push(sequence.tokens)
+            sequence.end = self._end_of_held(held, text)
         continuation = Continuation(sequence, text)
 
         def on_news() -> None:
@@ -296,10 +308,10 @@ class Generation:
         return min(max(cached), self._num_prompt_tokens)
 
     def _accepted(self) -> api.Accepted:
+        """All of it but ``cached_tokens``, which the scheduler tells."""
         return api.Accepted(
             request_id=self._request.request_id,
             prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=self._num_cached_tokens,
             seeds=[self._request.sampling_of(index).seed for index in range(self._request.num_continuations)],
         )
 

@@ -47,8 +47,8 @@ def take_snapshot(
     return GatewaySnapshot(
         model_name="" if client.model is None else client.model.name,
         num_streams=generation.streams.num_open,
-        lag_s=generation.streams.pace.lateness_s,
-        pause_s=generation.streams.pace.pause_s,
+        lag_s=generation.pace.lateness_s,
+        pause_s=generation.pace.pause_s,
         is_linked=client.model is not None,
         link=msgspec.structs.asdict(client.link.counters),
         calls=dict(statistics.calls),

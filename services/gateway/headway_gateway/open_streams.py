@@ -6,17 +6,15 @@ from types import TracebackType
 import grpc
 
 from headway_gateway.call_context import CallContext
-from headway_gateway.pacing import WritePace
 from headway_gateway.statuses import CallRefusedError, try_later
 from headway_gateway.wakeup import Wakeup
 
 
 class OpenStreams:
-    """Counts streams. ``pace`` is that of their writes."""
+    """Counts streams."""
 
     def __init__(self, most: int) -> None:
         self.num_open = 0
-        self.pace = WritePace()
         self._most = most
         self._is_draining = False
         self._became_idle = Wakeup()
@@ -46,12 +44,10 @@ class OpenStreams:
             message = f"{self.num_open} streams are open; allowed: {self._most}"
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_streams")
         self.num_open += 1
-        self.pace.begin()
 
     def end(self) -> None:
         """See ``one_more``."""
         self.num_open -= 1
-        self.pace.end()
         if not self.num_open:
             self._became_idle.ring()
 

@@ -9,9 +9,8 @@ from headway_proto.operations import AdminCall, AdminReply
 
 ANSWER_TIMEOUT_S = 5.0
 
-
-LOAD_TIMEOUT_S = 120.0
-"""Executors read files."""
+LOAD_TIMEOUT_S = 600.0
+"""Executors read files, beside steps that may need every core."""
 
 
 def time_left_s(context: Call, most_s: float = ANSWER_TIMEOUT_S) -> float:

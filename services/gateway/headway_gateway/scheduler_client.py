@@ -222,8 +222,9 @@ class SchedulerClient:
         try:
             for _ in range(_MOST_FRAMES_PER_TURN):
                 link.receive(socket.recv(zmq.DONTWAIT), now)
+            self._pump_soon()
         except zmq.Again:
-            pass
+            pass  # this has read the event flags as well
         self._after_link()
 
     def _after_link(self) -> None:
@@ -259,19 +260,24 @@ class SchedulerClient:
     def _flush(self) -> None:
         if self._socket is None:
             return
-        assert self._loop is not None
         frames = self._link.take_frames()
         if self._link.frames_version != self._seen_frames_version:
             self._seen_frames_version = self._link.frames_version
             self._outgoing.clear()
         self._outgoing.extend(frames)
+        if not self._outgoing:
+            return
         with contextlib.suppress(zmq.Again):
             while self._outgoing:
                 self._socket.send(self._outgoing[0], zmq.DONTWAIT)
                 self._outgoing.popleft()
         flags = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(flags, int)
-        waiting = zmq.POLLIN | (zmq.POLLOUT if self._outgoing else 0)
-        if flags & waiting and not self._pump_scheduled:
+        if flags & (zmq.POLLIN | (zmq.POLLOUT if self._outgoing else 0)):
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._pump_scheduled:
+            assert self._loop is not None
             self._pump_scheduled = True
             self._loop.call_soon(self._pump)

@@ -19,6 +19,7 @@ from headway_gateway.grpc_server.call import Call
 from headway_gateway.input_checks import check_embed, check_score, require_generates
 from headway_gateway.load_reports import trailer_of
 from headway_gateway.open_streams import OpenStreams
+from headway_gateway.pacing import WritePace
 from headway_gateway.prompt_encoding import PromptEncoder
 from headway_gateway.scheduler_client import SchedulerClient, SchedulerUnavailableError
 from headway_gateway.statistics import GatewayStatistics
@@ -68,7 +69,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
         self._statistics = statistics
         self._live_request_ids: set[str] = set()
         self.streams = OpenStreams(config.max_concurrent_streams)
-        self._parts = GenerationParts(client, text_model, self.streams.pace, statistics, config.slow_client_s)
+        self.pace = WritePace()
+        self._parts = GenerationParts(client, text_model, self.pace, statistics, config.slow_client_s)
         self._tenant_rates = TenantRates(config.max_tenant_requests_per_s)
 
     async def Generate(self, request: api.GenerateRequest, context: Call) -> None:  # noqa: N802

@@ -29,6 +29,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 1024
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 SEED_SPACE = 1 << 64
+_PRIORITIES = frozenset(api.Priority.values())
 
 Request = api.GenerateRequest | api.EmbedRequest | api.ScoreRequest
 
@@ -276,8 +277,8 @@ def name_violations(request: Request) -> Iterable[tuple[str, str]]:
     yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
     if request.adapter and not is_adapter_name(request.adapter):
         yield "adapter", f"{shown(request.adapter)} is not allowed; allowed: {ADAPTER_NAME_FORM}"
-    if request.priority not in api.Priority.values():
-        yield "priority", f"{request.priority} is not allowed; allowed: 0 to {max(api.Priority.values())}"
+    if request.priority not in _PRIORITIES:
+        yield "priority", f"{request.priority} is not allowed; allowed: 0 to {max(_PRIORITIES)}"
 
 
 def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[str, str]]:

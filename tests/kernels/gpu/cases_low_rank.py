@@ -2,6 +2,7 @@
 
 from triton_compilation import CompileCase
 
+from headway_kernels.gpu import expert_low_rank as of_experts
 from headway_kernels.gpu import low_rank as module
 
 RANK = 1536
@@ -48,4 +49,32 @@ def expand(dtype, num_outputs, splits):
     )
 
 
-CASES = [shrink("bf16", 4096), shrink("fp32", 14336), expand("bf16", 28672, 4), expand("bf16", 4096, 14)]
+def of_pairs(kernel, dtype, num_inputs, num_outputs, *, gathers):
+    """Of Qwen3 30B-A3B's shape."""
+    is_shrink = kernel is of_experts._shrink_pairs
+    pointers = {"tables": "*i64", "chosen": "*i32", "order": "*i32", "ends": "*i32", "workspace": "*fp32"}
+    splits = -(-num_inputs // module.SPLIT_INPUTS)
+    own = {"INPUTS": num_inputs, "SPLIT_INPUTS": module.SPLIT_INPUTS, "BLOCK_INPUTS": module.BLOCK_INPUTS}
+    other = {"OUTPUTS": num_outputs, "SPLITS": splits, "BLOCK_OUTPUTS": of_experts.BLOCK_OUTPUTS}
+    pointers |= {"x" if is_shrink else "out": f"*{dtype}"}
+    stride = "x_stride" if is_shrink else "out_stride"
+    return CompileCase(
+        name=f"{kernel.__name__} {dtype} {num_inputs} to {num_outputs}",
+        kernel=kernel,
+        signature=pointers | {stride: "i32", "first": "i32", "at_once": "i32", "site": "i32"},
+        constants=(own if is_shrink else other)
+        | {"NUM_EXPERTS": 128, "NUM_CHOSEN": 8, "GATHERS": gathers, "RANK_STRIDE": 1024}
+        | {"BLOCK_RANK": module.BLOCK_RANK},
+        num_warps=module.NUM_WARPS,
+        aligned=(*pointers, stride),
+    )
+
+
+CASES = [
+    shrink("bf16", 4096),
+    shrink("fp32", 14336),
+    expand("bf16", 28672, 4),
+    expand("bf16", 4096, 14),
+    of_pairs(of_experts._shrink_pairs, "bf16", 2048, 1536, gathers=True),
+    of_pairs(of_experts._expand_pairs, "bf16", 768, 2048, gathers=False),
+]

@@ -1,11 +1,15 @@
 """Low-rank additions beside float64."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_weights import normal
+from headway_kernels.gpu.expert_low_rank import add_low_rank_of_pairs
+from headway_kernels.gpu.experts import ExpertPairs, sort_pairs
 from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
+from headway_kernels.routing import Routing
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 MOST_RANK = 40
@@ -75,6 +79,38 @@ def test_a_token_does_not_depend_on_its_company(kernel_device):
     for token in (0, 1, 17, 39):
         alone = added(x[token : token + 1], before[token : token + 1], adapters, of_tokens[token : token + 1])
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_pairs_of_tokens_and_experts_equal_float64(kernel_device, gathers):
+    """Of two adapters, of none, and of padding; the inputs have two splits, and the workspace has not all pairs."""
+    routing, num_tokens, (num_inputs, num_outputs) = Routing(num_experts=5, num_chosen=2), 9, (1100, 150)
+    matrices = [
+        (
+            normal(i, 5, rank, num_inputs, device=kernel_device) / 33,
+            normal(i, 5, num_outputs, rank, device=kernel_device),
+        )
+        for i, rank in enumerate((3, 17))
+    ]
+    entries = [[[0] * 3, [down.data_ptr(), up.data_ptr(), up.shape[2]]] for down, up in matrices]
+    tables = torch.tensor(entries, dtype=torch.int64, device=kernel_device)
+    of_tokens = [-1 if token % 3 == 2 else token % 3 for token in range(num_tokens)]
+    addresses = torch.tensor([0 if own < 0 else tables[own].data_ptr() for own in of_tokens], device=kernel_device)
+    pairs = ExpertPairs.allocate(num_tokens, routing, kernel_device)
+    pairs.chosen.copy_(torch.tensor([[token % 4, 4] for token in range(num_tokens)]))
+    pairs.chosen[3] = 5  # padding
+    sort_pairs(pairs)
+    rows = num_tokens if gathers else 2 * num_tokens
+    x, before = normal(7, rows, num_inputs, device=kernel_device), normal(8, 18, num_outputs, device=kernel_device)
+    expected, found = before.double(), before.clone()
+    for place, pair in enumerate(pairs.order[: int(pairs.ends[-1])].tolist()):
+        token, expert = pair // 2, int(pairs.chosen.flatten()[pair])
+        if of_tokens[token] >= 0:
+            down, up = (both[expert].double() for both in matrices[of_tokens[token]])
+            expected[place if gathers else pair] += up @ (down @ x[token if gathers else place].double())
+    workspace = torch.full((workspace_size(7, num_inputs, MOST_RANK),), torch.nan, device=kernel_device)
+    add_low_rank_of_pairs(x, found, addresses, pairs, workspace, site=1, most_rank=MOST_RANK, gathers=gathers)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=2e-4)
 
 
 def test_a_site_without_an_addition_stays_as_it_is(kernel_device):

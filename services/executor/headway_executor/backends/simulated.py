@@ -17,6 +17,7 @@ from headway_executor.backend import (
     BackendConfig,
     DeviceLostError,
     NewRow,
+    ReadAdapter,
     StepBatch,
     StepOutOfMemoryError,
     StepResult,
@@ -94,7 +95,7 @@ class SimulatedBackend:
             max_speculative_tokens=settings.max_speculative_tokens if self._num_stages == 1 else 0,
             num_lanes=self._num_stages,
             supports_adapters=True,
-            adapters=tuple([self.load_adapter(name, directory) for name, directory in config.adapters.items()]),
+            adapters=tuple([self.load_adapter(self.read_adapter(*named)) for named in config.adapters.items()]),
             embedding_size=EMBEDDING_SIZE if self._num_stages == 1 else 0,
             default_pooling=POOL_LAST,
         )
@@ -176,10 +177,14 @@ class SimulatedBackend:
             _wait_until(started + microseconds * 1e-6)
         self._move_time_us += round(microseconds)
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
-        """See ``AdapterBackend.load_adapter``. ``directory`` is just a name: no file is read."""
-        self._adapters[name] = adapter = LoadedAdapter(name, directory, f"{crc32(directory.encode()):016x}")
-        return adapter
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``. ``directory`` is just a name: no file is read."""
+        return ReadAdapter(LoadedAdapter(name, directory, f"{crc32(directory.encode()):016x}"))
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``."""
+        self._adapters[read.adapter.name] = read.adapter
+        return read.adapter
 
     def unload_adapter(self, name: str) -> None:
         """See ``AdapterBackend.unload_adapter``."""

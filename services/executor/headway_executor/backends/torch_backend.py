@@ -15,12 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.backend import NO_ADAPTERS, BackendConfig, BackendConfigError, NewRow, StepBatch, StepResult
+from headway_executor.backend import (
+    NO_ADAPTERS,
+    BackendConfig,
+    BackendConfigError,
+    NewRow,
+    ReadAdapter,
+    StepBatch,
+    StepResult,
+)
 from headway_executor.backends.torch_encoder import OpenEncoder, open_encoder
 from headway_executor.backends.torch_loading import checked, draft_proposer, joined, load, parting_on_error
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
-from headway_executor.kv_pool import block_bytes_of
 from headway_executor.model_settings import (
     ModelSettings,
     device_of,
@@ -31,6 +38,7 @@ from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.forward import ForwardPass, Int64Array, StepRows, step_rows
+from headway_executor.models.kv_vectors import block_bytes_of
 from headway_executor.models.sentence_pooling import default_pooling
 from headway_executor.pooling import PooledPart, PooledRows, whole_result, without
 from headway_executor.prompt_logprobs import PromptReports, run_ahead
@@ -94,7 +102,7 @@ class TorchBackend:
             fingerprint = checkpoint.fingerprint()
             for name, adapter in config.adapters.items():
                 assert forward.adapters is not None  # the settings are checked
-                forward.adapters.load(name, adapter)
+                forward.adapters.load(forward.adapters.read(name, adapter))
             if forward.has_slow_start:
                 _warm_up(forward, max_model_len)
             swap_us_per_block = _slowest(forward.pool.measure_swap_us(), self._group)
@@ -152,9 +160,14 @@ class TorchBackend:
             self._opened.load_blocks(contents, blocks)
         self._move_time_us += (time.perf_counter_ns() - started) // 1000
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``."""
+        return self._adapters.read(name, directory)
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``."""
-        return self._adapters.load(name, directory)
+        with translating():
+            return self._adapters.load(read)
 
     def unload_adapter(self, name: str) -> None:
         """See ``AdapterBackend.unload_adapter``."""

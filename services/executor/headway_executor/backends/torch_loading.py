@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from headway_executor.host_pool import num_host_blocks
 from headway_executor.kv_pool import CODES, KvPool, StoredBlock, num_pool_blocks, stored_block
 from headway_executor.model_settings import ModelSettings
 from headway_executor.models.adapted import StepAdapters
-from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, load_compiled, part_for
 from headway_executor.models.compiled_adapters import adapters_for
 from headway_executor.models.config import ModelConfig
@@ -103,7 +104,7 @@ def load(
     if library is None:
         torch.set_num_threads(num_threads)
         order = interleaved(model_config.head_dim, model_config.attention)
-        beside = StepAdapters(ModelAdapters(model_config, order, part, device=device))
+        beside = StepAdapters(ModelAdapters(model_config, order, part, place=partial(on_device, device=device)))
         decoder, embedding = load_eager(
             model_config,
             checkpoint,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, BackendConfigError, StepBatch, StepResult
+from headway_executor.backend import BackendConfig, BackendConfigError, ReadAdapter, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.device_errors import translating
 from headway_executor.gpu.decoder import check_kernels_have
@@ -28,10 +28,9 @@ from headway_executor.gpu.open_model import OpenModel
 from headway_executor.gpu.preparation import open_pools, record_graphs
 from headway_executor.gpu.runtime import runtime_for
 from headway_executor.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
-from headway_executor.models.adapters import ModelAdapters, takes_adapters
+from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
-from headway_executor.models.features import Feature
 from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
@@ -118,8 +117,8 @@ class TritonBackend:
             supports_prompt_logprobs=True,
             supports_constraints=constraints.is_supported,
             max_speculative_tokens=0 if config.speculation == "off" else config.num_speculative_tokens,
-            supports_adapters=adapters is not None,
-            adapters=() if adapters is None else adapters.loaded,
+            supports_adapters=True,
+            adapters=adapters.loaded,
         )
 
     def execute(self, batch: StepBatch) -> StepResult | Future[StepResult]:
@@ -140,15 +139,19 @@ class TritonBackend:
         with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
             model.load(contents, blocks)
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``. Only ``load_adapter`` uses the device: it may be recording."""
+        return self._opened.adapters.read(name, directory)
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
         """See ``AdapterBackend.load_adapter``."""
         model = self._opened
         with translating(), torch.inference_mode(), model.parts.runtime.on_stream():
-            return model.load_adapter(name, directory)
+            return model.load_adapter(read)
 
     def unload_adapter(self, name: str) -> None:
         """See ``AdapterBackend.unload_adapter``."""
-        self._opened.unload_adapter(name)
+        self._opened.adapters.unload(name)
 
     def close(self) -> None:
         """See ``ExecutorBackend.close``."""
@@ -191,11 +194,11 @@ def _open_draft(config: BackendConfig, draft: ModelSettings | None) -> AbstractC
     return checkpoint
 
 
-def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters | None:
-    if not takes_adapters(model_config, config.adapters, {Feature.EXPERTS, Feature.LATENT}):
-        return None
+def _adapters(config: BackendConfig, model_config: ModelConfig, device: torch.device) -> ModelAdapters:
     order = halves(model_config.head_dim, model_config.attention)
-    adapters = ModelAdapters(model_config, order, whole(model_config), device=device, prepare=with_table)
+    adapters = ModelAdapters(
+        model_config, order, whole(model_config), place=lambda weights: with_table(on_device(weights, device))
+    )
     for name, directory in config.adapters.items():
-        adapters.load(name, directory)
+        adapters.load(adapters.read(name, directory))
     return adapters

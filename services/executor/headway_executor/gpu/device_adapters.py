@@ -3,10 +3,11 @@
 Owns: this memory, and the tables of an adapter's matrices. Must not know: files, who loads adapters, graphs.
 
 Steps of up to ``most_tokens`` tokens have two launches for each projection, whatever adapters they have, and allocate
-nothing. Larger ones compute adapter after adapter, by torch's library.
+nothing. Larger ones compute adapter after adapter, by torch's library; only in experts, whose pairs the host does not know,
+they go through the pairs in the same way, as many at once as there is memory for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,29 +18,64 @@ from torch import Tensor
 from headway_executor.gpu.runtime import Runtime, UploadRing
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapter_files import MAX_RANK
-from headway_executor.models.adapters import SITES, AdapterWeights, LowRank, ModelAdapters
+from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.config import ModelConfig
+from headway_kernels.gpu.expert_low_rank import add_low_rank_of_pairs
+from headway_kernels.gpu.experts import ExpertPairs
 from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
 
-_PARTS = {"qkv": 3, "output": 1, "gate_up": 2, "down": 1}
-"""Projections of a site, each with a rank of its own."""
+_PARTS = {AdapterSite.QKV: 3} | dict.fromkeys(
+    (AdapterSite.GATE_UP, AdapterSite.SHARED_GATE_UP, AdapterSite.EXPERT_GATE_UP), 2
+)
+"""Projections of a site, each with a rank of its own; others are one."""
+_OF_PAIRS = (AdapterSite.EXPERT_GATE_UP, AdapterSite.EXPERT_DOWN)
+_NUMBERS = {site: number for number, site in enumerate(AdapterSite)}
+
+
+def _most_rank(site: AdapterSite) -> int:
+    return _PARTS.get(site, 1) * MAX_RANK
+
+
+def _widths(config: ModelConfig) -> Iterator[tuple[AdapterSite, int]]:
+    """The inputs of every site that the model has; of layers that differ, each."""
+    hidden, latent = config.hidden_size, config.attention.latent
+    yield AdapterSite.OUTPUT, config.num_heads * config.head_dim
+    if latent is None:
+        yield AdapterSite.QKV, hidden
+    else:
+        yield AdapterSite.LATENT_QUERY, latent.query_rank or hidden
+        yield AdapterSite.LATENT_QUERY_IN, hidden
+        yield AdapterSite.LATENT_IN, hidden
+        yield AdapterSite.LATENT_EXPANSION, latent.rank
+    for layer in config.layers:
+        feed = layer.feed_forward
+        if feed.experts is None:
+            yield AdapterSite.GATE_UP, hidden
+            yield AdapterSite.DOWN, feed.intermediate_size
+        else:
+            yield AdapterSite.ROUTER, hidden
+            yield AdapterSite.SHARED_GATE, hidden
+            yield AdapterSite.SHARED_GATE_UP, hidden
+            yield AdapterSite.SHARED_DOWN, feed.experts.shared_size
+            yield AdapterSite.EXPERT_GATE_UP, hidden
+            yield AdapterSite.EXPERT_DOWN, feed.intermediate_size
 
 
 class DeviceAdapter(NamedTuple):
     """``layers``: see ``AdapterWeights``. ``table``: of all sites of all layers, see ``low_rank``."""
 
-    layers: tuple[Mapping[str, LowRank], ...]
+    layers: tuple[Mapping[AdapterSite, LowRank], ...]
     table: Tensor
 
 
 def with_table(weights: AdapterWeights) -> DeviceAdapter:
     """The same, with the addresses of its matrices, which stay where they are."""
-    entries = np.zeros((len(weights.layers), len(SITES), ENTRY), dtype=np.int64)
+    entries = np.zeros((len(weights.layers), len(_NUMBERS), ENTRY), dtype=np.int64)
     device = torch.device("cpu")
     for layer, sites in zip(entries, weights.layers, strict=True):
-        for name, added in sites.items():
+        for site, added in sites.items():
             device = added.down.device
-            layer[SITES.index(name)] = added.down.data_ptr(), added.up.data_ptr(), len(added.down)
+            layer[_NUMBERS[site]] = added.down.data_ptr(), added.up.data_ptr(), added.up.shape[-1]
     return DeviceAdapter(weights.layers, torch.from_numpy(entries).to(device))
 
 
@@ -59,15 +95,21 @@ class DeviceAdapters:
         self._max_num_rows = max_num_rows
         self._large = StepAdapters(adapters)
         self._num_tiles = most_tiles(most_tokens, max_num_rows)
-        # Addresses first, which have eight bytes.
-        self._ring = UploadRing(runtime, (2 + TILE) * self._num_tiles)
-        self._tiles = torch.zeros(self._ring.size, dtype=torch.int32, device=runtime.device)
-        self._tables = self._tiles[: 2 * self._num_tiles].view(torch.int64)
-        self._tokens = self._tiles[2 * self._num_tiles :].view(self._num_tiles, TILE)
-        inner = max(layer.feed_forward.intermediate_size for layer in config.layers)
-        widths = {"qkv": config.hidden_size, "output": config.num_heads * config.head_dim}
-        widths |= {"gate_up": config.hidden_size, "down": inner}
-        sizes = [workspace_size(most_tokens, width, _PARTS[site] * MAX_RANK) for site, width in widths.items()]
+        experts = [layer.feed_forward.experts for layer in config.layers if layer.feed_forward.experts is not None]
+        self._has_experts = bool(experts)
+        # Addresses first, which have eight bytes: of tiles, then of tokens.
+        self._num_addresses = self._num_tiles + most_tokens * self._has_experts
+        self._ring = UploadRing(runtime, 2 * self._num_addresses + TILE * self._num_tiles)
+        sent = torch.zeros(self._ring.size, dtype=torch.int32, device=runtime.device)
+        self._sent = sent
+        self._addresses = sent[: 2 * self._num_addresses].view(torch.int64)
+        self._tokens = sent[2 * self._num_addresses :].view(self._num_tiles, TILE)
+        self._of_large_step = self._addresses[:0]
+        num_chosen = max((of_layer.routing.num_chosen for of_layer in experts), default=0)
+        sizes = [
+            workspace_size(most_tokens * (num_chosen if site in _OF_PAIRS else 1), width, _most_rank(site))
+            for site, width in _widths(config)
+        ]
         self._workspace = torch.empty(max(sizes), dtype=torch.float32, device=runtime.device)
 
     def begin(self, token_rows: NDArray[np.integer], num_tokens: int) -> None:
@@ -75,6 +117,11 @@ class DeviceAdapters:
         if num_tokens > self.most_tokens:
             self._large.begin(token_rows, self._runtime.device)
             self.are_any = self._large.are_any
+            if self._has_experts and self.are_any:
+                addresses = self._runtime.host_tensor((num_tokens,), torch.int64)
+                addresses[: len(token_rows)] = torch.tensor(_addresses_of(self.adapters.of_rows(token_rows) or []))
+                addresses[len(token_rows) :] = 0
+                self._of_large_step = addresses.to(self._runtime.device, non_blocking=True)
             return
         of_tokens = self.adapters.of_rows(token_rows)
         self.are_any = of_tokens is not None
@@ -83,18 +130,27 @@ class DeviceAdapters:
 
     def clear(self) -> None:
         """Give no token an adapter."""
-        self._tables.zero_()
+        self._addresses.zero_()
 
-    def add(self, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
+    def add(self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
         """Add to ``outputs`` what each token's adapter makes of ``inputs``, computed in float32."""
         if len(inputs) > self.most_tokens:
             self._large.add(layer, site, inputs, outputs)
             return
         num_tiles = most_tiles(len(inputs), self._max_num_rows)
-        number = layer * len(SITES) + SITES.index(site)
-        rank = _PARTS[site] * MAX_RANK
-        tables, tokens = self._tables[:num_tiles], self._tokens[:num_tiles]
-        add_low_rank(inputs, outputs, tables, tokens, self._workspace, site=number, most_rank=rank)
+        tables, tokens = self._addresses[:num_tiles], self._tokens[:num_tiles]
+        place = {"site": _number(layer, site), "most_rank": _most_rank(site)}
+        add_low_rank(inputs, outputs, tables, tokens, self._workspace, **place)
+
+    def add_of_pairs(
+        self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor, pairs: ExpertPairs, *, gathers: bool
+    ) -> None:
+        """As ``add``, of the pairs of tokens and experts; see ``multiply_pairs``."""
+        num_tokens = len(pairs.chosen)
+        is_large = num_tokens > self.most_tokens
+        tables = self._of_large_step if is_large else self._addresses[self._num_tiles :][:num_tokens]
+        place = {"site": _number(layer, site), "most_rank": _most_rank(site)}
+        add_low_rank_of_pairs(inputs, outputs, tables, pairs, self._workspace, **place, gathers=gathers)
 
     def _send(self, of_tokens: list[DeviceAdapter | None]) -> None:
         tokens: dict[int, list[int]] = {}
@@ -102,8 +158,11 @@ class DeviceAdapters:
             if adapter is not None:
                 tokens.setdefault(adapter.table.data_ptr(), []).append(place)
         slot = self._ring.next_slot()
-        tables = slot[: 2 * self._num_tiles].view(np.int64)
-        tiles = slot[2 * self._num_tiles :].reshape(self._num_tiles, TILE)
+        addresses = slot[: 2 * self._num_addresses].view(np.int64)
+        tiles = slot[2 * self._num_addresses :].reshape(self._num_tiles, TILE)
+        tables, of_each = addresses[: self._num_tiles], addresses[self._num_tiles :]
+        if self._has_experts:
+            of_each[: len(of_tokens)], of_each[len(of_tokens) :] = _addresses_of(of_tokens), 0
         number = 0
         for table, places in tokens.items():
             for first in range(0, len(places), TILE):
@@ -112,4 +171,13 @@ class DeviceAdapters:
                 tiles[number, : len(part)], tiles[number, len(part) :] = part, -1
                 number += 1
         tables[number:] = 0
-        self._ring.send(self._tiles, self._ring.size)
+        self._ring.send(self._sent, self._ring.size)
+
+
+def _number(layer: int, site: AdapterSite) -> int:
+    return layer * len(_NUMBERS) + _NUMBERS[site]
+
+
+def _addresses_of(adapters: Sequence[DeviceAdapter | None]) -> list[int]:
+    """Of their tables; 0 without one."""
+    return [0 if adapter is None else adapter.table.data_ptr() for adapter in adapters]

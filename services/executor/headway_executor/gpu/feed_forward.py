@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.activations import activation_of, gate_of
-from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceLinear, ExpertsLinear
+from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceExperts, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, sort_pairs
@@ -91,8 +91,8 @@ class ExpertWeights:
 
     router: DeviceLinear
     correction: Tensor | None
-    gate_up: ExpertsLinear
-    down: ExpertsLinear
+    gate_up: DeviceExperts
+    down: DeviceExperts
     shared: DenseFeedForward | None
 
 

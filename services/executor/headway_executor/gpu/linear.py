@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.gpu.device_adapters import DeviceAdapters
+from headway_executor.models.adapters import AdapterSite
 from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
 from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs
@@ -171,20 +172,55 @@ class ExpertsLinear:
         multiply_pairs(inputs, self._weight, self._bias, out, pairs, gathers=gathers, tiling=self._tiling)
 
 
-class AdaptedLinear:
-    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; this allocates in large steps."""
+class DeviceExperts(Protocol):
+    """A projection of all experts."""
 
-    def __init__(self, product: DeviceLinear, step: DeviceAdapters, layer: int, site: str) -> None:
+    def __call__(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> None:
+        """See ``multiply_pairs``."""
+        ...
+
+
+class AdaptedExperts:
+    """A ``DeviceExperts``, and what each row's adapter adds to it at a ``site`` of a layer; this allocates in large steps."""
+
+    def __init__(self, product: DeviceExperts, step: DeviceAdapters, layer: int, site: AdapterSite) -> None:
         self._product = product
         self._step = step
         self._layer = layer
         self._site = site
 
+    def __call__(self, inputs: Tensor, out: Tensor, pairs: ExpertPairs, *, gathers: bool) -> None:
+        """See ``DeviceExperts``."""
+        self._product(inputs, out, pairs, gathers=gathers)
+        if self._step.are_any:
+            self._step.add_of_pairs(self._layer, self._site, inputs, out, pairs, gathers=gathers)
+
+
+class AdaptedLinear:
+    """A ``DeviceLinear``, and what each row's adapter adds to it at a ``site`` of a layer; this allocates in large steps.
+
+    ``columns`` of the outputs are those of the site, if it has not all.
+    """
+
+    def __init__(
+        self,
+        product: DeviceLinear,
+        step: DeviceAdapters,
+        layer: int,
+        site: AdapterSite,
+        columns: slice = slice(None),
+    ) -> None:
+        self._product = product
+        self._step = step
+        self._layer = layer
+        self._site = site
+        self._columns = columns
+
     def __call__(self, inputs: Tensor, out: Tensor) -> None:
         """See ``DeviceLinear``."""
         self._product(inputs, out)
         if self._step.are_any:
-            self._step.add(self._layer, self._site, inputs, out)
+            self._step.add(self._layer, self._site, inputs, out[:, self._columns])
 
     def few(self, inputs: Tensor, out: Tensor, gate: Gate) -> bool:
         """See ``FewTokens``; what adapters add comes between the product and the activation."""

@@ -21,9 +21,9 @@ from headway_executor.gpu.feed_forward import (
     FeedForwardSpace,
 )
 from headway_executor.gpu.latent import LatentExpansion, LatentQkv, latent_space
-from headway_executor.gpu.linear import AdaptedLinear, DeviceLinear
+from headway_executor.gpu.linear import AdaptedExperts, AdaptedLinear, DeviceExperts, DeviceLinear
 from headway_executor.linear import placed
-from headway_executor.models.adapters import DOWN, GATE_UP, OUTPUT, QKV
+from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.coded_tensors import Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
@@ -113,14 +113,16 @@ class _Loader:
         cosines, sines = self._table(layer.rope)
         return LayerWeights(
             attention_norm=self._norm(index, names.attention_norm),
-            qkv=self._projection(index, QKV, lambda read: read.qkv(index)) if latent is None else self._latent(latent),
+            qkv=self._projection(index, AdapterSite.QKV, lambda read: read.qkv(index))
+            if latent is None
+            else self._latent(index, latent),
             query_norm=None if query_norm is None else self._norm_weight(query_norm),
             key_norm=None if key_norm is None else self._norm_weight(key_norm),
             cosines=cosines,
             sines=sines,
-            output=self._projection(index, OUTPUT, lambda read: read.output(index))
+            output=self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
             if latent is None
-            else self._weights.product(latent.output(), None),
+            else self._adapted(self._weights.product(latent.output(), None), index, AdapterSite.OUTPUT),
             attention_post_norm=self._norm(index, names.attention_post_norm),
             window=layer.window,
             sinks=None if sinks is None else self._wide(sinks),
@@ -145,7 +147,7 @@ class _Loader:
     def _wide(self, tensor: Tensor) -> Tensor:
         return placed(tensor, torch.float32, self._device)
 
-    def _latent(self, latent: LatentTensors) -> LatentQkv:
+    def _latent(self, index: int, latent: LatentTensors) -> LatentQkv:
         """Of numbers: codes cannot be padded."""
         config, query, query_in = self._config.attention.latent, latent.query(), latent.query_in()
         assert config is not None
@@ -154,35 +156,51 @@ class _Loader:
         queries: DeviceLinear | LatentExpansion
         if expansion is None or query_in is None:
             assert query is not None
-            queries = self._weights.product(query, None)
+            queries = self._adapted(self._weights.product(query, None), index, AdapterSite.LATENT_QUERY)
         else:
-            queries = self._expansion(expansion)
+            queries = self._expansion(expansion, index, AdapterSite.LATENT_QUERY)
             compress = torch.cat([query_in, compress])
+        width = config.query_rank or 0
+        product = self._weights.product(compress, None)
+        if width:
+            product = self._adapted(product, index, AdapterSite.LATENT_QUERY_IN, slice(width))
         return LatentQkv(
             config,
             self._config.num_heads,
             queries,
-            self._weights.product(compress, None),
-            self._expansion(latent.key_value_expansion()),
+            self._adapted(product, index, AdapterSite.LATENT_IN, slice(width, None)),
+            self._expansion(latent.key_value_expansion(), index, AdapterSite.LATENT_EXPANSION),
             self._latent_space,
         )
 
-    def _expansion(self, expansion: Expansion) -> LatentExpansion:
-        return LatentExpansion(self._weights.here(expansion.norm), self._weights.product(expansion.weight, None))
+    def _expansion(self, expansion: Expansion, index: int, site: AdapterSite) -> LatentExpansion:
+        product = self._adapted(self._weights.product(expansion.weight, None), index, site)
+        return LatentExpansion(self._weights.here(expansion.norm), product)
 
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DeviceFeedForward:
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
         return DenseFeedForward(
-            self._projection(index, GATE_UP, lambda read: read.gate_up(index)),
+            self._projection(index, AdapterSite.GATE_UP, lambda read: read.gate_up(index)),
             feed,
-            self._projection(index, DOWN, lambda read: read.down(index)),
+            self._projection(index, AdapterSite.DOWN, lambda read: read.down(index)),
             self._dense_space(feed.intermediate_size, feed.is_gated),
         )
 
-    def _projection(self, index: int, site: str, read: Projection) -> DeviceLinear:
-        product = self._weights.linear(read)
-        return product if self._adapters is None else AdaptedLinear(product, self._adapters, index, site)
+    def _projection(self, index: int, site: AdapterSite, read: Projection) -> DeviceLinear:
+        return self._adapted(self._weights.linear(read), index, site)
+
+    def _adapted(
+        self,
+        product: DeviceLinear,
+        index: int,
+        site: AdapterSite,
+        columns: slice = slice(None),
+    ) -> DeviceLinear:
+        return product if self._adapters is None else AdaptedLinear(product, self._adapters, index, site, columns)
+
+    def _adapted_experts(self, product: DeviceExperts, index: int, site: AdapterSite) -> DeviceExperts:
+        return product if self._adapters is None else AdaptedExperts(product, self._adapters, index, site)
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> ExpertFeedForward:
         tensors = self._tensors.experts(index)
@@ -199,16 +217,19 @@ class _Loader:
         shared = None
         if config.shared_size:
             shared = DenseFeedForward(
-                self._weights.linear(partial(_gate_up, index, None)),
+                self._projection(index, AdapterSite.SHARED_GATE_UP, partial(_gate_up, index, None)),
                 feed,
-                self._weights.linear(partial(_down, index, None)),
+                self._projection(index, AdapterSite.SHARED_DOWN, partial(_down, index, None)),
                 self._dense_space(config.shared_size, feed.is_gated),
             )
+        scores = self._weights.product(router, bias, is_exact=True)
+        if gate is not None:
+            scores = self._adapted(scores, index, AdapterSite.SHARED_GATE, slice(routing.num_experts, None))
         weights = ExpertWeights(
-            router=self._weights.product(router, bias, is_exact=True),
+            router=self._adapted(scores, index, AdapterSite.ROUTER, slice(routing.num_experts)),
             correction=None if correction is None else self._wide(correction),
-            gate_up=gate_up,
-            down=down,
+            gate_up=self._adapted_experts(gate_up, index, AdapterSite.EXPERT_GATE_UP),
+            down=self._adapted_experts(down, index, AdapterSite.EXPERT_DOWN),
             shared=shared,
         )
         return ExpertFeedForward(weights, feed, self._expert_space(feed))

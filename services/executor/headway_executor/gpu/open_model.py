@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from headway_executor.backend import NO_ADAPTERS, BackendConfigError, StepBatch, StepResult
+from headway_executor.backend import NO_ADAPTERS, BackendConfigError, ReadAdapter, StepBatch, StepResult
 from headway_executor.constraints.rows import ConstrainedRows
 from headway_executor.device_moves import Mark as MovesMark
 from headway_executor.gpu.block_mover import BlockMover
@@ -25,6 +25,7 @@ from headway_executor.gpu.speculation import DeviceSpeculation, Drafted, LookedU
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.gpu.step_log import StepLog
 from headway_executor.host_pool import HostBytes
+from headway_executor.models.adapters import ModelAdapters
 from headway_executor.prompt_logprobs import PromptReports
 from headway_executor.refusals import Refusals, with_refusals
 from headway_executor.speculation.draft_model import DraftModel
@@ -152,19 +153,19 @@ class OpenModel:
             self._running.expect(parts.runtime.mark(), masks, drawn)
         return drawn
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
-        """See ``AdapterBackend.load_adapter``. Before the first one, steps of rows with adapters are recorded."""
+    @property
+    def adapters(self) -> ModelAdapters:
+        """Those of its rows. Raises ``BackendConfigError``: it takes none."""
         if self.parts.adapters is None:
             raise BackendConfigError(NO_ADAPTERS)
+        return self.parts.adapters.adapters
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter:
+        """See ``AdapterBackend.load_adapter``. Before the first one, steps of rows with adapters are recorded."""
+        adapters = self.adapters
         # Behind the steps that are launched, and before the next one sends its own.
         self.parts.record(adapted=True)
-        return self.parts.adapters.adapters.load(name, directory)
-
-    def unload_adapter(self, name: str) -> None:
-        """See ``AdapterBackend.unload_adapter``."""
-        if self.parts.adapters is None:
-            raise BackendConfigError(NO_ADAPTERS)
-        self.parts.adapters.adapters.unload(name)
+        return adapters.load(read)
 
     def close(self) -> None:
         """Give back threads, files and pinned memory; call it once."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.models.adapters import AdapterWeights, LowRank, ModelAdapters
+from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.decoder import Product
 
 
@@ -56,14 +56,14 @@ class StepAdapters:
             for group in self.groups
         ]
 
-    def add(self, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
+    def add(self, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
         """Add to ``outputs`` what each row's adapter makes of ``inputs``, computed in float32."""
         for adapter, tokens in self.groups:
             added = adapter.layers[layer].get(site)
             if added is not None:
                 _add(added, tokens, inputs, outputs)
 
-    def add_of_expert(self, number: int, layer: int, site: str, inputs: Tensor, outputs: Tensor) -> None:
+    def add_of_expert(self, number: int, layer: int, site: AdapterSite, inputs: Tensor, outputs: Tensor) -> None:
         """As ``add``, of one expert with its rows."""
         for (adapter, _), rows in zip(self.groups, self._of_experts, strict=True):
             added = adapter.layers[layer].get(site)
@@ -79,7 +79,9 @@ def _add(added: LowRank, rows: Tensor, inputs: Tensor, outputs: Tensor) -> None:
 class AdaptedProduct:
     """A ``Product``, and what each row's adapter adds to it at a ``site`` of a layer; with a ``number``, of an expert."""
 
-    def __init__(self, product: Product, step: StepAdapters, layer: int, site: str, number: int | None = None) -> None:
+    def __init__(
+        self, product: Product, step: StepAdapters, layer: int, site: AdapterSite, number: int | None = None
+    ) -> None:
         self._product = product
         self._add = step.add if number is None else partial(step.add_of_expert, number)
         self._layer = layer

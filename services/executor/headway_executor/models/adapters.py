@@ -7,10 +7,11 @@ A projection with weight ``W`` gives ``W x + B A x``. ``A`` and ``B`` stay besid
 the weights have.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,31 +19,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.backend import BackendConfigError
+from headway_executor.backend import ReadAdapter
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.adapter_stacks import by_matrix
 from headway_executor.models.config import ExpertsConfig, ModelConfig
-from headway_executor.models.features import Feature, lacking
 from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart
 from headway_proto.adapters import LoadedAdapter
 
-QKV, OUTPUT, GATE_UP, DOWN = SITES = ("qkv", "output", "gate_up", "down")
-"""The fused projections of a layer."""
 
-LATENT_QUERY, LATENT_QUERY_IN, LATENT_IN, LATENT_EXPANSION = (
-    "latent_query",
-    "latent_query_in",
-    "latent_in",
-    "latent_expansion",
-)
-"""Of a layer with latent attention, instead of the first: to queries, to what they are compressed to, to what keys and
-values are, and from there to them."""
+class AdapterSite(Enum):
+    """A product of a layer to which an adapter may add.
 
-ROUTER, SHARED_GATE, SHARED_GATE_UP, SHARED_DOWN = ("router", "shared_gate", "shared_gate_up", "shared_down")
-EXPERT_GATE_UP, EXPERT_DOWN = ("expert_gate_up", "expert_down")
-"""Of a layer with experts: the last two are of all experts that tokens choose from."""
+    Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to what keys and values are,
+    and from there to them. A layer with experts has six in place of ``GATE_UP`` and ``DOWN``; the last two are of all experts
+    that tokens choose from.
+    """
+
+    QKV = auto()
+    OUTPUT = auto()
+    GATE_UP = auto()
+    DOWN = auto()
+    LATENT_QUERY = auto()
+    LATENT_QUERY_IN = auto()
+    LATENT_IN = auto()
+    LATENT_EXPANSION = auto()
+    ROUTER = auto()
+    SHARED_GATE = auto()
+    SHARED_GATE_UP = auto()
+    SHARED_DOWN = auto()
+    EXPERT_GATE_UP = auto()
+    EXPERT_DOWN = auto()
 
 
 class LowRank(NamedTuple):
@@ -59,7 +67,7 @@ class LowRank(NamedTuple):
 class AdapterWeights(NamedTuple):
     """By layer of the part, then by site; sites without an addition are absent."""
 
-    layers: tuple[Mapping[str, LowRank], ...]
+    layers: tuple[Mapping[AdapterSite, LowRank], ...]
 
 
 Prepared = Any
@@ -68,7 +76,8 @@ Prepared = Any
 
 class ModelAdapters:
     """The adapters of one model, or a rank's part of them. ``channel_order``: of its query and key heads, see
-    ``ModelTensors``.
+    ``ModelTensors``. ``prepare`` brings an adapter into the form for steps while others run; ``place`` puts that where steps
+    find it, between two of them.
     """
 
     def __init__(
@@ -77,14 +86,14 @@ class ModelAdapters:
         channel_order: Tensor,
         part: ModelPart,
         *,
-        device: torch.device | None = None,
         prepare: Callable[[AdapterWeights], Prepared] = lambda weights: weights,
+        place: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     ) -> None:
         self._config = config
         self._channel_order = channel_order
         self._part = part
-        self._device = device
         self._prepare = prepare
+        self._place = place
         self._loaded: dict[str, tuple[LoadedAdapter, Prepared]] = {}
         self._rows: dict[int, Prepared] = {}
 
@@ -93,18 +102,21 @@ class ModelAdapters:
         """All, in the order of loading."""
         return tuple(adapter for adapter, _ in self._loaded.values())
 
-    def load(self, name: str, directory: str) -> LoadedAdapter:
-        """Load an adapter; one that is loaded stays as it is.
+    def read(self, name: str, directory: str) -> ReadAdapter:
+        """Read and prepare an adapter. Any thread may do it beside the others' calls: nothing here changes.
 
         Raises:
             ModelFilesError: the files are missing, damaged, not supported, or for another model.
         """
         files = read_adapter_files(Path(directory), self._config, self._part.layers)
         adapter = LoadedAdapter(name, directory, files.fingerprint)
-        if adapter.identity not in self._loaded:
-            weights = fused(self._config, self._channel_order, self._part, files, self._device)
-            self._loaded[adapter.identity] = adapter, self._prepare(weights)
-        return adapter
+        return ReadAdapter(adapter, self._prepare(fused(self._config, self._channel_order, self._part, files)))
+
+    def load(self, read: ReadAdapter) -> LoadedAdapter:
+        """Take an adapter into use; one that is loaded stays as it is."""
+        if read.adapter.identity not in self._loaded:
+            self._loaded[read.adapter.identity] = read.adapter, self._place(read.weights)
+        return read.adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Rows that have it keep it until they end."""
@@ -134,35 +146,25 @@ class ModelAdapters:
         return found if any(adapter is not None for adapter in found) else None
 
 
-def takes_adapters(config: ModelConfig, asked: Mapping[str, str], lacks: Collection[Feature]) -> bool:
-    """Whether the model has nothing that no adapter can add to: a backend ``lacks`` some features.
-
-    Raises:
-        BackendConfigError: it has, and adapters are ``asked`` for.
-    """
-    lack = lacking(config, frozenset(Feature) - frozenset(lacks))
-    if lack and asked:
-        raise BackendConfigError(
-            f"adapter {min(asked)!r:.66} is not allowed with this model, which has {lack}; allowed: none"
-        )
-    return not lack
-
-
-def fused(
-    config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles, device: torch.device | None
-) -> AdapterWeights:
-    """Bring a part's adapter into the form of the fused projections, on a device (None: the CPU)."""
+def fused(config: ModelConfig, channel_order: Tensor, part: ModelPart, files: AdapterFiles) -> AdapterWeights:
+    """Bring a part's adapter into the form of the fused projections, on the CPU."""
     fusing = _Fusing(by_matrix(config), channel_order, part, files)
-    layers = [fusing.dense(index) | fusing.latent(index) | fusing.experts(index) for index in part.layers]
+    return AdapterWeights(
+        tuple(fusing.dense(index) | fusing.latent(index) | fusing.experts(index) for index in part.layers)
+    )
+
+
+def on_device(weights: AdapterWeights, device: torch.device) -> AdapterWeights:
+    """The same in the memory of a device."""
     return AdapterWeights(
         tuple(
             {site: LowRank(added.down.to(device), added.up.to(device)) for site, added in layer.items()}
-            for layer in layers
+            for layer in weights.layers
         )
     )
 
 
-def _those_there(found: Mapping[str, LowRank | None]) -> dict[str, LowRank]:
+def _those_there(found: Mapping[AdapterSite, LowRank | None]) -> dict[AdapterSite, LowRank]:
     return {site: added for site, added in found.items() if added is not None}
 
 
@@ -179,36 +181,44 @@ class _Fusing:
         self._part = part
         self._files = files
 
-    def dense(self, index: int) -> dict[str, LowRank]:
+    def dense(self, index: int) -> dict[AdapterSite, LowRank]:
         """The projections of a layer without experts, or of its attention."""
-        names = self._config.names
-        sites = {OUTPUT: (names.output,), GATE_UP: names.gate_up, DOWN: (names.down,)}
-        if self._config.attention.latent is None:
-            sites[QKV] = names.qkv
-        inputs: dict[str, Callable[[Tensor], Tensor]] = {OUTPUT: self._attended, DOWN: partial(self._inner, index)}
+        names, has_qkv = self._config.names, self._config.attention.latent is None
         found = {
-            site: self._low_rank(index, modules, partial(_projection, site, index), inputs.get(site, _as_it_is))
-            for site, modules in sites.items()
+            AdapterSite.QKV: self._low_rank(index, names.qkv if has_qkv else (), lambda tensors: tensors.qkv(index)[0]),
+            AdapterSite.OUTPUT: self._low_rank(
+                index, (names.output,), lambda tensors: tensors.output(index)[0], self._attended
+            ),
+            AdapterSite.GATE_UP: self._low_rank(index, names.gate_up, lambda tensors: tensors.gate_up(index)[0]),
+            AdapterSite.DOWN: self._low_rank(
+                index, (names.down,), lambda tensors: tensors.down(index)[0], partial(self._inner, index)
+            ),
         }
         return _those_there(found)
 
-    def latent(self, index: int) -> dict[str, LowRank]:
+    def latent(self, index: int) -> dict[AdapterSite, LowRank]:
         """Queries, keys and values of latent attention."""
         config = self._config.attention.latent
         if config is None:
             return {}
         query = WHOLE_QUERY if config.query_rank is None else QUERY
         found = {
-            LATENT_QUERY: self._low_rank(index, (query,), lambda tensors: _latent(tensors, index).queries()),
-            LATENT_QUERY_IN: self._low_rank(index, (QUERY_IN,), lambda tensors: _latent(tensors, index).query_in()),
-            LATENT_IN: self._low_rank(index, (KEY_VALUE_IN,), lambda tensors: _latent(tensors, index).key_value_in()),
-            LATENT_EXPANSION: self._low_rank(
+            AdapterSite.LATENT_QUERY: self._low_rank(
+                index, (query,), lambda tensors: _latent(tensors, index).queries()
+            ),
+            AdapterSite.LATENT_QUERY_IN: self._low_rank(
+                index, (QUERY_IN,), lambda tensors: _latent(tensors, index).query_in()
+            ),
+            AdapterSite.LATENT_IN: self._low_rank(
+                index, (KEY_VALUE_IN,), lambda tensors: _latent(tensors, index).key_value_in()
+            ),
+            AdapterSite.LATENT_EXPANSION: self._low_rank(
                 index, (KEY_VALUE,), lambda tensors: _latent(tensors, index).keys_and_values()
             ),
         }
         return _those_there(found)
 
-    def experts(self, index: int) -> dict[str, LowRank]:
+    def experts(self, index: int) -> dict[AdapterSite, LowRank]:
         """The router, the shared expert and all others of a layer that has them."""
         feed = self._config.layers[index].feed_forward
         if feed.experts is None:
@@ -216,14 +226,18 @@ class _Fusing:
         names, numbers = feed.experts.names, range(feed.experts.routing.num_experts)
         gate = () if names.shared_gate is None else (names.shared_gate,)
         found = {
-            ROUTER: self._low_rank(index, (names.router,), lambda tensors: tensors.experts(index).router()[0]),
-            SHARED_GATE: self._low_rank(index, gate, lambda tensors: tensors.experts(index).shared_gate()),
-            SHARED_GATE_UP: self._of_expert(index, feed.experts, None, names.gate_up),
-            SHARED_DOWN: self._of_expert(index, feed.experts, None, (names.down,)),
-            EXPERT_GATE_UP: _stacked(
+            AdapterSite.ROUTER: self._low_rank(
+                index, (names.router,), lambda tensors: tensors.experts(index).router()[0]
+            ),
+            AdapterSite.SHARED_GATE: self._low_rank(index, gate, lambda tensors: tensors.experts(index).shared_gate()),
+            AdapterSite.SHARED_GATE_UP: self._of_expert(index, feed.experts, None, names.gate_up),
+            AdapterSite.SHARED_DOWN: self._of_expert(index, feed.experts, None, (names.down,)),
+            AdapterSite.EXPERT_GATE_UP: _stacked(
                 [self._of_expert(index, feed.experts, number, names.gate_up) for number in numbers]
             ),
-            EXPERT_DOWN: _stacked([self._of_expert(index, feed.experts, number, (names.down,)) for number in numbers]),
+            AdapterSite.EXPERT_DOWN: _stacked(
+                [self._of_expert(index, feed.experts, number, (names.down,)) for number in numbers]
+            ),
         }
         return _those_there(found)
 
@@ -283,11 +297,6 @@ def _latent(tensors: ModelTensors, index: int) -> LatentTensors:
     of_layer = tensors.latent(index)
     assert of_layer is not None
     return of_layer
-
-
-def _projection(site: str, index: int, tensors: ModelTensors) -> Tensor:
-    weight, _ = getattr(tensors, site)(index)
-    return cast("Tensor", weight)
 
 
 def _stacked(experts: Sequence[LowRank | None]) -> LowRank | None:

@@ -9,25 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.adapters import (
-    DOWN,
-    EXPERT_DOWN,
-    EXPERT_GATE_UP,
-    GATE_UP,
-    LATENT_EXPANSION,
-    LATENT_IN,
-    LATENT_QUERY,
-    LATENT_QUERY_IN,
-    OUTPUT,
-    QKV,
-    ROUTER,
-    SHARED_DOWN,
-    SHARED_GATE,
-    SHARED_GATE_UP,
-    AdapterWeights,
-    LowRank,
-    ModelAdapters,
-)
+from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.compiled import ACTIVATIONS, with_padded_heads
 from headway_executor.models.config import ExpertsConfig, ModelConfig
 from headway_executor.models.part import ModelPart
@@ -70,36 +52,40 @@ class _Layer:
         experts = self._feed.experts
         return 0 if experts is None else experts.routing.num_experts + bool(experts.shared_size)
 
-    def updates(self, added: Mapping[str, LowRank]) -> Iterator[tuple[int, LowRankUpdate]]:
+    def updates(self, added: Mapping[AdapterSite, LowRank]) -> Iterator[tuple[int, LowRankUpdate]]:
         """By product."""
         for site, (down, up) in added.items():
-            if site in (QKV, LATENT_QUERY):
+            if site in (AdapterSite.QKV, AdapterSite.LATENT_QUERY):
                 yield Site.QKV, _plain(down, self._padded(up))
-            elif site == LATENT_EXPANSION:
+            elif site == AdapterSite.LATENT_EXPANSION:
                 yield Site.EXPAND, _plain(down, self._padded(up))
-            elif site == OUTPUT:
+            elif site == AdapterSite.OUTPUT:
                 yield Site.OUTPUT, _plain(self._padded(down.t()).t(), up)
-            elif site == GATE_UP:
+            elif site == AdapterSite.GATE_UP:
                 yield Site.GATE_UP, LowRankUpdate(down, up, gated=self._is_gated_in_product)
-            elif site == DOWN:
+            elif site == AdapterSite.DOWN:
                 yield Site.DOWN, _plain(down, up)
         if self._latent is not None:
             compress = _of_parts(
-                (added.get(LATENT_QUERY_IN), self._latent.query_rank or 0),
-                (added.get(LATENT_IN), self._latent.rank + self._latent.rotary_dim),
+                (added.get(AdapterSite.LATENT_QUERY_IN), self._latent.query_rank or 0),
+                (added.get(AdapterSite.LATENT_IN), self._latent.rank + self._latent.rotary_dim),
             )
             yield from () if compress is None else ((Site.COMPRESS, compress),)
         if self._feed.experts is not None:
             yield from self._of_experts(self._feed.experts, added)
 
-    def _of_experts(self, config: ExpertsConfig, added: Mapping[str, LowRank]) -> Iterator[tuple[int, LowRankUpdate]]:
+    def _of_experts(
+        self, config: ExpertsConfig, added: Mapping[AdapterSite, LowRank]
+    ) -> Iterator[tuple[int, LowRankUpdate]]:
         count = config.routing.num_experts
-        router = _of_parts((added.get(ROUTER), count), (added.get(SHARED_GATE), 1))
+        router = _of_parts((added.get(AdapterSite.ROUTER), count), (added.get(AdapterSite.SHARED_GATE), 1))
         yield from () if router is None else ((Site.ROUTER, router),)
         for number in range(count):
-            of_expert = (_of_one(added.get(site), number) for site in (EXPERT_GATE_UP, EXPERT_DOWN))
+            of_expert = (
+                _of_one(added.get(site), number) for site in (AdapterSite.EXPERT_GATE_UP, AdapterSite.EXPERT_DOWN)
+            )
             yield from self._of_expert(number, self._feed.intermediate_size, *of_expert)
-        of_shared = (added.get(site) for site in (SHARED_GATE_UP, SHARED_DOWN))
+        of_shared = (added.get(site) for site in (AdapterSite.SHARED_GATE_UP, AdapterSite.SHARED_DOWN))
         yield from self._of_expert(count, config.shared_size, *of_shared)
 
     def _of_expert(

@@ -15,22 +15,7 @@ from torch.nn import functional
 from headway_executor.kv_pool import KvPool
 from headway_executor.linear import GatheredLinear, Linear, SummedLinear, placed
 from headway_executor.models.adapted import AdaptedProduct, StepAdapters
-from headway_executor.models.adapters import (
-    DOWN,
-    EXPERT_DOWN,
-    EXPERT_GATE_UP,
-    GATE_UP,
-    LATENT_EXPANSION,
-    LATENT_IN,
-    LATENT_QUERY,
-    LATENT_QUERY_IN,
-    OUTPUT,
-    QKV,
-    ROUTER,
-    SHARED_DOWN,
-    SHARED_GATE,
-    SHARED_GATE_UP,
-)
+from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
 from headway_executor.models.decoder import (
@@ -203,7 +188,7 @@ class _Loader:
             attention_norm=self._layer_norm(index, names.attention_norm),
             attention=Attention(
                 index=place,
-                qkv=self._adapted(self._linear(*tensors.qkv(index)), place, QKV)
+                qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
                 if latent is None
                 else self._latent_qkv(place, latent),
                 num_rotated=len(self.part.heads) + len(self.part.kv_heads),
@@ -211,7 +196,7 @@ class _Loader:
                 qk_norm=self._qk_norm(index),
                 rope=config.layers[index].rope,
                 output=self._back(
-                    self._adapted(self._linear(*output), place, OUTPUT), self.part.attended(config.head_dim)
+                    self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(config.head_dim)
                 ),
                 window=config.layers[index].window,
                 sinks=None if sinks is None else self._wide(sinks),
@@ -242,20 +227,20 @@ class _Loader:
         expansion, query_in = latent.query_expansion(), latent.query_in()
         if expansion is None or query_in is None:
             assert query is not None
-            queries: Product = self._adapted(self._linear(query, None), place, LATENT_QUERY)
+            queries: Product = self._adapted(self._linear(query, None), place, AdapterSite.LATENT_QUERY)
         else:
-            compress = self._adapted(self._linear(query_in, None), place, LATENT_QUERY_IN)
-            queries = InTurn((compress, *self._expansion(expansion, place, LATENT_QUERY)))
+            compress = self._adapted(self._linear(query_in, None), place, AdapterSite.LATENT_QUERY_IN)
+            queries = InTurn((compress, *self._expansion(expansion, place, AdapterSite.LATENT_QUERY)))
         return LatentQkv(
             query=queries,
-            compress=self._adapted(self._linear(latent.key_value_in(), None), place, LATENT_IN),
-            expand=InTurn(self._expansion(latent.key_value_expansion(), place, LATENT_EXPANSION)),
+            compress=self._adapted(self._linear(latent.key_value_in(), None), place, AdapterSite.LATENT_IN),
+            expand=InTurn(self._expansion(latent.key_value_expansion(), place, AdapterSite.LATENT_EXPANSION)),
             rank=config.rank,
             num_heads=len(self.part.heads),
             places=latent.shared_places().to(self._device),
         )
 
-    def _expansion(self, expansion: Expansion, place: int, site: str) -> tuple[Product, Product]:
+    def _expansion(self, expansion: Expansion, place: int, site: AdapterSite) -> tuple[Product, Product]:
         norm = RmsNorm(placed(expansion.norm, self._dtype, self._device), LATENT_EPS)
         return norm, self._adapted(self._linear(expansion.weight, None), place, site)
 
@@ -265,10 +250,10 @@ class _Loader:
         if feed.experts is not None:
             return self._experts(place, self.tensors.experts(index), feed, feed.experts)
         return FeedForward(
-            up=self._adapted(self._linear(*self.tensors.gate_up(index)), place, GATE_UP),
+            up=self._adapted(self._linear(*self.tensors.gate_up(index)), place, AdapterSite.GATE_UP),
             activation=feed.activation,
             is_gated=feed.is_gated,
-            down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, DOWN), inner),
+            down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, AdapterSite.DOWN), inner),
         )
 
     def _experts(self, place: int, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:
@@ -279,7 +264,7 @@ class _Loader:
         ]
         return Experts(
             routing=config.routing,
-            router=self._adapted(self._linear(*tensors.router()), place, ROUTER),
+            router=self._adapted(self._linear(*tensors.router()), place, AdapterSite.ROUTER),
             experts=tuple(FeedForward(up, feed.activation, feed.is_gated, down) for up, down in products),
             between=partial(between.gather, cut=part.inner(feed.intermediate_size)),
             behind=self._mates.add_up if part.is_fast else partial(self._mates.gather, cut=part.hidden),
@@ -287,7 +272,7 @@ class _Loader:
             shared=None if shared is None else self._shared(place, shared, feed, config),
             shared_gate=None
             if shared_gate is None
-            else self._adapted(self._linear(shared_gate, None), place, SHARED_GATE),
+            else self._adapted(self._linear(shared_gate, None), place, AdapterSite.SHARED_GATE),
             begin=None if self._adapters is None else self._adapters.begin_experts,
         )
 
@@ -297,7 +282,11 @@ class _Loader:
 
     def _of_expert(self, place: int, expert: Expert, number: int | None) -> tuple[Product, Product]:
         """The products to and from an expert; ``number`` None: the shared one."""
-        sites = (SHARED_GATE_UP, SHARED_DOWN) if number is None else (EXPERT_GATE_UP, EXPERT_DOWN)
+        sites = (
+            (AdapterSite.SHARED_GATE_UP, AdapterSite.SHARED_DOWN)
+            if number is None
+            else (AdapterSite.EXPERT_GATE_UP, AdapterSite.EXPERT_DOWN)
+        )
         return (
             self._adapted(self._linear(expert.gate_up, expert.gate_up_bias), place, sites[0], number),
             self._adapted(self._linear(expert.down, expert.down_bias), place, sites[1], number),
@@ -326,7 +315,7 @@ class _Loader:
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Linear(weight, bias, dtype=self._dtype, device=self._device)
 
-    def _adapted(self, product: Product, place: int, site: str, number: int | None = None) -> Product:
+    def _adapted(self, product: Product, place: int, site: AdapterSite, number: int | None = None) -> Product:
         return product if self._adapters is None else AdaptedProduct(product, self._adapters, place, site, number)
 
     def _back(self, own: Product, inputs: Cut) -> Product:

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.kv_pool import KvPool
+from headway_executor.kv_pool import KvPool, stored_block
+from headway_executor.models.config import ModelConfig
 from headway_kernels import kv_codes
 
 _Int64Array = NDArray[np.int64]
@@ -86,3 +87,9 @@ class _Codes:
     def _where(self, places: Tensor) -> tuple[Tensor, Tensor]:
         vectors_of_block = self._exponents.shape[1]
         return places // vectors_of_block, places % vectors_of_block
+
+
+def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+    """Bytes of a block in all layers, without padding."""
+    shape = (2 * config.num_kv_heads, block_size, config.head_dim)
+    return config.num_layers * stored_block(kv_cache_dtype, shape, dtype).num_bytes

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from headway_executor.backend import RankLostError
+from headway_executor.beside import begun
 from headway_executor.channel import DealerChannel
 from headway_executor.config import ExecutorConfig
 from headway_executor.ranks.agreed_store import AgreedStore
-from headway_executor.ranks.beside import begun
 from headway_executor.ranks.following_link import FollowingLink
 from headway_executor.ranks.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of, one_line
 from headway_executor.ranks.surroundings import Surroundings, keys_of
@@ -52,7 +52,7 @@ class Follower:
             RankLostError: rank 0 has ended.
             RankRefusedError: another rank cannot begin, or this one, which rank 0 knows.
         """
-        opening = begun(own)
+        opening = begun(own, name="opening")
         failed_at = float("inf")
         while True:
             now = time.monotonic()

@@ -6,6 +6,8 @@ frames, rows, backends.
 This rank decides nothing. It takes every step that is relayed, also behind one that failed here: rank 0 has run it.
 """
 
+from collections.abc import Collection
+
 from headway_executor.backend import StepResult
 from headway_executor.block_store.puller import FetchedBlocks
 from headway_executor.block_store.transfers import StepNumber
@@ -49,6 +51,8 @@ class FollowingLink:
     """See ``seams.Link`` and ``seams.Ranks``. Until ``attach``, the backend is being opened."""
 
     decides = False
+    changing_adapters: Collection[str] = ()
+    """Rank 0 begins no step before all ranks agree."""
 
     def __init__(self, place: RankPlace) -> None:
         self._place = place

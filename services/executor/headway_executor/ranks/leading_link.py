@@ -4,11 +4,12 @@ Owns: when a frame is relayed, which answers wait for other ranks. Must not know
 
 A step is relayed when rank 0 begins it, and never otherwise: so all ranks make the same calls in the same order. An
 answer whose digest is due waits until all ranks have given theirs, and later answers wait behind it. A change of an
-adapter is relayed as it comes, and answered once all ranks have answered.
+adapter is relayed as it comes, and answered once all ranks have answered. No step with a new row of this adapter begins
+before that, so all ranks have it then, or none.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +146,11 @@ class LeadingLink:
         if change.number != OWN_CHANGE:
             self._changes.append((change, answer))
         return []
+
+    @property
+    def changing_adapters(self) -> Collection[str]:
+        """See ``Ranks``."""
+        return {change.name for change, _ in self._changes}
 
     def begin(self, number: StepNumber) -> None:
         """See ``Ranks``."""

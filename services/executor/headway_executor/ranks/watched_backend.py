@@ -13,7 +13,14 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult, taking_adapters
+from headway_executor.backend import (
+    BackendConfig,
+    ExecutorBackend,
+    ReadAdapter,
+    StepBatch,
+    StepResult,
+    taking_adapters,
+)
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo
@@ -59,9 +66,13 @@ class WatchedBackend:
         """See ``ExecutorBackend.load_blocks``."""
         self._backend.load_blocks(contents, blocks)
 
-    def load_adapter(self, name: str, directory: str) -> LoadedAdapter | Future[LoadedAdapter | None]:
+    def read_adapter(self, name: str, directory: str) -> ReadAdapter:
+        """See ``AdapterBackend.read_adapter``."""
+        return taking_adapters(self._backend).read_adapter(name, directory)
+
+    def load_adapter(self, read: ReadAdapter) -> LoadedAdapter | Future[LoadedAdapter | None]:
         """See ``AdapterBackend.load_adapter``."""
-        return taking_adapters(self._backend).load_adapter(name, directory)
+        return taking_adapters(self._backend).load_adapter(read)
 
     def unload_adapter(self, name: str) -> Future[LoadedAdapter | None] | None:
         """See ``AdapterBackend.unload_adapter``."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import zmq
 
 from headway_executor.backend import RankLostError
+from headway_executor.beside import begun
 from headway_executor.config import ExecutorConfig
 from headway_executor.link_keys import LinkKeys
 from headway_executor.metrics import GroupFigures
 from headway_executor.ranks import surroundings as names
-from headway_executor.ranks.beside import begun
 from headway_executor.ranks.children import Children
 from headway_executor.ranks.followers import Followers
 from headway_executor.ranks.listener import RanksSocket
@@ -92,7 +92,7 @@ class Group:
             raise
 
     def _open(self, own: Callable[[], BackendInfo]) -> BackendInfo:
-        opening = begun(own)
+        opening = begun(own, name="opening")
         refused_at = float("inf")
         while True:
             self.turn()

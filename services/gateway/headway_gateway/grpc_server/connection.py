@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from headway_gateway.grpc_server.frames import BreachError
 from headway_gateway.grpc_server.header_blocks import Headers
-from headway_gateway.grpc_server.http2 import BreachError, Http2
+from headway_gateway.grpc_server.http2 import Http2
 
 MOST_WAITING_BYTES = 64 * 1024
 """Of one stream; who sends more waits."""
@@ -287,7 +288,7 @@ class Connection(asyncio.Protocol):
                 self.remember_waiting(stream)
 
     def _flush_soon(self) -> None:
-        if not self._will_flush:
+        if not self._will_flush and self._http2.has_output:
             self._will_flush = True
             self._loop.call_soon(self._flush)
 

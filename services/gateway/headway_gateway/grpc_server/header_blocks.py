@@ -1,4 +1,4 @@
-"""The header blocks of one connection, by hpack, which takes longer than everything else about a short request.
+"""Header blocks: read by hpack, which takes longer than everything else about a short request, and written without it.
 
 Owns: the blocks that were read before. Must not know: what a header means.
 
@@ -6,6 +6,7 @@ A block's meaning depends on the connection's table of headers. A client soon se
 a block changes nothing in the table: so its headers are known until another block changes it.
 """
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from hpack import Decoder
@@ -25,7 +26,7 @@ class HeaderBlocks:
         self._known: dict[bytes, Headers] = {}
 
     def read(self, block: bytes) -> Headers:
-        """Return the headers, which nobody may change.
+        """Return the headers, which nobody may change: the same list for a block that is known.
 
         Raises:
             hpack.exceptions.HPACKError: it cannot be read; nothing more can.
@@ -49,3 +50,21 @@ class HeaderBlocks:
         table = self._decoder.header_table
         entries = table.dynamic_entries
         return [entries[0] if entries else None, len(entries), table.maxsize]
+
+
+def pack_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a block of headers. It uses no table, so that it is the same bytes on every connection."""
+    return b"".join(b"\0" + _packed(name) + _packed(value) for name, value in headers)
+
+
+def _packed(text: bytes) -> bytes:
+    """A string literal of HPACK (RFC 7541, 5.2), not compressed."""
+    length = len(text)
+    if length < 0x7F:
+        return bytes((length,)) + text
+    digits = [0x7F]
+    length -= 0x7F
+    while length >= 0x80:
+        digits.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes((*digits, length)) + text

@@ -1,6 +1,6 @@
 """The server's side of one HTTP/2 connection (RFC 9113) as a plain object: bytes in, calls of ``Streams`` and bytes out.
 
-Owns: frames, header blocks (by hpack), windows, which stream is open. Must not know: sockets, time, what streams carry.
+Owns: what a frame does, windows, which stream is open. Must not know: sockets, time, what streams carry.
 
 It does what gRPC needs of HTTP/2: no pushes, and priorities are read over. What a client sends on a stream that is over
 is dropped, since it may have been on its way. A breach of the protocol raises ``BreachError``; ``take`` has then the frame
@@ -12,14 +12,14 @@ window updates and priorities spend none: each costs as little as any frame, and
 
 import enum
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from hpack.exceptions import HPACKError
 
+from headway_gateway.grpc_server.frames import FRAME_SIZE, BreachError, ErrorCode, FrameReader, Kind, pack_frame
 from headway_gateway.grpc_server.header_blocks import HeaderBlocks, Headers
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 LARGEST_WINDOW = (1 << 31) - 1
 MOST_HEADER_BYTES = 64 * 1024
 """Of the headers of one request, packed or not."""
@@ -27,16 +27,12 @@ MOST_HEADER_BYTES = 64 * 1024
 _STREAM_WINDOW = 1 << 20
 _CONNECTION_WINDOW = 4 << 20
 _FIRST_WINDOW = 65_535
-_FRAME_SIZE = 16_384
-"""The largest frame that is received, and the largest that is sent: every client takes it."""
-
 _LARGEST_FRAME_SIZE = (1 << 24) - 1
 _MOST_CONTINUATIONS = 64
 _ALLOWANCE = 1000
 _COST_OF_SETTING = 10
 """In streams that end early: a setting goes through all streams."""
 
-_HEAD = struct.Struct(">BHBBI")
 _UINT = struct.Struct(">I")
 _SETTING = struct.Struct(">HI")
 
@@ -44,21 +40,6 @@ _END_STREAM = _ACK = 0x1
 _END_HEADERS = 0x4
 _PADDED = 0x8
 _PRIORITY = 0x20
-
-
-class Kind(enum.IntEnum):
-    """What a frame is."""
-
-    DATA = 0
-    HEADERS = 1
-    PRIORITY = 2
-    RST_STREAM = 3
-    SETTINGS = 4
-    PUSH_PROMISE = 5
-    PING = 6
-    GOAWAY = 7
-    WINDOW_UPDATE = 8
-    CONTINUATION = 9
 
 
 class Setting(enum.IntEnum):
@@ -69,27 +50,6 @@ class Setting(enum.IntEnum):
     INITIAL_WINDOW_SIZE = 4
     MAX_FRAME_SIZE = 5
     MAX_HEADER_LIST_SIZE = 6
-
-
-class ErrorCode(enum.IntEnum):
-    """Why a stream or a connection ends."""
-
-    NO_ERROR = 0
-    PROTOCOL_ERROR = 1
-    FLOW_CONTROL_ERROR = 3
-    STREAM_CLOSED = 5
-    FRAME_SIZE_ERROR = 6
-    REFUSED_STREAM = 7
-    COMPRESSION_ERROR = 9
-    ENHANCE_YOUR_CALM = 11
-
-
-class BreachError(Exception):
-    """The client broke the protocol; the connection must be closed."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Streams(Protocol):
@@ -108,13 +68,41 @@ class Streams(Protocol):
         """The client gave up the stream, or broke its rules."""
 
 
+class _Windows:
+    """How much either side may still send: of a stream, or of the whole connection (RFC 9113, 5.2)."""
+
+    __slots__ = ("_may_receive", "_num_acknowledged", "_size", "may_send")
+
+    def __init__(self, *, may_send: int, may_receive: int) -> None:
+        self.may_send = may_send
+        self._size = self._may_receive = may_receive
+        self._num_acknowledged = 0
+
+    def receive(self, num_bytes: int) -> bool:
+        """Return whether the client was allowed to send so much."""
+        self._may_receive -= num_bytes
+        return self._may_receive >= 0
+
+    def acknowledge(self, num_bytes: int) -> int:
+        """Return how much more the client should be told that it may send: 0 until it is much."""
+        self._num_acknowledged += num_bytes
+        if self._num_acknowledged * 2 < self._size:
+            return 0
+        more, self._num_acknowledged = self._num_acknowledged, 0
+        self._may_receive += more
+        return more
+
+    def widen(self, more: int) -> bool:
+        """Send so much more; return whether a window may be so large."""
+        self.may_send += more
+        return self.may_send <= LARGEST_WINDOW
+
+
 class _Stream:
-    __slots__ = ("has_ended", "may_receive", "may_send", "num_acknowledged")
+    __slots__ = ("has_ended", "windows")
 
     def __init__(self, may_send: int) -> None:
-        self.may_send = may_send
-        self.may_receive = _STREAM_WINDOW
-        self.num_acknowledged = 0
+        self.windows = _Windows(may_send=may_send, may_receive=_STREAM_WINDOW)
         self.has_ended = False
 
 
@@ -128,15 +116,12 @@ class Http2:
         self._header_blocks = HeaderBlocks(MOST_HEADER_BYTES)
         self._streams: dict[int, _Stream] = {}
         self._last_id = 0
-        self._held = bytearray()
+        self._frames = FrameReader()
         self._out: list[bytes] = []
         self._block: tuple[int, int, list[bytes]] | None = None
-        self._has_preface = False
         self._has_settings = False
         self._is_going_away = False
-        self._may_send = _FIRST_WINDOW
-        self._may_receive = _CONNECTION_WINDOW
-        self._num_acknowledged = 0
+        self._windows = _Windows(may_send=_FIRST_WINDOW, may_receive=_CONNECTION_WINDOW)
         self._first_may_send = _FIRST_WINDOW
         self.renew_allowance()
         self._takers: tuple[Callable[[int, int, bytes], None], ...] = (
@@ -161,6 +146,11 @@ class Http2:
 
     # What the connection sends.
 
+    @property
+    def has_output(self) -> bool:
+        """Whether anything is to be sent."""
+        return bool(self._out)
+
     def take(self) -> bytes:
         """Return what is to be sent."""
         out, self._out = self._out, []
@@ -172,10 +162,10 @@ class Http2:
         if stream is None:
             return
         flags = _END_STREAM if is_end else 0
-        first, rest = block[:_FRAME_SIZE], block[_FRAME_SIZE:]
+        first, rest = block[:FRAME_SIZE], block[FRAME_SIZE:]
         self._send(Kind.HEADERS, flags | (0 if rest else _END_HEADERS), stream_id, first)
         while rest:
-            first, rest = rest[:_FRAME_SIZE], rest[_FRAME_SIZE:]
+            first, rest = rest[:FRAME_SIZE], rest[FRAME_SIZE:]
             self._send(Kind.CONTINUATION, 0 if rest else _END_HEADERS, stream_id, first)
         if not is_end:
             return
@@ -188,30 +178,26 @@ class Http2:
         stream = self._streams.get(stream_id)
         if stream is None:
             return len(data)
-        num_sent = min(len(data), stream.may_send, self._may_send)
+        num_sent = min(len(data), stream.windows.may_send, self._windows.may_send)
         if num_sent <= 0:
             return 0
-        stream.may_send -= num_sent
-        self._may_send -= num_sent
-        for start in range(0, num_sent, _FRAME_SIZE):
-            self._send(Kind.DATA, 0, stream_id, bytes(data[start : min(num_sent, start + _FRAME_SIZE)]))
+        stream.windows.may_send -= num_sent
+        self._windows.may_send -= num_sent
+        for start in range(0, num_sent, FRAME_SIZE):
+            self._send(Kind.DATA, 0, stream_id, bytes(data[start : min(num_sent, start + FRAME_SIZE)]))
         return num_sent
 
     def acknowledge(self, stream_id: int, num_bytes: int) -> None:
         """Let the client send so much more."""
-        self._num_acknowledged += num_bytes
-        if self._num_acknowledged * 2 >= _CONNECTION_WINDOW:
-            self._may_receive += self._num_acknowledged
-            self._send(Kind.WINDOW_UPDATE, 0, 0, _UINT.pack(self._num_acknowledged))
-            self._num_acknowledged = 0
+        self._acknowledge(0, self._windows, num_bytes)
         stream = self._streams.get(stream_id)
-        if stream is None or stream.has_ended:
-            return
-        stream.num_acknowledged += num_bytes
-        if stream.num_acknowledged * 2 >= _STREAM_WINDOW:
-            stream.may_receive += stream.num_acknowledged
-            self._send(Kind.WINDOW_UPDATE, 0, stream_id, _UINT.pack(stream.num_acknowledged))
-            stream.num_acknowledged = 0
+        if stream is not None and not stream.has_ended:
+            self._acknowledge(stream_id, stream.windows, num_bytes)
+
+    def _acknowledge(self, stream_id: int, windows: _Windows, num_bytes: int) -> None:
+        more = windows.acknowledge(num_bytes)
+        if more:
+            self._send(Kind.WINDOW_UPDATE, 0, stream_id, _UINT.pack(more))
 
     def ping(self) -> None:
         """Ask for a sign of life; any frame is one."""
@@ -223,7 +209,7 @@ class Http2:
         self._send(Kind.GOAWAY, 0, 0, _UINT.pack(LARGEST_WINDOW) + _UINT.pack(ErrorCode.NO_ERROR))
 
     def _send(self, kind: Kind, flags: int, stream_id: int, payload: bytes) -> None:
-        self._out.append(_HEAD.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream_id) + payload)
+        self._out.append(pack_frame(kind, flags, stream_id, payload))
 
     # What the connection receives.
 
@@ -234,7 +220,8 @@ class Http2:
             BreachError: nothing more may be received.
         """
         try:
-            self._receive(data)
+            for kind, flags, stream_id, payload in self._frames.read(data):
+                self._take(kind, flags, stream_id, payload)
         except BreachError as breach:
             payload = _UINT.pack(self._last_id) + _UINT.pack(breach.code) + str(breach).encode("ascii")
             self._send(Kind.GOAWAY, 0, 0, payload)
@@ -249,31 +236,6 @@ class Http2:
         if self._allowance < 0:
             raise BreachError(ErrorCode.ENHANCE_YOUR_CALM, "too many resets or settings")
 
-    def _receive(self, data: bytes) -> None:
-        if self._held:
-            self._held += data
-            data = bytes(self._held)
-            self._held.clear()
-        place = 0
-        if not self._has_preface:
-            if data[: len(PREFACE)] != PREFACE[: len(data)]:
-                raise BreachError(ErrorCode.PROTOCOL_ERROR, "this is no HTTP/2")
-            if len(data) < len(PREFACE):
-                self._held += data
-                return
-            self._has_preface, place = True, len(PREFACE)
-        while len(data) - place >= _HEAD.size:
-            high, low, kind, flags, stream_id = _HEAD.unpack_from(data, place)
-            length = high << 16 | low
-            if length > _FRAME_SIZE:
-                raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a frame is too large")
-            end = place + _HEAD.size + length
-            if end > len(data):
-                break
-            self._take(kind, flags, stream_id & LARGEST_WINDOW, data[place + _HEAD.size : end])
-            place = end
-        self._held += data[place:]
-
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._block is not None and (kind != Kind.CONTINUATION or stream_id != self._block[0]):
             raise BreachError(ErrorCode.PROTOCOL_ERROR, "a block of headers is not complete")
@@ -286,8 +248,7 @@ class Http2:
 
     def _take_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
-        self._may_receive -= size
-        if self._may_receive < 0:
+        if not self._windows.receive(size):
             raise BreachError(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window is exceeded")
         data = _without_padding(payload) if flags & _PADDED else payload
         stream = self._open_stream(stream_id)
@@ -296,8 +257,7 @@ class Http2:
             if stream is not None:
                 self._break_off(stream_id, ErrorCode.STREAM_CLOSED)
             return
-        stream.may_receive -= size
-        if stream.may_receive < 0:
+        if not stream.windows.receive(size):
             self.acknowledge(stream_id, size)
             self._break_off(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
             return
@@ -384,11 +344,10 @@ class Http2:
                 raise BreachError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
             more, self._first_may_send = value - self._first_may_send, value
             for stream in self._streams.values():
-                stream.may_send += more
-                if stream.may_send > LARGEST_WINDOW:
+                if not stream.windows.widen(more):
                     raise BreachError(ErrorCode.FLOW_CONTROL_ERROR, "a window is too large")
         elif setting == Setting.MAX_FRAME_SIZE:
-            if not _FRAME_SIZE <= value <= _LARGEST_FRAME_SIZE:
+            if not FRAME_SIZE <= value <= _LARGEST_FRAME_SIZE:
                 raise BreachError(ErrorCode.PROTOCOL_ERROR, "a frame size is not allowed")
         elif setting == Setting.ENABLE_PUSH and value > 1:
             raise BreachError(ErrorCode.PROTOCOL_ERROR, "a setting is not allowed")
@@ -414,15 +373,13 @@ class Http2:
             raise BreachError(ErrorCode.FRAME_SIZE_ERROR, "a window update has 4 bytes")
         more = _UINT.unpack(payload)[0] & LARGEST_WINDOW
         if stream_id == 0:
-            self._may_send += more
-            if not more or self._may_send > LARGEST_WINDOW:
+            if not self._windows.widen(more) or not more:
                 raise BreachError(*_bad_window(more))
             return
         stream = self._open_stream(stream_id)
         if stream is None:
             return
-        stream.may_send += more
-        if not more or stream.may_send > LARGEST_WINDOW:
+        if not stream.windows.widen(more) or not more:
             self._break_off(stream_id, _bad_window(more)[0])
 
     def _open_stream(self, stream_id: int) -> _Stream | None:
@@ -454,21 +411,3 @@ def _without_padding(payload: bytes) -> bytes:
     if not payload or payload[0] >= len(payload):
         raise BreachError(ErrorCode.PROTOCOL_ERROR, "there is more padding than payload")
     return payload[1 : len(payload) - payload[0]]
-
-
-def pack_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return a block of headers. It uses no table, so that it is the same bytes on every connection."""
-    return b"".join(b"\0" + _packed(name) + _packed(value) for name, value in headers)
-
-
-def _packed(text: bytes) -> bytes:
-    """A string literal of HPACK (RFC 7541, 5.2), not compressed."""
-    length = len(text)
-    if length < 0x7F:
-        return bytes((length,)) + text
-    digits = [0x7F]
-    length -= 0x7F
-    while length >= 0x80:
-        digits.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes((*digits, length)) + text

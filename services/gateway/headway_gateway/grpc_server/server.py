@@ -1,6 +1,7 @@
 """Listens, and leads each call to the handler of its method. Must not know: HTTP/2, any one method."""
 
 import asyncio
+import functools
 import inspect
 import socket
 import ssl
@@ -12,7 +13,7 @@ import grpc
 from headway_gateway.grpc_server.call import Behaviour, Call
 from headway_gateway.grpc_server.connection import Bounds, Connection, Stream
 from headway_gateway.grpc_server.header_blocks import Headers
-from headway_gateway.grpc_server.wire import read_head, refusal_without_call
+from headway_gateway.grpc_server.wire import RequestHead, read_head, refusal_without_call
 from headway_gateway.statuses import CallRefusedError
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -59,7 +60,7 @@ class GrpcServer:
         for listening in sockets:
             self._listeners.append(
                 await loop.create_server(
-                    lambda: Connection(self._open, self._bounds, self._connections),
+                    lambda: Connection(functools.partial(self._open, _Heads()), self._bounds, self._connections),
                     sock=listening,
                     ssl=tls,
                     backlog=_BACKLOG,
@@ -90,8 +91,8 @@ class GrpcServer:
                     connection.abort()
             await asyncio.sleep(0.01)
 
-    def _open(self, stream: Stream, headers: Headers) -> Call | None:
-        head = read_head(headers)
+    def _open(self, heads: "_Heads", stream: Stream, headers: Headers) -> Call | None:
+        head = heads.read(headers)
         method = self._methods.get(head.path)
         if head.problem is not None:
             stream.finish(refusal_without_call(head.problem, head.http_status))
@@ -101,6 +102,20 @@ class GrpcServer:
             stream.finish(refusal_without_call(unknown))
             return None
         return Call(stream, head, method.serve, self._tasks, takes_many=method.takes_many, most_bytes=self._most_bytes)
+
+
+class _Heads:
+    """The heads of one connection's calls: a client sends the same headers again and again, which are then the same list."""
+
+    def __init__(self) -> None:
+        self._headers: Headers = []
+        self._head = read_head(self._headers)
+
+    def read(self, headers: Headers) -> RequestHead:
+        """Return the head that headers are."""
+        if headers is not self._headers:
+            self._headers, self._head = headers, read_head(headers)
+        return self._head
 
 
 def _behaviour_of(handler: Handler) -> Behaviour:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import grpc
 
-from headway_gateway.grpc_server.http2 import pack_headers
+from headway_gateway.grpc_server.header_blocks import pack_headers
 from headway_gateway.statuses import CallRefusedError
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
