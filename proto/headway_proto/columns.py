@@ -34,7 +34,7 @@ def decode_column(data: bytes) -> Int32Array:
 
 def encode_columns(columns: Iterable[NDArray[np.integer]]) -> bytes:
     """Encode equally long columns as one group."""
-    return b"".join([(column if column.dtype is INT32 else column.astype(INT32)).tobytes() for column in columns])
+    return b"".join([np.ascontiguousarray(column, INT32) for column in columns])  # type: ignore[misc]  # each is a buffer
 
 
 def decode_columns(data: bytes, num_columns: int) -> Int32Array:

@@ -400,12 +400,13 @@ def state_digest(
     ``rows`` ascending; ``num_computed_tokens`` and ``num_blocks`` of them, shape ``[n]``; ``block_table`` whole, shape
     ``[max rows, max blocks per row]``. ``lanes``, of these rows, -1 for none: only if the executor has several.
     """
+    num_blocks = num_blocks.astype(INT32, copy=False)
     digest = crc32(rows.astype(INT32, copy=False).tobytes())
     digest = crc32(num_computed_tokens.astype(INT32, copy=False).tobytes(), digest)
-    digest = crc32(num_blocks.astype(INT32, copy=False).tobytes(), digest)
+    digest = crc32(num_blocks.tobytes(), digest)
     if len(rows):
         width = int(num_blocks.max())
-        used = np.arange(width, dtype=np.int32) < num_blocks[:, None]
+        used = np.arange(width, dtype=INT32) < num_blocks[:, None]
         digest = crc32(block_table[rows, :width][used].astype(INT32, copy=False).tobytes(), digest)
     if lanes is not None:
         digest = crc32(lanes.astype(INT32, copy=False).tobytes(), digest)

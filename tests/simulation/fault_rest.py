@@ -98,6 +98,8 @@ MAY_GROW = (
     _MayGrow("engine.fleet.cells[].core.*._tick", None, "steps of a lane are numbered"),
     _MayGrow("engine.fleet.cells[].core.*._is_changed", None, "whether rows have stopped since the newest step"),
     _MayGrow("engine.fleet.cells[].core.*._next_end", None, "a step in which a row would have ended"),
+    _MayGrow("engine.fleet.cells[].core.*._all_due_from", None, "a step in which a row would have needed a block"),
+    _MayGrow("engine.fleet.cells[].core.*._sampling[]._num_since", None, "steps since the rows that sampled last came"),
     _MayGrow("engine.fleet.cells[].core.*._newest_lane", None, "the lane of the newest step"),
     _MayGrow("engine.fleet.cells[].core.*.lane", None, "the first lane that is seen, perhaps that of the newest step"),
     _MayGrow("executor._link._failed_step", None, "the number of a step"),
@@ -169,6 +171,7 @@ MAY_GROW = (
     _MayGrow("size(engine.fleet.cells[].core.*._sampling[].*)", _num_rows, "of the rows that sampled last"),
     _MayGrow("len(engine.fleet.cells[].core.*._sampling[]._gone)", _num_rows, "those that had gone since"),
     _MayGrow("size(engine.fleet.cells[].core.*._indices)", _num_rows, "the rows that decoded in the newest step"),
+    _MayGrow("size(engine.fleet.cells[].core.*._rows_of_turn[])", _num_rows, "the rows that needed a block last"),
     _MayGrow("engine.fleet.cells[].core.rows.end", None, "the highest row that was ever live"),
     _MayGrow(
         "len(engine.fleet.cells[].core.admission.refused)", lambda world: 2, "why the newest step let nobody start"
@@ -231,7 +234,6 @@ MAY_GROW = (
     # One for each life of a peer, or each time that one said hello.
     _MayGrow("len(gateway._epochs_of_this_number)", _num_hellos, "epochs that answered the hellos of one link"),
     _MayGrow("executor._store*", None, "the host pool, which outlives a process"),
-    _MayGrow("len(*._passes._gaps._expected*)", lambda world: 4, "the newest steps"),
     _MayGrow("len(executor._link._former_schedulers)", _num_lives, "whose late frames are told by their names"),
 )
 

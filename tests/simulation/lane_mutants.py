@@ -95,6 +95,16 @@ def freed_while_in_flight(original):
     return lambda self, row: False
 
 
+@_mistake("who needs a block is not looked for again when a row stops", (DecodingRows, "stop"))
+def turns_kept(original):
+    def stop(self, row):
+        known = self._rows_of_turn.copy()
+        original(self, row)
+        self._rows_of_turn = known
+
+    return stop
+
+
 @_mistake("due ticks count steps of all lanes", (Epoch, "send"))
 def ticks_of_all_lanes(original):
     def send(self, step):

@@ -181,7 +181,8 @@ class OneQueue:
 
     def place(self, now: float) -> tuple[FinishedEvent, ...]:
         """See ``Router``."""
-        self._transit.relieve(now)
+        self._transit.relieve_gaps(now)
+        self._transit.relieve_preempted()
         if not len(self._placement):
             return ()
         for placed in self._transit.place(now):

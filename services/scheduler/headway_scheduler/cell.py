@@ -69,6 +69,9 @@ class OtherCells(Protocol):
     def state_lost(self, cell: "Cell", now: float) -> None:
         """What the executor had computed is gone; its requests may go on elsewhere."""
 
+    def cell_has_preempted(self) -> None:
+        """A request that lost its row waits in this cell."""
+
     def cell_opened(self, cell: "Cell", now: float) -> None:
         """This cell began an epoch."""
 
@@ -168,6 +171,8 @@ class Cell:
             self.recorder.ran_alone(trial.origin, trial.num_tokens)
         if core.num_in_flight < core.max_in_flight:
             self._send_steps(core, now)
+        if core.num_preempted:
+            self._others.cell_has_preempted()
 
     def _send_steps(self, core: Scheduler, now: float) -> None:
         link = self.link
@@ -405,9 +410,8 @@ class Cell:
 
     def _end_leases(self) -> None:
         assert self.core is not None
-        leases = self.core.moving.take_ended_leases()
-        if leases:
-            self._others.return_leases(leases)
+        if self.core.ended_leases:
+            self._others.return_leases(self.core.moving.take_ended_leases())
 
     def _start_slowly(self, core: Scheduler, origins: tuple[Origin, ...]) -> None:
         core.start_slowly(origins)

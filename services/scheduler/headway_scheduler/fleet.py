@@ -73,6 +73,8 @@ class Fleet:
         self.cells: list[Cell] = []
         self._news: set[int] = set()
         """The cells that may have something to send: with many cells, nothing is asked of the others."""
+        self._has_preempted = False
+        """Whether a request that lost its row may wait in a cell without news."""
         self._capacity: ExecutorCapacity | None = None
         """Of the core with room for the longest requests."""
         self.transit = Transit(self.placement, self.cells)
@@ -170,11 +172,19 @@ class Fleet:
     def schedule(self, now: float) -> None:
         """Place what waits, and send each executor its steps."""
         if len(self.cells) > 1:
-            self.transit.relieve(now, is_paused=self._is_paused)
+            self.transit.relieve_gaps(now)
+            if (self._has_preempted or self._news) and not self._is_paused:
+                self._has_preempted = self.transit.relieve_preempted()
         if len(self.placement) and not self._is_paused:
             self._place(now)
-        for cell in list(self.cells) if self.brake.has_suspects else self._cells_with_news():
+        if self.brake.has_suspects:
+            self._news.update(range(len(self.cells)))
+        for cell in self._cells_with_news() if self._news else ():
             cell.schedule_steps(now)
+
+    def cell_has_preempted(self) -> None:
+        """A request that lost its row waits in a cell: another cell may have room for it."""
+        self._has_preempted = len(self.cells) > 1
 
     def _cells_with_news(self) -> Iterator[Cell]:
         """By number, also those that have news only from one before them."""

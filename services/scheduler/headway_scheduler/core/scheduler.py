@@ -80,6 +80,7 @@ class Scheduler:
         self.counters = self._state.counters
         self.prefix_statistics = self._state.prefix_statistics
         self.step_times = self._state.step_times
+        self.ended_leases = self._state.ended_leases
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._requests = self._state.requests
         self._shed: list[FinishedEvent] = []

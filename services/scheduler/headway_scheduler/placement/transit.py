@@ -57,11 +57,12 @@ class Transit:
         self._left: dict[Origin, int] = {}
         """The cells that waiting requests came from."""
         self._relieve_at = float("-inf")
-        self._cores: list[Scheduler] | None = None
+        self._cores: list[Scheduler] = []
         self._loads: dict[int, CellLoad] = {}
         """By cell; until an epoch begins anywhere."""
         self._capacities: list[ExecutorCapacity] = []
         """Different ones; executors are usually alike."""
+        self.cores_changed()
 
     @property
     def num_on_the_way(self) -> int:
@@ -70,7 +71,7 @@ class Transit:
 
     def cores_changed(self) -> None:
         """A core began an epoch; it may be new, and its executor another."""
-        self._cores = None
+        self._cores = [cell.core for cell in self._cells if cell.core is not None]
         self._loads.clear()
         self._capacities.clear()
 
@@ -138,23 +139,25 @@ class Transit:
             self.return_leases((request.stored,))
             request.forget_stored()
 
-    def relieve(self, now: float, *, is_paused: bool = False) -> None:
-        """Who lost its blocks, or misses its gaps, in one cell goes on in another that has room for it."""
+    def relieve_gaps(self, now: float) -> None:
+        """Who misses its gaps in one cell goes on in another that has slack."""
         policy = self._placement.policy
         if now >= self._relieve_at and policy.has_roles:
             self._relieve_at = now + RELIEVE_INTERVAL_S
             for number, late in policy.to_relieve(self.loads()):
                 self._cells[number].let_leave(late.new.origin)
-        if self._cores is None:
-            self._cores = [cell.core for cell in self._cells if cell.core is not None]
-        if is_paused or not has_preempted(self._cores):
-            return
+
+    def relieve_preempted(self) -> bool:
+        """Who lost its blocks in one cell goes on in another that has room. Return whether there was anybody."""
+        if not has_preempted(self._cores):
+            return False
         loads = self.loads()
         for load in loads:
             request = load.stranded()
             if request is not None and self._placement.would_place_beside(request, loads, load):
                 self.take_back(self._cells[load.number].release([request.new.origin]))
                 load.read_anew()
+        return True
 
     def _can_reach(self, stored: StoredBlocks) -> bool:
         pools = (cell.core.capacity.host_pool for cell in self._cells if cell.is_open and cell.core is not None)

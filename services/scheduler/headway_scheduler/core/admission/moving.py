@@ -100,6 +100,8 @@ class Moving:
         for request in self._state.requests.values():
             swapping.lend(request)
             request.keep_a_token_to_run()
+            if request.stored is not None and not request.stored.num_tokens:
+                swapping.forget(request)  # nothing of it can be used
         for step in self._epoch.in_flight:
             if step.transfers is not None:
                 self._undo(step.transfers)

@@ -3,16 +3,20 @@ compute.
 
 Owns: which rows of the lane decode, are stalled or idle, and in which steps of the lane, counted from 0 (*ticks*), they
 need a block (*due*) or have nothing left to compute (*end*). Must not know: where blocks come from, or other lanes.
+
+A row that decodes fills a block every ``block_size`` ticks. So the tick in which its blocks are full, modulo
+``block_size``, is the same for as long as it decodes: its *turn*. Each tick has one turn, whose rows are due.
 """
 
 import numpy as np
 
 from headway_scheduler.core.memory.row_table import RowTable
-from headway_scheduler.core.state.indices import NO_ROWS, ONE, RowIndices
+from headway_scheduler.core.state.indices import NO_ROWS, RowIndices
 from headway_scheduler.core.state.step_plan import StepPlan
 from headway_scheduler.core.state.step_shape import StepShape
 
 NEVER = np.iinfo(np.int32).max
+NO_TURN = -1
 
 
 class DecodingRows:
@@ -28,11 +32,14 @@ class DecodingRows:
         """Those that run a token in the lane's next step: ``len(indices())``, without looking."""
         self._rows = rows
         self._tick = 0
-        self._now = np.array(0, dtype=np.int32)
-        """``_tick`` for array operations."""
-        # Shape [max_rows]: 1 while the row runs one token in each step of the lane, until its due or end tick.
+        # Shape [max_rows]: 1 while the row runs one token in each step of the lane, until it is due or ends.
         self._decodes = np.zeros(rows.max_rows, dtype=np.int32)
-        self._due_tick = np.full(rows.max_rows, NEVER, dtype=np.int32)
+        self._turn = np.full(rows.max_rows, NO_TURN, dtype=np.int32)
+        """Of each row that decodes."""
+        self._rows_of_turn: list[RowIndices | None] = [None] * rows.block_size
+        """None if they have changed since they were looked for."""
+        self._all_due_from = 0
+        """From this tick on every row whose turn it is is due. Before, some still have room in their blocks."""
         self._end_tick = np.full(rows.max_rows, NEVER, dtype=np.int32)
         self._next_end = NEVER
         """No row ends before this tick."""
@@ -60,7 +67,12 @@ class DecodingRows:
 
     def due(self) -> RowIndices:
         """The rows that need a block for the lane's next step, ascending, once those that end are stopped."""
-        found: RowIndices = (self._due_tick[: self._rows.end] == self._now).nonzero()[0]
+        turn, rows = self._tick % self._rows.block_size, self._rows
+        known = self._rows_of_turn[turn]
+        found: RowIndices = (self._turn[: rows.end] == turn).nonzero()[0] if known is None else known
+        self._rows_of_turn[turn] = found
+        if self._tick < self._all_due_from:
+            found = found[rows.num_computed_tokens[found] == rows.num_blocks[found] * rows.block_size]
         return found
 
     def stop_ended(self) -> None:
@@ -68,7 +80,7 @@ class DecodingRows:
         if self._tick < self._next_end:
             return
         decoding = self.indices()
-        for row in decoding[self._end_tick[decoding] == self._now].tolist():
+        for row in decoding[self._end_tick[decoding] == self._tick].tolist():
             self.stop(row)
             self.idle.add(row)
         self._next_end = int(self._end_tick[self.indices()].min(initial=NEVER))
@@ -84,7 +96,6 @@ class DecodingRows:
         num_computed += self._decodes[:end]
         self._num_context_tokens += self.num_decoding
         self._tick += 1
-        self._now = np.array(self._tick, dtype=np.int32)
 
     def accept(self, row: int, num_tokens: int) -> None:
         """A row of the last step has computed ``num_tokens`` tokens more, which were proposed."""
@@ -107,20 +118,26 @@ class DecodingRows:
             num_computed = int(rows.num_computed_tokens[row])
             since = self._tick - num_computed
             end = int(rows.last_position[row]) + since
-            self._due_tick[row] = int(rows.num_blocks[row]) * rows.block_size + since
+            self._note_due(int(rows.num_blocks[row]) * rows.block_size + since)
             self._end_tick[row] = end
             self._next_end = min(self._next_end, end)
-            if not self._decodes[row]:
+            if self._decodes[row]:
+                self._rows_of_turn[int(self._turn[row])] = None
+            else:
                 self._decodes[row] = 1
                 self.num_decoding += 1
                 self._num_context_tokens += num_computed
+            turn = since % rows.block_size
+            self._turn[row] = turn
+            self._rows_of_turn[turn] = None
         self._is_changed = True
 
     def stop(self, row: int) -> None:
         """Stop a row's decoding."""
-        self._due_tick[row] = NEVER
         if self._decodes[row]:
             self._decodes[row] = 0
+            self._rows_of_turn[int(self._turn[row])] = None
+            self._turn[row] = NO_TURN
             self.num_decoding -= 1
             self._num_context_tokens -= int(self._rows.num_computed_tokens[row])
             self._is_changed = True
@@ -130,31 +147,41 @@ class DecodingRows:
         if self.stalled:
             self.start(served.tolist())
             self.stalled.difference_update(served.tolist())
-        else:
-            self._due_tick[served] = self._now + self._rows.tokens_per_block
 
     def hold_back(self, plan: StepPlan, decoding: list[int]) -> None:
         """Let decoding rows sit out this step."""
         if decoding:
             self._decodes[decoding] = 0
+            self._turn[decoding] = NO_TURN
             self.num_decoding -= len(decoding)
             self._num_context_tokens -= int(self._rows.num_computed_tokens[decoding].sum())
-            self._due_tick[decoding] += ONE
-            self._end_tick[decoding] += ONE
             plan.held_back = plan.held_back + decoding
-            self._is_changed = True
+            self._forget_turns()
 
-    def let_decode(self, held_back: list[int], *, in_this_step: bool) -> None:
-        """Undo ``hold_back``, before (``in_this_step``) or after that step."""
+    def let_decode(self, held_back: list[int]) -> None:
+        """Undo ``hold_back``, before or after that step."""
         if held_back:
+            rows = self._rows
+            num_computed = rows.num_computed_tokens[held_back]
+            since = self._tick - num_computed
+            end = rows.last_position[held_back] + since
             self._decodes[held_back] = 1
+            self._turn[held_back] = since % rows.block_size
+            self._note_due(int((rows.num_blocks[held_back] * rows.block_size + since).max()))
+            self._end_tick[held_back] = end
+            self._next_end = min(self._next_end, int(end.min()))
             self.num_decoding += len(held_back)
-            self._num_context_tokens += int(self._rows.num_computed_tokens[held_back].sum())
-            if in_this_step:
-                self._due_tick[held_back] -= ONE
-                self._end_tick[held_back] -= ONE
-            self._next_end = min(self._next_end, *self._end_tick[held_back].tolist())
-            self._is_changed = True
+            self._num_context_tokens += int(num_computed.sum())
+            self._forget_turns()
+
+    def _forget_turns(self) -> None:
+        self._rows_of_turn = [None] * self._rows.block_size
+        self._is_changed = True
+
+    def _note_due(self, tick: int) -> None:
+        """Some row is due in this tick, perhaps not in its first turn."""
+        if tick >= self._tick + self._rows.block_size:
+            self._all_due_from = max(self._all_due_from, tick)
 
     def give_up(self, row: int) -> None:
         """Forget a row of the lane, which is being released."""

@@ -39,8 +39,6 @@ class RowTable:
     def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
         self.max_rows = max_rows
         self.block_size = block_size
-        self.tokens_per_block = np.array(block_size, dtype=np.int32)
-        """``block_size`` for array operations."""
         self._free_rows = list(range(max_rows))
         self.requests: list[Request | None] = [None] * max_rows
         self.num_live = 0
@@ -150,9 +148,12 @@ class RowTable:
         places: NDArray[np.intp] = self._first_token[rows] + positions
         return places
 
-    def append_tokens(self, places: NDArray[np.intp], token_ids: Int32Array) -> None:
-        """Write the next token of some rows, one each, at its place. The caller adds them to ``num_tokens``."""
-        self._flat_token_ids[places] = token_ids
+    def append_tokens(self, places: NDArray[np.intp], num_since: int, token_ids: Int32Array) -> None:
+        """Write the next token of some rows, one each, ``num_since`` behind these places.
+
+        The caller adds them to ``num_tokens``.
+        """
+        self._flat_token_ids[num_since:][places] = token_ids
 
 
 def _in_huge_pages(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -70,7 +70,9 @@ class AnswerChecks:
         return step, token_ids, stops_some, accepted
 
     def _stale_rows(self, step: InFlightStep, output: ExecutorOutput) -> list[int]:
-        stale: list[int] = decode_column(output.stale_rows).tolist() if output.stale_rows else []
+        if not output.stale_rows:
+            return []
+        stale: list[int] = decode_column(output.stale_rows).tolist()
         pulling = set() if step.transfers is None else {fetched.row for fetched in step.transfers.fetched}
         if not pulling.issuperset(stale):
             raise StateMismatch(f"stale rows {stale!r:.64} in step {step.step}, not all of which pulled blocks")

@@ -24,6 +24,7 @@ from headway_scheduler.core.state.events import (
     StepEvents,
     VectorEvent,
 )
+from headway_scheduler.core.state.indices import is_any
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.core.state.step_plan import InFlightStep, StepLoad
 from headway_scheduler.core.step.accepted_tokens import AcceptedTokens
@@ -237,7 +238,7 @@ class Answers:
         self._queue.charge_rows(rows.tenant, sampling_rows)
         if self._epoch.lanes[lane].may_end:
             stops_some = stops_some | (rows.num_tokens[sampling_rows] > rows.last_position[sampling_rows])
-        for entry in stops_some.nonzero()[0].tolist():
+        for entry in stops_some.nonzero()[0].tolist() if is_any(stops_some) else ():
             row = int(sampling_rows[entry])
             end = self._end_at(rows.request_in(row), int(rows.num_tokens[row]), int(token_ids[entry]))
             if end is not None:

@@ -76,7 +76,10 @@ class GapGuard:
         return self.is_on and self._running.tightest.tightest_ms is not None
 
     def record_tokens(self, sampling_rows: RowIndices, now: float) -> None:
-        """Record that these rows have received a token."""
+        """Record that these rows have received a token, with the answer to the oldest step."""
+        in_flight, expected = self._epoch.in_flight, self._expected
+        while expected and (not in_flight or expected[0].step < in_flight[0].step):
+            expected.popleft()
         if self.is_active:
             self._rows.token_time[sampling_rows] = now
 
@@ -88,7 +91,6 @@ class GapGuard:
             self._prompts_kept_out_since = None
         shape = self._observer.shape(plan, self._epoch.decoding.shape())
         duration_s = self._step_times.predict_s(shape) or 0.0
-        self._forget_answered()
         self._expected.append(_Expected(self._epoch.next_step, plan.now, duration_s))
 
     def serve(self, plan: StepPlan) -> None:
@@ -110,17 +112,10 @@ class GapGuard:
         chosen: list[int] = self._in_order(np.array(ready, dtype=np.intp), now).rows[:count].tolist()
         return chosen
 
-    def _forget_answered(self) -> None:
-        """Even while nobody has an objective, only steps in flight are remembered."""
-        in_flight, expected = self._epoch.in_flight, self._expected
-        while expected and (not in_flight or expected[0].step < in_flight[0].step):
-            expected.popleft()
-
     def _start_of_step(self, now: float) -> float:
         """When the lane's next step will start. Its rows in flight receive their tokens before."""
         lane, expected = self._epoch.decoding.lane, self._expected
         in_flight, end = [step for step in self._epoch.in_flight if step.lane == lane], self._observer.answer_time(lane)
-        self._forget_answered()
         durations = {entry.step: entry for entry in expected}
         for step in in_flight:
             entry = durations.get(step.step)

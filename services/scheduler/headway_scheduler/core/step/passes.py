@@ -70,7 +70,7 @@ class Passes:
         total = epoch.decoding.num_decoding + plan.num_chunk_tokens
         if not total:
             epoch.swapping.complete_plan()
-            epoch.decoding.let_decode(plan.held_back, in_this_step=True)
+            epoch.decoding.let_decode(plan.held_back)
         return total
 
     def _fill(self, plan: StepPlan) -> None:
@@ -137,6 +137,6 @@ class Passes:
     def _end_hold(self, plan: StepPlan) -> bool:
         """Let rows decode in this step after all; return whether there are any."""
         held_back = [row for row in plan.held_back if row not in plan.sits_out]
-        self._epoch.decoding.let_decode(held_back, in_this_step=True)
+        self._epoch.decoding.let_decode(held_back)
         plan.held_back = [row for row in plan.held_back if row in plan.sits_out]
         return bool(held_back)

@@ -92,7 +92,7 @@ class Sending:
         if leaving:
             self._handing_off.let_idle(leaving)
         if plan.held_back:
-            decoding.let_decode(plan.held_back, in_this_step=False)
+            decoding.let_decode(plan.held_back)
         self._counters.num_steps += 1
         return output
 

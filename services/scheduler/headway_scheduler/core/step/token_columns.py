@@ -9,7 +9,7 @@ import numpy as np
 
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_scheduler.core.memory.row_table import RowTable
-from headway_scheduler.core.state.indices import NO_ROWS, ONE, ONE_PLACE, RowIndices
+from headway_scheduler.core.state.indices import NO_ROWS, ONE, RowIndices
 from headway_scheduler.core.state.request import Request
 
 NOBODY: AbstractSet[int] = frozenset()
@@ -67,6 +67,8 @@ class SamplingRows:
         self._gone: AbstractSet[int] = NOBODY
         self._owners = self._handles = self._indices = EMPTY_COLUMN
         self._places = NO_ROWS
+        """Where the next token of each row was when it was looked up, and how many have come since."""
+        self._num_since = 0
         self._counts = EMPTY_COLUMN
         """Shape [rows up to the last]: 1 for each that gets a token."""
 
@@ -81,7 +83,7 @@ class SamplingRows:
         """
         is_known = rows_of_step is self._rows_of_step and (gone is self._gone or self._gone <= gone)
         if is_known:
-            self._places += ONE_PLACE
+            self._num_since += 1
             self._indices = self._indices + ONE
         else:
             self._rows_of_step, self._gone = rows_of_step, NOBODY
@@ -98,7 +100,7 @@ class SamplingRows:
         """Append a token to each of ``rows``."""
         num_tokens = self._table.num_tokens[: len(self._counts)]
         num_tokens += self._counts
-        self._table.append_tokens(self._places, token_ids)
+        self._table.append_tokens(self._places, self._num_since, token_ids)
         return TokenColumns(self._owners, self._handles, self._indices, token_ids)
 
     def _leave_out(self, gone: AbstractSet[int]) -> RowIndices:
@@ -119,6 +121,6 @@ class SamplingRows:
         num_tokens = table.num_tokens[rows]
         self._owners, self._handles = table.owner[rows], table.handle[rows]
         self._indices = num_tokens - table.num_prompt_tokens[rows]
-        self._places = table.places_of(rows, num_tokens)
+        self._places, self._num_since = table.places_of(rows, num_tokens), 0
         self._counts = np.zeros(table.end, dtype=np.int32)
         self._counts[rows] = ONE
