@@ -43,7 +43,7 @@ from headway_executor.memory.host_speed import measure_device, measure_host
 from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.kv_vectors import block_bytes_of
-from headway_executor.settings.setting_checks import KV_CACHE_DTYPES
+from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.float8_linear import is_native
 from headway_kernels.gpu.long_chunks import LibraryLacking
 from program import add_line, parser_of, provenance, write_result

@@ -43,7 +43,7 @@ from headway_executor.gpu.tuning_file import (
     read,
 )
 from headway_executor.models.config import ModelConfig
-from headway_executor.settings.setting_checks import KV_CACHE_DTYPES
+from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.gpu.attention_tuning import AttentionTuning, padded_head, stored_bytes
 from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs, sort_pairs

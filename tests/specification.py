@@ -512,15 +512,17 @@ class Specification:
                 events.append((at_risk, 2 * r.arrival, r))
             if r.latest_start <= now and r.danger < 2:
                 events.append((r.latest_start, 2 * r.arrival + 1, r))
+        is_untried = not self.running
         for _, number, r in sorted(events, key=lambda event: event[:2]):
             r.danger = 1 + number % 2
             if number % 2 == 0:
                 r.lane = self._lane(1)
-            elif self.limits.shed_late:
+            elif self.limits.shed_late and not is_untried:
                 self.shed.append(r.origin)
                 self._end(r)
             else:
                 r.lane = self._lane(3)
+                is_untried = False
 
     def _hurry(self) -> None:
         """Too many steps have only decoded while a prompt waited: the next request is urgent."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/s
 
 PROGRAM = """
 import sys, msgspec
-from headway_executor.settings.config import ExecutorConfig
+from headway_executor.config import ExecutorConfig
 from headway_executor.process import run
 settings = dict(backend="simulated", num_kv_blocks=32, max_model_len=64, block_size=4, step_address=sys.argv[1])
 sys.exit(run(ExecutorConfig(**settings, **msgspec.json.decode(sys.argv[2]))))

@@ -24,7 +24,7 @@ from headway_executor.block_store import questions
 from headway_executor.block_store.questions import AnswerReader, BlockQuestion, question_writer
 from headway_executor.block_store.tcp_transport import TcpTransport
 from headway_executor.block_store.transport import RECORD, HostMemory, PullError
-from headway_executor.settings.config import ExecutorConfig
+from headway_executor.config import ExecutorConfig
 from headway_process.link_guard import MAX_PENDING_HANDSHAKES
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 20

@@ -24,10 +24,10 @@ from structlog.testing import capture_logs
 from headway_executor.backend import BackendConfig, DeviceLostError, StepOutOfMemoryError, StepResult
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.batch.batch_state import BatchState
+from headway_executor.config import ExecutorConfig
 from headway_executor.host.statistics import ExecutorStatistics
 from headway_executor.links.channel import SchedulerChannel
 from headway_executor.links.step_link import StepLink
-from headway_executor.settings.config import ExecutorConfig
 from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_executor.step.adapter_changes import at_once
 from headway_executor.step.loop import StepCycle, serve
@@ -518,7 +518,7 @@ class ExecutorProcess:
         program = textwrap.dedent(
             f"""
             import sys, msgspec
-            from headway_executor.settings.config import ExecutorConfig
+            from headway_executor.config import ExecutorConfig
             from headway_executor.process import run
             {prefix}
             sys.exit(run(msgspec.json.decode({msgspec.json.encode(config)!r}, type=ExecutorConfig)))
@@ -613,7 +613,7 @@ def test_the_process_ends_with_its_parent():
         """
         import subprocess, sys, time
         program = '''
-        from headway_executor.settings.config import ExecutorConfig
+        from headway_executor.config import ExecutorConfig
         from headway_executor.process import run
         run(ExecutorConfig(backend="simulated", exit_with_parent=True, log_level="info"))
         '''

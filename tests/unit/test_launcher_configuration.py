@@ -21,7 +21,7 @@ from headway.configuration import (
 from headway.serve_config import ServeConfig
 from headway.services import SERVICES
 from headway.settings import ConfigurationError, as_text, from_text, settings_of
-from headway_executor.settings.config import ExecutorConfig
+from headway_executor.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig
 from headway_scheduler.config import SchedulerConfig
 

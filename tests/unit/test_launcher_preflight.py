@@ -23,9 +23,9 @@ from headway.model_source import DEMO_MODEL_DIRECTORY
 from headway.plan import Plan, make_plan, without_settings
 from headway.serve import serve
 from headway_executor.backend import BackendConfigError
+from headway_executor.config import ExecutorConfig
 from headway_executor.host import torch_build as of_build
 from headway_executor.host.torch_build import TorchBuild, cuda_advice, torch_build
-from headway_executor.settings.config import ExecutorConfig
 from headway_executor.startup import preflight as of_executor
 from headway_gateway.listening import problem_of_listening
 from headway_proto import generation_pb2, generation_pb2_grpc

@@ -25,7 +25,7 @@ from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import part_of, whole
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.group import RankGroup
-from headway_executor.settings.setting_checks import TRITON, check_settings
+from headway_executor.setting_checks import TRITON, check_settings
 from headway_kernels.cpu.library import load_library
 from headway_proto.pooling import POOL_LAST, POOL_MEAN
 from headway_proto.sampling import SamplingParams

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headway.keys import make_keys
+from headway_executor.config import ExecutorConfig
 from headway_executor.rank_processes.surroundings import keys_of, surroundings_of, take_cores
-from headway_executor.settings.config import ExecutorConfig
 
 TWO = ExecutorConfig(backend="simulated", tensor_parallel=2)
 HERE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5000"}

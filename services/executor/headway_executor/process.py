@@ -18,6 +18,7 @@ from structlog.typing import FilteringBoundLogger
 from headway_executor.backend import BackendConfigError, DeviceLostError, ExecutorBackend, ModelFilesError
 from headway_executor.batch.batch_state import BatchState
 from headway_executor.block_store.store import Store
+from headway_executor.config import ExecutorConfig
 from headway_executor.host.beside import Nicer
 from headway_executor.host.ending import (
     EXIT_BAD_CONFIGURATION,
@@ -40,7 +41,6 @@ from headway_executor.rank_processes.refusal import RankRefusedError, exit_code_
 from headway_executor.rank_processes.surroundings import Surroundings, surroundings_of, take_cores
 from headway_executor.rank_processes.watched_backend import WatchedBackend
 from headway_executor.rank_processes.whole_group import Group
-from headway_executor.settings.config import ExecutorConfig
 from headway_executor.startup.opening import Opening
 from headway_executor.step.loop import StepCycle, serve
 from headway_executor.step.seams import Link, Ranks

@@ -30,8 +30,8 @@ from headway.serve_config import ServeConfig
 from headway.services import SERVICES, Service
 from headway.settings import ConfigurationError, as_text, bytes_of_file, settings_of
 from headway.supervision import RestartPolicy
+from headway_executor.config import ExecutorConfig
 from headway_executor.rank_processes.surroundings import OF_TORCHRUN
-from headway_executor.settings.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig, serves_vllm_engine
 from headway_process.installation import install_advice
 

@@ -10,7 +10,7 @@ from headway.plan import Plan, Settled
 from headway.serve_config import ServeConfig
 from headway.settings import ConfigurationError, ModelDirectoryError, one_line, settings_of, shown
 from headway_executor.backend import BackendConfigError, ModelFilesError
-from headway_executor.settings.config import ExecutorConfig
+from headway_executor.config import ExecutorConfig
 from headway_executor.startup import preflight as of_executor
 from headway_gateway import preflight as of_gateway
 from headway_gateway.config import GatewayConfig

@@ -58,7 +58,7 @@ from headway_executor.sampling.speculation.verification import (
     result_of,
     with_proposals,
 )
-from headway_executor.settings.setting_checks import TORCH, check_settings
+from headway_executor.setting_checks import TORCH, check_settings
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import EMPTY_COLUMN, Int32Array
 from headway_proto.pooling import POOL_LAST

@@ -20,7 +20,7 @@ from headway_executor.models.families.bert import read_encoder_config
 from headway_executor.models.model_settings import dtype_of
 from headway_executor.models.sentence_pooling import default_pooling
 from headway_executor.sampling.pooling import NOT_FINITE, pooled
-from headway_executor.settings.setting_checks import TORCH, check_num_kv_blocks, max_model_len_of, option_of
+from headway_executor.setting_checks import TORCH, check_num_kv_blocks, max_model_len_of, option_of
 from headway_proto.columns import Int32Array, encode_floats
 from headway_proto.pooling import POOL_MEAN
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowVector

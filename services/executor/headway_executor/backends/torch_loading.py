@@ -32,7 +32,7 @@ from headway_executor.models.stage import stage_of
 from headway_executor.ranks.group import RankGroup
 from headway_executor.sampling.sampler import Sampler
 from headway_executor.sampling.speculation.draft_model import DraftForward, DraftModel
-from headway_executor.settings.setting_checks import TORCH, option_of
+from headway_executor.setting_checks import TORCH, option_of
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from headway_process.addresses import is_loopback
 

@@ -19,7 +19,7 @@ import zmq
 from headway_executor.backend import BackendConfigError
 from headway_executor.block_store.questions import MAX_QUESTION_BYTES, PARTS_UNDER_WAY
 from headway_executor.block_store.transport import Bytes
-from headway_executor.settings.config import EXECUTOR_SECRET_KEY
+from headway_executor.config import EXECUTOR_SECRET_KEY
 from headway_process.addresses import check_offered_address
 from headway_process.link_guard import HANDSHAKE_INTERVAL_MS, LinkGuard, OneKey
 from headway_process.link_keys import load_own_keys

@@ -29,7 +29,7 @@ from headway_executor.block_store.questions import (
     question_writer,
 )
 from headway_executor.block_store.transport import RECORD, HostMemory, PulledBlocks, PullError
-from headway_executor.settings.config import EXECUTOR_SECRET_KEY
+from headway_executor.config import EXECUTOR_SECRET_KEY
 from headway_process.addresses import check_link_address
 from headway_process.link_keys import load_own_keys
 from headway_proto.columns import Int32Array

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway_executor.settings.setting_checks import check_interpreted
+from headway_executor.setting_checks import check_interpreted
 
 
 class Mark(Protocol):

@@ -12,8 +12,8 @@ from typing import Any
 
 import zmq
 
+from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
 from headway_executor.link_keys import LinkKeys
-from headway_executor.settings.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
 from headway_process.addresses import check_ipc_directory
 from headway_process.link_keys import load_own_keys, load_public_key
 from headway_proto.framing import MAX_FRAME_BYTES

@@ -12,7 +12,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError, ModelFil
 from headway_executor.checkpoint.fields import read_json_object
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
-from headway_executor.settings.setting_checks import check_num_kv_blocks, max_model_len_of
+from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
 
 
 class ModelSettings(NamedTuple):

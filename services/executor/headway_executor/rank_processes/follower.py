@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from headway_executor.backend import RankLostError
+from headway_executor.config import ExecutorConfig
 from headway_executor.host.beside import begun
 from headway_executor.links.channel import DealerChannel
 from headway_executor.rank_processes.agreed_store import AgreedStore
@@ -15,7 +16,6 @@ from headway_executor.rank_processes.following_link import FollowingLink
 from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of, one_line
 from headway_executor.rank_processes.surroundings import Surroundings, keys_of
 from headway_executor.rank_processes.watched_backend import WatchedBackend
-from headway_executor.settings.config import ExecutorConfig
 from headway_proto.step import BackendInfo
 
 _TURN_S = 0.02

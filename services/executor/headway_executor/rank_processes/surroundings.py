@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from headway_executor.config import EXECUTOR_SECRET_KEY, ExecutorConfig
 from headway_executor.link_keys import LinkKeys
 from headway_executor.rank_place import RankPlace
-from headway_executor.settings.config import EXECUTOR_SECRET_KEY, ExecutorConfig
 from headway_process.addresses import check_link_address, is_loopback
 from headway_process.link_keys import load_own_keys
 

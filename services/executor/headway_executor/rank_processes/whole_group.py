@@ -11,6 +11,7 @@ from collections.abc import Callable
 import zmq
 
 from headway_executor.backend import RankLostError
+from headway_executor.config import ExecutorConfig
 from headway_executor.host.beside import begun
 from headway_executor.host.metrics import GroupFigures
 from headway_executor.link_keys import LinkKeys
@@ -22,7 +23,6 @@ from headway_executor.rank_processes.pools import joined
 from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of, one_line
 from headway_executor.rank_processes.surroundings import Surroundings, keys_of
 from headway_executor.ranks.listener import RanksSocket
-from headway_executor.settings.config import ExecutorConfig
 from headway_process.last_words import LAST_WORDS_VARIABLE
 from headway_proto.step import BackendInfo
 

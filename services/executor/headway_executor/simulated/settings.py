@@ -15,7 +15,7 @@ from headway_executor.backend import (
     BackendConfigError,
     ModelFilesError,
 )
-from headway_executor.settings.setting_checks import check_num_kv_blocks, max_model_len_of
+from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
 
 _AtLeast0 = Annotated[float, msgspec.Meta(ge=0)]
 _MAX_DEFAULT_BLOCKS = 16_384

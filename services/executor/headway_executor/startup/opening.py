@@ -13,10 +13,10 @@ from headway_executor.backend import NO_ADAPTERS, AdapterBackend, BackendConfigE
 from headway_executor.block_store.registry import enabled_transports, make_transport
 from headway_executor.block_store.store import BlockStore
 from headway_executor.checkpoint.reading_ahead import read_ahead
+from headway_executor.config import ExecutorConfig
 from headway_executor.link_keys import LinkKeys
 from headway_executor.rank_place import RankPlace
 from headway_executor.rank_processes.pools import variant_of
-from headway_executor.settings.config import ExecutorConfig
 from headway_executor.startup.registry import create_backend
 from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.fields import CONFIG_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
+from headway_executor.config import ExecutorConfig
 from headway_executor.host.torch_build import torch_build
 from headway_executor.models.families import read_model_config
 from headway_executor.models.families.bert import is_encoder, read_encoder_config
-from headway_executor.settings.config import ExecutorConfig
-from headway_executor.settings.setting_checks import (
+from headway_executor.setting_checks import (
     BUILT_IN,
     check_interpreted,
     check_num_kv_blocks,

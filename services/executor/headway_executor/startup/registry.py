@@ -10,7 +10,7 @@ from typing import cast
 
 from headway_executor.backend import BackendConfigError, ExecutorBackend
 from headway_executor.host.torch_build import cuda_advice
-from headway_executor.settings.setting_checks import BUILT_IN
+from headway_executor.setting_checks import BUILT_IN
 from headway_process.entry_points import ByName
 from headway_process.installation import install_advice
 

@@ -178,16 +178,22 @@ class Scheduler:
         return self._epoch.awaits_answer
 
     def _check_first_tokens(self, now: float) -> None:
+        """Who is at risk goes first; who is too late goes last, or ends.
+
+        While nothing runs, one is tried: a prediction that ended all would never be put right by a step.
+        """
         state = self._state
+        is_untried = not self.rows.num_live
         for request, danger in state.first_tokens.due(now):
             if self._requests.get(request.new.origin) is not request:
                 continue  # it has ended, or another core has it
             if danger is Danger.AT_RISK:
                 state.waiting.queue.move(request, Lane.URGENT)
-            elif self.limits.shed_late:
+            elif self.limits.shed_late and not is_untried:
                 self._shed.append(self._endings.finish(request, FinishReason.SHED))
             else:
                 state.waiting.queue.move(request, Lane.LATE)
+                is_untried = False
 
     # ------------------------------------------------------------------------------------------ requests come and go
 

@@ -172,7 +172,7 @@ class Placement:
     def place_next(self, cells: Sequence[CellLoad], now: float) -> Placed | None:
         """Take the next request out of the queue and say where it goes; None if no cell could start it soon."""
         if now >= self._first_tokens.next_due:
-            self._check_first_tokens(now)
+            self._check_first_tokens(now, cells)
         going_on, queue = self._going_on, self._waiting.queue
         if not going_on:
             return self._place_first(lambda: queue.first(now), cells)
@@ -216,20 +216,22 @@ class Placement:
         self._placed[request.new.origin] = placed
         return placed
 
-    def _check_first_tokens(self, now: float) -> None:
+    def _check_first_tokens(self, now: float, cells: Sequence[CellLoad]) -> None:
         """As in a core: requests at risk go first; those that are too late go last, or end."""
+        is_untried = any(cell.is_idle for cell in cells)
         for request, danger in self._first_tokens.due(now):
             origin = request.new.origin
             if self._requests.get(origin) is not request or origin in self._homeless:
                 continue
             if danger is Danger.AT_RISK:
                 self._waiting.queue.move(request, Lane.URGENT)
-            elif self._limits.shed_late:
+            elif self._limits.shed_late and not is_untried:
                 end = self.finish(origin, FinishReason.SHED)
                 assert end is not None
                 self._shed.append(end)
             else:
                 self._waiting.queue.move(request, Lane.LATE)
+                is_untried = False
 
     def _watch_first_token(self, request: Request, cells: Callable[[], Sequence[CellLoad]]) -> None:
         objective_s = first_token_objective_s(request, self._limits)

@@ -76,6 +76,11 @@ class CellLoad:
         self._num_free_blocks = view.num_free_blocks
         self._num_tokens_ahead = -1
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs or waits here, and something may."""
+        return self.accepts and not self.num_running and not self._num_waiting
+
     def can_hold(self, request: Request) -> bool:
         """Whether the executor could ever run this request, which another of the same model was found to run."""
         capacity, new = self.capacity, request.new

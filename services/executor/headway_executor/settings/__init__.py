@@ -1,1 +1,0 @@
-"""The settings of an executor: their names, and their checks."""
