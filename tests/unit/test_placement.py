@@ -260,6 +260,9 @@ def test_a_request_that_is_late_goes_last_or_is_shed() -> None:
     assert placement.place_next(full, 0.11) is None
     assert [(end.origin.handle, end.reason) for end in placement.take_shed()] == [(1, FinishReason.SHED)]
     assert len(placement) == 1
+    placement = placement_of(late, shed_late=True)
+    assert chosen(placement, cells(Core()), 0.11).request.new.request_id == "1", "one is tried where nothing runs"
+    assert placement.take_shed() == ()
 
 
 def test_the_queue_is_bounded() -> None:

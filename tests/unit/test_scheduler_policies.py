@@ -326,6 +326,15 @@ class TestFirstTokenObjectives:
         assert starts(run) == [1, 3]
         assert run.core.take_shed() == ()
 
+    def test_where_nothing_runs_one_that_is_too_late_is_tried(self) -> None:
+        run = start(shed_late=True)
+        for handle in range(3):
+            run.add(handle, 4, 2, ttft_slo_ms=1000)
+        run.now = 1.1
+        run.all_steps()
+        assert run.num_output_tokens == {0: 2, 1: 0, 2: 0}, "only a step can put right what was predicted of all"
+        assert run.finished == [1, 2, 0]
+
     def test_what_has_started_is_never_shed(self) -> None:
         run = start(shed_late=True, max_num_batched_tokens=8)
         run.add(0, 40, 4, ttft_slo_ms=100)
