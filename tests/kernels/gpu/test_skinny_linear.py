@@ -68,7 +68,11 @@ def test_equals_the_oracle(kernel_device, num_tokens, half_outputs, num_inputs, 
     x = x[:, :num_inputs]
     bias = normal(seed + 2, 2 * half_outputs, dtype=dtype, device=kernel_device) if has_bias else None
     expected = expected_of(x, weight, bias, gate)
-    torch.testing.assert_close(multiply(x, dense(weight), bias, gate), expected, **TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype]
+    if gate is not Gate.NONE:
+        # A sum between two numbers is rounded to either, and then its product is, too: as in the test of activations.
+        tolerance = tolerance | {"rtol": 2 * tolerance["rtol"]}
+    torch.testing.assert_close(multiply(x, dense(weight), bias, gate), expected, **tolerance)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,10 +1,12 @@
 """``headway cluster up``, ``status`` and ``down``."""
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +38,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """See ``Command``."""
     settings = _settings(arguments)
-    _take_stdout()
+    with _others_on_stderr():
+        answer = _act(arguments, settings)
+    sys.stdout.write(answer)
+    return 0
+
+
+def _act(arguments: argparse.Namespace, settings: ClusterConfig) -> str:
+    """Do it; return what to write."""
     if arguments.action == UP:
         return _up(arguments, settings)
     deployed = engine_of(settings.engine).connect(settings)
     if arguments.action == DOWN:
         deployed.down()
-        sys.stdout.write(f"headway cluster {settings.name} is down\n")
-        return 0
-    _show(deployed.describe(), as_json=arguments.json)
-    return 0
+        return f"headway cluster {settings.name} is down\n"
+    try:
+        return _shown(deployed.describe(), as_json=arguments.json)
+    finally:
+        deployed.leave()
 
 
-def _take_stdout() -> None:
-    """Keep the standard output for this command alone.
+@contextlib.contextmanager
+def _others_on_stderr() -> Iterator[None]:
+    """What an engine's libraries write to the standard output, as when a node has died, goes to the standard error.
 
-    An engine's libraries write to its file descriptor when a node dies, and whoever reads ``status --json`` wants one
-    object. What they write goes to the standard error.
+    Whoever reads ``status --json`` wants one object.
     """
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
+    try:
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _settings(arguments: argparse.Namespace) -> ClusterConfig:
@@ -72,7 +86,7 @@ def _settings(arguments: argparse.Namespace) -> ClusterConfig:
     return build(ClusterConfig, given, ClusterConfig.validate)
 
 
-def _up(arguments: argparse.Namespace, settings: ClusterConfig) -> int:
+def _up(arguments: argparse.Namespace, settings: ClusterConfig) -> str:
     started = time.monotonic()
     plan = _plan(read_deployment(argparse.Namespace(config=arguments.config), os.environ), settings)
     deployed = engine_of(settings.engine).up(settings, plan)
@@ -82,11 +96,10 @@ def _up(arguments: argparse.Namespace, settings: ClusterConfig) -> int:
         deployed.down()
         raise
     count = sum(each["process"].startswith("executor") for each in state["processes"])
-    sys.stdout.write(
+    return (
         f"headway cluster {settings.name} is ready on {state['address']} ({count} executor{'s' * (count != 1)}, "
         f"{time.monotonic() - started:.1f} s)\n"
     )
-    return 0
 
 
 def _plan(deployment: Deployment, settings: ClusterConfig) -> ClusterPlan:
@@ -119,13 +132,12 @@ def _wait_until_ready(deployed: Deployed, started: float, ready_s: float) -> dic
         time.sleep(_POLL_S)
 
 
-def _show(state: dict[str, Any], *, as_json: bool) -> None:
+def _shown(state: dict[str, Any], *, as_json: bool) -> str:
     if as_json:
-        sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
-        return
+        return msgspec.json.encode(state).decode() + "\n"
     rows = [_COLUMNS, *(tuple(_cell(each[name]) for name in _COLUMNS) for each in state["processes"])]
     word = "serves" if state["is_ready"] else "is not ready"
-    sys.stdout.write("\n".join((*aligned(rows, left=(0, 1, 3, 5)), f"{state['address']} {word}", "")))
+    return "\n".join((*aligned(rows, left=(0, 1, 3, 5)), f"{state['address']} {word}", ""))
 
 
 def _cell(value: Any) -> str:

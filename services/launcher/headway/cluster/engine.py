@@ -75,6 +75,9 @@ class Deployed(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return what ``Controller.describe`` does."""
 
+    def leave(self) -> None:
+        """Let go of it; it goes on."""
+
     def down(self) -> None:
         """End it in order, and all that was started for it."""
 

@@ -217,6 +217,10 @@ class RayDeployment:
             raise ConfigurationError(f"the controller does not answer: {str(error).splitlines()[0]}") from None
         return found
 
+    def leave(self) -> None:
+        """See ``Deployed``."""
+        ray.shutdown()
+
     def down(self) -> None:
         """See ``Deployed``."""
         with contextlib.suppress(RayActorError):
