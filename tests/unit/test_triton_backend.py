@@ -255,7 +255,7 @@ def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(l
     assert rounded != exact
 
 
-@pytest.mark.parametrize(("num_tokens", "are_rounded"), [(130, True), (128, False)])
+@pytest.mark.parametrize(("num_tokens", "are_rounded"), [(130, True), pytest.param(128, False, marks=pytest.mark.deep)])
 def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, are_rounded, tmp_path, monkeypatch):
     """Of four experts, each token chooses two."""
     make_checkpoint(tmp_path / "model", "mixtral")
