@@ -2,6 +2,7 @@
 
 #include "packing.h"
 #include "rounding.h"
+#include "whole_products.h"
 
 int headway_permitted(void) { return products_permitted(); }
 int64_t headway_lanes(void) { return LANES; }

@@ -4,8 +4,6 @@
 #include "block_products.h"
 #include "whole_products.h"
 
-int products_permitted(void) { return whole_products_permitted(); }
-
 int64_t packed_bytes(int64_t num_rows, int64_t inputs) { return packed_bytes_whole(num_rows, inputs, FORM_FLOAT32); }
 
 int64_t most_packed_bytes(int64_t num_rows, int64_t inputs) {

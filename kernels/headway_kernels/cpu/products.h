@@ -12,9 +12,6 @@
 #include "linear.h"
 #include "sums.h"
 
-/* Ask the system to let the threads of this process use what products use. 0 if it refuses. */
-int products_permitted(void);
-
 /* Bytes that the tiles of `num_rows` rows need in float32. */
 int64_t packed_bytes(int64_t num_rows, int64_t inputs);
 

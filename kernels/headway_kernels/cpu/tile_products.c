@@ -377,7 +377,7 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
 
 /* A thread's tile registers are 8 KB that the system has to save: a process must ask (Linux,
  * Documentation/arch/x86/xstate.rst). */
-int whole_products_permitted(void) {
+int products_permitted(void) {
 #if defined(__linux__)
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;

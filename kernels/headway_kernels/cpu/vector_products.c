@@ -480,6 +480,6 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
     }
 }
 
-int whole_products_permitted(void) { return 1; }
+int products_permitted(void) { return 1; }
 
 #endif

@@ -4,7 +4,7 @@
  * vector_products.c or tile_products.c.
  * Must not know: how either multiplies.
  *
- * See products.h for what each function does.
+ * See products.h for what the others do.
  */
 #ifndef HEADWAY_WHOLE_PRODUCTS_H
 #define HEADWAY_WHOLE_PRODUCTS_H
@@ -13,7 +13,9 @@
 #include "linear.h"
 #include "sums.h"
 
-int whole_products_permitted(void);
+/* Ask the system to let the threads of this process use what products use. 0 if it refuses. */
+int products_permitted(void);
+
 int64_t packed_bytes_whole(int64_t num_rows, int64_t inputs, int64_t form);
 void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const float *from, int64_t stride,
                      rms_norm norm);

@@ -9,8 +9,8 @@ A hand-off copies each block three times, as the executor does (``headway_execut
 - *Load*: from there to the other device, before the step.
 
 Exports and loads of a device share one copy engine, in the order in which they are given, as they share one stream in
-``headway_executor.memory.device_moves``. *Direct* transfers know only the link: a transport between the memories of devices, such
-as RDMA, which the executor does not have yet.
+``headway_executor.memory.device_moves``. *Direct* transfers know only the link: a transport between the memories of
+devices, such as RDMA, which the executor does not have yet.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""This process and its host: figures, reports, errors, endings."""
+"""This process and its host: figures, reports, errors, threads, endings."""
