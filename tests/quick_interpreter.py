@@ -7,6 +7,7 @@ in another way, tests of bfloat16 and of float8 will say so. Must not know any k
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,7 @@ from triton.runtime import interpreter
 
 _convert_float = interpreter._convert_float
 _get_np_dtype = interpreter._get_np_dtype
+_BLOCK_TYPES: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
 
 
 @contextlib.contextmanager
@@ -27,6 +29,9 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_convert_float", convert_float)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
         patch.setattr(interpreter.InterpretedFunction, "__call__", call_function)
+        patch.setattr(tl.core.tensor, "__init__", begin_tensor)
+        patch.setattr(tl.core.block_type, "with_element_ty", with_element_type)
+        patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", known_block_type)
         # It works out in 64 bits whether integers overflow, and looks at the answer with an option that it never has.
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         assert not builder.options.debug
@@ -58,6 +63,30 @@ def numpy_type_of(triton_type):
 @functools.cache
 def _numpy_type_of_scalar(scalar):
     return _get_np_dtype(scalar)
+
+
+def begin_tensor(tensor, handle, triton_type):
+    """It makes the shape of each tensor of constants of its own."""
+    tensor.handle, tensor.type, tensor.dtype = handle, triton_type, triton_type.scalar
+    tensor.shape, tensor.numel = _shape_and_size(tuple(triton_type.shape.values) if triton_type.is_block() else ())
+
+
+def with_element_type(block, scalar):
+    """It describes a type anew whenever it is needed."""
+    return known_block_type(None, scalar, block.shape)
+
+
+def known_block_type(_builder, scalar, shape):
+    """The same, asked for in another way."""
+    key = scalar.name, tuple(shape.values)
+    if key not in _BLOCK_TYPES:
+        _BLOCK_TYPES[key] = tl.block_type(scalar, shape)
+    return _BLOCK_TYPES[key]
+
+
+@functools.cache
+def _shape_and_size(sizes):
+    return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 
 def call_function(function, *arguments, **named):
