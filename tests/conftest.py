@@ -55,5 +55,4 @@ def triton_interpreter():
 
 def pytest_collection_finish():
     """What was imported stays until the end: no collection of cycles need look at it again."""
-    gc.collect()
     gc.freeze()
