@@ -5,7 +5,7 @@ Pure. Must not know: engines, nodes, sockets.
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,11 +229,6 @@ def _value(given: Layer, service: str, name: str) -> Any:
 
 def _own(value: object) -> Given:
     return Given(value, "headway cluster")
-
-
-def members_of(pool: int, orders: Sequence[ProcessOrder]) -> list[ProcessOrder]:
-    """Return the executors of one table, by number."""
-    return [order for order in orders if order.entry == pool]
 
 
 def loopback_only(address: str) -> bool:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.sampling_memory import (
+from headway_kernels.gpu.sampling.memory import (
     CHUNK_WARPS,
     DRAWS_RANKED,
     SURVEYED,
@@ -16,8 +16,8 @@ from headway_kernels.gpu.sampling_memory import (
     SamplingWorkspace,
     chunk_grid,
 )
-from headway_kernels.gpu.sampling_narrowing import is_narrowed, narrow_ranges
-from headway_kernels.gpu.sampling_numbers import (
+from headway_kernels.gpu.sampling.narrowing import is_narrowed, narrow_ranges
+from headway_kernels.gpu.sampling.numbers import (
     LARGEST,
     NEARLY,
     PAIRS,

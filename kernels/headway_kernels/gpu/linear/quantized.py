@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.float8 import has_e4m3
-from headway_kernels.gpu.weights import DeviceWeight, finished, multiply_tile, tile_constants, tile_tensors
+from headway_kernels.gpu.linear.weights import DeviceWeight, finished, multiply_tile, tile_constants, tile_tensors
 
 
 @dataclass(frozen=True, slots=True)

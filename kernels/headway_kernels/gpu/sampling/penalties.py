@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.sampling_layout import PENALTIES
-from headway_kernels.gpu.sampling_memory import CHUNK_WARPS, SamplingColumns, SamplingWorkspace, chunk_grid
-from headway_kernels.gpu.sampling_numbers import WORDS
+from headway_kernels.gpu.sampling.layout import PENALTIES
+from headway_kernels.gpu.sampling.memory import CHUNK_WARPS, SamplingColumns, SamplingWorkspace, chunk_grid
+from headway_kernels.gpu.sampling.numbers import WORDS
 
 _SEEN = tl.constexpr(1 << 30)
 _PENALTIES = tl.constexpr(PENALTIES)

@@ -15,7 +15,7 @@ from torch import Tensor
 from headway_kernels.gpu.activation import Gate, activated
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.float8 import has_e4m3
-from headway_kernels.gpu.weights import (
+from headway_kernels.gpu.linear.weights import (
     DeviceWeight,
     WeightForm,
     fetch_ahead,

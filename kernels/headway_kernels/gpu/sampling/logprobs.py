@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.sampling_distribution import statistics_kernel
-from headway_kernels.gpu.sampling_memory import CHUNK_WARPS, SamplingWorkspace, chunk_grid
-from headway_kernels.gpu.sampling_numbers import finite_or_zero, scale_of, total_of
+from headway_kernels.gpu.sampling.distribution import statistics_kernel
+from headway_kernels.gpu.sampling.memory import CHUNK_WARPS, SamplingWorkspace, chunk_grid
+from headway_kernels.gpu.sampling.numbers import finite_or_zero, scale_of, total_of
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-from headway_kernels.gpu.long_chunks import LibraryLacking
+from headway_kernels.gpu.attention.long_chunks import LibraryLacking
 
 
 def found_in(module: str, calls: Mapping[str, Sequence[str]]) -> list[Any]:

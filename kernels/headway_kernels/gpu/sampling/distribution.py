@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.sampling_layout import RANDOM, RANKED
-from headway_kernels.gpu.sampling_memory import (
+from headway_kernels.gpu.sampling.layout import RANDOM, RANKED
+from headway_kernels.gpu.sampling.memory import (
     CHUNK_WARPS,
     DONE,
     DRAWS,
@@ -18,7 +18,7 @@ from headway_kernels.gpu.sampling_memory import (
     SamplingWorkspace,
     chunk_grid,
 )
-from headway_kernels.gpu.sampling_numbers import (
+from headway_kernels.gpu.sampling.numbers import (
     LARGEST,
     PAIRS,
     WORDS,

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.sampling_memory import CHUNK_WARPS, DONE, SamplingColumns, SamplingWorkspace, chunk_grid
-from headway_kernels.gpu.sampling_numbers import (
+from headway_kernels.gpu.sampling.memory import CHUNK_WARPS, DONE, SamplingColumns, SamplingWorkspace, chunk_grid
+from headway_kernels.gpu.sampling.numbers import (
     NEARLY,
     PAIRS,
     bits_of,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 from headway_kernels.gpu.float8 import NUMBERS_TOO_SMALL, numbers_of
-from headway_kernels.gpu.pairs import numbers_of_fp8_pairs, numbers_of_int4_pairs
+from headway_kernels.gpu.linear.pairs import numbers_of_fp8_pairs, numbers_of_int4_pairs
 
 
 class WeightForm(IntEnum):

@@ -17,11 +17,16 @@ import triton
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import dependent_launch
-from headway_kernels.gpu.expert_kernels import add_pairs_kernel, choose_kernel, multiply_pairs_kernel, sort_pairs_kernel
+from headway_kernels.gpu.experts.kernels import (
+    add_pairs_kernel,
+    choose_kernel,
+    multiply_pairs_kernel,
+    sort_pairs_kernel,
+)
 from headway_kernels.gpu.float8 import has_e4m3
-from headway_kernels.gpu.quantized_linear import Tiling
+from headway_kernels.gpu.linear.quantized import Tiling
+from headway_kernels.gpu.linear.weights import DeviceWeight, tile_constants, tile_tensors
 from headway_kernels.gpu.tunings import shipped_pair_tiling
-from headway_kernels.gpu.weights import DeviceWeight, tile_constants, tile_tensors
 from headway_kernels.routing import Routing, Scoring
 
 PAIRS_PER_TURN = 1024

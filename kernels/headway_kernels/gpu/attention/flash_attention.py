@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headway_kernels.gpu.long_chunks import Attend, ChunkSizes, LongChunks, sent
-from headway_kernels.gpu.optional_library import found_in
+from headway_kernels.gpu.attention.long_chunks import Attend, ChunkSizes, LongChunks, sent
+from headway_kernels.gpu.attention.optional_library import found_in
 
 MODULE, FUNCTION = "flash_attn_interface", "flash_attn_with_kvcache"
 HEAD_DIMS = (64, 96, 128, 192, 256)

@@ -6,7 +6,7 @@ Owns: how a grid goes through a batch. Must not know: launches.
 import triton
 import triton.language as tl
 
-from headway_kernels.gpu.attention_tiles import (
+from headway_kernels.gpu.attention.tiles import (
     LOG2_E,
     MAX_SPLITS,
     NEVER,

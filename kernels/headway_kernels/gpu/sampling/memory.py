@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway_kernels.gpu.sampling_layout import ROW_LAYOUT, ROW_WORDS
+from headway_kernels.gpu.sampling.layout import ROW_LAYOUT, ROW_WORDS
 
 DONE = tl.constexpr(0)
 DRAWS = tl.constexpr(1)

@@ -6,7 +6,7 @@ Owns: what must give the same bits in every kernel. Must not know: grids.
 import triton
 import triton.language as tl
 
-from headway_kernels.gpu.sampling_layout import ROW_WORDS
+from headway_kernels.gpu.sampling.layout import ROW_WORDS
 
 WORDS = tl.constexpr(ROW_WORDS)
 PAIRS = tl.constexpr(ROW_WORDS // 2)

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.experts import ExpertPairs
-from headway_kernels.gpu.low_rank import BLOCK_INPUTS, BLOCK_RANK, ENTRY, NUM_WARPS, SPLIT_INPUTS, workspace_size
+from headway_kernels.gpu.experts.grouped import ExpertPairs
+from headway_kernels.gpu.linear.low_rank import BLOCK_INPUTS, BLOCK_RANK, ENTRY, NUM_WARPS, SPLIT_INPUTS, workspace_size
 
 BLOCK_OUTPUTS = 128
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from headway_kernels.gpu.dependence import await_grid
-from headway_kernels.gpu.weights import finished, multiply_tile
+from headway_kernels.gpu.linear.weights import finished, multiply_tile
 
 _GONE = tl.constexpr(float("-inf"))
 _HUGE = tl.constexpr(1.0e30)

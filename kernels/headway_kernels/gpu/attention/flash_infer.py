@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway_kernels.gpu.long_chunks import Attend, ChunkSizes, LongChunks, pinned, running_counts, sent
-from headway_kernels.gpu.optional_library import found_in
+from headway_kernels.gpu.attention.long_chunks import Attend, ChunkSizes, LongChunks, pinned, running_counts, sent
+from headway_kernels.gpu.attention.optional_library import found_in
 
 MODULE, WRAPPER = "flashinfer", "BatchPrefillWithPagedKVCacheWrapper"
 HEAD_DIMS = (64, 128, 256)

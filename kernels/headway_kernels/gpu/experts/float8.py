@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.expert_kernels import rows_of_pairs, tile_of_pairs
-from headway_kernels.gpu.experts import ExpertPairs, grid_constants, most_tiles
-from headway_kernels.gpu.float8_linear import (
+from headway_kernels.gpu.experts.grouped import ExpertPairs, grid_constants, most_tiles
+from headway_kernels.gpu.experts.kernels import rows_of_pairs, tile_of_pairs
+from headway_kernels.gpu.linear.float8 import (
     FLOAT8_TILINGS,
     multiplies,
     multiply_codes,
@@ -22,9 +22,9 @@ from headway_kernels.gpu.float8_linear import (
     round_inputs,
     tiling_of,
 )
-from headway_kernels.gpu.quantized_linear import Tiling
+from headway_kernels.gpu.linear.quantized import Tiling
+from headway_kernels.gpu.linear.weights import DeviceWeight, finished
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
-from headway_kernels.gpu.weights import DeviceWeight, finished
 
 
 def are_many(num_pairs: int, num_experts: int) -> bool:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway_kernels.gpu.attention_kernels import chunk_kernel, decode_kernel, plan_kernel
-from headway_kernels.gpu.attention_tiles import LOG2_E, MAX_SPLITS, MIN_SPLIT
-from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
+from headway_kernels.gpu.attention.kernels import chunk_kernel, decode_kernel, plan_kernel
+from headway_kernels.gpu.attention.tiles import LOG2_E, MAX_SPLITS, MIN_SPLIT
+from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
 from headway_kernels.gpu.dependence import dependent_launch
 from headway_kernels.gpu.float8 import has_e4m3
 from headway_kernels.kv_codes import is_coded

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
-from headway_kernels.gpu.sampling_memory import (
+from headway_kernels.gpu.sampling.memory import (
     CHUNK_WARPS,
     DRAWS_RANKED,
     NARROWING_PIVOTS,
@@ -21,7 +21,7 @@ from headway_kernels.gpu.sampling_memory import (
     SamplingWorkspace,
     chunk_grid,
 )
-from headway_kernels.gpu.sampling_numbers import PAIRS, WEIGHT_OF_ONE, WORDS, bits_of, from_bits, weight_of
+from headway_kernels.gpu.sampling.numbers import PAIRS, WEIGHT_OF_ONE, WORDS, bits_of, from_bits, weight_of
 
 
 @triton.jit

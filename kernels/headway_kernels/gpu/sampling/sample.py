@@ -29,11 +29,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from headway_kernels.gpu.sampling_distribution import launch_merge, launch_statistics
-from headway_kernels.gpu.sampling_draw import draw_tokens
-from headway_kernels.gpu.sampling_memory import SamplingColumns, SamplingWorkspace
-from headway_kernels.gpu.sampling_penalties import adjust_logits
-from headway_kernels.gpu.sampling_truncation import find_thresholds
+from headway_kernels.gpu.sampling.distribution import launch_merge, launch_statistics
+from headway_kernels.gpu.sampling.draw import draw_tokens
+from headway_kernels.gpu.sampling.memory import SamplingColumns, SamplingWorkspace
+from headway_kernels.gpu.sampling.penalties import adjust_logits
+from headway_kernels.gpu.sampling.truncation import find_thresholds
 
 Variant = Literal["greedy", "random", "truncated"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headway_kernels.gpu.dependence import await_grid, dependent_launch
 from headway_kernels.gpu.float8 import NUMBERS_TOO_SMALL, code_of, exponent_of, factor_of, has_e4m3, magnitude_bits
-from headway_kernels.gpu.quantized_linear import OUTPUT_TILES_PER_BAND, Tiling, tile_of
-from headway_kernels.gpu.weights import HALF, DeviceWeight, WeightForm, finished, tile_constants
+from headway_kernels.gpu.linear.quantized import OUTPUT_TILES_PER_BAND, Tiling, tile_of
+from headway_kernels.gpu.linear.weights import HALF, DeviceWeight, WeightForm, finished, tile_constants
 
 BLOCK = 128
 """Inputs that share a power of two, and that a program takes at a time."""
