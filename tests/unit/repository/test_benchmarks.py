@@ -18,7 +18,7 @@ from headway.__main__ import main as headway_main
 from headway_kernels.cpu.library import installed_variants, runs_here
 from headway_scheduler.core.admission.orders import ORDERS
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
 _ONLY_IN_DEEP = (
     "bench_truth compare executors_or_replicas flight_recorder goodput gpu_stack gpu_steps load_generators smg_overhead "

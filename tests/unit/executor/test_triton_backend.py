@@ -31,7 +31,7 @@ from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
-from unit.test_adapters import adapters_of
+from unit.executor.test_adapters import adapters_of
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
