@@ -3,9 +3,7 @@
 #include "blocks.h"
 #include "codes.h"
 
-#include <stdatomic.h>
-
-#define WORDS_AT_ONCE 64 /* of each output: what is read stays in the first cache */
+#define WORDS_AT_ONCE 64 /* of each output: what is read and written stays in the first cache */
 
 /* A quad of inputs of each output side by side, with 128 added, because the instruction takes weights as unsigned. */
 static uint8_t *int8_column(const linear *of, int64_t panel, int64_t column) {
@@ -24,25 +22,21 @@ static float round_to_int8(uint8_t *to, const float *row, int64_t inputs) {
 
 typedef uint32_t word __attribute__((may_alias)); /* a float32, or a pair of bfloat16s */
 
-/* `count` inputs of a row, from `k` on, and zeros behind them up to WORDS_AT_ONCE. Without a row, zeros alone. The next
- * stretch is fetched, since the processor by itself does not follow so many rows. */
+/* `count` inputs of a row, from `k` on, and zeros behind them up to WORDS_AT_ONCE. Without a row, zeros alone. */
 static void read_words(word *words, int64_t form, const void *row, int64_t is_narrow, int64_t k, int64_t count) {
     const int64_t bytes = row == NULL ? 0 : count * (is_bfloat16(form) ? 2 : 4);
     memset((char *)words + bytes, 0, (size_t)(WORDS_AT_ONCE * 4 - bytes));
     if (row == NULL) return;
-    const char *from = (const char *)row + k * (is_narrow ? 2 : 4);
-    for (int64_t at = WORDS_AT_ONCE * 4; at < WORDS_AT_ONCE * 8; at += LINE) __builtin_prefetch(from + at);
     if (is_bfloat16(form) == is_narrow) {
-        memcpy(words, from, (size_t)bytes);
+        memcpy(words, (const char *)row + k * (is_narrow ? 2 : 4), (size_t)bytes);
     } else if (is_narrow) {
-        for (int64_t i = 0; i < count; i++) words[i] = (word)((const uint16_t *)from)[i] << 16;
+        for (int64_t i = 0; i < count; i++) words[i] = (word)((const uint16_t *)row)[k + i] << 16;
     } else {
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)words)[i] = (uint16_t)(((const word *)from)[i] >> 16);
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)words)[i] = (uint16_t)(((const word *)row)[k + i] >> 16);
     }
 }
 
-/* All columns of a panel for a stretch of inputs at a time: what is read stays in the first cache. What is written goes
- * past the caches, since it is not read soon. */
+/* All columns of a panel for a stretch of inputs at a time: what is read and written stays in the first cache. */
 static void pack_panel(const linear *to, int64_t panel, const void *const *rows, int64_t is_narrow) {
     const int64_t per_word = is_bfloat16(to->form) ? PAIR : 1;
     const int64_t num_words = to->panel_bytes / (PANEL * 4);
@@ -64,8 +58,7 @@ static void pack_panel(const linear *to, int64_t panel, const void *const *rows,
                 transpose(square);
                 word *place = packed + (at + i) * PANEL + column;
                 const int64_t inputs = count - i < LANES ? count - i : LANES;
-                for (int64_t j = 0; j < inputs; j++)
-                    __builtin_nontemporal_store(square[j], (ivec *)(place + j * PANEL));
+                for (int64_t j = 0; j < inputs; j++) *(unaligned_ivec *)(place + j * PANEL) = square[j];
             }
         }
     }
@@ -98,7 +91,6 @@ linear *linear_new(const void *const *rows, int64_t is_narrow, const float *bias
                 round_to_int8(int8_column(made, panel, column), rows[output], inputs);
         }
     }
-    atomic_thread_fence(memory_order_seq_cst); /* behind what went past the caches */
     return made;
 }
 
