@@ -152,8 +152,9 @@ def write_checkpoint(
     (directory / "config.json").write_text(json.dumps(shape or SHAPE_135M, indent=1))
     torch.manual_seed(seed)
     shapes = expected_tensors(read_model_config(directory))
-    tensors = {name: torch.ones(s) if "norm" in name else torch.randn(s) * 0.02 for name, s in shapes.items()}
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = {
+        name: (torch.ones(s) if "norm" in name else torch.randn(s) * 0.02).to(dtype) for name, s in shapes.items()
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

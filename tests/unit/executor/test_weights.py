@@ -18,6 +18,8 @@ from headway_executor.backend import BackendConfig, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
+from headway_executor.models.loading import layers_as_stored
+from model_core import demo_model
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -238,3 +240,12 @@ def test_reading_tells_how_many_mebibytes_of_a_ranks_share_it_has_read(tmp_path)
                 checkpoint.read(name, None if num_ranks == 1 else whole[: 1 << 17])
         share = 4 // num_ranks
         assert said == [("reading the weights, MiB", place * share // 4, share) for place in range(1, 5)]
+
+
+def test_layers_are_loaded_in_the_order_in_which_files_hold_them(tmp_path):
+    names = [f"model.layers.{index}.{part}.weight" for index in range(12) for part in ("mlp.down_proj", "norm")]
+    save_file({name: torch.zeros(1) for name in ("lm_head.weight", *names, "model.norm.weight")}, tmp_path / FILE)
+    (tmp_path / "config.json").write_text("{}")
+    config = read_model_config(demo_model())
+    with Checkpoint(tmp_path) as checkpoint:
+        assert layers_as_stored(config, checkpoint.headers, range(1, 12)) == [1, 10, 11, *range(2, 10)]

@@ -26,7 +26,7 @@ from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
-from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
+from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource, layers_as_stored
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.rope import halves, rotations
 from headway_executor.models.stage import Stage
@@ -170,7 +170,8 @@ def load_compiled(
     with ThreadPoolExecutor(num_threads) as threads:  # the library and torch let other threads run meanwhile
         embedding = threads.submit(loader.embedding) if part.place.is_first_stage else None
         head = threads.submit(loader.head) if part.place.is_last_stage else None
-        layers = list(threads.map(loader.layer, part.layers))
+        order = layers_as_stored(config, checkpoint.headers, part.layers)
+        layers = dict(zip(order, threads.map(loader.layer, order), strict=True))
     attention, scalings = config.attention, config.scalings
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -205,7 +206,7 @@ def load_compiled(
         library,
         Team(library, num_threads),
         shape,
-        layers,
+        [layers[index] for index in part.layers],
         None if head is None else head.result(),
         _mates_of(stage, config, library),
     )

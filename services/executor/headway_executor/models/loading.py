@@ -4,7 +4,7 @@ Owns: names, tied and fused tensors. Must not know: files.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -144,6 +144,18 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
     beyond = tuple(config.names.layer.format(index) for index in layers)
     unread = {name for name in checkpoint.headers if name.startswith(beyond)}
     checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config) | unread)
+
+
+def layers_as_stored(config: ModelConfig, stored: Iterable[str], layers: Iterable[int]) -> list[int]:
+    """Return layers in the order of their first tensors among the ``stored`` names, which is that of the files.
+
+    Files are read ahead in this order, and "layers.10" stands before "layers.2" in them.
+    """
+    depth = config.names.layer.count(".")
+    places: dict[str, int] = {}
+    for place, name in enumerate(stored):
+        places.setdefault(".".join((*name.split(".", depth)[:depth], "")), place)
+    return sorted(layers, key=lambda index: places.get(config.names.layer.format(index), 0))
 
 
 class ModelTensors:
