@@ -20,6 +20,7 @@
 #define MULTIPLIES_SMALL_BYTES 0
 #endif
 
+typedef int8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef _Float16 few_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 /* ---- sums of a block ---- */
@@ -146,9 +147,31 @@ INLINE void sum_codes8(const int rows, const int digits, const int block, const 
 
 /* ---- products ---- */
 
-INLINE vec scales_at(const linear *of, const char *values, const int half) {
-    if (!of->has_half_scales) return load((const float *)values + half * LANES);
-    return __builtin_convertvector(*(const few_halves *)(values + half * LANES * 2), vec);
+/* Of a group. `factors` are of its section, or NULL. */
+typedef struct {
+    const char *at;
+    const float *factors;
+} group_values;
+
+INLINE group_values values_of(const linear *of, const char *panel, int64_t group) {
+    const float *factors = has_factors(of) ? (const float *)(panel + place_of_factors(of, group)) : NULL;
+    return (group_values){panel + place_of_group(of, group), factors};
+}
+
+INLINE vec multiples_at(const char *at, const float *factors) {
+    return __builtin_convertvector(__builtin_convertvector(*(const few_bytes *)at, ivec), vec) * load(factors);
+}
+
+INLINE vec scales_at(const linear *of, group_values values, const int half) {
+    if (values.factors != NULL) return multiples_at(values.at + half * LANES, values.factors + half * LANES);
+    if (of->scale_bytes == 4) return load((const float *)values.at + half * LANES);
+    return __builtin_convertvector(*(const few_halves *)(values.at + half * LANES * 2), vec);
+}
+
+INLINE vec minima_at(const linear *of, group_values values, const int half) {
+    const char *minima = values.at + bytes_of_scales(of);
+    if (values.factors == NULL) return load((const float *)minima + half * LANES);
+    return multiples_at(minima + half * LANES, values.factors + PANEL + half * LANES);
 }
 
 /* Rows in a packed block, from one on. `scales` and `excess` only of one digit. */
@@ -172,7 +195,7 @@ INLINE vec sum_of_digits(const ivec *sums, const quad_of_digits *quads) {
 
 /* Add the products of a block to `sums`. `values` are of its group. Each digit is multiplied as if it were a row. */
 INLINE void add_block(const int rows, const int digits, const int form, const int block, const linear *with,
-                      const char *values, const char *weights, const block_rows *from, vec (*sums)[2]) {
+                      group_values values, const char *weights, const block_rows *from, vec (*sums)[2]) {
     UNROLLED
     for (int half = 0; half < 2; half++) {
         const half_block of = {weights + half * LANES * block / (has_pairs(form) ? 2 : 1), from->inputs};
@@ -197,7 +220,7 @@ INLINE void add_block(const int rows, const int digits, const int form, const in
                 sums[row][half] += scales * sum_of_digits(own, digits_of(from, block, row));
         }
         if (!with->has_minima) continue;
-        const vec minima = load((const float *)(values + bytes_of_scales(with)) + half * LANES);
+        const vec minima = minima_at(with, values, half);
         UNROLLED
         for (int row = 0; row < rows; row++) sums[row][half] += minima * from->sums[row];
     }
@@ -235,8 +258,7 @@ typedef struct {
 INLINE void sum_blocks(const int rows, const int digits, const int form, const int block, const block_range *of,
                        fetching ahead, vec (*kept)[2]) {
     const linear *with = of->with;
-    const int64_t per_group = blocks_per_group(with), values_bytes = bytes_of_values(with);
-    const int64_t block_bytes = bytes_of_block(with);
+    const int64_t per_group = blocks_per_group(with), block_bytes = bytes_of_block(with);
     const int64_t row_bytes = digits > 1 ? bytes_of_packed_block(block, digits) : block;
     const int64_t packed_bytes = of->tile_rows * bytes_of_packed_block(block, digits);
     const char *tile = of->tile + of->begin * packed_bytes;
@@ -246,8 +268,8 @@ INLINE void sum_blocks(const int rows, const int digits, const int form, const i
     for (int row = 0; row < rows; row++) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
     for (int64_t at = of->begin; at < of->end;) {
         const int64_t group = at / per_group, end = (group + 1) * per_group;
-        const char *values = of->panel + group * values_bytes + group * per_group * block_bytes;
-        const char *weights = values + values_bytes + (at - group * per_group) * block_bytes;
+        const group_values values = values_of(with, of->panel, group);
+        const char *weights = values.at + bytes_of_values(with) + (at - group * per_group) * block_bytes;
         const int64_t last = end < of->end ? end : of->end;
         for (; at < last; at++, weights += block_bytes, tile += packed_bytes) {
             const float *scales = (const float *)(tile + of->tile_rows * block) + of->first_row;
@@ -307,7 +329,8 @@ static int64_t parts_of(const linear *with, int64_t rows) {
 }
 
 static int64_t place_in_panel(const linear *of, int64_t block) {
-    return block * bytes_of_block(of) + block / blocks_per_group(of) * bytes_of_values(of);
+    const int64_t per_group = blocks_per_group(of);
+    return place_of_group(of, block / per_group) - bytes_of_factors(of) + block % per_group * bytes_of_block(of);
 }
 
 /* What part `place` of `count` fetches while it takes blocks [begin, end): alone it fetches a little ahead, near the
