@@ -20,7 +20,7 @@ LEAN := $(VENV)/.serves
 COMPILED := $(VENV)/.compiled
 COMPILERS := $(VENV)/compilers
 PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
-C_SOURCES := $(wildcard kernels/headway_kernels/cpu/*.[ch])
+C_SOURCES := $(wildcard kernels/headway_kernels/cpu/c/*.[ch])
 CORE_SOURCES := $(wildcard services/scheduler/headway_scheduler/core/*.py services/scheduler/headway_scheduler/core/[a-z]*/*.py)
 BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_scheduler/compile_core.py
 # A run of pytest that finds nothing to do for ARGS ends with 5.

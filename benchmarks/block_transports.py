@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_conformance.block_transports import TransportUnderTest
 from headway_conformance.block_transports.stage import POOL, Owner, TransportStage
 from headway_executor.block_store.transport import BlockTransport

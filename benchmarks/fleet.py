@@ -37,8 +37,8 @@ import psutil
 from matplotlib.figure import Figure
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 
-from headway import openai_front
-from headway.replicas import free_ports
+from headway.planning import openai_front
+from headway.planning.replicas import free_ports
 from headway_gateway.text.tokenization import load_text_model
 from headway_lab.percentiles import percentiles
 from program import count, parser_of, provenance, write_result

@@ -32,7 +32,7 @@ import numpy as np
 from headway_proto import ingress, step
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.cell import Cell
+from headway_scheduler.cells.cell import Cell
 from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits

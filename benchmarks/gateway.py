@@ -27,7 +27,7 @@ import grpc
 
 import headway
 from headway.client import AsyncClient
-from headway.replicas import free_ports
+from headway.planning.replicas import free_ports
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_gateway.wakeup import Wakeup

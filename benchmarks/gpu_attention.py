@@ -15,9 +15,9 @@ from headway_executor.gpu.chunk_library import sizes_of
 from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_kernels import kv_codes
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import AttentionTuning, tokens_per_tile
-from headway_kernels.gpu.long_chunks import ChunkLibrary, ChunkSizes, LongAttention
+from headway_kernels.gpu.attention.long_chunks import ChunkLibrary, ChunkSizes, LongAttention
+from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.tuning import AttentionTuning, tokens_per_tile
 
 
 class AttentionLoad:

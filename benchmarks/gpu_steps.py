@@ -44,8 +44,8 @@ from headway_executor.memory.kv_pool import CODES
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.kv_vectors import block_bytes_of
 from headway_executor.setting_checks import KV_CACHE_DTYPES
-from headway_kernels.gpu.float8_linear import is_native
-from headway_kernels.gpu.long_chunks import LibraryLacking
+from headway_kernels.gpu.attention.long_chunks import LibraryLacking
+from headway_kernels.gpu.linear.float8 import is_native
 from program import add_line, parser_of, provenance, write_result
 from random_adapters import write_adapter
 

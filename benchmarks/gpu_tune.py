@@ -45,13 +45,13 @@ from headway_executor.gpu.tuning_file import (
 from headway_executor.models.config import ModelConfig
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
-from headway_kernels.gpu.attention_tuning import AttentionTuning, padded_head, stored_bytes
-from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs, sort_pairs
-from headway_kernels.gpu.float8_experts import are_many, multiply_rounded_pairs
-from headway_kernels.gpu.float8_linear import FLOAT8_TILINGS, float8_linear, is_native, tiling_of, workspace_size
-from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
+from headway_kernels.gpu.attention.tuning import AttentionTuning, padded_head, stored_bytes
+from headway_kernels.gpu.experts.float8 import are_many, multiply_rounded_pairs
+from headway_kernels.gpu.experts.grouped import ExpertPairs, multiply_pairs, sort_pairs
+from headway_kernels.gpu.linear.float8 import FLOAT8_TILINGS, float8_linear, is_native, tiling_of, workspace_size
+from headway_kernels.gpu.linear.quantized import Tiling, quantized_linear
+from headway_kernels.gpu.linear.weights import DeviceWeight, coded, dense, quantized, stacked
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings, shipped_pair_tiling, shipped_tilings
-from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
 from program import add_line, count, parser_of
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.plan import without_settings
-from headway.replicas import free_ports
+from headway.planning.plan import without_settings
+from headway.planning.replicas import free_ports
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
 from headway_lab.percentiles import percentiles

@@ -30,9 +30,9 @@ from headway_executor.models.families import read_model_config
 from headway_executor.models.linear import Linear
 from headway_executor.startup.registry import create_backend
 from headway_kernels import kv_codes
-from headway_kernels.gpu.float8_linear import BLOCK
+from headway_kernels.gpu.linear.float8 import BLOCK
+from headway_kernels.gpu.linear.weights import quantize
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
-from headway_kernels.gpu.weights import quantize
 from headway_proto.columns import EMPTY_COLUMN
 from headway_proto.sampling import SamplingParams
 from program import add_line, count, count_or_none, parser_of, provenance, write_result

@@ -28,8 +28,8 @@ from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.figures.serving_statistics import ServingStatistics
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
-from headway_scheduler.serving_statistics import ServingStatistics
 from program import count, counts, parser_of, provenance, rest_collector, write_result
 from scheduler_step import STEP_S, Bench, num_leaving
 

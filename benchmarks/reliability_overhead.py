@@ -31,20 +31,20 @@ import grpc.aio
 
 from gateway import Chain, running_chain, throughput
 from headway.__main__ import main as headway_main
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_executor.links.channel import SchedulerChannel
 from headway_process.pulse import Pulse
 from headway_proto import framing, generation_pb2_grpc, ingress, step
 from headway_proto.columns import encode_column
 from headway_proto.sampling import SamplingParams
-from headway_scheduler import ingress_link
-from headway_scheduler.brake import FailurePause
+from headway_scheduler.cells.brake import FailurePause
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.executor_link import ExecutorLink
 from headway_scheduler.flight.recorder import FlightRecorder
-from headway_scheduler.ingress_link import GatewayLink, IngressLinks
-from headway_scheduler.transport import Transport
+from headway_scheduler.links import ingress_link
+from headway_scheduler.links.executor_link import ExecutorLink
+from headway_scheduler.links.ingress_link import GatewayLink, IngressLinks
+from headway_scheduler.links.transport import Transport
 from program import count, parser_of, provenance, rest_collector, write_result
 
 ECHO = "--echo"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headway
-from headway.plan import without_settings
+from headway.planning.plan import without_settings
 
 if TYPE_CHECKING:
     import torch

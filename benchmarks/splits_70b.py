@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from headway.progress import ProgressLine
-from headway.tables import aligned
+from headway.terminal.progress import ProgressLine
+from headway.terminal.tables import aligned
 from headway_lab.percentiles import rounded
 from headway_lab.plan.bounds import ceiling
 from headway_lab.plan.cluster import Cluster, Degrees, hand_off

@@ -138,7 +138,7 @@ class HostStep:
 
         device_rows.apply_edits = nothing
         device_sampler.store_sampled = nothing
-        device_sampler.sampling.sample = nothing
+        device_sampler.sample = nothing
         StepGraphs.launch = lambda *_: True  # type: ignore[method-assign]
         logits = torch.zeros((self._num_rows, TINY.config["vocab_size"]))
         Decoder.logits = lambda _, num_sampled: logits[:num_sampled]  # type: ignore[method-assign]

@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 
 from headway_kernels import kv_codes, reference
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, tokens_per_tile
+from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, tokens_per_tile
 
 UNTOUCHED = 7.0
 SPARE_TOKENS = 2

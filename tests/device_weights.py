@@ -6,8 +6,8 @@ import torch
 
 from headway_kernels import kv_codes
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm
-from headway_kernels.gpu.float8_linear import BLOCK
-from headway_kernels.gpu.weights import quantize, quantized
+from headway_kernels.gpu.linear.float8 import BLOCK
+from headway_kernels.gpu.linear.weights import quantize, quantized
 
 ON_A_DEVICE = {"rtol": 2**-8, "atol": 2e-3}
 """Its tensor cores add the products of a block with fewer bits."""

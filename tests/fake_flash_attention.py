@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from headway_kernels import reference
-from headway_kernels.gpu.flash_attention import FUNCTION, MODULE
+from headway_kernels.gpu.attention.flash_attention import FUNCTION, MODULE
 
 
 class FakeFlash:

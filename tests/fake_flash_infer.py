@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from headway_kernels import reference
-from headway_kernels.gpu.flash_infer import MODULE, WRAPPER
+from headway_kernels.gpu.attention.flash_infer import MODULE, WRAPPER
 
 
 class FakeFlashInfer:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headway import openai_front
+from headway.planning import openai_front
 
 _START_S = 30.0
 

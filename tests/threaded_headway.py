@@ -29,8 +29,8 @@ from headway_gateway.text.tokenization import load_text_model
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.links.transport import Transport
 from headway_scheduler.process import serve as serve_scheduler
-from headway_scheduler.transport import Transport
 
 
 @dataclass

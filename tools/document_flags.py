@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headway.cluster.config import ClusterConfig
-from headway.serve_config import ServeConfig
-from headway.services import SERVICES, SETTLED_BY_SERVE
-from headway.settings import Setting, settings_of
+from headway.flags.settings import Setting, settings_of
+from headway.planning.cluster_config import ClusterConfig
+from headway.planning.serve_config import ServeConfig
+from headway.planning.services import SERVICES, SETTLED_BY_SERVE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- settings: written by tools/document_flags.py -->"

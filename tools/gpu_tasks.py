@@ -15,7 +15,7 @@ ESSENTIAL = ("torch", "triton", "cupy", "numpy", "msgspec", "safetensors", "llgu
 
 _TESTS = ("pytest", "hypothesis")
 _COMPARED = (*_TESTS, "transformers", "tokenizers", "mypy_extensions")
-_SERVICES = ("headway.serve", "headway.client", "headway_gateway.process", "headway_scheduler.process")
+_SERVICES = ("headway.commands.serve", "headway.client", "headway_gateway.process", "headway_scheduler.process")
 _SANITIZED = ("prompts_beside_decodes", "swapped_out_and_in", "parameters_mixed_in_a_batch", "copied_blocks")
 """Scenarios that together launch every kernel; each takes a hundred times as long under the sanitizer."""
 

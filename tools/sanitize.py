@@ -136,7 +136,9 @@ class Sanitized:
         self._sanitizer = sanitizer
         self._directory = directory
         package = directory / "headway_kernels"
-        shutil.copytree(build.SOURCES.parent, package, ignore=shutil.ignore_patterns("*.so", "*.dylib", "__pycache__"))
+        shutil.copytree(
+            build.LIBRARIES.parent, package, ignore=shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
+        )
         self.leaves = sanitizer.leaves
         self.lacking: list[str] = []
         self._compile(build.read_sources(build.SOURCES) | {"shims.c": SHIMS.encode()}, package / "cpu")
@@ -145,7 +147,7 @@ class Sanitized:
         version = build.compiler_version()
         options = (*SLOW, *self._sanitizer.options)
         for variant in build.variants_here():
-            if not runs_here(build.SOURCES / variant.library):
+            if not runs_here(build.LIBRARIES / variant.library):
                 self.lacking.append(variant.name)
                 continue
             slow = replace(variant, options=(*variant.options, *options))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.plan import without_settings
+from headway.planning.plan import without_settings
 from served import READY, row_of_free_ports
 
 HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headway.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError, shown
 from headway_process.installation import install_advice
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from headway.tables import aligned
+from headway.terminal.tables import aligned
 
 CHUNKS = (512, 256, 128)
 

@@ -28,7 +28,7 @@ from chaos.harness import (
 from chaos.namespaces import CLIENT, Hosts, hosts, why_not
 from chaos.proxy import FAULTS, FrameProxy
 from headway.client import AsyncClient
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 
 SIMULATED = ("--backend", "simulated", "--backend-option", "step_base_us=20000")
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -24,7 +24,7 @@ from chaos.harness import (
 )
 from chaos.namespaces import Hosts, hosts, why_not
 from headway.client import AsyncClient
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_proto.step import DIGEST_INTERVAL_STEPS
 
 TORCH = ("--backend", "torch", "--num-threads", "1")

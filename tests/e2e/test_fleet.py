@@ -27,9 +27,9 @@ import headway
 from e2e.running_server import Command, command, environment, finished, wait_until
 from e2e.test_gateway_serving import MODEL, eventually, stage
 from fake_scheduler import FakeScheduler
-from headway import openai_front
 from headway.client import Client
-from headway.replicas import free_ports
+from headway.planning import openai_front
+from headway.planning.replicas import free_ports
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_scheduler.core.state.limits import SchedulerLimits

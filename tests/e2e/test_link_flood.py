@@ -17,7 +17,7 @@ import zmq.auth
 
 from e2e.running_server import command, free_port
 from headway.client import Client
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 
 FLOOD_S = 6.0
 MOST_GROWTH_BYTES = 320 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e.running_server import finished
-from headway.model_source import DEMO_MODEL_DIRECTORY
+from headway.planning.model_source import DEMO_MODEL_DIRECTORY
 
 MISTAKES = [
     (

@@ -11,7 +11,7 @@ import psutil
 import yaml
 
 from e2e.running_server import command, free_port, wait_until
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

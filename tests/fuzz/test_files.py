@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import headway
 from fuzz.limits import bounded, examples
-from headway.configuration import read_file
-from headway.generate import jobs_of
-from headway.services import SERVICES
-from headway.settings import ConfigurationError
+from headway.commands.generate import jobs_of
+from headway.flags.configuration import read_file
+from headway.flags.settings import ConfigurationError
+from headway.planning.services import SERVICES
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import FAMILIES, read_model_config

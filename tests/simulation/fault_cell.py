@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from headway_proto.columns import decode_column, decode_columns
 from headway_proto.step import LaneOutput, SchedulerOutput, TransferringOutput
-from headway_scheduler.blame import Verdict
-from headway_scheduler.cell import Cell
+from headway_scheduler.cells.blame import Verdict
+from headway_scheduler.cells.cell import Cell
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.step.sending import digest_of
-from headway_scheduler.executor_link import TAKEOVER_SILENCE_S, EpochOpened, ExecutorLost, StepAnswered
+from headway_scheduler.links.executor_link import TAKEOVER_SILENCE_S, EpochOpened, ExecutorLost, StepAnswered
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import incarnation_of
 from simulation.fault_invariants import Violation

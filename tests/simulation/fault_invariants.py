@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from headway_proto.ingress import Finished, Submit
 from headway_proto.step import NO_LANE, LaneOutput, SchedulerOutput
-from headway_scheduler.brake import LEAST_LOSSES, LOSSES_ALONE
-from headway_scheduler.cell import LEAST_STEP_TOKENS
+from headway_scheduler.cells.brake import LEAST_LOSSES, LOSSES_ALONE
+from headway_scheduler.cells.cell import LEAST_STEP_TOKENS
+from headway_scheduler.cells.fleet import Fleet
+from headway_scheduler.cells.live_sequences import Name
 from headway_scheduler.core.admission.waiting_queue import STARTS_PER_PROMOTION, Lane, is_promoted
 from headway_scheduler.core.admission.waiting_room import WaitingRoom
 from headway_scheduler.core.memory.host_books import HostBooks
@@ -20,8 +22,6 @@ from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.fleet import Fleet
-from headway_scheduler.live_sequences import Name
 
 NAMES = (
     "BLOCK-CONSERVATION",

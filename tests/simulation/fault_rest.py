@@ -19,10 +19,12 @@ from headway_executor.step.loop import StepCycle
 from headway_gateway.link.ingress_link import IngressLink
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S
 from headway_proto.step import BackendInfo
-from headway_scheduler import administration, brake, serving_statistics
+from headway_scheduler.cells import brake
 from headway_scheduler.core.admission import fair_queue, waiting_queue
 from headway_scheduler.engine import SchedulerEngine
+from headway_scheduler.figures import serving_statistics
 from headway_scheduler.flight.recorder import FlightRecorder
+from headway_scheduler.operators import administration
 from simulation.census import census
 from simulation.fault_executor import Silent
 from simulation.fault_process import START_S

@@ -13,7 +13,8 @@ from headway_proto.ingress import (
     Tokens,
     gateway_frame_reader,
 )
-from headway_scheduler.cell import Cell
+from headway_scheduler.cells.cell import Cell
+from headway_scheduler.cells.live_sequences import Name
 from headway_scheduler.core.choosing.policies import PlacementSettings
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.memory.host_books import HostBooks
@@ -22,8 +23,7 @@ from headway_scheduler.core.state.events import FinishedEvent
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.ingress_link import GatewayGone
-from headway_scheduler.live_sequences import Name
+from headway_scheduler.links.ingress_link import GatewayGone
 from simulation import fault_invariants as invariants
 from simulation.fault_cell import CellWatch
 from simulation.fault_executor import ExecutorProcess

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import headway_executor.step.loop
 import headway_gateway.link.ingress_link
-import headway_scheduler.administration
 import headway_scheduler.core.admission.fair_queue
 import headway_scheduler.core.admission.objectives
 import headway_scheduler.core.admission.waiting_queue
 import headway_scheduler.core.memory.prefix_statistics
 import headway_scheduler.core.step.sending
-import headway_scheduler.ingress_link
-import headway_scheduler.serving_statistics
+import headway_scheduler.figures.serving_statistics
+import headway_scheduler.links.ingress_link
+import headway_scheduler.operators.administration
 from flight_logs import MemoryLog, recorder_into
 from headway_proto.columns import encode_column
 from headway_proto.operations import AdminCall, PrefixToPin
@@ -526,10 +526,10 @@ def small_constants(schedule: Schedule) -> Iterator[None]:
     changed: list[tuple[Any, str, object]] = [
         (headway_scheduler.core.step.sending, "DIGEST_INTERVAL_STEPS", settings.digest_every),
         (headway_executor.step.loop, "DIGEST_INTERVAL_STEPS", settings.digest_every),
-        (headway_scheduler.ingress_link, "MAX_UNACKNOWLEDGED_FRAMES", settings.window),
+        (headway_scheduler.links.ingress_link, "MAX_UNACKNOWLEDGED_FRAMES", settings.window),
         (headway_gateway.link.ingress_link, "ACKNOWLEDGE_EVERY_FRAMES", max(settings.window // 4, 1)),
-        (headway_scheduler.administration, "MAX_REMEMBERED_ENDS", 4),
-        (headway_scheduler.serving_statistics, "MAX_TENANTS", 1),
+        (headway_scheduler.operators.administration, "MAX_REMEMBERED_ENDS", 4),
+        (headway_scheduler.figures.serving_statistics, "MAX_TENANTS", 1),
         (headway_scheduler.core.memory.prefix_statistics, "MAX_TENANTS", 1),
         (headway_scheduler.core.admission.fair_queue, "MAX_IDLE_TENANTS", 1),
         (headway_scheduler.core.admission.waiting_queue, "_MAX_HOLES", 4),

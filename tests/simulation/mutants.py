@@ -31,9 +31,11 @@ from headway_proto import framing
 from headway_proto.columns import decode_columns
 from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
-from headway_scheduler import brake, compiled_core, delivery, engine, ingress_link
-from headway_scheduler.administration import Administration
-from headway_scheduler.cell import Cell
+from headway_scheduler import compiled_core, engine
+from headway_scheduler.cells import brake
+from headway_scheduler.cells.cell import Cell
+from headway_scheduler.cells.fleet import Fleet
+from headway_scheduler.cells.live_sequences import LiveSequences
 from headway_scheduler.core.admission.endings import Endings
 from headway_scheduler.core.admission.fair_queue import FairQueue
 from headway_scheduler.core.admission.moving import Moving
@@ -56,14 +58,15 @@ from headway_scheduler.core.step.answer_checks import AnswerChecks
 from headway_scheduler.core.step.answers import Answers
 from headway_scheduler.core.step.decode_pass import DecodePass
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.executor_link import ExecutorLink, ExecutorLost, StepAnswered
-from headway_scheduler.executor_links import ExecutorLinks
-from headway_scheduler.fleet import Fleet
-from headway_scheduler.ingress_link import GatewayLink, IngressLinks
-from headway_scheduler.live_sequences import LiveSequences
+from headway_scheduler.gateways import delivery
+from headway_scheduler.gateways.submissions import EarlySubmissions
+from headway_scheduler.links import ingress_link
+from headway_scheduler.links.executor_link import ExecutorLink, ExecutorLost, StepAnswered
+from headway_scheduler.links.executor_links import ExecutorLinks
+from headway_scheduler.links.ingress_link import GatewayLink, IngressLinks
+from headway_scheduler.operators.administration import Administration
 from headway_scheduler.placement.placement import Placement
 from headway_scheduler.placement.transit import Transit
-from headway_scheduler.submissions import EarlySubmissions
 from simulation import hand_off_mutants, lane_mutants
 from simulation.fault_schedule import draw
 from simulation.fault_world import run

@@ -8,8 +8,8 @@ import pytest
 from headway_proto.columns import decode_column, encode_column
 from headway_proto.ingress import PRIORITY_LOW, PRIORITY_REALTIME, Finished
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.brake import LOSSES_ALONE, LOSSES_BEFORE_TRIAL
-from headway_scheduler.cell import Cell
+from headway_scheduler.cells.brake import LOSSES_ALONE, LOSSES_BEFORE_TRIAL
+from headway_scheduler.cells.cell import Cell
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.memory.pinned_prefixes import PinRefused
 from headway_scheduler.core.policies.batching import BATCHING_POLICIES

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from headway_proto.sampling import SamplingParams
-from headway_scheduler.cell import Cell
+from headway_scheduler.cells.cell import Cell
 from headway_scheduler.core.choosing.policies import POLICIES, PlacementSettings
 from headway_scheduler.core.choosing.roles import Role, roles_of
 from headway_scheduler.core.scheduler import Scheduler

@@ -22,10 +22,10 @@ from headway_proto.columns import decode_column, encode_column
 from headway_proto.ingress import PRIORITY_NORMAL, Submit
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS
+from headway_scheduler.cells.fleet import DEFAULT_PLACEMENT
 from headway_scheduler.core.choosing.policies import PlacementSettings
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.fleet import DEFAULT_PLACEMENT
 from headway_scheduler.flight.recorder import NullRecorder
 
 BEAT_S = 0.002

@@ -9,7 +9,7 @@ import pytest
 from headway.batch.answers_file import AnswersFile
 from headway.batch.lines import BatchLine, check, read_lines
 from headway.batch.runner import Server, ServerGoneError, ServerRefusedError
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 
 
 def written(path: Path, *lines: object) -> Path:

@@ -16,7 +16,7 @@ import zmq
 import zmq.auth
 
 from chaos.proxy import FAULTS, FrameProxy
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_conformance import ConformanceFailure
 from headway_conformance.block_transports.contents import content_of, num_whole, record_of
 from headway_executor.backend import BackendConfigError

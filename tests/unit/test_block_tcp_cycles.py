@@ -3,7 +3,7 @@
 import pytest
 
 from executor_cell import GREEDY, ExecutorCell, pairs, pull_of
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.block_store.registry import make_transport

@@ -1,7 +1,7 @@
 """Who is to blame for lost executors: by losses and progress alone."""
 
-from headway_scheduler.brake import LONGEST_PAUSE_S, MAX_SUSPICIONS, Brake, FailurePause
-from headway_scheduler.live_sequences import Name
+from headway_scheduler.cells.brake import LONGEST_PAUSE_S, MAX_SUSPICIONS, Brake, FailurePause
+from headway_scheduler.cells.live_sequences import Name
 
 A, B, C = Name("a", 0), Name("b", 0), Name("c", 0)
 

@@ -16,7 +16,7 @@ from headway_executor.gpu import chunk_library as module
 from headway_executor.gpu.chunk_library import LIBRARIES, LibraryChoice
 from headway_executor.gpu.preparation import try_largest_step
 from headway_executor.models.families import read_model_config
-from headway_kernels.gpu.attention_tuning import attention_tuning
+from headway_kernels.gpu.attention.tuning import attention_tuning
 from headway_proto.sampling import SamplingParams
 
 pytestmark = [
@@ -206,8 +206,8 @@ def test_a_library_that_fails_is_never_used(name, library, model, monkeypatch):
     def fails(self, *_, **__):
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr("headway_kernels.gpu.flash_attention.FlashAttention.plan", fails)
-    monkeypatch.setattr("headway_kernels.gpu.flash_infer.FlashInfer.plan", fails)
+    monkeypatch.setattr("headway_kernels.gpu.attention.flash_attention.FlashAttention.plan", fails)
+    monkeypatch.setattr("headway_kernels.gpu.attention.flash_infer.FlashInfer.plan", fails)
     with pytest.raises(BackendConfigError, match="it fails: no kernel image is available"):
         choose(model, name)
     assert (
@@ -218,7 +218,7 @@ def test_a_library_that_fails_is_never_used(name, library, model, monkeypatch):
 
 def test_a_library_that_writes_nothing_gives_something_else(hopper, model, monkeypatch):
     FakeFlashInfer().install(monkeypatch)
-    monkeypatch.setattr("headway_kernels.gpu.flash_infer.FlashInfer._attend", lambda *_: None)
+    monkeypatch.setattr("headway_kernels.gpu.attention.flash_infer.FlashInfer._attend", lambda *_: None)
     with pytest.raises(BackendConfigError, match="gives something else"):
         choose(model, "flashinfer")
 
@@ -240,8 +240,8 @@ def test_the_fastest_is_taken(times, fastest, hopper, model, monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 def test_what_is_not_installed_is_said_and_refused_by_name(name, model, monkeypatch):
-    monkeypatch.setattr("headway_kernels.gpu.flash_attention.MODULE", "no_such_module")
-    monkeypatch.setattr("headway_kernels.gpu.flash_infer.MODULE", "no_such_module")
+    monkeypatch.setattr("headway_kernels.gpu.attention.flash_attention.MODULE", "no_such_module")
+    monkeypatch.setattr("headway_kernels.gpu.attention.flash_infer.MODULE", "no_such_module")
     found, warned = choose(model, "auto")
     assert found is None
     assert [("No module named 'no_such_module'" in line) for line in warned] == [True, True]

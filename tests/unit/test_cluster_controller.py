@@ -9,12 +9,12 @@ import pytest
 import headway.cluster.controller
 from headway.__main__ import parser_of
 from headway.cluster.command import _plan
-from headway.cluster.config import ClusterConfig
 from headway.cluster.controller import Controller
 from headway.cluster.engine import PlaceLostError
 from headway.cluster.member import Report
 from headway.cluster.placing import Node
-from headway.deployment import read_deployment
+from headway.planning.cluster_config import ClusterConfig
+from headway.planning.deployment import read_deployment
 
 NODES = [Node(node_id=name, address=f"10.0.0.{n}", cpus=4, gpus=0, is_head=n == 0) for n, name in enumerate("hab")]
 LINKS = {"step_address": "tcp://10.0.0.0:1", "ingress_address": "tcp://10.0.0.0:2"}

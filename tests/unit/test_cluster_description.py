@@ -7,15 +7,15 @@ import pytest
 
 from headway.__main__ import main, parser_of
 from headway.cluster.command import _plan
-from headway.cluster.config import ClusterConfig
 from headway.cluster.description import ClusterPlan, command_words, stop_stages
 from headway.cluster.engine import ENGINES
 from headway.cluster.local_ray import LocalRay
 from headway.cluster.member import Member, _write_keys
-from headway.configuration import build
-from headway.deployment import read_deployment
-from headway.services import SERVICES, load
-from headway.settings import ConfigurationError
+from headway.flags.configuration import build
+from headway.flags.settings import ConfigurationError
+from headway.planning.cluster_config import ClusterConfig
+from headway.planning.deployment import read_deployment
+from headway.planning.services import SERVICES, load
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE
 
 TEXT = """

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra ray)")
 

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from headway.cluster.config import ClusterConfig
 from headway.cluster.placing import Node, Placed, choose
 from headway.cluster.scaling import Figures, Scaler, waiting_s
+from headway.planning.cluster_config import ClusterConfig
 
 CONFIG = ClusterConfig(scale_up_wait_s=2.0, scale_up_after_s=3.0, scale_down_after_s=60.0, scale_down_use=0.6)
 CALM = Figures(num_wanted=2, num_ready=2, wait_s=0.0, use=0.5)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway_executor.links.channel import SchedulerChannel
-from headway_scheduler.transport import Transport
+from headway_scheduler.links.transport import Transport
 
 
 class Sleeper:

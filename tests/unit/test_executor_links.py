@@ -5,8 +5,14 @@ import msgspec
 from headway_proto import step
 from headway_proto.framing import FrameWriter
 from headway_proto.step import BackendInfo, ExecutorHeartbeat, ExecutorHello, SchedulerHeartbeat
-from headway_scheduler.executor_link import TAKEOVER_SILENCE_S, EpochOpened, ExecutorLost, ExecutorRefused, StepEvent
-from headway_scheduler.executor_links import ExecutorLinks
+from headway_scheduler.links.executor_link import (
+    TAKEOVER_SILENCE_S,
+    EpochOpened,
+    ExecutorLost,
+    ExecutorRefused,
+    StepEvent,
+)
+from headway_scheduler.links.executor_links import ExecutorLinks
 
 INFO = BackendInfo(
     backend="simulated",

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from checkpoints import tokenizer as byte_level_tokenizer
 from decoder_driver import Sequences, Span, compiled_model, eager_model, write_checkpoint
 from headway.__main__ import main
+from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
-from headway.settings import ConfigurationError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors

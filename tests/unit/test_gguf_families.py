@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType as Kind
 from backend_driver import BackendDriver, Request
 from gguf_files import MODELS, VOCAB_SIZE, make_model, write_file
 from headway.__main__ import main
+from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of
 from headway.gguf_import.tokenizer import tokenizer_of
-from headway.settings import ConfigurationError
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
 

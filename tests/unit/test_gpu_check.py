@@ -23,7 +23,7 @@ from gpu_shapes import SHAPES, TINY, config_of
 from headway_conformance import SCENARIOS
 from headway_executor.backend import BackendConfigError
 from headway_executor.startup import registry
-from headway_kernels.gpu.attention import paged_attention
+from headway_kernels.gpu.attention.paged import paged_attention
 from headway_process.entry_points import ByName
 
 ROOT = Path(__file__).resolve().parents[2]

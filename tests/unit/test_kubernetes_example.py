@@ -10,7 +10,7 @@ pytest.importorskip("kubernetes_validate", reason="needs the published schemas (
 import kubernetes_validate
 
 from headway.__main__ import parser_of
-from headway.services import SERVICES, load
+from headway.planning.services import SERVICES, load
 from headway_gateway.operators.health import LIVENESS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"

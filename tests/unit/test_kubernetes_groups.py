@@ -15,8 +15,8 @@ import jsonschema
 import kubernetes_validate
 
 from headway.__main__ import parser_of
-from headway.keys import make_keys
-from headway.services import SERVICES, load
+from headway.commands.keys import make_keys
+from headway.planning.services import SERVICES, load
 from headway_gateway.operators.health import LIVENESS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "groups"

@@ -8,7 +8,7 @@ import pytest
 from msgspec import Meta
 
 from headway.__main__ import COMMANDS, main, parser_of
-from headway.configuration import (
+from headway.flags.configuration import (
     OneLineParser,
     add_setting_flags,
     build,
@@ -18,9 +18,9 @@ from headway.configuration import (
     merged,
     read_file,
 )
-from headway.serve_config import ServeConfig
-from headway.services import SERVICES
-from headway.settings import ConfigurationError, as_text, from_text, settings_of
+from headway.flags.settings import ConfigurationError, as_text, from_text, settings_of
+from headway.planning.serve_config import ServeConfig
+from headway.planning.services import SERVICES
 from headway_executor.config import ExecutorConfig
 from headway_gateway.config import GatewayConfig
 from headway_scheduler.config import SchedulerConfig

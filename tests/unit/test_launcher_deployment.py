@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from headway.__main__ import parser_of
-from headway.plan import make_plan
-from headway.services import SERVICES, load
+from headway.planning.plan import make_plan
+from headway.planning.services import SERVICES, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-import headway.plan
+import headway.planning.plan
 from headway.__main__ import parser_of
-from headway.deployment import read_deployment, roles_in_order
-from headway.plan import Plan, make_plan
-from headway.replicas import CUDA_DEVICES_VARIABLE, Layout, Member, Share
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.planning.deployment import read_deployment, roles_in_order
+from headway.planning.plan import Plan, make_plan
+from headway.planning.replicas import CUDA_DEVICES_VARIABLE, Layout, Member, Share
 
 TWO_KINDS = """
 [serve]
@@ -31,7 +31,7 @@ max = 3
 
 @pytest.fixture(autouse=True)
 def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headway.plan, "_own_cores", lambda: list(range(8)))
+    monkeypatch.setattr(headway.planning.plan, "_own_cores", lambda: list(range(8)))
 
 
 @pytest.fixture
@@ -104,4 +104,4 @@ def test_each_rank_takes_a_share_of_the_cores_or_a_device() -> None:
     assert [sorted(member.share_of(range(8))) for member in members[:2]] == [[0, 1, 2, 3], [4, 5]]
     assert [member.environment.get(CUDA_DEVICES_VARIABLE) for member in members] == [None, None, "0,1,2,3", None]
     second = Member("executor", 1, 3, Layout(2, 4, shares))
-    assert second.of_its_own({"device": headway.plan.Given("cuda", "--device")})["device"].value == "cuda:9"
+    assert second.of_its_own({"device": headway.planning.plan.Given("cuda", "--device")})["device"].value == "cuda:9"

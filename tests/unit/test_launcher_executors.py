@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-import headway.plan
-from headway import readiness
+import headway.planning.plan
 from headway.__main__ import parser_of
-from headway.health import Target
-from headway.plan import Plan, make_plan
-from headway.pulse_watch import PulseWatch
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.planning.plan import Plan, make_plan
+from headway.running import readiness
+from headway.running.health import Target
+from headway.running.pulse_watch import PulseWatch
 from headway_process.fleet_numbers import fleet_fields
 from headway_process.pulse import Pulse
 from headway_proto import generation_pb2
@@ -22,7 +22,7 @@ MODEL = generation_pb2.GetModelResponse(name="m", backend="b", device="d", dtype
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headway.plan, "_own_cores", lambda: [0, 1])
+    monkeypatch.setattr(headway.planning.plan, "_own_cores", lambda: [0, 1])
 
 
 def plan_of(*words: str, **environment: str) -> Plan:
@@ -98,12 +98,12 @@ def test_every_executor_has_a_port_for_its_metrics() -> None:
 def test_cores_are_shared_out_as_far_as_each_executor_gets_one(
     cores: list[int], words: tuple[str, ...], own: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(headway.plan, "_own_cores", lambda: list(cores))
+    monkeypatch.setattr(headway.planning.plan, "_own_cores", lambda: list(cores))
     assert list(plan_of(*TWO, *words).cores.values()) == own
 
 
 def test_executors_compute_in_one_thread_where_cores_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headway.plan, "_own_cores", lambda: [0])
+    monkeypatch.setattr(headway.planning.plan, "_own_cores", lambda: [0])
     assert flag_of(plan_of(*TWO), "executor-1", "--num-threads") == "1"
     assert flag_of(plan_of(*TWO, "--num-threads", "2"), "executor-1", "--num-threads") == "2"
 

@@ -7,13 +7,13 @@ import itertools
 import pytest
 
 from headway.client import PromptTokens, TokenLogprob
-from headway.configuration import OneLineParser
-from headway.demo import demo_jobs
-from headway.generate import add_flags, jobs_of, run
-from headway.progress import ProgressLine
-from headway.reporting import Screen, block, prompt_table, table
-from headway.settings import ConfigurationError
-from headway.streaming import Answer, Job, texts_of
+from headway.commands.demo import demo_jobs
+from headway.commands.generate import add_flags, jobs_of, run
+from headway.commands.reporting import Screen, block, prompt_table, table
+from headway.commands.streaming import Answer, Job, texts_of
+from headway.flags.configuration import OneLineParser
+from headway.flags.settings import ConfigurationError
+from headway.terminal.progress import ProgressLine
 
 
 def arguments(*words: str) -> argparse.Namespace:

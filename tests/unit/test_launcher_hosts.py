@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from headway.__main__ import parser_of
-from headway.keys import make_keys
-from headway.services import SERVICES, load
+from headway.commands.keys import make_keys
+from headway.planning.services import SERVICES, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = REPOSITORY / "compose.hosts.yaml"

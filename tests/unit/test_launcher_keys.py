@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headway.__main__ import main
-from headway.keys import make_keys, run
-from headway.settings import ConfigurationError
+from headway.commands.keys import make_keys, run
+from headway.flags.settings import ConfigurationError
 
 
 def test_each_directory_holds_its_own_secret_and_the_public_keys_of_its_peers(tmp_path):

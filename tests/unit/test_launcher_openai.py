@@ -9,8 +9,8 @@ pytest.importorskip("smg", reason="needs smg: the extra smg")
 pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine: the extra smg")
 
 from headway.__main__ import parser_of
-from headway.plan import make_plan
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.planning.plan import make_plan
 
 
 def plan(tmp_path, *words):
@@ -24,7 +24,7 @@ def test_smg_starts_last_stops_first_and_listens_on_loopback_only(tmp_path) -> N
     assert [list(stage) for stage in made.stop_stages] == [["smg"], ["gateway"], ["scheduler"], ["executor"]]
     assert made.openai_address == "127.0.0.1:30000"
     words = made.commands["smg"]
-    assert words[1:4] == ["-m", "headway.openai_front", "127.0.0.1:50999"]
+    assert words[1:4] == ["-m", "headway.planning.openai_front", "127.0.0.1:50999"]
     flags = dict(zip(words[4::2], words[5::2], strict=True))
     assert (flags["--host"], flags["--port"]) == ("127.0.0.1", "30000")
     assert flags["--worker-urls"] == "grpc://127.0.0.1:50999"

@@ -18,10 +18,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from headway.__main__ import main, parser_of
-from headway.health import SERVING, UNREACHABLE, Target, health_of
-from headway.model_source import DEMO_MODEL_DIRECTORY
-from headway.plan import Plan, make_plan, without_settings
-from headway.serve import serve
+from headway.commands.serve import serve
+from headway.planning.model_source import DEMO_MODEL_DIRECTORY
+from headway.planning.plan import Plan, make_plan, without_settings
+from headway.running.health import SERVING, UNREACHABLE, Target, health_of
 from headway_executor.backend import BackendConfigError
 from headway_executor.config import ExecutorConfig
 from headway_executor.host import torch_build as of_build
@@ -38,7 +38,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> int:
         pytest.fail("processes were started")
 
-    monkeypatch.setattr("headway.serve.serve", started)
+    monkeypatch.setattr("headway.commands.serve.serve", started)
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_cuda_packages_are_those_of_pytorchs_own_release(monkeypatch, cuda, extr
 
 def test_looking_imports_neither_pytorch_nor_a_kernel():
     code = (
-        "import sys\nfrom headway import preflight\nfrom headway.__main__ import parser_of\nfrom headway.plan import make_plan\n"
+        "import sys\nfrom headway.planning import preflight\nfrom headway.__main__ import parser_of\nfrom headway.planning.plan import make_plan\n"
         "from pathlib import Path\npreflight.check(make_plan(parser_of('serve').parse(['--grpc-address', '127.0.0.1:0']), {}, "
         "Path('/x')))\nassert not {'torch', 'triton', 'tokenizers', 'safetensors'} & set(sys.modules)\n"
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headway import fleet_runner
-from headway.fleet_runner import FleetOrders, FleetRunner
-from headway.pulse_watch import LOOK_INTERVAL_S, PulseWatch
-from headway.supervision import RestartPolicy
+from headway.running import fleet_runner
+from headway.running.fleet_runner import FleetOrders, FleetRunner
+from headway.running.pulse_watch import LOOK_INTERVAL_S, PulseWatch
+from headway.running.supervision import RestartPolicy
 from headway_process.pulse import PULSE_INTERVAL_S, PULSE_VARIABLE, Pulse, pulse_of
 
 

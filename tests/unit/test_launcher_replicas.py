@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import headway.plan
+import headway.planning.plan
 from headway.__main__ import parser_of
-from headway.configuration import Given
-from headway.plan import Plan, make_plan
-from headway.processes import ChildExited, Children
-from headway.pulse_watch import PulseWatch
-from headway.replicas import Layout, Member, free_ports
-from headway.settings import ConfigurationError
+from headway.flags.configuration import Given
+from headway.flags.settings import ConfigurationError
+from headway.planning.plan import Plan, make_plan
+from headway.planning.replicas import Layout, Member, free_ports
+from headway.running.processes import ChildExited, Children
+from headway.running.pulse_watch import PulseWatch
 from headway_process.fleet_numbers import REPLICA_VARIABLE, fleet_fields
 
 THREE = ("--replicas", "3", "--grpc-address", "127.0.0.1:50900")
@@ -22,7 +22,7 @@ THREE = ("--replicas", "3", "--grpc-address", "127.0.0.1:50900")
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headway.plan, "_own_cores", lambda: [0, 1])
+    monkeypatch.setattr(headway.planning.plan, "_own_cores", lambda: [0, 1])
 
 
 def plan_of(*words: str) -> Plan:
@@ -100,7 +100,7 @@ def test_cores_are_shared_out_where_there_are_two_for_each_and_otherwise_an_exec
     assert flag_of(plan_of(*THREE), "executor-2", "--num-threads") == "1"
     assert plan_of(*THREE).cores == {}
     assert flag_of(plan_of(*THREE, "--num-threads", "2"), "executor-2", "--num-threads") == "2"
-    monkeypatch.setattr(headway.plan, "_own_cores", lambda: list(range(10, 18)))
+    monkeypatch.setattr(headway.planning.plan, "_own_cores", lambda: list(range(10, 18)))
     plan = plan_of(*THREE)
     assert plan.cores == {"executor-0": {10, 11}, "executor-1": {12, 13}, "executor-2": {14, 15}}
     assert not any(word.startswith("--num-threads") for word in plan.commands["executor-0"])

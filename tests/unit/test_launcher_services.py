@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from headway.__main__ import COMMANDS, overview, parser_of
-from headway.model_source import DEMO_MODEL_DIRECTORY
-from headway.plan import make_plan, without_settings
-from headway.services import SERVICES, SETTLED_BY_SERVE
-from headway.settings import ConfigurationError, ModelDirectoryError
-from headway.socket_directory import remove_abandoned, socket_directory
+from headway.flags.settings import ConfigurationError, ModelDirectoryError
+from headway.planning.model_source import DEMO_MODEL_DIRECTORY
+from headway.planning.plan import make_plan, without_settings
+from headway.planning.services import SERVICES, SETTLED_BY_SERVE
+from headway.running.socket_directory import remove_abandoned, socket_directory
 
 # Lifetimes are each service's own; everything else that is spelt the same means the same.
 MAY_DIFFER = {"grace_s", "model"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.supervision import Fleet, Kill, Report, RestartPolicy, Start, Terminate
+from headway.running.supervision import Fleet, Kill, Report, RestartPolicy, Start, Terminate
 
 NAMES = ("executor", "scheduler", "gateway")
 GRACES = {"gateway": 35.0, "scheduler": 5.0, "executor": 5.0}

@@ -16,13 +16,13 @@ import pytest
 import zmq
 import zmq.auth
 
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_executor.links.channel import SchedulerChannel
 from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_process import link_guard
 from headway_process.addresses import check_ipc_directory, check_link_address
 from headway_process.link_guard import MAX_PENDING_HANDSHAKES, NO_HANDSHAKE, TOO_MANY, UNKNOWN_KEY, AllowList
-from headway_scheduler.transport import MAX_RECEIVED_BYTES, Transport
+from headway_scheduler.links.transport import MAX_RECEIVED_BYTES, Transport
 
 
 @pytest.fixture

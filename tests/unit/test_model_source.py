@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from fake_hub import COMMIT, FakeHub, fake_hub
-from headway.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
+from headway.planning.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
 from unit.test_gguf import Kind, write_file
 
 REPOSITORY = "org/tiny"
 WEIGHTS = "model.safetensors"
 PROGRAM = """
 import sys
-from headway.model_source import ModelSources, ModelSourceError
+from headway.planning.model_source import ModelSources, ModelSourceError
 try:
     print(ModelSources(offline=sys.argv[2] == "offline").directory_of(sys.argv[1]))
 except ModelSourceError as error:

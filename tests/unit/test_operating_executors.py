@@ -14,7 +14,7 @@ from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.choosing.cell_load import Lack, Shortage
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
-from headway_scheduler.wait_sentences import sentence_for_unplaced
+from headway_scheduler.operators.wait_sentences import sentence_for_unplaced
 from simulation.world import World
 from unit.test_scheduler_engine import CONFIG, LIMITS
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headway.__main__ import main, parser_of
-from headway.deployment import read_deployment, roles_in_order
-from headway.plan import make_plan
+from headway.planning.deployment import read_deployment, roles_in_order
+from headway.planning.plan import make_plan
 from headway_lab.plan.algorithms import Role
 from headway_lab.plan.cluster import Degrees
 from headway_lab.plan.deployment_file import _table

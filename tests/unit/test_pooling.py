@@ -36,7 +36,7 @@ from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.flight.recorder import _encodable
-from headway_scheduler.submissions import new_request, problem_of
+from headway_scheduler.gateways.submissions import new_request, problem_of
 from step_columns import backend_info, encoded_pairs
 
 CAPACITY = ExecutorCapacity(

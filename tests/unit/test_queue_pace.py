@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway_scheduler.queue_pace import LEAST_S, MOST_S, UNKNOWN_S, QueuePace
+from headway_scheduler.gateways.queue_pace import LEAST_S, MOST_S, UNKNOWN_S, QueuePace
 
 
 def test_before_anything_is_known() -> None:

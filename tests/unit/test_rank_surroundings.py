@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.keys import make_keys
+from headway.commands.keys import make_keys
 from headway_executor.config import ExecutorConfig
 from headway_executor.rank_processes.surroundings import keys_of, surroundings_of, take_cores
 

@@ -13,9 +13,9 @@ from headway_proto.columns import encode_column
 from headway_proto.ingress import Finished, Rejected, Submit
 from headway_proto.operations import AdminCall, AdminReply
 from headway_proto.sampling import SamplingParams
+from headway_scheduler.cells.notices import Notice
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.notices import Notice
 from simulation.world import World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4, max_num_waiting=6)

@@ -10,7 +10,7 @@ from headway_proto.columns import decode_columns
 from headway_proto.framing import FrameWriter
 from headway_proto.ingress import MAX_UNACKNOWLEDGED_FRAMES, GatewayHeartbeat, GatewayHello, SchedulerHello, Tokens
 from headway_proto.step import BackendInfo, ExecutorHeartbeat, ExecutorHello, ExecutorOutput, NewEpoch, ResyncRequest
-from headway_scheduler.executor_link import (
+from headway_scheduler.links.executor_link import (
     SILENCE_TIMEOUT_S,
     TAKEOVER_SILENCE_S,
     EpochOpened,
@@ -21,8 +21,8 @@ from headway_scheduler.executor_link import (
     StepEvent,
     StepFailed,
 )
-from headway_scheduler.executor_links import ExecutorLinks
-from headway_scheduler.ingress_link import MAX_HELD_TOKENS, MAX_LINKS, Announcement, GatewayGone, IngressLinks
+from headway_scheduler.links.executor_links import ExecutorLinks
+from headway_scheduler.links.ingress_link import MAX_HELD_TOKENS, MAX_LINKS, Announcement, GatewayGone, IngressLinks
 
 
 def news() -> Announcement:

@@ -9,10 +9,10 @@ from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto import operations
 from headway_proto.operations import Status
 from headway_proto.sampling import SamplingParams
-from headway_scheduler import status_report
 from headway_scheduler.core.state.counters import Preemption, PreemptionMode, PreemptionReason, WasteReason
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
-from headway_scheduler.serving_statistics import MAX_TENANTS, ServingStatistics
+from headway_scheduler.figures.serving_statistics import MAX_TENANTS, ServingStatistics
+from headway_scheduler.operators import status_report
 from simulation.world import World
 
 LIMITS = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=4, max_num_waiting=100)

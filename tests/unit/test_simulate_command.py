@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from headway.__main__ import main
-from headway.progress import ProgressLine
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.terminal.progress import ProgressLine
 from headway_lab.published_comparison import ORDERINGS, PUBLISHED
 from headway_lab.simulate.cases import Case, limit_settings, make_cases
 from headway_lab.simulate.hardware import ACCELERATORS

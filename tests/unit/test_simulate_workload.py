@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 from headway_lab.workload.arrivals import Arrival, ClosedArrivals, OpenArrivals, gamma_times
 from headway_lab.workload.lengths import parse_lengths
 from headway_lab.workload.requests import (

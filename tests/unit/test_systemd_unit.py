@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headway.__main__ import parser_of
-from headway.plan import make_plan
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.planning.plan import make_plan
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "headway.service"
 

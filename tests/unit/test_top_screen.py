@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from headway.__main__ import main
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 from headway_lab.top import command, figures
 from headway_lab.top.controls import HELP, Controls, Order, OrderKind
 from headway_lab.top.frame import Frame

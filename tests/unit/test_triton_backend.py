@@ -25,7 +25,7 @@ from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import device_model, graphs, linear, preparation
 from headway_executor.gpu.linear import CodedLinear
-from headway_kernels.gpu.experts import multiply_pairs
+from headway_kernels.gpu.experts.grouped import multiply_pairs
 from headway_proto.sampling import Constraint, SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import write_adapter

@@ -13,8 +13,8 @@ from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.backends.triton_backend import TritonBackend
 from headway_executor.gpu import tuning_file
 from headway_executor.gpu.tuning_file import AttentionTiles, KernelTiles, ProductTiles, TuningFile, tunings_of
-from headway_kernels.gpu.attention_tuning import _TUNING, attention_tuning, tuning_for
-from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS
+from headway_kernels.gpu.attention.tuning import _TUNING, attention_tuning, tuning_for
+from headway_kernels.gpu.linear.quantized import FLOAT32_TILINGS, TILINGS
 from headway_kernels.gpu.tunings import Tunings, shipped_pair_tiling
 
 pytestmark = [

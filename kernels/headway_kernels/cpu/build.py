@@ -1,4 +1,4 @@
-"""Compiles the C sources of this folder into shared libraries, one per instruction set.
+"""Compiles the C sources in ``c/`` into shared libraries beside this module, one per instruction set.
 
 Owns: instruction sets, the compiler's call. Must not know: what the sources compute.
 
@@ -23,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parent
+LIBRARIES = Path(__file__).resolve().parent
+SOURCES = LIBRARIES / "c"
 COMPILER = "ziglang"
 
 # No -ffast-math: kernels exclude tokens by infinities, so infinities and NaNs must keep their meaning.
@@ -173,7 +174,9 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def build_libraries(sources: Path = SOURCES, destination: Path = SOURCES, *, report: Report = say) -> tuple[Path, ...]:
+def build_libraries(
+    sources: Path = SOURCES, destination: Path = LIBRARIES, *, report: Report = say
+) -> tuple[Path, ...]:
     """Compile missing and outdated libraries; return the paths of all, or none for an unknown platform.
 
     ZIG_GLOBAL_CACHE_DIR and ZIG_LOCAL_CACHE_DIR may name directories for the compiler's caches.
@@ -211,7 +214,7 @@ def _build(
 
 
 def main() -> int:
-    """Build the libraries of this folder; return 1 after a failure."""
+    """Build the libraries; return 1 after a failure."""
     parser = argparse.ArgumentParser(description="Compile the CPU kernels that are missing or not up to date.")
     parser.parse_args()
     try:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning, padded_head, stored_bytes
-from headway_kernels.gpu.float8_linear import FLOAT8_TILINGS
-from headway_kernels.gpu.quantized_linear import FLOAT32_TILINGS, TILINGS, Tiling
-from headway_kernels.gpu.skinny_linear import MOST_TOKENS
+from headway_kernels.gpu.attention.tuning import AttentionTuning, attention_tuning, padded_head, stored_bytes
+from headway_kernels.gpu.linear.float8 import FLOAT8_TILINGS
+from headway_kernels.gpu.linear.quantized import FLOAT32_TILINGS, TILINGS, Tiling
+from headway_kernels.gpu.linear.skinny import MOST_TOKENS
 
 MOST_FEW_TOKENS = MOST_TOKENS
 """Products of up to so many tokens have a kernel of their own, or in float32 a tiling that stays."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.configuration import Given, Layer, add_setting_flags, build, given_by_flags
-from headway.settings import ConfigurationError, settings_of, shown
+from headway.flags.configuration import Given, Layer, add_setting_flags, build, given_by_flags
+from headway.flags.settings import ConfigurationError, settings_of, shown
 from headway_lab.bench.capacity import Look, Search, Trial, find_capacity
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.report import (

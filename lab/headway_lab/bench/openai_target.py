@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from headway.settings import one_line
+from headway.flags.settings import one_line
 from headway_lab.bench.event_stream import EventStreamParser
 from headway_lab.bench.records import CUT_SHORT, DISCONNECTED, MALFORMED, Answer, RequestFailed
 from headway_lab.bench.target import UNKNOWN_CONTEXT, TargetError, TargetInfo

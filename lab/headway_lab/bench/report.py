@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headway.tables import aligned
+from headway.terminal.tables import aligned
 from headway_lab.bench.capacity import Search, Trial
 from headway_lab.bench.figures import BenchedGroup, BenchedRequest, BenchTotals, by_status
 from headway_lab.bench.options import BenchOptions

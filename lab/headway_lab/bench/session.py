@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from headway.progress import ProgressLine
+from headway.terminal.progress import ProgressLine
 from headway_lab.bench.cooperation import run_load
 from headway_lab.bench.figures import BenchedRequest, BenchFigures, BenchTotals
 from headway_lab.bench.options import BenchOptions

@@ -4,7 +4,7 @@ import ssl
 
 import msgspec
 
-from headway.settings import ConfigurationError, bytes_of_file, shown, token_of_file
+from headway.flags.settings import ConfigurationError, bytes_of_file, shown, token_of_file
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.target import Target
 
@@ -20,7 +20,7 @@ def make_target(options: BenchOptions) -> Target:
 
 def _headway(options: BenchOptions) -> Target:
     from headway.client import Endpoint
-    from headway.health import client_certificate
+    from headway.running.health import client_certificate
     from headway_lab.bench.headway_target import HeadwayTarget
 
     certificate = client_certificate(options.client_certificate, options.client_key, "--client-certificate")

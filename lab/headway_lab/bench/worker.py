@@ -5,7 +5,7 @@ import sys
 import time
 from typing import BinaryIO
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 from headway_lab.bench.pipe_messages import (
     Begin,
     Done,

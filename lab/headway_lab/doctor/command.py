@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
-from headway.settings import ConfigurationError, ModelDirectoryError, shown
+from headway.flags.settings import ConfigurationError, ModelDirectoryError, shown
+from headway.planning.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
 from headway_lab.doctor.examination import Model, examine, with_measurements
 from headway_lab.doctor.rendering import text_of
 from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.settings import one_line
+from headway.flags.settings import one_line
 from headway_executor.startup.backend_report import backend_reports
 from headway_lab.doctor.expectation import BATCHES, CONTEXT_TOKENS, StepDevice, expected_step
 from headway_lab.doctor.findings import DeviceFinding, Figure, Findings, KernelFinding

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headway.tables import aligned
+from headway.terminal.tables import aligned
 from headway_lab.doctor.expectation import ExpectedStep
 from headway_lab.doctor.findings import Figure, Findings
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 import msgspec
 
-from headway.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError, shown
 from headway_proto.columns import decode_column, decode_columns
 from headway_proto.step import SchedulerOutput, TransferringOutput
 from headway_scheduler.core.state.request import Request, RequestStatus

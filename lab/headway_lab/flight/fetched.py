@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 
 from headway.client import Client, HeadwayError
-from headway.progress import ProgressLine
-from headway.settings import ConfigurationError, bytes_of_file, token_of_file
+from headway.flags.settings import ConfigurationError, bytes_of_file, token_of_file
+from headway.terminal.progress import ProgressLine
 from headway_lab.flight.source import NoFlightLogError
 from headway_proto.admin_pb2 import ReadFlightLogResponse
 from headway_scheduler.flight.log import paths_of

@@ -26,7 +26,7 @@ from headway_scheduler.flight.records import (
     Turn,
 )
 from headway_scheduler.flight.replay import Event, Replay
-from headway_scheduler.wait_sentences import sentence_for
+from headway_scheduler.operators.wait_sentences import sentence_for
 
 NO_EXECUTOR = "no executor was connected"
 ABOVE = "no executor could start it soon"

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from headway.client import HeadwayError
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 from headway_lab.flight.fetched import client_for
 
 HINT = "For its whole life, also when it has ended, serve with --flight-log DIRECTORY.\n"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.tables import aligned
+from headway.terminal.tables import aligned
 from headway_lab.flight.life import few_names
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent

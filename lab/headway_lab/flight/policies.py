@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.configuration import Given
-from headway.settings import ConfigurationError
+from headway.flags.configuration import Given
+from headway.flags.settings import ConfigurationError
 from headway_lab.flight.recording import FittedCosts, Recording
 from headway_lab.simulate.cases import Case, case_of, make_cases
 from headway_lab.simulate.collector import RunCollector
@@ -24,7 +24,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.fleet_view import sum_of
+from headway_scheduler.figures.fleet_view import sum_of
 
 _SEED = 0
 AS_RECORDED = "simulated as recorded"

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from headway.progress import ProgressLine
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.terminal.progress import ProgressLine
 from headway_scheduler.flight.checkpoint import CheckpointError, restore_state
 from headway_scheduler.flight.log import FlightLog, FlightLogError
 from headway_scheduler.flight.replay import Event, Replay

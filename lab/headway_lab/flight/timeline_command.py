@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError, shown
 from headway_lab.flight.cells import StepCollector, StepRange, TimelineStep
 from headway_lab.flight.named_log import add_log_flags, log_on_disk
 from headway_lab.flight.perfetto import chrome_trace

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from headway.configuration import add_setting_flags, build, given_by_flags
-from headway.progress import ProgressLine
-from headway.settings import settings_of
+from headway.flags.configuration import add_setting_flags, build, given_by_flags
+from headway.flags.settings import settings_of
+from headway.terminal.progress import ProgressLine
 from headway_lab.output_files import check_output_files, check_pictures, write_output
 from headway_lab.plan.deployment_file import as_deployment
 from headway_lab.plan.goodput import Trial

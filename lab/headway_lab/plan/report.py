@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headway.tables import aligned
+from headway.terminal.tables import aligned
 from headway_lab.plan.algorithms import Role, System
 from headway_lab.plan.goodput import Outcome
 from headway_lab.plan.instance import Phase

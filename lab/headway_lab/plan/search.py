@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 from headway_lab.percentiles import rounded
 from headway_lab.plan.algorithms import OnTrial, Pair, Planner, System
 from headway_lab.plan.cluster import DEFAULT_GB_S, Cluster, HandOff, hand_off

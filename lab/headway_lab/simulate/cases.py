@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from headway.configuration import Given, Layer, build, suggestion
-from headway.settings import ConfigurationError, Setting, from_text, settings_of, shown
+from headway.flags.configuration import Given, Layer, build, suggestion
+from headway.flags.settings import ConfigurationError, Setting, from_text, settings_of, shown
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.core.choosing.policies import AUTO
 from headway_scheduler.core.state.limits import SchedulerLimits

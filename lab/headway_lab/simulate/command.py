@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from headway.configuration import add_setting_flags, build, given_by_flags, merged
-from headway.progress import ProgressLine
-from headway.settings import ConfigurationError, metavar, settings_of
+from headway.flags.configuration import add_setting_flags, build, given_by_flags, merged
+from headway.flags.settings import ConfigurationError, metavar, settings_of
+from headway.terminal.progress import ProgressLine
 from headway_lab.output_files import check_output_files, check_pictures, write_output
 from headway_lab.simulate.cases import Case, case_settings, make_cases
 from headway_lab.simulate.collector import RunCollector

@@ -14,7 +14,7 @@ A "chunk of C" is a budget of C beside one token per user. Whole prompts get the
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.configuration import Given, Layer
+from headway.flags.configuration import Given, Layer
 from headway_lab.measurement import Totals
 from headway_lab.published_comparison import CHUNKS, PUBLISHED, Figures, beside_published, findings
 from headway_lab.simulate.cases import Case, case_of

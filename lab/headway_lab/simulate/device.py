@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.settings import shown
+from headway.flags.settings import shown
 from headway_executor.backend import StepBatch
 from headway_executor.batch.batch_state import BatchState
 from headway_executor.batch.block_moves import BlockMoves

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway.flags.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway_lab.simulate.hardware import Accelerator
 from headway_lab.simulate.model_shapes import ModelShape
 

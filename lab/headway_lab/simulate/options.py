@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from headway.settings import shown
+from headway.flags.settings import shown
 from headway_lab.simulate.device import SLOWDOWN_NOTATION, parse_slowdowns
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.tables import aligned
+from headway.terminal.tables import aligned
 from headway_lab.reports import latency_cell, rate_cell, shown_groups
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import SimulatedGroup, SimulatedRequest, SimulationTotals

@@ -152,7 +152,7 @@ class InTurn:
 
 
 class OneQueue:
-    """Executors behind one scheduler: its placement chooses, as ``headway_scheduler.fleet`` asks it to."""
+    """Executors behind one scheduler: its placement chooses, as ``headway_scheduler.cells.fleet`` asks it to."""
 
     def __init__(
         self, stations: Sequence[Station], limits: SchedulerLimits, policy: PlacementPolicy = AGGREGATED

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headway.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError, shown
 from headway_lab.percentiles import ratio
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import RunCollector
@@ -26,7 +26,7 @@ from headway_scheduler.core.choosing.policies import POLICIES, PlacementPolicy, 
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.fleet_view import sum_of
+from headway_scheduler.figures.fleet_view import sum_of
 from headway_scheduler.placement.placement import AGGREGATED
 
 _ADDRESS = "virtual:"

@@ -7,8 +7,8 @@ import math
 import shutil
 import sys
 
-from headway.connection import add_connection_flags, client_of
-from headway.settings import ConfigurationError
+from headway.commands.connection import add_connection_flags, client_of
+from headway.flags.settings import ConfigurationError
 
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130

@@ -7,7 +7,7 @@ from typing import TypeVar
 import grpc
 
 from headway.client import AsyncClient, HeadwayError
-from headway.settings import one_line
+from headway.flags.settings import one_line
 from headway_lab.top.controls import Order, OrderKind
 from headway_lab.top.history import Look
 

@@ -5,7 +5,7 @@ from typing import Self
 
 import msgspec
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 from headway_lab.workload.arrivals import Arrivals, ClosedArrivals, OpenArrivals, gamma_times
 from headway_lab.workload.lengths import parse_lengths
 from headway_lab.workload.options import LoadOptions

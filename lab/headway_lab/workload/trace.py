@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headway.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway.flags.settings import ConfigurationError, bytes_of_file, one_line, shown
 from headway_lab.workload.requests import (
     MOST_OBJECTIVE_MS,
     NO_OBJECTIVES,

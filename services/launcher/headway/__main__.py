@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.configuration import OneLineParser, suggestion
-from headway.settings import ConfigurationError, shown
+from headway.flags.configuration import OneLineParser, suggestion
+from headway.flags.settings import ConfigurationError, shown
 from headway_process.installation import install_advice
 from headway_process.last_words import write_last_line
 from headway_process.lean_imports import one_blas_thread
@@ -121,7 +121,7 @@ _OF_GATEWAY = ("--grpc-address", "--auth-token-file")
 COMMANDS = {
     "serve": Command(
         "serve a model on this machine: scheduler, executor and gateway, supervised",
-        "headway.serve",
+        "headway.commands.serve",
         main_flags=(
             *_EVERYWHERE,
             *("--offline", "--executors", "--replicas", "--http-address", "--metrics-port"),
@@ -131,19 +131,19 @@ COMMANDS = {
     "cluster": Command("run a deployment on several machines: up, status, down (extra ray)", "headway.cluster.command"),
     "scheduler": Command(
         "run the scheduler alone: decide, every step, which tokens run",
-        "headway.service_command",
+        "headway.commands.service_command",
         ("scheduler",),
         (*_EVERYWHERE, "--ingress-address", "--step-address", "--curve-keys", "--metrics-address", *_OF_SCHEDULER),
     ),
     "executor": Command(
         "run an executor alone: hold a model and run the steps",
-        "headway.service_command",
+        "headway.commands.service_command",
         ("executor",),
         (*_EVERYWHERE, "--model", "--step-address", "--curve-keys", "--metrics-address", *_OF_EXECUTOR),
     ),
     "gateway": Command(
         "run a gateway alone: serve the gRPC API",
-        "headway.service_command",
+        "headway.commands.service_command",
         ("gateway",),
         (
             *_EVERYWHERE,
@@ -156,10 +156,10 @@ COMMANDS = {
             *_OF_GATEWAY,
         ),
     ),
-    "generate": Command("stream answers from a running server to the terminal", "headway.generate"),
+    "generate": Command("stream answers from a running server to the terminal", "headway.commands.generate"),
     "batch": Command("answer a file of requests, resumable; OpenAI's batch format, or bodies", "headway.batch.command"),
     "demo": Command(
-        "serve the model that ships with Headway, stream several prompts at once, and stop", "headway.demo"
+        "serve the model that ships with Headway, stream several prompts at once, and stop", "headway.commands.demo"
     ),
     "simulate": Command(
         "run the real scheduler in virtual time: a model of the device, a workload, a table of latencies",
@@ -190,14 +190,14 @@ COMMANDS = {
         "headway_lab.doctor.command",
     ),
     "gguf": Command("make a checkpoint directory of a GGUF file (extra gguf)", "headway.gguf_import.command"),
-    "health": Command("ask a running server whether it serves; exit 0 if it does", "headway.health_command"),
+    "health": Command("ask a running server whether it serves; exit 0 if it does", "headway.commands.health_command"),
     "top": Command(
         "show a running server in the terminal, live, with keys to pause, drain, cancel and explain",
         "headway_lab.top.command",
     ),
-    "keys": Command("make the keys that links between hosts need", "headway.keys"),
+    "keys": Command("make the keys that links between hosts need", "headway.commands.keys"),
     "completion": Command("print what bash, zsh or fish need to complete these commands", "headway.completion"),
-    "version": Command("print the version", "headway.version"),
+    "version": Command("print the version", "headway.commands.version"),
 }
 ALIASES = {"keygen": "keys"}
 

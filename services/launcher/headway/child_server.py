@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from threading import Event, Thread
 from typing import IO
 
-from headway.plan import without_settings
+from headway.planning.plan import without_settings
 
 _READY = re.compile(r"headway is ready on (\S+) ")
 _HTTP = re.compile(r"headway serve: OpenAI API on (\S+)/v1$")

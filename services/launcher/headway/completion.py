@@ -8,8 +8,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable
 
-from headway.configuration import OneLineParser
-from headway.settings import one_line
+from headway.flags.configuration import OneLineParser
+from headway.flags.settings import one_line
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = frozenset({"FILE", "MODEL", "LOG"})

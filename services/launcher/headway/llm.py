@@ -15,11 +15,11 @@ from typing import Any, Self, TypeVar, Unpack
 from headway.child_server import ChildServer, ServingError
 from headway.client import AsyncClient, ChatMessage, Client, GenerateOptions, GenerationResult, GenerationStream
 from headway.client.requests import BatchOptions, EmbedOptions, Input, Prompt
-from headway.configuration import suggestion
-from headway.model_source import DEMO_MODEL
-from headway.progress import ProgressLine
-from headway.services import serve_settings
-from headway.settings import as_text
+from headway.flags.configuration import suggestion
+from headway.flags.settings import as_text
+from headway.planning.model_source import DEMO_MODEL
+from headway.planning.services import serve_settings
+from headway.terminal.progress import ProgressLine
 from headway_proto import generation_pb2
 
 ResultT = TypeVar("ResultT")

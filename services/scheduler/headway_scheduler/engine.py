@@ -11,23 +11,23 @@ from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
 from headway_proto.ingress import Abort, Rejected, Submit
 from headway_proto.operations import AdminCall
-from headway_scheduler.administration import Administration
+from headway_scheduler.cells.fleet import DEFAULT_PLACEMENT, Fleet
+from headway_scheduler.cells.live_sequences import LiveSequence, LiveSequences, name_of
+from headway_scheduler.cells.notices import Notices
 from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.choosing.policies import PlacementSettings
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.view import SchedulerView
-from headway_scheduler.delivery import deliver, deliver_end, load_of, model_of
-from headway_scheduler.fleet import DEFAULT_PLACEMENT, Fleet
-from headway_scheduler.fleet_view import FleetView
+from headway_scheduler.figures.fleet_view import FleetView
+from headway_scheduler.figures.serving_statistics import ServingStatistics
 from headway_scheduler.flight.recorder import NullRecorder
-from headway_scheduler.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
-from headway_scheduler.live_sequences import LiveSequence, LiveSequences, name_of
-from headway_scheduler.notices import Notices
-from headway_scheduler.queue_pace import UNKNOWN_S, QueuePace
-from headway_scheduler.serving_statistics import ServingStatistics
-from headway_scheduler.submissions import EarlySubmissions, Problem, new_request, problem_of
+from headway_scheduler.gateways.delivery import deliver, deliver_end, load_of, model_of
+from headway_scheduler.gateways.queue_pace import UNKNOWN_S, QueuePace
+from headway_scheduler.gateways.submissions import EarlySubmissions, Problem, new_request, problem_of
+from headway_scheduler.links.ingress_link import Announcement, GatewayGone, IngressEvent, IngressLinks
+from headway_scheduler.operators.administration import Administration
 
 
 class SchedulerEngine:

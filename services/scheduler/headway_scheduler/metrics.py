@@ -11,7 +11,7 @@ from headway_proto.operations import Status
 from headway_scheduler.core.state.counters import PreemptionMode, PreemptionReason, WasteReason
 from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.engine import SchedulerEngine
-from headway_scheduler.status_report import status_of
+from headway_scheduler.operators.status_report import status_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

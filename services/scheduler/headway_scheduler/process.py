@@ -29,8 +29,8 @@ from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLogWriter
 from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.recorder import FlightRecorder, NullRecorder
+from headway_scheduler.links.transport import Transport
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
-from headway_scheduler.transport import Transport
 
 if TYPE_CHECKING:
     from headway_process.metrics_endpoint import MetricsEndpoint

@@ -2,7 +2,8 @@
 
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import attention_kernels, attention_tuning
+from headway_kernels.gpu.attention import kernels as attention_kernels
+from headway_kernels.gpu.attention import tuning as attention_tuning
 
 POINTERS = ("query", "pool", "out")
 LENGTHS = ("rows", "query_start", "kv_length", "block_tables", "split_ends", "tile_ends", "splits_per_item", "arrived")

@@ -3,8 +3,8 @@
 from cases_quantized_linear import DTYPES, pointers_of, weight_of
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import expert_kernels
-from headway_kernels.gpu import experts as module
+from headway_kernels.gpu.experts import grouped as module
+from headway_kernels.gpu.experts import kernels as expert_kernels
 from headway_kernels.routing import Routing, Scoring
 
 QWEN3 = Routing(num_experts=128, num_chosen=8, is_normalised=True)

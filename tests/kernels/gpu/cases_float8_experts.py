@@ -7,9 +7,9 @@ from cases_float8_linear import FIRST
 from cases_quantized_linear import weight_of
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import float8_experts as module
-from headway_kernels.gpu.experts import grid_constants
-from headway_kernels.gpu.float8_linear import FLOAT8_TILINGS, product_constants, tiling_of
+from headway_kernels.gpu.experts import float8 as module
+from headway_kernels.gpu.experts.grouped import grid_constants
+from headway_kernels.gpu.linear.float8 import FLOAT8_TILINGS, product_constants, tiling_of
 
 
 def product(name, routing, shape, group, pairs_of_expert, *, out="bf16", has_bias=False, gathers=True):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from cases_quantized_linear import weight_of
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import float8_linear as module
+from headway_kernels.gpu.linear import float8 as module
 
 GATE_UP, DOWN = (28672, 4096), (4096, 14336)
 FIRST = 89

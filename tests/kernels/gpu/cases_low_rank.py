@@ -2,8 +2,8 @@
 
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import expert_low_rank as of_experts
-from headway_kernels.gpu import low_rank as module
+from headway_kernels.gpu.experts import low_rank as of_experts
+from headway_kernels.gpu.linear import low_rank as module
 
 RANK = 1536
 """Of three projections side by side, each with the largest rank."""

@@ -3,8 +3,8 @@
 import torch
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import quantized_linear as module
-from headway_kernels.gpu.weights import DeviceWeight, WeightForm
+from headway_kernels.gpu.linear import quantized as module
+from headway_kernels.gpu.linear.weights import DeviceWeight, WeightForm
 
 ATTENTION_OUTPUT, GATE_UP = (4096, 4096), (28672, 4096)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

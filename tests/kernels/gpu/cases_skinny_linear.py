@@ -3,8 +3,8 @@
 from cases_quantized_linear import pointers_of, weight_of
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import skinny_linear as module
 from headway_kernels.gpu.activation import Gate
+from headway_kernels.gpu.linear import skinny as module
 
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
 

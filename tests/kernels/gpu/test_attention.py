@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from attention_batches import TOLERANCE, UNTOUCHED, Batch, Shape
 from headway_kernels import kv_codes
-from headway_kernels.gpu import attention
-from headway_kernels.gpu.attention import AttentionWorkspace, plan_attention
-from headway_kernels.gpu.attention_tiles import MAX_SPLITS, cut_decode, start_of_share
-from headway_kernels.gpu.attention_tuning import AttentionTuning, attention_tuning
+from headway_kernels.gpu.attention import paged as attention
+from headway_kernels.gpu.attention.paged import AttentionWorkspace, plan_attention
+from headway_kernels.gpu.attention.tiles import MAX_SPLITS, cut_decode, start_of_share
+from headway_kernels.gpu.attention.tuning import AttentionTuning, attention_tuning
 
 
 def check(shape, device):

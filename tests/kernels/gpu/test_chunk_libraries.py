@@ -14,10 +14,10 @@ import fake_flash_infer
 from attention_batches import TOLERANCE, UNTOUCHED, Batch, Shape
 from fake_flash_attention import FakeFlash
 from fake_flash_infer import BatchPrefillWithPagedKVCacheWrapper, FakeFlashInfer
-from headway_kernels.gpu import flash_attention, flash_infer
-from headway_kernels.gpu.flash_attention import find_flash_attention
-from headway_kernels.gpu.flash_infer import MODULE, WRAPPER, find_flash_infer
-from headway_kernels.gpu.long_chunks import ChunkSizes, LibraryLacking, LongAttention, LongChunks
+from headway_kernels.gpu.attention import flash_attention, flash_infer
+from headway_kernels.gpu.attention.flash_attention import find_flash_attention
+from headway_kernels.gpu.attention.flash_infer import MODULE, WRAPPER, find_flash_infer
+from headway_kernels.gpu.attention.long_chunks import ChunkSizes, LibraryLacking, LongAttention, LongChunks
 
 FINDS = {"flash": (FakeFlash, find_flash_attention), "flashinfer": (FakeFlashInfer, find_flash_infer)}
 ROWS = ((1, 40), (70, 200), (0, 0), (33, 33), (2, 17), (66, 91), (65, 65), (1, 9))

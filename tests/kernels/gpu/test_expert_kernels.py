@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from headway_kernels import reference
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_4_bits
 from headway_kernels.experts import choose_experts
-from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
-from headway_kernels.gpu.weights import coded, dense, quantized, stacked
+from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, multiply_pairs, sort_pairs
+from headway_kernels.gpu.linear.weights import coded, dense, quantized, stacked
 from headway_kernels.routing import Routing, Scoring
 
 TOLERANCE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
@@ -88,7 +88,7 @@ def test_equal_scores_and_what_is_no_number_choose_the_lowest(kernel_device):
 
 
 def test_pairs_are_sorted_by_expert_and_padding_belongs_to_none(kernel_device, monkeypatch):
-    monkeypatch.setattr("headway_kernels.gpu.experts.PAIRS_PER_TURN", 16)  # several turns, the last one short
+    monkeypatch.setattr("headway_kernels.gpu.experts.grouped.PAIRS_PER_TURN", 16)  # several turns, the last one short
     routing = ROUTINGS["qwen"]
     pairs = Chosen(kernel_device, routing, drawn(19, 6), padding=(3, 18)).pairs()
     chosen = pairs.chosen.flatten().cpu()

@@ -6,10 +6,10 @@ import torch
 from device_weights import check_float8, drawn_codes, normal, on, rounded, wide
 from headway_kernels import reference
 from headway_kernels.cpu.coded_weight import CodeForm
-from headway_kernels.gpu.experts import ExpertPairs, sort_pairs
-from headway_kernels.gpu.float8_experts import are_many, multiply_rounded_pairs
-from headway_kernels.gpu.float8_linear import BLOCK, FLOAT8_TILINGS, float8_linear, multiplies, workspace_size
-from headway_kernels.gpu.weights import coded, quantized, stacked
+from headway_kernels.gpu.experts.float8 import are_many, multiply_rounded_pairs
+from headway_kernels.gpu.experts.grouped import ExpertPairs, sort_pairs
+from headway_kernels.gpu.linear.float8 import BLOCK, FLOAT8_TILINGS, float8_linear, multiplies, workspace_size
+from headway_kernels.gpu.linear.weights import coded, quantized, stacked
 from headway_kernels.routing import Routing
 
 pytestmark = [

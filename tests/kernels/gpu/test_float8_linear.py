@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from device_weights import check_float8, drawn_codes, normal, on, rounded, wide
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
-from headway_kernels.gpu import float8_linear as module
-from headway_kernels.gpu.float8_linear import BLOCK, float8_linear, multiplies, workspace_size
-from headway_kernels.gpu.weights import coded, quantized
+from headway_kernels.gpu.linear import float8 as module
+from headway_kernels.gpu.linear.float8 import BLOCK, float8_linear, multiplies, workspace_size
+from headway_kernels.gpu.linear.weights import coded, quantized
 
 pytestmark = [
     pytest.mark.skipif(

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_weights import normal
-from headway_kernels.gpu.expert_low_rank import add_low_rank_of_pairs
-from headway_kernels.gpu.experts import ExpertPairs, sort_pairs
-from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
+from headway_kernels.gpu.experts.grouped import ExpertPairs, sort_pairs
+from headway_kernels.gpu.experts.low_rank import add_low_rank_of_pairs
+from headway_kernels.gpu.linear.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
 from headway_kernels.routing import Routing
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}

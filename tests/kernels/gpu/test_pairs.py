@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headway_kernels.gpu import pairs
 from headway_kernels.gpu.float8 import NUMBERS_TOO_SMALL
+from headway_kernels.gpu.linear import pairs
 
 WORDS = torch.arange(1 << 16)
 KINDS = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from device_weights import drawn_codes, normal, on, wide
 from headway_kernels import reference
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits
-from headway_kernels.gpu import weights as weights_module
-from headway_kernels.gpu.quantized_linear import quantized_linear
-from headway_kernels.gpu.weights import WeightForm, coded, quantize
+from headway_kernels.gpu.linear import weights as weights_module
+from headway_kernels.gpu.linear.quantized import quantized_linear
+from headway_kernels.gpu.linear.weights import WeightForm, coded, quantize
 
 KINDS = ("int8", "fp8")
 TOLERANCE = {

@@ -14,9 +14,9 @@ from headway_executor.sampling.sampler import Sampler
 from headway_executor.sampling.sampling_columns import SamplingColumns as HostColumns
 from headway_executor.sampling.sampling_columns import SamplingEntriesError, SamplingNeeds
 from headway_kernels import reference
-from headway_kernels.gpu.sampling import sample
-from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs
-from headway_kernels.gpu.sampling_memory import SamplingColumns, SamplingWorkspace
+from headway_kernels.gpu.sampling.logprobs import row_logprobs, top_logprobs
+from headway_kernels.gpu.sampling.memory import SamplingColumns, SamplingWorkspace
+from headway_kernels.gpu.sampling.sample import sample
 from headway_proto.sampling import SamplingParams
 
 PROMPT = 3

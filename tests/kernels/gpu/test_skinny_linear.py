@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from device_weights import drawn_codes, normal, on, wide
 from headway_kernels import reference
 from headway_kernels.cpu.coded_weight import CodeForm
-from headway_kernels.gpu import skinny_linear as module
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.skinny_linear import skinny_linear
-from headway_kernels.gpu.weights import coded, dense
+from headway_kernels.gpu.linear import skinny as module
+from headway_kernels.gpu.linear.skinny import skinny_linear
+from headway_kernels.gpu.linear.weights import coded, dense
 
 TOLERANCE = {torch.bfloat16: {"rtol": 2**-7, "atol": 2e-3}, torch.float16: {"rtol": 2**-10, "atol": 2e-4}}
 ACTIVATIONS = {

@@ -74,7 +74,7 @@ def test_every_kernel_that_is_launched_is_compiled_here():
     kernels = Path(gpu.__file__).parent
     launches = re.compile(r"^ +(\w+)\[.*\]\(", re.MULTILINE)
     launched = {
-        name for path in kernels.glob("*.py") if path.name != "trial.py" for name in launches.findall(path.read_text())
+        name for path in kernels.rglob("*.py") if path.name != "trial.py" for name in launches.findall(path.read_text())
     }
     compiled = "".join((FOLDER / f"{module}.py").read_text() for module in MODULES)
     assert len(launched) > 25

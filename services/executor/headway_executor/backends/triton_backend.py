@@ -37,7 +37,7 @@ from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
 from headway_executor.setting_checks import TRITON, check_settings, option_of
-from headway_kernels.gpu.float8_linear import is_native
+from headway_kernels.gpu.linear.float8 import is_native
 from headway_proto.adapters import LoadedAdapter
 from headway_proto.columns import Int32Array
 from headway_proto.step import BackendInfo

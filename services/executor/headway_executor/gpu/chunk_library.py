@@ -19,13 +19,13 @@ from torch import Tensor
 from headway_executor.backend import BackendConfigError
 from headway_executor.gpu.graphs import MAX_MIXED_TOKENS
 from headway_executor.models.config import ModelConfig
-from headway_kernels.gpu import flash_attention, flash_infer
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import AttentionTuning, tokens_per_tile
-from headway_kernels.gpu.flash_attention import find_flash_attention
-from headway_kernels.gpu.flash_infer import find_flash_infer
-from headway_kernels.gpu.long_chunks import ChunkLibrary, ChunkSizes, LibraryLacking, LongAttention
-from headway_kernels.gpu.optional_library import in_one_line
+from headway_kernels.gpu.attention import flash_attention, flash_infer
+from headway_kernels.gpu.attention.flash_attention import find_flash_attention
+from headway_kernels.gpu.attention.flash_infer import find_flash_infer
+from headway_kernels.gpu.attention.long_chunks import ChunkLibrary, ChunkSizes, LibraryLacking, LongAttention
+from headway_kernels.gpu.attention.optional_library import in_one_line
+from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.tuning import AttentionTuning, tokens_per_tile
 
 OPTION = "chunk_attention"
 OWN_KERNEL, AUTO = "triton", "auto"

@@ -20,9 +20,9 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.decoder import capped_
 from headway_executor.models.features import DENSE, Feature, lacking
 from headway_executor.models.loading import NormTensors
-from headway_kernels.gpu.attention import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
-from headway_kernels.gpu.attention_tuning import MOST_CHANNELS, AttentionTuning, tokens_per_tile
-from headway_kernels.gpu.long_chunks import LongAttention
+from headway_kernels.gpu.attention.long_chunks import LongAttention
+from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
+from headway_kernels.gpu.attention.tuning import MOST_CHANNELS, AttentionTuning, tokens_per_tile
 from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows

@@ -20,9 +20,9 @@ from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapter_files import MAX_RANK
 from headway_executor.models.adapters import AdapterSite, AdapterWeights, LowRank, ModelAdapters
 from headway_executor.models.config import ModelConfig
-from headway_kernels.gpu.expert_low_rank import add_low_rank_of_pairs
-from headway_kernels.gpu.experts import ExpertPairs
-from headway_kernels.gpu.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
+from headway_kernels.gpu.experts.grouped import ExpertPairs
+from headway_kernels.gpu.experts.low_rank import add_low_rank_of_pairs
+from headway_kernels.gpu.linear.low_rank import ENTRY, TILE, add_low_rank, most_tiles, workspace_size
 
 _PARTS = {AdapterSite.QKV: 3} | dict.fromkeys(
     (AdapterSite.GATE_UP, AdapterSite.SHARED_GATE_UP, AdapterSite.EXPERT_GATE_UP), 2

@@ -15,12 +15,12 @@ from headway_executor.gpu.step_columns import ColumnViews
 from headway_executor.sampling.constraints.rows import StepMasks
 from headway_executor.sampling.sampler import BAD_LOGITS
 from headway_executor.sampling.sampling_columns import SamplingColumns, SamplingEntriesError, SamplingNeeds
-from headway_kernels.gpu import sampling
 from headway_kernels.gpu.masks import exclude
 from headway_kernels.gpu.rows import store_sampled
-from headway_kernels.gpu.sampling_logprobs import row_logprobs, top_logprobs
-from headway_kernels.gpu.sampling_memory import SamplingColumns as DeviceColumns
-from headway_kernels.gpu.sampling_memory import SamplingWorkspace
+from headway_kernels.gpu.sampling.logprobs import row_logprobs, top_logprobs
+from headway_kernels.gpu.sampling.memory import SamplingColumns as DeviceColumns
+from headway_kernels.gpu.sampling.memory import SamplingWorkspace
+from headway_kernels.gpu.sampling.sample import sample
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, NO_LOGPROBS, SamplingParams
 from headway_proto.step import RowError, RowLogprobs
@@ -166,7 +166,7 @@ class DeviceSampler:
         count = len(logits)
         token_ids, status = self._drawn[:, :count]
         rows, positions = views.sampled_row[:count], views.sampled_position[:count]
-        sampling.sample(
+        sample(
             logits,
             rows,
             positions,

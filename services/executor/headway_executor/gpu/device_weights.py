@@ -25,10 +25,10 @@ from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, TensorSource
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
-from headway_kernels.gpu import float8_linear
-from headway_kernels.gpu.float8_experts import are_many
+from headway_kernels.gpu.experts.float8 import are_many
+from headway_kernels.gpu.linear import float8 as float8_linear
+from headway_kernels.gpu.linear.weights import DeviceWeight, coded, dense, quantized, stacked
 from headway_kernels.gpu.tunings import Tunings
-from headway_kernels.gpu.weights import DeviceWeight, coded, dense, quantized, stacked
 from headway_kernels.routing import Routing
 
 QuantizationKind: TypeAlias = Literal["int8", "int4", "fp8"]

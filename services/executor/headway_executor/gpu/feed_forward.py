@@ -13,7 +13,7 @@ from headway_executor.gpu.activations import activation_of, gate_of
 from headway_executor.gpu.linear import AdaptedLinear, CodedLinear, DenseLinear, DeviceExperts, DeviceLinear
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.experts import ExpertPairs, add_pairs, choose, sort_pairs
+from headway_kernels.gpu.experts.grouped import ExpertPairs, add_pairs, choose, sort_pairs
 
 
 class DeviceFeedForward(Protocol):

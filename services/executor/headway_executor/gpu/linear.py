@@ -10,14 +10,14 @@ from torch import Tensor
 
 from headway_executor.gpu.device_adapters import DeviceAdapters
 from headway_executor.models.adapters import AdapterSite
-from headway_kernels.gpu import skinny_linear
 from headway_kernels.gpu.activation import Gate
-from headway_kernels.gpu.experts import ExpertPairs, multiply_pairs
-from headway_kernels.gpu.float8_experts import are_many, multiply_rounded_pairs
-from headway_kernels.gpu.float8_linear import float8_linear, workspace_size
-from headway_kernels.gpu.quantized_linear import Tiling, quantized_linear
+from headway_kernels.gpu.experts.float8 import are_many, multiply_rounded_pairs
+from headway_kernels.gpu.experts.grouped import ExpertPairs, multiply_pairs
+from headway_kernels.gpu.linear import skinny as skinny_linear
+from headway_kernels.gpu.linear.float8 import float8_linear, workspace_size
+from headway_kernels.gpu.linear.quantized import Tiling, quantized_linear
+from headway_kernels.gpu.linear.weights import DeviceWeight, dense
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS
-from headway_kernels.gpu.weights import DeviceWeight, dense
 
 
 class DeviceLinear(Protocol):

@@ -16,7 +16,7 @@ from headway_executor.gpu.graphs import LaunchSize
 from headway_executor.gpu.largest_step import any_row, largest_step
 from headway_executor.gpu.step_columns import StepShape, shape_of
 from headway_executor.memory.kv_pool import num_pool_blocks
-from headway_kernels.gpu.skinny_linear import MOST_TOKENS
+from headway_kernels.gpu.linear.skinny import MOST_TOKENS
 
 _POOL_SHARE = 0.94
 """The pool's share of the memory that the largest step leaves; the rest is for the graphs."""

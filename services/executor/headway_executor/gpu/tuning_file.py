@@ -16,9 +16,9 @@ import torch
 from msgspec import Meta
 
 from headway_executor.backend import BackendConfigError
-from headway_kernels.gpu.attention_tuning import AttentionTuning, KernelTuning, padded_head
-from headway_kernels.gpu.float8_linear import BLOCK
-from headway_kernels.gpu.quantized_linear import Tiling
+from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, padded_head
+from headway_kernels.gpu.linear.float8 import BLOCK
+from headway_kernels.gpu.linear.quantized import Tiling
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings
 
 AUTO, SHIPPED = "auto", "shipped"

@@ -20,7 +20,7 @@ from headway_proto.framing import MAX_FRAME_BYTES
 
 _HIGH_WATER_MARK = 1024
 _PATIENT_MS = (1000, 5000)
-# As in headway_scheduler.transport: a broken network is noticed within a second.
+# As in headway_scheduler.links.transport: a broken network is noticed within a second.
 _HEARTBEATS_MS = {"tcp": (200, 600), "ipc": _PATIENT_MS}
 _CONNECT_TIMEOUT_MS = 1000
 _FIRST_PEER_MS = 20

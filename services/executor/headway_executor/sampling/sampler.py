@@ -4,7 +4,7 @@ Owns: sampling state, the draw. Must not know: steps, blocks, the model.
 
 **A row's token depends only on its own logits, parameters, seed and position, bit for bit.** The order of
 floating-point sums may change with the shape of the batch. So the float32 softmax ``p``, which works row by row, first
-becomes integer weights, whose sums are exact in float64. ``headway_kernels.gpu.sampling`` has the rule.
+becomes integer weights, whose sums are exact in float64. ``headway_kernels.gpu.sampling.sample`` has the rule.
 
 Order: repetition, presence and frequency penalties; logit bias; the ``min_tokens`` mask; the constraint's mask;
 temperature; top-k; top-p; min-p.
@@ -20,7 +20,7 @@ from torch import Tensor
 from headway_executor.sampling.constraints.rows import StepMasks
 from headway_executor.sampling.philox import uniforms
 from headway_executor.sampling.sampling_columns import SamplingColumns, SamplingEntries
-from headway_kernels.gpu.sampling_layout import ENTRIES, LOGPROBS, PENALTIES, RANDOM
+from headway_kernels.gpu.sampling.layout import ENTRIES, LOGPROBS, PENALTIES, RANDOM
 from headway_proto.columns import Int32Array
 from headway_proto.sampling import MAX_LOGPROBS, SamplingParams
 from headway_proto.step import ERRORED_ROW, RowError, RowLogprobs

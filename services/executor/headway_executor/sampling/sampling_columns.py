@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_kernels.gpu.sampling_layout import (
+from headway_kernels.gpu.sampling.layout import (
     ENTRIES,
     LOGPROBS,
     PENALTIES,
@@ -40,7 +40,7 @@ class SamplingEntries(NamedTuple):
 
 
 class SamplingNeeds(NamedTuple):
-    """Arguments of ``headway_kernels.gpu.sampling``.
+    """Arguments of ``headway_kernels.gpu.sampling.sample``.
 
     ``top_logprobs`` is the most alternatives of a row, -1 for none.
     """

@@ -17,7 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from headway.batch.lines import BatchLine
-from headway.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError, shown
 
 _SYNC_INTERVAL_S = 1.0
 

@@ -19,10 +19,10 @@ from headway.batch.answers_file import AnswersFile
 from headway.batch.lines import check, read_lines
 from headway.batch.runner import OK, Server, ServerGoneError, ServerRefusedError
 from headway.child_server import ChildServer, ServingError
-from headway.connection import check_patience
-from headway.model_source import ALLOWED, DEMO_MODEL
-from headway.progress import ProgressLine
-from headway.settings import ConfigurationError, shown, token_of_file
+from headway.commands.connection import check_patience
+from headway.flags.settings import ConfigurationError, shown, token_of_file
+from headway.planning.model_source import ALLOWED, DEMO_MODEL
+from headway.terminal.progress import ProgressLine
 
 DEFAULT_CONCURRENCY = 256
 DEFAULT_RETRY_S = 120.0

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.settings import ConfigurationError, one_line, shown
+from headway.flags.settings import ConfigurationError, one_line, shown
 
 COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHATS, "/v1/responses", EMBEDDINGS)

@@ -1,8 +1,10 @@
 """The client's errors, made from gRPC's."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
@@ -81,6 +83,16 @@ _ERROR_TYPES: dict[grpc.StatusCode, type[HeadwayError]] = {
 }
 
 
+# gRPC's words where nothing listens: "failed to connect to all addresses; last error: UNKNOWN: ipv4:HOST:PORT: Failed to
+# connect to remote host: Connection refused".
+_NO_CONNECTION = re.compile(r"last error: \w+: (?:ipv[46]:)?(\S+): Failed to connect to remote host: (.+)$")
+
+
+def _message_of(details: str) -> str:
+    found = _NO_CONNECTION.search(details)
+    return details if found is None else f"no server at {unquote(found[1])} ({found[2]})"
+
+
 def error_of(error: grpc.RpcError) -> HeadwayError:
     """Convert gRPC's error."""
     call: Any = error  # Both kinds of RpcError are calls too; their types do not show it.
@@ -99,7 +111,9 @@ def error_of(error: grpc.RpcError) -> HeadwayError:
                 retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
             elif detail.Unpack(info):
                 reason = info.reason.lower()
-    return _ERROR_TYPES.get(code, ServerError)(code, call.details() or "", tuple(violations), retry_after_s, reason)
+    return _ERROR_TYPES.get(code, ServerError)(
+        code, _message_of(call.details() or ""), tuple(violations), retry_after_s, reason
+    )
 
 
 @contextmanager

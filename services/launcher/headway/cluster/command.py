@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from headway.cluster.config import ClusterConfig
 from headway.cluster.description import ClusterPlan, describe
 from headway.cluster.engine import Deployed, engine_of
-from headway.configuration import add_setting_flags, build, given_by_environment, given_by_flags, merged
-from headway.deployment import Deployment, read_deployment
-from headway.keys import make_keys
-from headway.services import CLUSTER, add_config_flag, sources_in_file
-from headway.settings import ConfigurationError, bytes_of_file, settings_of, token_of_file
-from headway.tables import aligned
+from headway.commands.keys import make_keys
+from headway.flags.configuration import add_setting_flags, build, given_by_environment, given_by_flags, merged
+from headway.flags.settings import ConfigurationError, bytes_of_file, settings_of, token_of_file
+from headway.planning.cluster_config import ClusterConfig
+from headway.planning.deployment import Deployment, read_deployment
+from headway.planning.services import CLUSTER, add_config_flag, sources_in_file
+from headway.terminal.tables import aligned
 
 UP, STATUS, DOWN = "up", "status", "down"
 _POLL_S = 0.5

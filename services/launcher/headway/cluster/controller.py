@@ -15,7 +15,7 @@ from headway.cluster.engine import Engine, NoRoomError, Place, PlaceLostError, P
 from headway.cluster.member import Report
 from headway.cluster.placing import Node, Placed, choose
 from headway.cluster.scaling import Figures, Scaler, waiting_s
-from headway.supervision import USER_ERROR_EXIT_CODES
+from headway.running.supervision import USER_ERROR_EXIT_CODES
 
 TICK_S = 0.5
 MOST_SILENT_S = 10.0

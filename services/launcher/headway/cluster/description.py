@@ -5,19 +5,19 @@ Pure. Must not know: engines, nodes, sockets.
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headway.cluster.config import ClusterConfig
-from headway.configuration import Given, Layer
-from headway.deployment import Deployment, ExecutorEntry, num_ranks, roles_in_order
-from headway.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
-from headway.plan import STOP_GRACE_S
-from headway.services import SERVICES, Service
-from headway.settings import ConfigurationError, as_text, settings_of
+from headway.flags.configuration import Given, Layer
+from headway.flags.settings import ConfigurationError, as_text, settings_of
+from headway.planning.cluster_config import ClusterConfig
+from headway.planning.deployment import Deployment, ExecutorEntry, num_ranks, roles_in_order
+from headway.planning.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
+from headway.planning.plan import STOP_GRACE_S
+from headway.planning.services import SERVICES, Service
 from headway_process.addresses import is_loopback
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE
 
@@ -229,11 +229,6 @@ def _value(given: Layer, service: str, name: str) -> Any:
 
 def _own(value: object) -> Given:
     return Given(value, "headway cluster")
-
-
-def members_of(pool: int, orders: Sequence[ProcessOrder]) -> list[ProcessOrder]:
-    """Return the executors of one table, by number."""
-    return [order for order in orders if order.entry == pool]
 
 
 def loopback_only(address: str) -> bool:

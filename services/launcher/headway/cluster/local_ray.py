@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 
 _MOST_DIRECTORY_CHARS = 24
 """Ray makes Unix sockets some 80 characters further down."""

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from headway.cluster.description import SCHEDULER, Probe, ProcessOrder, command_words
-from headway.fleet_runner import FleetOrders, FleetRunner
-from headway.health import SERVING, Target, health_of
-from headway.plan import without_settings
-from headway.replicas import LOOPBACK, free_ports
-from headway.socket_directory import socket_directory
-from headway.supervision import RestartPolicy
+from headway.planning.plan import without_settings
+from headway.planning.replicas import LOOPBACK, free_ports
+from headway.running.fleet_runner import FleetOrders, FleetRunner
+from headway.running.health import SERVING, Target, health_of
+from headway.running.socket_directory import socket_directory
+from headway.running.supervision import RestartPolicy
 
 _OF_RAY = "RAY_"
 """Its token among them, which the process does not need."""

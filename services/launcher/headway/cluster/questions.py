@@ -4,7 +4,7 @@ from typing import Any
 
 from headway.client import Client, HeadwayError
 from headway.cluster.description import Probe
-from headway.health import Target
+from headway.running.health import Target
 
 
 def figures_of(probe: Probe) -> dict[str, Any]:

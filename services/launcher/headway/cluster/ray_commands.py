@@ -5,11 +5,11 @@
 
 import os
 
-from headway.cluster.config import ClusterConfig
 from headway.cluster.description import ClusterPlan
 from headway.cluster.engine import Deployed
 from headway.cluster.local_ray import LocalRay
-from headway.preflight import require
+from headway.planning.cluster_config import ClusterConfig
+from headway.planning.preflight import require
 
 
 def up(settings: ClusterConfig, plan: ClusterPlan) -> Deployed:

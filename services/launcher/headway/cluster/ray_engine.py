@@ -19,13 +19,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from headway.cluster.config import ClusterConfig
 from headway.cluster.controller import Controller
 from headway.cluster.description import ClusterPlan, Probe, ProcessOrder, loopback_only
 from headway.cluster.engine import NoRoomError, PlaceLostError, PlaceSilentError
 from headway.cluster.member import Member, Report
 from headway.cluster.placing import Node
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
+from headway.planning.cluster_config import ClusterConfig
 
 NAMESPACE = "headway"
 _CONTROLLER = "controller"

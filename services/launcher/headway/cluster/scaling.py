@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headway.cluster.config import ClusterConfig
+from headway.planning.cluster_config import ClusterConfig
 
 _DECODE = "decode"
 _FULL = 0.9

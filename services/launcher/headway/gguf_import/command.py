@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
-from headway.settings import ConfigurationError
 
 MOST_BYTES = 4 << 30
 """Of one file of tensors."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.settings import ConfigurationError
+from headway.flags.settings import ConfigurationError
 
 _PART = "-{:05d}-of-{:05d}.gguf"
 """How the names of several files end."""

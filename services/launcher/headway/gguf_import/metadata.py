@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
-from headway.settings import ConfigurationError
 
 _NO_DEFAULT = object()
 _MOST = (1 << 31) - 1

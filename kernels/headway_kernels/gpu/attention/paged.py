@@ -1,0 +1,263 @@
+"""Attention over paged keys and values, in Triton: chunks and decodes of one batch in any mix.
+
+Owns: a step's rows and scratch memory, the launches. Must not know: layers, requests.
+
+A *row* is the new tokens of one sequence: one token is a *decode*, several are a *chunk*, none is *padding*. One turn
+of a kernel's inner loop reads a *key tile*. One program attends with a *query tile* of a chunk, or reads a *split* of a
+decode's positions.
+
+Sources: tiles with a running softmax, Dao et al. 2022 (FlashAttention, arXiv 2205.14135), its running maximum Milakov &
+Gimelshein 2018 (arXiv 1805.02867); one rescaling at the end, and masks on edge tiles only, Dao 2023 (FlashAttention-2,
+arXiv 2307.08691); decodes cut along the positions, Dao, Haziza, Massa & Sizov 2023 (Flash-Decoding); blocks found
+through a table, Kwon et al. 2023 (PagedAttention, arXiv 2309.06180).
+
+A row's own tokens and ``kv_length`` alone decide its cuts and its result; sums run in the order of positions. The
+device reads the lengths, so a captured launch serves other lengths.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway_kernels.gpu.attention.kernels import chunk_kernel, decode_kernel, plan_kernel
+from headway_kernels.gpu.attention.tiles import LOG2_E, MAX_SPLITS, MIN_SPLIT
+from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, attention_tuning, power_of_two
+from headway_kernels.gpu.dependence import dependent_launch
+from headway_kernels.gpu.float8 import has_e4m3
+from headway_kernels.kv_codes import is_coded
+
+MOST_ITEMS = 2048
+"""Decode items of a step, about: five for each program of an H100 or H200."""
+_ANY_NUMBER = 1 << 30
+_DOT_ROWS = 16
+"""The least size of a dimension of ``tl.dot``."""
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """The rows of one step on the device: int32, contiguous but for the row stride of ``block_tables``.
+
+    - ``rows`` ``[R]``: rows of ``block_tables``.
+    - ``query_start`` ``[R + 1]``: row i has tokens ``query_start[i]`` up to ``query_start[i + 1]``; padding has none.
+    - ``kv_length`` ``[R]``: the positions after this step.
+    - ``block_tables`` ``[max_rows, max_blocks]``: those past ``kv_length`` are not read.
+    - ``split_ends``, ``tile_ends`` ``[R]``: running counts of items, from ``plan_attention``.
+    - ``splits_per_item`` ``[1]``: from ``plan_attention``.
+    """
+
+    rows: Tensor
+    query_start: Tensor
+    kv_length: Tensor
+    block_tables: Tensor
+    split_ends: Tensor
+    tile_ends: Tensor
+    splits_per_item: Tensor
+    tokens_per_tile: int
+
+
+@dataclass(frozen=True)
+class AttentionWorkspace:
+    """Partial results of splits, float32, shared by all layers.
+
+    ``partial`` ``[R, MAX_SPLITS, heads, head_dim]``, ``log_sum_exp`` ``[R, MAX_SPLITS, heads]`` (to base 2). ``arrived``
+    int32, ``[R, heads]``: zeros between launches.
+    """
+
+    partial: Tensor
+    log_sum_exp: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def allocate(cls, max_rows: int, num_heads: int, head_dim: int, device: torch.device) -> "AttentionWorkspace":
+        """Takes 268 MB for 1024 rows of 32 heads of 128."""
+        shape = (max_rows, MAX_SPLITS.value, num_heads)
+        return cls(
+            partial=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
+            log_sum_exp=torch.empty(shape, dtype=torch.float32, device=device),
+            arrived=torch.zeros((max_rows, num_heads), dtype=torch.int32, device=device),
+        )
+
+
+def plan_attention(rows: AttentionRows, num_kv_heads: int, *, most_tokens: int | None = None) -> None:
+    """Count items and query tiles once per step; none of a row of more than ``most_tokens``, which is not attended with.
+
+    A window may leave the last items of a row nothing to do.
+    """
+    (num_rows,) = rows.rows.shape
+    plan_kernel[(1,)](
+        rows.query_start,
+        rows.kv_length,
+        rows.split_ends,
+        rows.tile_ends,
+        rows.splits_per_item,
+        num_rows,
+        MOST_ITEMS=max(MOST_ITEMS // num_kv_heads, 1),
+        MOST_TOKENS=most_tokens or _ANY_NUMBER,
+        TOKENS_PER_TILE=rows.tokens_per_tile,
+        PADDED_ROWS=_padded_rows(num_rows),
+        num_warps=4,
+        **dependent_launch(rows.rows.device),
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    pool_layer: Tensor,
+    out: Tensor,
+    rows: AttentionRows,
+    workspace: AttentionWorkspace,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    has_decodes: bool = True,
+    has_chunks: bool = True,
+    tuning: AttentionTuning | None = None,
+) -> None:
+    """Attend with all tokens of a step over one layer's pool, which already holds their keys and values.
+
+    ``query`` and ``out`` ``[tokens, heads * head_dim]``, any row stride; padding is not written. ``pool_layer``
+    ``[num_blocks, 2 * num_kv_heads, block_size, head_dim]``, contiguous, key heads first, block_size a power of two;
+    unused positions may hold NaN. One dtype: float32, bfloat16 or float16; head_dim a multiple of 8. The pool may hold codes
+    instead: see ``headway_kernels.kv_codes``.
+
+    A token sees the last ``window`` positions up to its own, or all. Logits are ``scale`` (more than 0) times the
+    product, perhaps capped to ``soft_cap * tanh(logit / soft_cap)``. ``sinks`` (float32, ``[heads]``) are logits without
+    values (Xiao et al. 2023, arXiv 2309.17453), neither scaled nor capped. Everything is float32, but weights are rounded
+    to the dtype before they meet the values.
+    """
+    num_heads, head_dim = _check(query, pool_layer, out, rows, num_kv_heads, scale)
+    tuning = tuning or attention_tuning(query.device, head_dim, query.dtype, is_coded=is_coded(pool_layer))
+    constants = {
+        "GROUP": num_heads // num_kv_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": pool_layer.shape[2],
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": max(_DOT_ROWS, power_of_two(head_dim)),
+        "CODED": int(is_coded(pool_layer)),
+        "HAS_E4M3": has_e4m3(pool_layer.device),
+        "PADDED_ROWS": _padded_rows(rows.rows.shape[0]),
+        "HAS_WINDOW": window is not None,
+        "HAS_SOFT_CAP": soft_cap is not None,
+        "HAS_SINKS": sinks is not None,
+    }
+    # The kernels' exponentials are to base 2; under a cap, tanh comes between the two factors.
+    factor, cap = (scale * LOG2_E.value, 0.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E.value)
+    numbers = (query.stride(0), out.stride(0), rows.block_tables.stride(0), window or 0, factor, cap)
+    if has_chunks:
+        _attend_chunks(query, pool_layer, sinks, out, rows, numbers, constants, tuning.chunk)
+    if has_decodes:
+        _attend_decodes(query, pool_layer, sinks, out, rows, workspace, numbers, constants, tuning.decode)
+
+
+def _check(
+    query: Tensor, pool_layer: Tensor, out: Tensor, rows: AttentionRows, num_kv_heads: int, scale: float
+) -> tuple[int, int]:
+    _, pool_heads, block_size, width = pool_layer.shape
+    head_dim = width - is_coded(pool_layer)
+    num_heads = query.shape[1] // head_dim
+    assert pool_heads == 2 * num_kv_heads, "the pool holds key heads, then value heads"
+    assert query.shape[1] == out.shape[1] == num_heads * head_dim, "queries are whole heads"
+    assert num_heads % num_kv_heads == 0, "heads come in whole groups"
+    assert query.dtype == out.dtype, "one dtype"
+    assert is_coded(pool_layer) or query.dtype == pool_layer.dtype, "numbers are of that dtype"
+    assert query.stride(1) == out.stride(1) == rows.block_tables.stride(1) == 1, "rows may lie apart, elements not"
+    assert pool_layer.is_contiguous(), "the pool is contiguous"
+    assert block_size == power_of_two(block_size), "blocks hold a power of two of positions"
+    assert scale > 0, "maxima are taken before scaling"
+    return num_heads, head_dim
+
+
+def _attend_chunks(
+    query: Tensor,
+    pool_layer: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    rows: AttentionRows,
+    numbers: tuple[float, ...],
+    constants: dict[str, Any],
+    tuning: KernelTuning,
+) -> None:
+    # The plan's tokens decide the size of the tile, not the tuning.
+    chunk_kernel[(_num_programs(query.device, tuning),)](
+        query,
+        pool_layer,
+        rows.rows if sinks is None else sinks,
+        out,
+        rows.rows,
+        rows.query_start,
+        rows.kv_length,
+        rows.block_tables,
+        rows.tile_ends,
+        rows.rows.shape[0],
+        *numbers,
+        **constants,
+        TOKENS=rows.tokens_per_tile,
+        QUERY_TILE=max(_DOT_ROWS, power_of_two(rows.tokens_per_tile * constants["GROUP"])),
+        KEY_TILE=tuning.key_tile,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **dependent_launch(query.device),
+    )
+
+
+def _attend_decodes(
+    query: Tensor,
+    pool_layer: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    rows: AttentionRows,
+    workspace: AttentionWorkspace,
+    numbers: tuple[float, ...],
+    constants: dict[str, Any],
+    tuning: KernelTuning,
+) -> None:
+    (num_rows,) = rows.rows.shape
+    num_heads, head_dim = constants["GROUP"] * constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
+    assert workspace.partial.shape[0] >= num_rows, "the workspace holds as many rows"
+    assert workspace.partial.shape[2:] == (num_heads, head_dim), "the workspace is of another model"
+    assert tuning.key_tile <= MIN_SPLIT.value, "every split has a key tile"
+    decode_kernel[(_num_programs(query.device, tuning),)](
+        query,
+        pool_layer,
+        rows.rows if sinks is None else sinks,
+        out,
+        workspace.partial,
+        workspace.log_sum_exp,
+        workspace.arrived,
+        rows.rows,
+        rows.query_start,
+        rows.kv_length,
+        rows.block_tables,
+        rows.split_ends,
+        rows.splits_per_item,
+        num_rows,
+        *numbers,
+        **constants,
+        QUERY_TILE=max(_DOT_ROWS, tuning.query_tile, power_of_two(constants["GROUP"])),
+        KEY_TILE=tuning.key_tile,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        maxnreg=tuning.max_registers,
+        **dependent_launch(query.device),
+    )
+
+
+def _padded_rows(num_rows: int) -> int:
+    return max(128, power_of_two(num_rows))
+
+
+def _num_programs(device: torch.device, tuning: KernelTuning) -> int:
+    return tuning.programs_per_multiprocessor * _num_multiprocessors(device)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,1 @@
+"""Products of pairs of a token and an expert."""

@@ -1,0 +1,34 @@
+"""The command ``headway health``."""
+
+import argparse
+import sys
+
+from headway.flags.settings import bytes_of_file, token_of_file
+from headway.running.health import SERVING, Target, client_certificate, health_of
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.add_argument("address", metavar="HOST:PORT", help="the gRPC address of the gateway")
+    parser.add_argument(
+        "--root-certificates",
+        metavar="FILE",
+        help="use TLS and trust these certificates (PEM), such as the server's own",
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
+    parser.add_argument("--client-certificate", metavar="FILE", help="certificate to show to the server (PEM)")
+    parser.add_argument("--client-key", metavar="FILE", help="private key of --client-certificate (PEM)")
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait (default: 2)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Return 0 if the server serves."""
+    target = Target(
+        address=arguments.address,
+        certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        token=token_of_file(arguments.token_file, "--token-file"),
+        client=client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate"),
+    )
+    status = health_of(target, timeout_s=arguments.timeout)
+    sys.stdout.write(f"{status}\n")
+    return 0 if status == SERVING else 1

@@ -1,0 +1,1 @@
+"""What long runs and lists print: progress, tables."""

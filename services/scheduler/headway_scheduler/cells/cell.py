@@ -1,0 +1,421 @@
+"""A cell: one executor as the scheduler sees it, with its core and its brake.
+
+Owns: how steps, answers, losses and epochs of one executor act on one core. Must not know: other cells, gateways, or
+what carries frames.
+"""
+
+import contextlib
+from typing import Protocol
+
+from headway_proto.adapters import AdapterChanged
+from headway_proto.step import BackendInfo
+from headway_scheduler.cells import commands
+from headway_scheduler.cells.blame import Blame
+from headway_scheduler.cells.brake import Brake, FailurePause
+from headway_scheduler.cells.live_sequences import LiveSequences
+from headway_scheduler.cells.notices import Notices
+from headway_scheduler.core.choosing.roles import Role
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
+from headway_scheduler.core.scheduler import Scheduler, StateMismatch
+from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.events import FinishedEvent, StepEvents
+from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
+from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.state.stored_blocks import StoredBlocks
+from headway_scheduler.core.view import SchedulerView
+from headway_scheduler.figures.serving_statistics import ServingStatistics
+from headway_scheduler.flight.recorder import NullRecorder
+from headway_scheduler.links.executor_link import (
+    AdapterAnswered,
+    EpochOpened,
+    ExecutorLink,
+    ExecutorLost,
+    ExecutorRefused,
+    StepAnswered,
+    StepEvent,
+    StepFailed,
+)
+
+LEAST_STEP_TOKENS = 8
+"""Smaller steps are tried down to this size before a request is blamed for a lack of memory."""
+
+
+class Serving(Protocol):
+    """What a cell needs of the scheduler process around it."""
+
+    limits: SchedulerLimits
+    live: LiveSequences
+    notices: Notices
+    statistics: ServingStatistics
+
+    def deliver(self, events: StepEvents, now: float) -> None:
+        """Send gateways what a core has brought."""
+
+    def refuse_late(self, end: FinishedEvent, expected_prefill_s: float, now: float) -> None:
+        """A request can no longer meet its objective; nothing of it has run."""
+
+
+class OtherCells(Protocol):
+    """What a cell needs of the others."""
+
+    brake: Brake
+
+    def take_back(self, requests: list[Request]) -> None:
+        """This cell has released these requests."""
+
+    def return_leases(self, leases: tuple[StoredBlocks, ...]) -> None:
+        """Nobody needs these blocks in host pools any more."""
+
+    def state_lost(self, cell: "Cell", now: float) -> None:
+        """What the executor had computed is gone; its requests may go on elsewhere."""
+
+    def cell_has_preempted(self) -> None:
+        """A request that lost its row waits in this cell."""
+
+    def cell_opened(self, cell: "Cell", now: float) -> None:
+        """This cell began an epoch."""
+
+    def cell_lost(self, cell: "Cell", now: float) -> None:
+        """This cell has no executor now."""
+
+    def adapter_answered(self, cell: "Cell", answer: AdapterChanged) -> None:
+        """Its executor was asked to load or unload an adapter."""
+
+
+class Cell:
+    """One executor. Times in seconds, monotonic."""
+
+    def __init__(
+        self, link: ExecutorLink, serving: Serving, others: OtherCells, recorder: NullRecorder, news: set[int]
+    ) -> None:
+        self.number = link.number
+        self.link = link
+        self.recorder = recorder
+        self.core: Scheduler | None = None
+        self.info: BackendInfo | None = None
+        self.role = Role.BOTH
+        self.is_draining = False
+        """Whether its requests go elsewhere, and no others come."""
+        self.num_answers = 0
+        self._news = news
+        self.has_news = True
+        self.lost_steps_had: tuple[Origin, ...] = ()
+        """The requests of the newest steps that were lost, until the next epoch."""
+        self._leaving: dict[Origin, None] = {}
+        """Requests that are to be released as soon as no step owes them a token."""
+        self._serving = serving
+        self._others = others
+        self._limits = serving.limits
+        self._brake = others.brake
+        self._blame = Blame(others.brake, serving.live, serving.notices)
+        self._pause = FailurePause()
+        self._paused_until = float("-inf")
+        """After steps that failed, the executor gets none until then."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``schedule_steps`` may have something to do. ``news`` has the numbers of all cells where this is so."""
+        return self.number in self._news
+
+    @has_news.setter
+    def has_news(self, has_news: bool) -> None:
+        if has_news:
+            self._news.add(self.number)
+        else:
+            self._news.discard(self.number)
+
+    @property
+    def view(self) -> SchedulerView | None:
+        """What may be read from the core; None before an executor joins."""
+        return None if self.core is None else SchedulerView(self.core)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its executor is there."""
+        return self.link.is_open and self.core is not None
+
+    @property
+    def next_deadline(self) -> float:
+        """The time until which no step is sent; infinite if there is none."""
+        return self._paused_until if self._paused_until > float("-inf") else float("inf")
+
+    def on_events(self, events: list[StepEvent], now: float) -> None:
+        """Act on what the link reports."""
+        for event in events:
+            if isinstance(event, StepAnswered):
+                self._on_answer(event, now)  # and sends the next step
+                continue
+            self.has_news = True
+            if isinstance(event, EpochOpened):
+                self._on_epoch(event, now)
+            elif isinstance(event, AdapterAnswered):
+                self._others.adapter_answered(self, event.answer)
+            elif isinstance(event, ExecutorRefused):
+                self._serving.notices.add("executor refused", reason=event.reason)
+            elif isinstance(event, ExecutorLost):
+                self._on_lost(event, now)
+
+    def schedule_steps(self, now: float) -> None:
+        """Schedule and send as many steps as may be in flight."""
+        core, link = self.core, self.link
+        self.has_news = False
+        if now >= self._paused_until:
+            # With or without an executor: a time in the past would ask for another turn again and again.
+            self._paused_until = float("-inf")
+        if core is None or not link.is_open or now < self._paused_until:
+            self.has_news = now < self._paused_until
+            return
+        if self._brake.has_suspects:
+            trial = self._blame.next_trial(core)
+            core.run_alone(trial.origin, trial.num_tokens)
+            self.recorder.ran_alone(trial.origin, trial.num_tokens)
+        if core.num_in_flight < core.max_in_flight:
+            self._send_steps(core, now)
+        if core.num_preempted:
+            self._others.cell_has_preempted()
+
+    def _send_steps(self, core: Scheduler, now: float) -> None:
+        link = self.link
+        num_before = len(link.outgoing)
+        while (output := core.schedule(now)) is not None:
+            link.send_step(output)
+            self._serving.statistics.step_tokens.observe(output.total_num_scheduled_tokens)
+        shed = core.take_shed()
+        frames = link.outgoing[num_before:]
+        if frames or shed:
+            self._end_leases()
+        if frames:
+            if core.num_in_flight < core.max_in_flight:
+                self.has_news = True
+            self.recorder.sent(now, frames, len(shed))
+        elif not core.awaits_answer:
+            # Otherwise the core did not look for a step at all, and only an answer can change that.
+            self.has_news = core.num_unfinished > 0
+            self.recorder.sent_nothing(now, len(shed), is_idle=not self.has_news)
+        for end in shed:
+            self._serving.refuse_late(end, core.expected_prefill_s, now)
+
+    # ------------------------------------------------------------------------------------------ requests come and go
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Stop or resume the start of requests."""
+        if self.core is not None and self.core.paused != is_paused:
+            commands.pause(self.core, self.recorder, is_paused=is_paused)
+
+    def drop_cached(self) -> None:
+        """Drop the cached blocks that no request holds."""
+        assert self.core is not None
+        commands.drop_cached(self.core, self.recorder)
+
+    def pin(self, name: str, tenant: str, token_ids: bytes) -> PinnedPrefix:
+        """Keep a prefix in the cache, as ``commands.pin``."""
+        assert self.core is not None
+        return commands.pin(self.core, self.recorder, name, tenant, token_ids)
+
+    def pin_as(self, other: Scheduler) -> None:
+        """Pin what another core has pinned; what does not fit here is left out."""
+        assert self.core is not None
+        known = commands.pins(self.core)
+        for name, (tenant, token_ids) in commands.pins(other).items():
+            if name not in known:
+                with contextlib.suppress(PinRefused):
+                    self.pin(name, tenant, token_ids)
+
+    def restore_pin(self, name: str, before: tuple[str, bytes] | None) -> None:
+        """Make a pin what it was; None: there was none."""
+        if before is None:
+            self.unpin(name)
+        else:
+            self.pin(name, *before)
+
+    def unpin(self, name: str) -> bool:
+        """Undo ``pin``. Return whether there was such a pin."""
+        assert self.core is not None
+        return commands.unpin(self.core, self.recorder, name)
+
+    def add_request(self, new: NewRequestEvent, now: float) -> None:
+        """Let the core queue a request.
+
+        Raises:
+            RequestRejected: it can never run, or the queue is full.
+        """
+        assert self.core is not None
+        self.has_news = True
+        self.core.add_request(new, now)
+        self.recorder.arrived(now, new)
+
+    def adopt(self, request: Request, *, slowly: bool) -> None:
+        """Let the core queue a request. ``slowly``: it was in lost steps, and few of those start at a time."""
+        assert self.core is not None
+        self.has_news = True
+        self.recorder.adopted(request)
+        self.core.moving.adopt(request)
+        if slowly:
+            self._start_slowly(self.core, (request.new.origin,))
+
+    def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
+        """Abort a request; None if the core does not have it."""
+        if self.core is None or self.core.find(origin) is None:
+            return None
+        self.has_news = True
+        self.recorder.aborted(now, origin, why)
+        self._leaving.pop(origin, None)
+        end = self.core.abort(origin)
+        self._end_leases()
+        return end
+
+    def let_leave(self, origin: Origin, *, must_leave: bool = False) -> bool:
+        """Let a running request go on elsewhere after its next token, its blocks with it; False if it does not run here."""
+        if self.core is None or origin in self._leaving:
+            return False
+        self.has_news = True
+        self.recorder.let_leave(origin, must_leave=must_leave)
+        return self.core.moving.let_leave(origin, must_leave=must_leave)
+
+    def return_lease(self, stored: StoredBlocks) -> None:
+        """Another cell has fetched these blocks of this executor's pool, or nobody wants them any more."""
+        assert self.core is not None
+        self.has_news = True
+        self.recorder.lease_returned(stored)
+        self.core.moving.return_lease(stored)
+
+    def release(self, origins: list[Origin]) -> list[Request]:
+        """Give up these requests. Those that a step in flight owes a token come with a later ``take_released``."""
+        self._leaving.update(dict.fromkeys(origins))
+        return self.take_released()
+
+    def take_released(self) -> list[Request]:
+        """The requests that were to be released and that no step owes a token any more."""
+        if not self._leaving or self.core is None:
+            return []
+        self.has_news = True
+        found = []
+        for origin in list(self._leaving):
+            self.recorder.released(origin)
+            request = self.core.moving.release(origin)
+            if request is not None or self.core.find(origin) is None:
+                del self._leaving[origin]
+            if request is not None:
+                found.append(request)
+        return found
+
+    def release_waiting(self) -> list[Request]:
+        """Give up what waits in the core."""
+        if self.core is None:
+            return []
+        self.has_news = True
+        self.recorder.released_waiting()
+        return self.core.moving.release_waiting()
+
+    def release_all(self, now: float) -> list[Request]:
+        """The executor is lost: give up every request of the core."""
+        if self.core is None or not (self.core.num_unfinished or self.core.num_in_flight):
+            return []
+        self.has_news = True
+        self._leaving.clear()
+        self._serving.deliver(StepEvents(admitted=self.core.admission.take_admitted()), now)
+        self.recorder.released_all()
+        requests = self.core.release_all()
+        self._end_leases()
+        return requests
+
+    # ------------------------------------------------------------------------------------------------------- executor
+
+    def _on_lost(self, event: ExecutorLost, now: float) -> None:
+        self._serving.notices.add("executor lost", reason=event.reason, **self._which())
+        self._serving.statistics.count_executor_loss(self.number)
+        self.recorder.executor_gone(now, event.reason)
+        if self.core is not None:
+            self._end_guilty(self.core, event.reason, None, now)
+        self._others.cell_lost(self, now)
+
+    def _on_answer(self, event: StepAnswered, now: float) -> None:
+        assert self.core is not None
+        try:
+            events = self.core.update(event.output, now)
+        except (StateMismatch, ValueError) as error:
+            self.recorder.mismatched(now, event.output, str(error))
+            self.on_events(self.link.reopen(str(error), now), now)
+            return
+        self.recorder.answered(now, event.output, events.finished)
+        self.num_answers += 1
+        self._pause.count_answer()
+        if events.left:
+            self._leaving.update(dict.fromkeys(events.left))
+        released = self.take_released()
+        if self.is_draining and self.core.num_waiting:
+            released += self.release_waiting()  # it was preempted before it could leave
+        if released:
+            self._others.take_back(released)
+        self._end_leases()
+        self.schedule_steps(now)
+        self._serving.statistics.count_answer(events, event.output.device_time_us, now, self.number)
+        self._serving.deliver(events, now)
+
+    def _on_epoch(self, event: EpochOpened, now: float) -> None:
+        info, notices = event.info, self._serving.notices
+        capacity = ExecutorCapacity.of(info)
+        same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
+        if self.core is None:
+            self.core = Scheduler(self._limits, capacity, event.epoch)
+        else:
+            if event.failure is not None and self._on_failure(self.core, event.failure, event.reason, now):
+                self.on_events(self.link.lift_limit(now), now)
+                return
+            self._others.state_lost(self, now)
+            self._serving.deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
+            self._end_leases()
+        self.lost_steps_had = ()
+        self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
+        is_news, self.info = self.info != info, info
+        notices.add(
+            "epoch opened",
+            epoch=event.epoch,
+            reason=event.reason,
+            model=info.model_name,
+            backend=info.backend,
+            **self._which(),
+        )
+        if self.core.max_num_batched_tokens < self._limits.max_num_batched_tokens:
+            notices.add("the executor takes smaller steps", max_num_batched_tokens=self.core.max_num_batched_tokens)
+        if is_news:
+            notices.add("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
+        self._serving.statistics.count_epoch(now, self.number)
+        self._others.cell_opened(self, now)
+
+    def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
+        """A step failed: try smaller ones, or blame a request. Return whether one was too large."""
+        if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
+            return False  # the size of the step explains it
+        is_found = self._end_guilty(core, reason, failure.step, now)
+        self._paused_until = now + self._pause.count_failure()
+        return is_found and failure.max_num_batched_tokens > 0
+
+    def _end_guilty(self, core: Scheduler, reason: str, step: int | None, now: float) -> bool:
+        """Steps were lost: end the guilty request, if it is known, and return whether it was."""
+        verdict = self._blame.judge(core, reason, step)
+        if verdict is None:
+            return False
+        self.lost_steps_had = verdict.in_flight
+        self._start_slowly(core, verdict.in_flight)
+        if verdict.guilty is None:
+            return False
+        self.recorder.aborted(now, verdict.guilty, "it is to blame", verdict.error)
+        end = core.fail(verdict.guilty, verdict.error)
+        self._end_leases()
+        if end is None:
+            return False
+        self._serving.deliver(StepEvents(finished=(end,)), now)
+        return True
+
+    def _end_leases(self) -> None:
+        assert self.core is not None
+        if self.core.ended_leases:
+            self._others.return_leases(self.core.moving.take_ended_leases())
+
+    def _start_slowly(self, core: Scheduler, origins: tuple[Origin, ...]) -> None:
+        core.start_slowly(origins)
+        self.recorder.started_slowly(origins)
+
+    def _which(self) -> dict[str, int]:
+        return {"executor": self.number} if self.number else {}

@@ -1,0 +1,1 @@
+"""What the scheduler counts of itself, over all cells and over time."""

@@ -1,0 +1,1 @@
+"""The protocols with executors and gateways, and the sockets that carry them."""
