@@ -115,7 +115,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _layered(stored: Tensor, size: int, bits: int) -> Tensor:
     """``[outputs, blocks, bytes]``, ``size`` of them ``_by_layer`` at a time: ``[outputs, blocks, codes]``."""
-    return _by_layer(stored.unflatten(-1, (-1, size)), bits).flatten(-2)
+    return _by_layer(stored.reshape(*stored.shape[:-1], -1, size), bits).flatten(-2)
 
 
 def _q4_k(blocks: Tensor) -> CodedWeight:
