@@ -35,13 +35,7 @@ def q8_0(weight: Tensor) -> CodedWeight:
     return CodedWeight(CodeForm.CODES8, codes, scales, SCALED, rounds_inputs=True)
 
 
-SECTION = 256
-"""Inputs whose scales are multiples of one number, in the K blocks of a GGUF file."""
-
-
-def drawn(
-    form: CodeForm, group: int, *, has_minima: bool = False, in_sections: bool = False
-) -> Callable[[Tensor], CodedWeight]:
+def drawn(form: CodeForm, group: int, *, has_minima: bool = False) -> Callable[[Tensor], CodedWeight]:
     """Random codes for exact products, since their values cost nothing. ``group`` 0: one scale an output."""
     most = 16 if CODE_DTYPES[form] is torch.uint8 else 120
     table = tuple(range(-120, 120, 15)) if form is CodeForm.TABLE4 else None
@@ -50,10 +44,6 @@ def drawn(
         outputs, inputs = weight.shape
         codes = torch.randint(0, most, (outputs, inputs), dtype=torch.uint8).view(CODE_DTYPES[form])
         scales = torch.rand(outputs, -(-inputs // group) if group else 1) * 0.01 + 0.001
-        if in_sections:
-            factors = scales[:, :: SECTION // group].half().float() / 32
-            scales = factors.repeat_interleave(SECTION // group, 1)[:, : scales.shape[1]]
-            scales = scales * torch.randint(-32, 32, scales.shape)
         return CodedWeight(form, codes, scales, group or inputs, -scales if has_minima else None, table=table)
 
     return of
@@ -81,11 +71,11 @@ FORMS = {
     "int8-exact": Form(WeightForm.FLOAT32, 1, drawn(CodeForm.CODES8, 0)),
     "w4a16-64": Form(WeightForm.FLOAT32, 9 / 16, drawn(CodeForm.CODES4, 64)),
     "w4a16-128": Form(WeightForm.FLOAT32, 17 / 32, drawn(CodeForm.CODES4, 128)),
-    "q4_k-exact": Form(WeightForm.FLOAT32, 19 / 32, drawn(CodeForm.CODES4, 32, has_minima=True, in_sections=True)),
-    "q6_k-exact": Form(WeightForm.FLOAT32, 69 / 64, drawn(CodeForm.CODES8, 16, in_sections=True)),
-    "q2_k-exact": Form(WeightForm.FLOAT32, 21 / 32, drawn(CodeForm.CODES4, 16, has_minima=True, in_sections=True)),
-    "q3_k-exact": Form(WeightForm.FLOAT32, 37 / 64, drawn(CodeForm.CODES4, 16, in_sections=True)),
-    "iq4_xs-exact": Form(WeightForm.FLOAT32, 35 / 64, drawn(CodeForm.TABLE4, 32, in_sections=True)),
+    "q4_k-exact": Form(WeightForm.FLOAT32, 3 / 4, drawn(CodeForm.CODES4, 32, has_minima=True)),
+    "q6_k-exact": Form(WeightForm.FLOAT32, 5 / 4, drawn(CodeForm.CODES8, 16)),
+    "q2_k-exact": Form(WeightForm.FLOAT32, 1, drawn(CodeForm.CODES4, 16, has_minima=True)),
+    "q3_k-exact": Form(WeightForm.FLOAT32, 3 / 4, drawn(CodeForm.CODES4, 16)),
+    "iq4_xs-exact": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
     "fp8": Form(WeightForm.FLOAT32, 33 / 32, drawn(CodeForm.FP8, 128)),
     "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
 }

@@ -227,46 +227,6 @@ def test_scales_that_float16_does_not_hold_stay_float32(library, team):
     assert (found - coarse).abs().max() > 1e-3
 
 
-def with_multiples(weight, draw):
-    """The same codes with other values: in each 256 inputs of an output, small multiples of one number."""
-    outputs, groups = weight.scales.shape
-
-    def drawn():
-        factors = torch.randn(outputs, groups, generator=draw).half().float()
-        factors = factors[:, :: 256 // weight.group].repeat_interleave(256 // weight.group, 1)[:, :groups]
-        return factors * torch.randint(-128, 128, (outputs, groups), generator=draw)
-
-    return replace(weight, scales=drawn(), minima=None if weight.minima is None else drawn())
-
-
-@pytest.mark.parametrize(
-    ("form", "group", "has_minima", "bits"),
-    [
-        (CodeForm.CODES4, 16, True, 5.25),
-        (CodeForm.CODES4, 16, False, 4.625),
-        (CodeForm.CODES4, 32, True, 4.75),
-        (CodeForm.CODES8, 16, False, 8.625),
-        (CodeForm.CODES8, 32, True, 8.75),
-        (CodeForm.TABLE4, 32, False, 4.375),
-    ],
-)
-def test_values_that_are_small_multiples_take_a_byte_and_stay_the_same(
-    library, team, rounds_inputs, form, group, has_minima, bits
-):
-    draw = torch.Generator().manual_seed(group)
-    for inputs in (512, 600):
-        kept = coded(form, 96, inputs, group, draw, has_minima=has_minima, rounds_inputs=rounds_inputs)
-        weight = with_multiples(kept, draw)
-        last = torch.arange(96) == 95  # has values of its own, so that no bytes hold them
-        mixed = replace(weight, scales=torch.where(last[:, None], kept.scales, weight.scales))
-        rows = torch.randn(5, inputs, generator=draw)
-        small, large = PackedLinear(library, weight, None), PackedLinear(library, mixed, None)
-        assert torch.equal(small(team, rows)[:, :95], large(team, rows)[:, :95])
-        assert small.num_bytes < large.num_bytes
-        if inputs == 512:
-            assert small.num_bytes * 8 == bits * weight.codes.numel()
-
-
 def test_which_weights_have_blocks():
     draw = torch.Generator().manual_seed(0)
     weight = coded(CodeForm.CODES4, 8, 96, 32, draw, has_minima=False)

@@ -93,7 +93,6 @@ def _declared(functions: ctypes.CDLL) -> Any:
         "linear_new": (pointer, (pointer, integer, pointer, integer, integer, integer, integer)),
         "linear_of_codes": (pointer, (pointer, pointer, integer, integer, integer, integer)),
         "round_to_4_bits": (None, (pointer, integer, integer, integer, pointer, pointer)),
-        "linear_bytes": (integer, (pointer,)),
         "linear_free": (None, (pointer,)),
         "linears_join": (None, (pointer, integer)),
         "team_new": (pointer, (integer,)),
@@ -234,11 +233,6 @@ class PackedLinear:
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             self._library.functions.headway_linear_free(self.handle)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
-        return int(self._library.functions.headway_linear_bytes(self.handle))
 
     def new_outputs(self, rows: int) -> Tensor:
         """Memory for the outputs of some rows: float32, ``[rows, outputs]``, rounded up to whole panels."""

@@ -20,7 +20,6 @@
 #define MULTIPLIES_SMALL_BYTES 0
 #endif
 
-typedef int8_t few_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef _Float16 few_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 /* ---- sums of a block ---- */
@@ -147,34 +146,9 @@ INLINE void sum_codes8(const int rows, const int digits, const int block, const 
 
 /* ---- products ---- */
 
-/* Of a group, of both halves of a panel. They are in memory, as registers hold sums. */
-typedef struct {
-    vec scales[2];
-    vec minima[2];
-} group_values;
-
-/* Bytes times factors. */
-INLINE vec multiples_at(const char *at, const float *factors) {
-    return __builtin_convertvector(__builtin_convertvector(*(const few_bytes *)at, ivec), vec) * load(factors);
-}
-
-INLINE vec scales_at(const linear *of, const char *scales, const int half) {
-    if (of->scale_bytes == 4) return load((const float *)scales + half * LANES);
-    return __builtin_convertvector(*(const few_halves *)(scales + half * LANES * 2), vec);
-}
-
-INLINE void read_values(const linear *of, const char *panel, int64_t group, group_values *to) {
-    const char *scales = panel + place_of_group(of, group), *minima = scales + bytes_of_scales(of);
-    const float *factors = (const float *)(panel + place_of_factors(of, group));
-    UNROLLED
-    for (int half = 0; half < 2; half++) {
-        const int64_t first = half * LANES;
-        to->scales[half] =
-            has_factors(of) ? multiples_at(scales + first, factors + first) : scales_at(of, scales, half);
-        if (!of->has_minima) continue;
-        to->minima[half] = has_factors(of) ? multiples_at(minima + first, factors + PANEL + first)
-                                           : load((const float *)minima + first);
-    }
+INLINE vec scales_at(const linear *of, const char *values, const int half) {
+    if (!of->has_half_scales) return load((const float *)values + half * LANES);
+    return __builtin_convertvector(*(const few_halves *)(values + half * LANES * 2), vec);
 }
 
 /* Rows in a packed block, from one on. `scales` and `excess` only of one digit. */
@@ -198,7 +172,7 @@ INLINE vec sum_of_digits(const ivec *sums, const quad_of_digits *quads) {
 
 /* Add the products of a block to `sums`. `values` are of its group. Each digit is multiplied as if it were a row. */
 INLINE void add_block(const int rows, const int digits, const int form, const int block, const linear *with,
-                      const group_values *values, const char *weights, const block_rows *from, vec (*sums)[2]) {
+                      const char *values, const char *weights, const block_rows *from, vec (*sums)[2]) {
     UNROLLED
     for (int half = 0; half < 2; half++) {
         const half_block of = {weights + half * LANES * block / (has_pairs(form) ? 2 : 1), from->inputs};
@@ -213,7 +187,7 @@ INLINE void add_block(const int rows, const int digits, const int form, const in
             sum_table4(rows, digits, &with->table, &of, integers);
         else
             sum_codes8(rows, digits, block, &of, integers);
-        const vec scales = values->scales[half];
+        const vec scales = scales_at(with, values, half);
         UNROLLED
         for (int row = 0; row < rows; row++) {
             const ivec *own = integers + row * digits;
@@ -223,7 +197,7 @@ INLINE void add_block(const int rows, const int digits, const int form, const in
                 sums[row][half] += scales * sum_of_digits(own, digits_of(from, block, row));
         }
         if (!with->has_minima) continue;
-        const vec minima = values->minima[half];
+        const vec minima = load((const float *)(values + bytes_of_scales(with)) + half * LANES);
         UNROLLED
         for (int row = 0; row < rows; row++) sums[row][half] += minima * from->sums[row];
     }
@@ -261,21 +235,19 @@ typedef struct {
 INLINE void sum_blocks(const int rows, const int digits, const int form, const int block, const block_range *of,
                        fetching ahead, vec (*kept)[2]) {
     const linear *with = of->with;
-    const int64_t per_group = blocks_per_group(with), block_bytes = bytes_of_block(with);
+    const int64_t per_group = blocks_per_group(with), values_bytes = bytes_of_values(with);
+    const int64_t block_bytes = bytes_of_block(with);
     const int64_t row_bytes = digits > 1 ? bytes_of_packed_block(block, digits) : block;
     const int64_t packed_bytes = of->tile_rows * bytes_of_packed_block(block, digits);
     const char *tile = of->tile + of->begin * packed_bytes;
     const float *sums_of_tile = (const float *)(of->tile + blocks_in(with) * packed_bytes);
-    group_values values;
     vec sums[TILE_ROWS][2];
     UNROLLED
     for (int row = 0; row < rows; row++) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
     for (int64_t at = of->begin; at < of->end;) {
         const int64_t group = at / per_group, end = (group + 1) * per_group;
-        const char *weights = of->panel + place_of_group(with, group) + bytes_of_values(with);
-        weights += (at - group * per_group) * block_bytes;
-        read_values(with, of->panel, group, &values);
-        __asm__("" : "+m"(values));
+        const char *values = of->panel + group * values_bytes + group * per_group * block_bytes;
+        const char *weights = values + values_bytes + (at - group * per_group) * block_bytes;
         const int64_t last = end < of->end ? end : of->end;
         for (; at < last; at++, weights += block_bytes, tile += packed_bytes) {
             const float *scales = (const float *)(tile + of->tile_rows * block) + of->first_row;
@@ -283,7 +255,7 @@ INLINE void sum_blocks(const int rows, const int digits, const int form, const i
                                      digits > 1 ? sums_of_tile + at * of->tile_rows + of->first_row
                                                 : scales + 2 * of->tile_rows};
             fetch(&ahead);
-            add_block(rows, digits, form, block, with, &values, weights, &from, sums);
+            add_block(rows, digits, form, block, with, values, weights, &from, sums);
         }
     }
     UNROLLED
@@ -335,8 +307,7 @@ static int64_t parts_of(const linear *with, int64_t rows) {
 }
 
 static int64_t place_in_panel(const linear *of, int64_t block) {
-    const int64_t per_group = blocks_per_group(of);
-    return place_of_group(of, block / per_group) - bytes_of_factors(of) + block % per_group * bytes_of_block(of);
+    return block * bytes_of_block(of) + block / blocks_per_group(of) * bytes_of_values(of);
 }
 
 /* What part `place` of `count` fetches while it takes blocks [begin, end): alone it fetches a little ahead, near the

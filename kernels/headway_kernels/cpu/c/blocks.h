@@ -10,10 +10,8 @@
  * at once; so three of them cost less than float32.
  *
  * A panel stores group after group: the scales of its outputs, then their minima if there are any, then the codes of
- * each block. Scales are float16s if these hold them all, else float32s, as minima are. If the scales, and the minima,
- * of each SECTION are small multiples of one number, they are bytes, and before each section stand these factors. Of a
- * block stand first the codes of one half of the panel, a QUAD of inputs of each output side by side, then of the other
- * half. A byte of 4-bit codes has an input of the first half of the block below, of the second above.
+ * each block. Of a block stand first the codes of one half of the panel, a QUAD of inputs of each output side by side,
+ * then of the other half. A byte of 4-bit codes has an input of the first half of the block below, of the second above.
  */
 #ifndef HEADWAY_BLOCKS_H
 #define HEADWAY_BLOCKS_H
@@ -23,7 +21,6 @@
 
 #define BLOCK 32 /* inputs that are rounded with one scale */
 #define SMALL_BLOCK 16
-#define SECTION 256 /* inputs whose scales are small multiples of one number, in many files */
 
 /* Weights of 8 bits, also those of a table, have 128 added where the instruction takes them as unsigned. */
 #if MULTIPLIES_BYTES
@@ -45,31 +42,13 @@ static inline int64_t blocks_per_group(const linear *of) {
     return of->num_groups == 1 ? blocks_in(of) : of->group / block_of(of);
 }
 
-static inline int has_factors(const linear *of) { return of->scale_bytes == 1; }
-
-/* Of groups in a section, as a power of two. */
-static inline int section_bits(const linear *of) { return !has_factors(of) ? 0 : of->group == SMALL_BLOCK ? 4 : 3; }
-
-static inline int64_t bytes_of_factors(const linear *of) {
-    return has_factors(of) ? PANEL * 4 * (of->has_minima ? 2 : 1) : 0;
-}
-
-static inline int64_t bytes_of_scales(const linear *of) { return PANEL * of->scale_bytes; }
+static inline int64_t bytes_of_scales(const linear *of) { return PANEL * (of->has_half_scales ? 2 : 4); }
 
 static inline int64_t bytes_of_values(const linear *of) {
-    return bytes_of_scales(of) + (of->has_minima ? PANEL * (has_factors(of) ? 1 : 4) : 0);
+    return bytes_of_scales(of) + (of->has_minima ? PANEL * 4 : 0);
 }
 
 static inline int64_t bytes_of_block(const linear *of) { return PANEL * block_of(of) / (has_pairs(of->form) ? 2 : 1); }
-
-/* Where the values of a group stand in a panel, and the factors of its section, if there are any. */
-static inline int64_t place_of_group(const linear *of, int64_t group) {
-    return group * (bytes_of_values(of) + blocks_per_group(of) * bytes_of_block(of)) +
-           ((group >> section_bits(of)) + 1) * bytes_of_factors(of);
-}
-static inline int64_t place_of_factors(const linear *of, int64_t group) {
-    return place_of_group(of, group >> section_bits(of) << section_bits(of)) - bytes_of_factors(of);
-}
 
 /* An input of several digits, the highest first, is an integer of at most MOST_OF_DIGITS: 127 in each. */
 #define NUM_DIGITS 3

@@ -26,7 +26,6 @@ void headway_round_to_4_bits(const void *const *rows, int64_t is_narrow, int64_t
                              uint8_t *codes, float *scales) {
     round_to_4_bits(rows, is_narrow, outputs, inputs, codes, scales);
 }
-int64_t headway_linear_bytes(const linear *of) { return of->num_panels * of->panel_bytes; }
 void headway_linear_free(linear *the_linear) { linear_free(the_linear); }
 void headway_linears_join(linear *const *which, int64_t count) { linears_join(which, count); }
 team *headway_team_new(int64_t num_threads) { return team_new(num_threads); }

@@ -22,7 +22,6 @@ EXPORT linear *headway_linear_of_codes(const coded_weight *from, const float *bi
 /* See rounding.h. */
 EXPORT void headway_round_to_4_bits(const void *const *rows, int64_t is_narrow, int64_t outputs, int64_t inputs,
                                     uint8_t *codes, float *scales);
-EXPORT int64_t headway_linear_bytes(const linear *of); /* of its weights */
 EXPORT void headway_linear_free(linear *the_linear);
 EXPORT void headway_linears_join(linear *const *which, int64_t count);
 EXPORT team *headway_team_new(int64_t num_threads);

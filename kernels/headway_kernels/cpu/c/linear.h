@@ -54,10 +54,10 @@ typedef struct {
     int64_t group;         /* codes: inputs that share a scale, and how many such groups there are */
     int64_t num_groups;
     int64_t has_minima;
-    int64_t scale_bytes; /* BLOCKS: of a scale, see blocks.h */
-    int64_t num_digits;  /* BLOCKS: of an input, see blocks.h */
-    int32_t *group_of;   /* [inputs], or NULL: groups are consecutive */
-    code_table table;    /* TABLE4; BLOCKS: with what the instruction wants added */
+    int64_t has_half_scales; /* BLOCKS: float16 holds them */
+    int64_t num_digits;      /* BLOCKS: of an input, see blocks.h */
+    int32_t *group_of;       /* [inputs], or NULL: groups are consecutive */
+    code_table table;        /* TABLE4; BLOCKS: with what the instruction wants added */
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
