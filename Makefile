@@ -23,12 +23,14 @@ PIP_INSTALL := $(BIN)/pip install -qq --disable-pip-version-check
 C_SOURCES := $(wildcard kernels/headway_kernels/cpu/c/*.[ch])
 CORE_SOURCES := $(wildcard services/scheduler/headway_scheduler/core/*.py services/scheduler/headway_scheduler/core/[a-z]*/*.py)
 BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_scheduler/compile_core.py
-# A run of pytest that finds nothing to do for ARGS ends with 5.
-PYTEST := $(BIN)/python -m pytest
+# A run of pytest that finds nothing to do for ARGS ends with 5. What it makes of the tests' sources it keeps, also where the
+# environment forbids Python to keep bytecode: else each worker of each run makes it anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 ALONE := tests/chaos tests/e2e
 # Of tests/e2e, what starts processes but looks at no clock.
-NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,bad_model_files demo documentation embeddings extreme_numbers fleet flight_log gateway_process mistakes \
-  numerical_truth openai_through_smg other_languages out_of_memory pinning poison prompt_logprobs several_executors vllm_engine)
+NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,adapters bad_model_files batch demo documentation embeddings extreme_numbers fleet flight_log \
+  gateway_chain gateway_process llm mistakes numerical_truth openai_through_smg other_languages out_of_memory pinning poison prompt_logprobs \
+  ranks ranks_of_a_model roles several_executors traces vllm_engine)
 # One worker more than processors, since many of these tests wait for a process to start.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 BESIDE := $(filter-out $(ALONE),$(patsubst %/,%,$(wildcard tests/*/)))
@@ -64,6 +66,7 @@ $(READY): requirements/dev.lock pyproject.toml | $(BIN)/pip
 	@# For hundreds of processes of the tests, also where the environment forbids Python to keep bytecode. Packages hold files
 	@# that are not meant to be Python.
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib proto kernels services lab || :
+	@for part in tests/unit "tests --ignore=tests/unit"; do $(PYTEST) --collect-only -qq $$part >/dev/null 2>&1 & done; wait
 	@touch $@
 
 $(LEAN): requirements/serve.lock pyproject.toml | $(BIN)/pip
@@ -80,6 +83,9 @@ $(COMPILED): $(C_SOURCES) $(CORE_SOURCES) $(BUILDERS) requirements/dev.lock | $(
 	  $(BIN)/python -P -m headway_scheduler.compile_core & core=$$!; \
 	  $(BIN)/python -P $(firstword $(BUILDERS)); wait $$core; core=
 	@touch $@
+
+# What the C compiler makes of its own library is kept for its next run: the tests compile too.
+kernels core test deep sanitize: export ZIG_GLOBAL_CACHE_DIR ?= $(abspath $(VENV))/zig
 
 # Runs every time, since it takes a tenth of a second where nothing has changed: a library says what it was made of.
 # By path, so that nothing of the package is imported; -P, so that no file beside it passes for a standard module.

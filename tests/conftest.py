@@ -1,5 +1,6 @@
 """Fixtures for tests in several folders."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -42,35 +43,16 @@ def kernel_device():
 
 @pytest.fixture(scope="session")
 def triton_interpreter():
-    """Triton's interpreter, where there is one, rounds as a device does, and takes less time.
-
-    It cuts float32 off to bfloat16, slowly, where a device rounds to nearest; and whenever a kernel calls a function it
-    patches ``triton.language`` again, which it did when the kernel began. Both are inside of Triton: where they are gone,
-    tests that compare bfloat16 will say so.
-    """
+    """Triton's interpreter, where there is one, rounds as a device does, and takes less time."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    import torch
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from quick_interpreter import quick_interpreter
 
-    original = interpreter._convert_float
-
-    def converted(values, source, target, rounding_mode):
-        if (source, target) == (tl.float32, tl.bfloat16):
-            rounded = torch.from_numpy(values.copy()).bfloat16().view(torch.uint16)
-            return rounded.numpy()
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return (values.astype("uint32") << 16).reshape(values.shape)
-        return original(values, source, target, rounding_mode)
-
-    def called(function, *arguments, **named):
-        if tl.core.is_builtin(tl.core.load):  # for functions of Triton's own library, which know it by this name
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", converted)
-        patch.setattr(interpreter.InterpretedFunction, "__call__", called)
+    with quick_interpreter():
         yield
+
+
+def pytest_collection_finish():
+    """What was imported stays until the end: no collection of cycles need look at it again."""
+    gc.freeze()

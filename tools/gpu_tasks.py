@@ -64,7 +64,7 @@ def _speeds() -> list[Task]:
 def _checks() -> list[Task]:
     return [
         _conformance("conformance float32", 120, 480, "--dtype", "float32"),
-        _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens"), 90, 300, _COMPARED),
+        _pytest("truth", ("tests/unit/executor/test_triton_backend.py", "-k", "greedy_tokens"), 90, 300, _COMPARED),
         *[_sanitized("memcheck", scenario) for scenario in _SANITIZED],
         _sanitized("racecheck", "parameters_mixed_in_a_batch"),
     ]
@@ -98,7 +98,7 @@ def _slow_checks() -> list[Task]:
             _pytest(f"kernels {path.stem.removeprefix('test_')}", (str(path.relative_to(ROOT)),), 120, 540, _TESTS)
             for path in sorted(files)
         ],
-        _pytest("moves", ("tests/unit/test_device_moves.py",), 30, 120, _TESTS),
+        _pytest("moves", ("tests/unit/executor/test_device_moves.py",), 30, 120, _TESTS),
         _pytest("conformance kv fp8", codes, 60, 300, _COMPARED),
         _pytest("truth over grpc", truth, 120, 400, (*_COMPARED, "pytest_asyncio", *_SERVICES)),
         _loss("kv loss", "--device", "cuda", "--dtypes", "bfloat16"),
@@ -121,7 +121,9 @@ def _rehearsed() -> list[Task]:
             60,
             300,
         ),
-        _pytest("truth", ("tests/unit/test_triton_backend.py", "-k", "greedy_tokens and qwen2"), 60, 300, _COMPARED),
+        _pytest(
+            "truth", ("tests/unit/executor/test_triton_backend.py", "-k", "greedy_tokens and qwen2"), 60, 300, _COMPARED
+        ),
         _pytest("kernels", ("tests/kernels/gpu/test_rows.py", "tests/kernels/gpu/test_trial.py"), 60, 300, _TESTS),
         Task("tune", ("benchmarks/gpu_tune.py", *tiny, "--most", "1", "--rounds", "1"), 30, 300, adds_lines=True),
         _loss("kv loss", *("--tokens", "14", "--window", "12", "--chunk", "8", "--dtypes", "float32")),

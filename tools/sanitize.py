@@ -31,7 +31,7 @@ from headway_kernels.cpu.library import runs_here
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/kernels/test_cpu_kernels.py"
-ADAPTERS = "tests/unit/test_adapters.py"
+ADAPTERS = "tests/unit/executor/test_adapters.py"
 TESTS = (
     KERNELS,
     *(f"tests/kernels/test_{what}.py" for what in ("cpu_blocks", "cpu_codes", "cpu_ranks", "experts")),

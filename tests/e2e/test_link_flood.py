@@ -19,7 +19,9 @@ from e2e.running_server import command, free_port
 from headway.client import Client
 from headway.commands.keys import make_keys
 
-FLOOD_S = 6.0
+FLOOD_S = 3.5
+"""Or longer, until every attack was made ``LEAST_COUNT`` times; who says nothing is let go after 2."""
+LEAST_COUNT = 3
 MOST_GROWTH_BYTES = 320 << 20
 """Above what sixteen pending connections, each with the largest frame there may be, can hold."""
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -32,7 +34,6 @@ class Flood:
         self._address = ("127.0.0.1", port)
         self._server_key = server_key
         self._stop = threading.Event()
-        self.counts: dict[str, int] = {}
         kinds = (
             self._connections,
             self._garbage,
@@ -41,6 +42,7 @@ class Flood:
             self._sent_giants,
             self._keys,
         )
+        self.counts = {kind.__name__: 0 for kind in kinds}
         self._threads = [threading.Thread(target=self._repeat, args=(kind,)) for kind in kinds]
 
     def __enter__(self) -> Self:
@@ -53,11 +55,15 @@ class Flood:
         for thread in self._threads:
             thread.join()
 
+    def least_count(self) -> int:
+        """How often the rarest attack was made."""
+        return min(self.counts.values())
+
     def _repeat(self, attack: Callable[[], None]) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(OSError):
                 attack()
-            self.counts[attack.__name__] = self.counts.get(attack.__name__, 0) + 1
+            self.counts[attack.__name__] += 1
             time.sleep(0.005)  # The two cores also serve.
 
     def _connect(self) -> socket.socket:
@@ -148,13 +154,11 @@ def test_serving_goes_on_and_memory_stays_bounded(directory: Path, link: str) ->
         num_answers = 0
         with Flood(ports[link], server_key) as flood:
             ends = time.monotonic() + FLOOD_S
-            while time.monotonic() < ends:
+            while time.monotonic() < ends or flood.least_count() < LEAST_COUNT:
                 assert answer(client) == undisturbed
                 num_answers += 1
                 most = max(most, scheduler.memory_info().rss)
                 connections = max(connections, len(scheduler.net_connections()))
-            for _ in range(2):  # And the flood did all that it is meant to.
-                assert min(flood.counts.values()) >= 3, flood.counts
         assert num_answers >= 3
         assert client.status().epoch == epochs, "the executor's connection was lost"
         assert most - before < MOST_GROWTH_BYTES

@@ -617,7 +617,16 @@ def test_nothing_undefined_happens(tmp_path):
         pytest.skip("needs a processor that runs the variant")
     target = [option for option in variant.options if option.startswith("-mcpu")]
     sources = sorted(str(path) for path in build.SOURCES.glob("*.c"))
-    options = ["-std=c11", "-O0", "-fsanitize=undefined", "-fsanitize-trap=undefined", "-shared", "-fPIC", "-pthread"]
+    options = [
+        "-std=c11",
+        "-O0",
+        "-g0",
+        "-fsanitize=undefined",
+        "-fsanitize-trap=undefined",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+    ]
     library = tmp_path / variant.library
     caches = {name: str(tmp_path / "cache") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     compiler = [sys.executable, "-P", "-m", build.COMPILER, "cc", *target, *options]

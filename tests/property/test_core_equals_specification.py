@@ -404,7 +404,7 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
     assert pair.core.pool.num_free == capacity.num_blocks
 
 
-@settings(max_examples=100 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), st.sampled_from([0, 15, 25, 40, 100]), st.sampled_from([0.0, 0.1, 1e9]))
 # Prompts ran in each lane in turn, took the blocks that they gave up in the lane before, and no lane ever decoded.
 @example(

@@ -2,13 +2,13 @@
 
 from triton_compilation import CompileCase
 
-from headway_kernels.gpu import (
-    sampling_distribution,
-    sampling_draw,
-    sampling_logprobs,
-    sampling_narrowing,
-    sampling_penalties,
-    sampling_truncation,
+from headway_kernels.gpu.sampling import (
+    distribution,
+    draw,
+    logprobs,
+    narrowing,
+    penalties,
+    truncation,
 )
 
 CHUNK = 4096
@@ -51,21 +51,21 @@ def case(name, kernel, logits="*bf16", **constants):
         kernel,
         signature,
         constants,
-        num_warps=1 if kernel is sampling_distribution._merge_kernel else 8,
+        num_warps=1 if kernel is distribution._merge_kernel else 8,
         aligned=aligned,
-        shows_fusion="row_share_ptr" in kernel.arg_names and kernel is not sampling_distribution._merge_kernel,
+        shows_fusion="row_share_ptr" in kernel.arg_names and kernel is not distribution._merge_kernel,
     )
 
 
 CASES = [
-    case("clear", sampling_penalties._clear_kernel, CHUNK=CHUNK),
-    case("count", sampling_penalties._count_kernel, PARTS=16, TILE=512),
-    case("adjust", sampling_penalties._adjust_kernel, CHUNK=CHUNK),
-    case("entries", sampling_penalties._entries_kernel, TILE=256),
+    case("clear", penalties._clear_kernel, CHUNK=CHUNK),
+    case("count", penalties._count_kernel, PARTS=16, TILE=512),
+    case("adjust", penalties._adjust_kernel, CHUNK=CHUNK),
+    case("entries", penalties._entries_kernel, TILE=256),
     *(
         case(
             f"statistics {kind}",
-            sampling_distribution.statistics_kernel,
+            distribution.statistics_kernel,
             logits,
             CHUNK=CHUNK,
             WITH_SUM=with_sum,
@@ -78,14 +78,14 @@ CASES = [
             ("adjusted", "*fp32", True, False),
         )
     ),
-    case("merge greedy", sampling_distribution._merge_kernel, CHUNKS=32, RANDOM=False),
-    case("merge random", sampling_distribution._merge_kernel, CHUNKS=32, RANDOM=True),
-    case("survey", sampling_truncation._survey_kernel, CHUNK=CHUNK),
-    case("list", sampling_truncation._list_kernel, CHUNK=CHUNK, CHUNKS=32),
-    *(case(f"narrow {i}", sampling_narrowing._narrow_kernel, CHUNK=CHUNK, CHUNKS=32, ROUND=i) for i in range(2)),
-    case("gather", sampling_narrowing._gather_kernel, CHUNK=CHUNK, CHUNKS=32),
-    case("threshold", sampling_truncation._threshold_kernel, TILE=1024, PIVOTS=8, CHUNK=CHUNK),
-    case("weigh", sampling_draw._weigh_kernel, CHUNK=CHUNK),
-    case("draw", sampling_draw._draw_kernel, "*fp32", CHUNK=CHUNK, CHUNKS=32),
-    case("logprob", sampling_logprobs._logprob_kernel, CHUNKS=32),
+    case("merge greedy", distribution._merge_kernel, CHUNKS=32, RANDOM=False),
+    case("merge random", distribution._merge_kernel, CHUNKS=32, RANDOM=True),
+    case("survey", truncation._survey_kernel, CHUNK=CHUNK),
+    case("list", truncation._list_kernel, CHUNK=CHUNK, CHUNKS=32),
+    *(case(f"narrow {i}", narrowing._narrow_kernel, CHUNK=CHUNK, CHUNKS=32, ROUND=i) for i in range(2)),
+    case("gather", narrowing._gather_kernel, CHUNK=CHUNK, CHUNKS=32),
+    case("threshold", truncation._threshold_kernel, TILE=1024, PIVOTS=8, CHUNK=CHUNK),
+    case("weigh", draw._weigh_kernel, CHUNK=CHUNK),
+    case("draw", draw._draw_kernel, "*fp32", CHUNK=CHUNK, CHUNKS=32),
+    case("logprob", logprobs._logprob_kernel, CHUNKS=32),
 ]

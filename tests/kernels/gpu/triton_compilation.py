@@ -117,7 +117,7 @@ def main(capability: int, modules: list[str]) -> int:
         cases = importlib.import_module(module)
         for case in getattr(cases, function)(capability) if function else cases.CASES:
             if case.first <= capability < case.below:
-                found.append(compile_case(case, capability))
+                found.append({"module": name} | compile_case(case, capability))
                 sys.stderr.write(f"compiled {case.name}\n")
     sys.stdout.write(json.dumps(found))
     return 0

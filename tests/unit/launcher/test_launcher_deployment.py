@@ -13,7 +13,7 @@ from headway.__main__ import parser_of
 from headway.planning.plan import make_plan
 from headway.planning.services import SERVICES, load
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())
 OF_ONE_SERVER = [name for name in COMPOSE["services"] if name.partition("-")[0] in SERVICES]
 IMAGES = [*SERVICES, "launcher", "smg"]

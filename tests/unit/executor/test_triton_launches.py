@@ -23,7 +23,7 @@ from launch_log import logged
 from lora_files import write_adapter
 from speculative_engine import SpeculativeEngine
 from step_columns import NO_PAIRS
-from unit.test_adapters import STACKS
+from unit.executor.test_adapters import STACKS
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are written down where they would be interpreted"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_first_screen_of_the_readme_is_drawn_and_begins_with_a_picture(tmp_path: Path) -> None:

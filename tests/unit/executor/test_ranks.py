@@ -35,7 +35,7 @@ from headway_proto.step import (
     ResyncRequest,
     TransferringOutput,
 )
-from unit.test_executor_loop import (
+from unit.executor.test_executor_loop import (
     CONFIG,
     GREEDY,
     INCARNATION,

@@ -11,7 +11,7 @@ import pytest
 
 from fake_hub import COMMIT, FakeHub, fake_hub
 from headway.planning.model_source import DEMO_MODEL_DIRECTORY, ModelSourceError, ModelSources
-from unit.test_gguf import Kind, write_file
+from unit.launcher.test_gguf import Kind, write_file
 
 REPOSITORY = "org/tiny"
 WEIGHTS = "model.safetensors"

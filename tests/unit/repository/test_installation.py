@@ -14,7 +14,7 @@ from headway_lab.doctor.host import _PACKAGES
 from headway_process import installation
 from headway_process.installation import install_advice
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 REQUIRES = [
     "msgspec>=0.19",

@@ -159,7 +159,7 @@ def digest_of_a_busy_core() -> str:
 
 def test_the_sources_decide_as_what_is_compiled_of_them():
     program = "import test_compiled_core as test; print(test.digest_of_a_busy_core(), hasattr(test.Scheduler, '__mypyc_attrs__'))"
-    tests = Path(__file__).resolve().parents[1]
+    tests = Path(__file__).resolve().parents[2]
     path = os.pathsep.join((str(tests), str(Path(__file__).parent), str(tests / "conformance")))
     environment = os.environ | {"PYTHONPATH": path, compiled_core.INTERPRET_VARIABLE: "1"}
     done = subprocess.run(

@@ -81,7 +81,7 @@ def test_llama_cpp_makes_the_same_of_the_file(tmp_path, name):
     """
     model = make_model(tmp_path / "source", name, Kind.F32)
     file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F32)
-    command = ["node", str(Path(__file__).parent.parent / "llama_cpp.mjs"), str(file), str(NUM_OUTPUT)]
+    command = ["node", str(Path(__file__).parents[2] / "llama_cpp.mjs"), str(file), str(NUM_OUTPUT)]
     done = subprocess.run(command, input=json.dumps(prompts()), capture_output=True, text=True, check=True)
     for prompt, theirs in zip(prompts(), json.loads(done.stdout.strip().rpartition("\n")[2]), strict=True):
         ours = greedy(model, prompt).tolist()

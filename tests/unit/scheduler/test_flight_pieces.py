@@ -23,7 +23,14 @@ from headway_scheduler.flight.recorder import FlightRecorder
 from headway_scheduler.flight.records import Paused
 from headway_scheduler.flight.replay import Replay
 from simulation.world import World
-from unit.test_flight_log import CONFIG, WORLD_LIMITS, RecordedWorld, fork_in_a_hurry, replay_from_disk, wait_for
+from unit.scheduler.test_flight_log import (
+    CONFIG,
+    WORLD_LIMITS,
+    RecordedWorld,
+    fork_in_a_hurry,
+    replay_from_disk,
+    wait_for,
+)
 
 MIB = 1 << 20
 

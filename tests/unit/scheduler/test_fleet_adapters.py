@@ -12,7 +12,7 @@ from headway_proto.operations import AdapterToLoad, AdminCall, AdminReply
 from headway_proto.sampling import SamplingParams
 from headway_scheduler.core.state.limits import SchedulerLimits
 from simulation.world import World
-from unit.test_scheduler_engine import CONFIG, LIMITS
+from unit.scheduler.test_scheduler_engine import CONFIG, LIMITS
 
 BROKEN = "broken"
 """A directory that no executor can load."""

@@ -13,7 +13,7 @@ from headway.__main__ import parser_of
 from headway.planning.services import SERVICES, load
 from headway_gateway.operators.health import LIVENESS
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+EXAMPLE = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 KUSTOMIZATION = yaml.safe_load((EXAMPLE / "kustomization.yaml").read_text())
 OBJECTS = [loaded for name in KUSTOMIZATION["resources"] for loaded in yaml.safe_load_all((EXAMPLE / name).read_text())]
 OLDEST = "1.30"

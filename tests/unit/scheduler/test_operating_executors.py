@@ -16,7 +16,7 @@ from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
 from headway_scheduler.operators.wait_sentences import sentence_for_unplaced
 from simulation.world import World
-from unit.test_scheduler_engine import CONFIG, LIMITS
+from unit.scheduler.test_scheduler_engine import CONFIG, LIMITS
 
 
 def world_of(num_executors: int, num_waiting: int = 60, **limits: object) -> World:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "quantized_weights.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "quantized_weights.py"
 
 
 def test_held_out_loss_of_the_demo_model_stays_within_one_percent():

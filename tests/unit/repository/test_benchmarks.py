@@ -18,9 +18,13 @@ from headway.__main__ import main as headway_main
 from headway_kernels.cpu.library import installed_variants, runs_here
 from headway_scheduler.core.admission.orders import ORDERS
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 DEMO_MODEL = Path(headway.__file__).parent / "demo_model"
-_ONLY_IN_DEEP = "bench_truth compare flight_recorder goodput gpu_stack gpu_steps load_generators speculation"
+_ONLY_IN_DEEP = (
+    "bench_truth compare executors_or_replicas flight_recorder goodput gpu_stack gpu_steps load_generators smg_overhead "
+    "speculation"
+)
+_OF_SMG = "executors_or_replicas smg_overhead"
 PROVENANCE = {"commit", "seed", "hardware"}
 
 
@@ -247,6 +251,7 @@ def test_http_or_grpc(tmp_path):
         assert name in printed
 
 
+@pytest.mark.deep
 def test_smg_overhead(tmp_path):
     for module in ("smg", "smg_grpc_proto", "aiohttp"):
         pytest.importorskip(module, reason="needs smg and a client of its API (extras smg and dev)")
@@ -396,6 +401,9 @@ def test_compare(tmp_path):
 
 @pytest.mark.parametrize("name", _ONLY_IN_DEEP.split())
 def test_what_runs_only_in_make_deep_can_be_imported(name):
+    if name in _OF_SMG.split():
+        for module in ("smg_grpc_proto", "aiohttp"):
+            pytest.importorskip(module, reason="needs smg and a client of its API (extras smg and dev)")
     assert importlib.import_module(name).main
 
 
@@ -565,6 +573,7 @@ def test_rank_loss(tmp_path):
     assert "8 of 8 streams equal after 2 losses; left: []" in printed
 
 
+@pytest.mark.deep
 def test_executors_or_replicas(tmp_path):
     for module in ("smg", "smg_grpc_proto", "aiohttp", "psutil", "matplotlib"):
         pytest.importorskip(module, reason="needs smg, a client of its API and pictures (extras smg and dev)")

@@ -10,8 +10,16 @@ from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.metrics import families_of, take_snapshot
 from simulation.sharing_executors import HostPools
 from simulation.world import World
-from unit.test_operating_executors import call, explained, finish, listed, run_until_started, status_of, submit
-from unit.test_scheduler_engine import CONFIG, LIMITS
+from unit.scheduler.test_operating_executors import (
+    call,
+    explained,
+    finish,
+    listed,
+    run_until_started,
+    status_of,
+    submit,
+)
+from unit.scheduler.test_scheduler_engine import CONFIG, LIMITS
 
 
 def world_of(roles: str, policy: str = "disaggregated", **limits: object) -> World:

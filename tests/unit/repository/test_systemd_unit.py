@@ -11,7 +11,7 @@ from headway.__main__ import parser_of
 from headway.flags.settings import ConfigurationError
 from headway.planning.plan import make_plan
 
-UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "headway.service"
+UNIT = Path(__file__).resolve().parents[3] / "deploy" / "systemd" / "headway.service"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from headway.__main__ import parser_of
 from headway.commands.keys import make_keys
 from headway.planning.services import SERVICES, load
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FILE = REPOSITORY / "compose.hosts.yaml"
 COMPOSE = yaml.safe_load(FILE.read_text())
 NAMES = sorted(COMPOSE["services"])

@@ -13,7 +13,7 @@ from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimit
 from headway_scheduler.core.state.request import FinishReason, Request, RequestStatus
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.placement.placement import Placed, Placement
-from unit.test_placement import Core, chosen, new_request
+from unit.scheduler.test_placement import Core, chosen, new_request
 
 PREFILL, DECODE, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 TIGHT = {"itl_slo_ms": 10}

@@ -19,7 +19,7 @@ from headway.commands.keys import make_keys
 from headway.planning.services import SERVICES, load
 from headway_gateway.operators.health import LIVENESS
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "groups"
+EXAMPLE = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes" / "groups"
 KUSTOMIZATION = yaml.safe_load((EXAMPLE / "kustomization.yaml").read_text())
 OBJECTS = [loaded for name in KUSTOMIZATION["resources"] for loaded in yaml.safe_load_all((EXAMPLE / name).read_text())]
 SETS = [one for one in OBJECTS if one["kind"] == "LeaderWorkerSet"]

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "reading.md"
 MOST_LINES = 2_000
 ROW = re.compile(r"^\| \[`[^`]+`\]\(\.\./([^)]+)\) \| ([^|]+) \|", re.MULTILINE)

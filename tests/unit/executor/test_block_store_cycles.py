@@ -23,7 +23,7 @@ from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.columns import decode_column
 from headway_proto.step import ExecutorHeartbeat, ExecutorOutput
 
-DEMO_MODEL = Path(__file__).parents[2] / "services" / "launcher" / "headway" / "demo_model"
+DEMO_MODEL = Path(__file__).parents[3] / "services" / "launcher" / "headway" / "demo_model"
 SIMULATED = BackendConfig(model="", block_size=4, num_kv_blocks=64, max_model_len=64, max_num_seqs=4)
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 HOST = [6, 2, 9]
@@ -252,7 +252,7 @@ time.sleep(60)
 def test_what_a_killed_process_kept_is_there_for_others_and_for_the_next_of_its_place(open_cell, tmp_path):
     program = textwrap.dedent(PRODUCER).format(prompt=PROMPT, host=HOST)
     place = f"{tmp_path}/one"
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", program, place],
         stdout=subprocess.PIPE,

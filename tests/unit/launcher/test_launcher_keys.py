@@ -65,4 +65,4 @@ def test_git_takes_none_of_them_wherever_they_are_made(tmp_path):
 
 def test_this_repository_and_its_images_leave_secret_keys_out_even_copies():
     for name, line in ((".gitignore", "*.key_secret"), (".dockerignore", "**/*.key_secret")):
-        assert line in (Path(__file__).resolve().parents[2] / name).read_text().splitlines()
+        assert line in (Path(__file__).resolve().parents[3] / name).read_text().splitlines()

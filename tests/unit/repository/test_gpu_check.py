@@ -26,7 +26,7 @@ from headway_executor.startup import registry
 from headway_kernels.gpu.attention.paged import paged_attention
 from headway_process.entry_points import ByName
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "gpu_check.py"
 needs_no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a device")
 
@@ -268,7 +268,12 @@ def test_the_rehearsal_holds(tmp_path):
 def test_tests_that_need_no_plugin_run_without_plugins():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:asyncio", "-p", "no:timeout", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/unit/test_histogram.py"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [*command, "tests/unit/process/test_histogram.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

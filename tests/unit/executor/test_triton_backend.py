@@ -31,7 +31,7 @@ from headway_scheduler.core.state.limits import SchedulerLimits
 from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
-from unit.test_adapters import adapters_of
+from unit.executor.test_adapters import adapters_of
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
@@ -134,6 +134,13 @@ def test_a_model_with_what_the_kernels_lack_is_refused_by_name(tmp_path, changes
         open_backend(tmp_path)
 
 
+ONE_LAYER = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+}
 QUANTISED = ("gptq-act-order", "w4a16-zeros", "w8a8-zeros", "fp8-blocks")
 QUANTISED_SIZES = {
     "dense": {},
@@ -224,8 +231,7 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
 )
 def test_inputs_of_many_tokens_are_rounded_if_the_checkpoint_or_an_option_says_so(tmp_path, kind, is_meant, may_be):
     """And if a kernel multiplies weights in this form so: blocks of 32 inputs are too small."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": VOCAB_SIZE}
-    write_checkpoint(tmp_path / "model", **sizes)
+    write_checkpoint(tmp_path / "model", **ONE_LAYER)
     quantise(tmp_path / "model", kind)
 
     def logprobs(activations, budget):
@@ -241,8 +247,8 @@ def test_inputs_of_many_tokens_are_rounded_if_the_checkpoint_or_an_option_says_s
     assert logprobs("fp8", 35) == logprobs("exact", 35)
 
 
-def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(llama):
-    directory, _ = llama
+def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(tmp_path):
+    directory = write_checkpoint(tmp_path / "model", **ONE_LAYER)
 
     def output(**settings):
         request = Request(prompt(70), 1, GREEDY)
@@ -255,14 +261,15 @@ def test_weights_that_are_quantised_while_loading_are_meant_for_rounded_inputs(l
     assert rounded != exact
 
 
-@pytest.mark.parametrize(("num_tokens", "are_rounded"), [(130, True), pytest.param(128, False, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(("num_tokens", "are_rounded"), [(97, True), pytest.param(96, False, marks=pytest.mark.deep)])
 def test_inputs_of_experts_are_rounded_if_an_expert_has_many_pairs(num_tokens, are_rounded, tmp_path, monkeypatch):
-    """Of four experts, each token chooses two."""
-    make_checkpoint(tmp_path / "model", "mixtral")
+    """Of three experts, each token chooses two; 64 pairs are few."""
+    mixture = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    write_checkpoint(tmp_path / "model", **ONE_LAYER, **mixture)
 
     def logprobs():
         request = Request(prompt(num_tokens), 1, GREEDY)
-        settings = {"max_model_len": 140, "max_num_batched_tokens": 140, "quantization": "fp8"}
+        settings = {"max_model_len": 104, "max_num_batched_tokens": 100, "quantization": "fp8"}
         BackendDriver(*open_backend(tmp_path / "model", **settings)).run([request], budget=num_tokens)
         return request.logprobs[0].top_logprobs
 

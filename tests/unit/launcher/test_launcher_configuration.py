@@ -196,7 +196,7 @@ def test_the_variable_of_the_build_may_stay_set():
 
 def test_every_number_and_choice_of_a_service_says_what_is_allowed() -> None:
     """In the table of docs/settings.md and in --help alike: both come from what ``validate`` checks."""
-    table = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    table = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
     for service in SERVICES.values():
         for setting in service.settings.values():
             shape = setting.shape

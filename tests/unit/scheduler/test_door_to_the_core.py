@@ -10,7 +10,7 @@ from headway_scheduler.core.state.counters import SchedulerCounters
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.view import SchedulerFigures, SchedulerView
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PRODUCT = [
     path
     for top in ("services", "lab", "proto")
