@@ -37,13 +37,14 @@ def q8_0(weight: Tensor) -> CodedWeight:
 
 def drawn(form: CodeForm, group: int, *, has_minima: bool = False) -> Callable[[Tensor], CodedWeight]:
     """Random codes for exact products, since their values cost nothing. ``group`` 0: one scale an output."""
-    most = 16 if form in (CodeForm.CODES4, CodeForm.FP4) else 120
+    most = 16 if CODE_DTYPES[form] is torch.uint8 else 120
+    table = tuple(range(-120, 120, 15)) if form is CodeForm.TABLE4 else None
 
     def of(weight: Tensor) -> CodedWeight:
         outputs, inputs = weight.shape
         codes = torch.randint(0, most, (outputs, inputs), dtype=torch.uint8).view(CODE_DTYPES[form])
         scales = torch.rand(outputs, -(-inputs // group) if group else 1) * 0.01 + 0.001
-        return CodedWeight(form, codes, scales, group or inputs, -scales if has_minima else None)
+        return CodedWeight(form, codes, scales, group or inputs, -scales if has_minima else None, table=table)
 
     return of
 
@@ -72,8 +73,11 @@ FORMS = {
     "w4a16-128": Form(WeightForm.FLOAT32, 17 / 32, drawn(CodeForm.CODES4, 128)),
     "q4_k-exact": Form(WeightForm.FLOAT32, 3 / 4, drawn(CodeForm.CODES4, 32, has_minima=True)),
     "q6_k-exact": Form(WeightForm.FLOAT32, 5 / 4, drawn(CodeForm.CODES8, 16)),
+    "q2_k-exact": Form(WeightForm.FLOAT32, 1, drawn(CodeForm.CODES4, 16, has_minima=True)),
+    "q3_k-exact": Form(WeightForm.FLOAT32, 3 / 4, drawn(CodeForm.CODES4, 16)),
+    "iq4_xs-exact": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
     "fp8": Form(WeightForm.FLOAT32, 33 / 32, drawn(CodeForm.FP8, 128)),
-    "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.FP4, 32)),
+    "mxfp4": Form(WeightForm.FLOAT32, 5 / 8, drawn(CodeForm.TABLE4, 32)),
 }
 """With "exact", and from w4a16 on, inputs stay float32: codes are widened, or inputs cut into digits."""
 

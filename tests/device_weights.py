@@ -36,14 +36,20 @@ def drawn_codes(seed, form, num_outputs, num_inputs, group, *, has_minima=False,
     if form is CodeForm.FP8:
         codes = (torch.randn(shape, generator=draw) * 30).to(torch.float8_e4m3fn)
     else:
-        low, high = (0, 16) if form in (CodeForm.CODES4, CodeForm.FP4) else (-128, 128)
+        low, high = (0, 16) if CODE_DTYPES[form] is torch.uint8 else (-128, 128)
         codes = torch.randint(low, high, shape, generator=draw).to(CODE_DTYPES[form])
     scales = torch.rand(num_outputs, groups, generator=draw) / 50
     minima = -torch.rand(num_outputs, groups, generator=draw) / 10 if has_minima else None
     group_of = None
     if has_order:
         group_of = (torch.arange(num_inputs) // group)[torch.randperm(num_inputs, generator=draw)].to(torch.int32)
-    return CodedWeight(form, codes, scales, group, minima, group_of)
+    table = drawn_table(draw) if form is CodeForm.TABLE4 else None
+    return CodedWeight(form, codes, scales, group, minima, group_of, table=table)
+
+
+def drawn_table(draw):
+    """What codes of 4 bits may stand for."""
+    return tuple(torch.randint(-128, 128, (16,), generator=draw).tolist())
 
 
 def rounded(x):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from device_weights import drawn_table
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.library import (
     BlockForm,
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason="no CPU kernels that run he
 NORM_EPS = 1e-5
 WHOLE = 0
 GROUPS = {
-    CodeForm.CODES4: (32, 64, 128, WHOLE),
+    CodeForm.CODES4: (32, 64, WHOLE, 16, 128),
     CodeForm.CODES8: (16, 32, 64, WHOLE),
-    CodeForm.FP4: (32, 32, 64, WHOLE),
+    CodeForm.TABLE4: (32, 32, 64, WHOLE),
 }
 SHAPES = ((1, 16), (15, 32), (33, 97), (70, 300))
 MOST_OF_DIGITS = 0x7F7F7F
@@ -70,13 +71,16 @@ def coded(form, outputs, inputs, group, draw, *, has_minima, is_exact=False, rou
         scales, minima = (0.5 ** torch.randint(0, 3, values, generator=draw) for _ in range(2))
     else:
         scales, minima = torch.rand(values, generator=draw) * 0.01 + 1e-4, torch.randn(values, generator=draw) * 0.02
-    return CodedWeight(form, codes, scales, size, minima if has_minima else None, rounds_inputs=rounds_inputs)
+    table = drawn_table(draw) if form is CodeForm.TABLE4 else None
+    minima = minima if has_minima else None
+    return CodedWeight(form, codes, scales, size, minima, rounds_inputs=rounds_inputs, table=table)
 
 
 def kinds():
     for number, (form, has_minima) in enumerate(itertools.product(GROUPS, (False, True))):
         for place, (outputs, inputs) in enumerate(SHAPES):
-            yield form, has_minima, outputs, inputs, GROUPS[form][(place + number) % 4], number * len(SHAPES) + place
+            group = GROUPS[form][(place + number) % len(GROUPS[form])]
+            yield form, has_minima, outputs, inputs, group, number * len(SHAPES) + place
 
 
 def wide(weight):
@@ -162,14 +166,15 @@ def test_digits_scale_with_their_inputs_up_to_the_ends_of_float32(library, team)
 
 @pytest.mark.usefixtures("needs_digits")
 def test_integers_of_24_bits_are_multiplied_exactly(library, team):
-    for form, code in ((CodeForm.CODES4, 9), (CodeForm.CODES8, 1), (CodeForm.FP4, 2)):
+    for form, code in ((CodeForm.CODES4, 9), (CodeForm.CODES8, 1), (CodeForm.TABLE4, 2)):
         draw = torch.Generator().manual_seed(int(form))
         rows = torch.randint(-MOST_OF_DIGITS, MOST_OF_DIGITS + 1, (64, 32), generator=draw).float()
         rows[:, :4] = torch.tensor([MOST_OF_DIGITS, -MOST_OF_DIGITS, MOST_OF_DIGITS - 127, 128 - MOST_OF_DIGITS])
         each = torch.full((32, 32), 8 if form is CodeForm.CODES4 else 0, dtype=torch.uint8).fill_diagonal_(code)
         codes = each.to(torch.int8) if form is CodeForm.CODES8 else each
-        scales = torch.full((32, 1), 1.0 if form is not CodeForm.FP4 else 0.5)
-        found = PackedLinear(library, CodedWeight(form, codes, scales, 32), None)(team, rows)
+        table = (0, -128, 1, *range(13)) if form is CodeForm.TABLE4 else None
+        weight = CodedWeight(form, codes, torch.ones(32, 1), 32, table=table)
+        found = PackedLinear(library, weight, None)(team, rows)
         assert torch.equal(found, rows)
 
 
@@ -189,8 +194,9 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(library, team, rounds_
     for form, group, has_minima in (
         (CodeForm.CODES4, 32, False),
         (CodeForm.CODES4, 128, True),
+        (CodeForm.CODES4, 16, True),
         (CodeForm.CODES8, 16, True),
-        (CodeForm.FP4, 32, False),
+        (CodeForm.TABLE4, 32, False),
     ):
         draw = torch.Generator().manual_seed(group)
         weight = coded(form, 70, 300, group, draw, has_minima=has_minima, rounds_inputs=rounds_inputs)
@@ -226,8 +232,9 @@ def test_which_weights_have_blocks():
     weight = coded(CodeForm.CODES4, 8, 96, 32, draw, has_minima=False)
     assert weight.has_blocks
     assert not replace(weight, group_of=torch.zeros(96, dtype=torch.int32)).has_blocks
-    assert not coded(CodeForm.CODES4, 8, 96, 16, draw, has_minima=False).has_blocks
-    assert coded(CodeForm.CODES8, 8, 96, 16, draw, has_minima=False).has_blocks
+    for form in (CodeForm.CODES4, CodeForm.CODES8):
+        assert coded(form, 8, 96, 16, draw, has_minima=False).has_blocks
+    assert not coded(CodeForm.TABLE4, 8, 96, 16, draw, has_minima=False).has_blocks
     assert not coded(CodeForm.CODES8, 8, 96, 48, draw, has_minima=False).has_blocks
     floats = replace(weight, form=CodeForm.FP8, codes=torch.zeros(8, 96).to(torch.float8_e4m3fn))
     assert not floats.has_blocks

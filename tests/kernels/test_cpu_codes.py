@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from device_weights import drawn_table
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm, rounded_to_4_bits, unified
 from headway_kernels.cpu.library import (
     BlockForm,
@@ -28,7 +29,7 @@ GROUPS = (16, 32, 64, 128, 300)
 
 
 def drawn_codes(form, shape, draw):
-    if form in (CodeForm.CODES4, CodeForm.FP4):
+    if CODE_DTYPES[form] is torch.uint8:
         return torch.randint(0, 16, shape, generator=draw, dtype=torch.uint8)
     if form is CodeForm.CODES8:
         return torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8)
@@ -43,7 +44,9 @@ def drawn(form, outputs, inputs, group, *, has_minima=False, is_scattered=False,
     scales = torch.rand(outputs, groups, generator=draw).mul_(0.01).add_(1e-4)
     group_of = torch.randint(0, groups, (inputs,), generator=draw, dtype=torch.int32) if is_scattered else None
     minima = torch.randn(outputs, groups, generator=draw) * 0.02 if has_minima else None
-    return CodedWeight(form, drawn_codes(form, (outputs, inputs), draw), scales, group, minima, group_of)
+    codes = drawn_codes(form, (outputs, inputs), draw)
+    table = drawn_table(draw) if form is CodeForm.TABLE4 else None
+    return CodedWeight(form, codes, scales, group, minima, group_of, table=table)
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda path: path.stem)
@@ -138,9 +141,11 @@ def test_unified_parts_are_the_same_weights():
         assert len({(part.form, part.group, part.minima is None) for part in same}) == 1
         assert all(torch.equal(part.float(), was.float()) for part, was in zip(same, parts, strict=True))
     assert unified([fine, plain])[0].form is CodeForm.CODES4
-    small = drawn(CodeForm.FP4, 8, 64, 32)
-    assert [part.form for part in unified([small, coarse])] == [CodeForm.CODES8] * 2
-    assert torch.equal(unified([small, coarse])[0].float(), small.float())
+    small, other = (drawn(CodeForm.TABLE4, 8, 64, 32, seed=seed) for seed in (0, 1))
+    assert unified([small, small]) == [small, small]
+    for part in (coarse, other):
+        assert [each.form for each in unified([small, part])] == [CodeForm.CODES8] * 2
+        assert torch.equal(unified([small, part])[0].float(), small.float())
     floats = drawn(CodeForm.FP8, 8, 64, 32)
     assert unified([floats, fine]) is None
     assert unified([floats, floats]) == [floats, floats]

@@ -262,6 +262,7 @@ def codes_of(form, group, *, has_minima=False, is_scattered=False, rounds_inputs
             torch.rand(outputs, groups, generator=draw) * -0.2 if has_minima else None,
             torch.randint(0, groups, (inputs,), generator=draw, dtype=torch.int32) if is_scattered else None,
             rounds_inputs=rounds_inputs,
+            table=tuple(range(-8, 8)) if form is CodeForm.TABLE4 else None,
         )
 
     return coded
@@ -277,7 +278,7 @@ def codes_of(form, group, *, has_minima=False, is_scattered=False, rounds_inputs
         {"form": CodeForm.CODES8, "group": 16, "has_minima": True},
         {"form": CodeForm.CODES8, "group": None},
         {"form": CodeForm.FP8, "group": 48},
-        {"form": CodeForm.FP4, "group": 32},
+        {"form": CodeForm.TABLE4, "group": 32},
     ],
     ids=str,
 )
@@ -299,10 +300,10 @@ def test_experts_of_codes_are_as_exact_as_experts_of_what_they_stand_for(library
     "kind",
     [
         {"form": CodeForm.CODES4, "group": 32},
-        {"form": CodeForm.CODES4, "group": 32, "has_minima": True},
+        {"form": CodeForm.CODES4, "group": 16, "has_minima": True},
         {"form": CodeForm.CODES8, "group": 16},
         {"form": CodeForm.CODES8, "group": None},
-        {"form": CodeForm.FP4, "group": 32},
+        {"form": CodeForm.TABLE4, "group": 32},
     ],
     ids=str,
 )

@@ -16,23 +16,21 @@ from torch.nn import functional
 class CodeForm(IntEnum):
     """Unsigned codes of 4 bits, one per byte; signed codes of 8 bits; floats of 8 bits (E4M3, no infinities).
 
-    ``FP4``: codes of 4 bits, one per byte, of floats (E2M1), which stand for twice these, so for integers.
+    ``TABLE4``: codes of 4 bits, one per byte, which stand for the integers of a table.
     """
 
     CODES4 = 3
     CODES8 = 4
     FP8 = 5
-    FP4 = 6
+    TABLE4 = 6
 
 
 CODE_DTYPES = {
     CodeForm.CODES4: torch.uint8,
     CodeForm.CODES8: torch.int8,
     CodeForm.FP8: torch.float8_e4m3fn,
-    CodeForm.FP4: torch.uint8,
+    CodeForm.TABLE4: torch.uint8,
 }
-
-_OF_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _MIDDLE = 8.0
 """The code of 4 bits that stands for zero without minima."""
@@ -48,7 +46,7 @@ class CodedWeight:
 
     ``codes`` ``[outputs, inputs]``, of the form's dtype. ``scales`` and ``minima`` float32, ``[outputs, groups]``;
     ``minima`` None: 0, or ``-8 * scale`` with CODES4. ``group_of`` int32, ``[inputs]``: the group of each input;
-    None: each ``group`` consecutive inputs are one, the last perhaps with fewer.
+    None: each ``group`` consecutive inputs are one, the last perhaps with fewer. ``table``: 16 integers of 8 bits, with TABLE4.
 
     ``rounds_inputs``: inputs may be rounded to 8 bits, symmetrically: whole rows if each output has one scale, else in
     blocks; with FP8 to floats, always in blocks. Whoever can multiply so may; others compute more exactly.
@@ -61,6 +59,7 @@ class CodedWeight:
     minima: Tensor | None = None
     group_of: Tensor | None = None
     rounds_inputs: bool = False
+    table: tuple[int, ...] | None = None
 
     @property
     def is_for_int8(self) -> bool:
@@ -73,7 +72,7 @@ class CodedWeight:
         """Whether codes are integers, and each group consists of one or several blocks."""
         if self.group_of is not None or self.form is CodeForm.FP8:
             return False
-        has_small_groups = self.form is CodeForm.CODES8 and self.group == _SMALL_BLOCK
+        has_small_groups = self.form is not CodeForm.TABLE4 and self.group == _SMALL_BLOCK
         return has_small_groups or self.scales.shape[1] == 1 or self.group % _BLOCK == 0
 
     @property
@@ -97,11 +96,11 @@ class CodedWeight:
         return wide.add_(self.minima[:, groups]).float()
 
     def with_integers(self) -> "CodedWeight":
-        """The same with codes of 8 bits, if they are floats of 4."""
-        if self.form is not CodeForm.FP4:
+        """The same with codes of 8 bits, if they have a table."""
+        if self.table is None:
             return self
-        numbers = torch.tensor(_OF_FP4, dtype=torch.int8, device=self.device)
-        return replace(self, form=CodeForm.CODES8, codes=numbers[self.codes.int()])
+        integers = torch.tensor(self.table, dtype=torch.int8, device=self.device)
+        return replace(self, form=CodeForm.CODES8, codes=integers[self.codes.int()], table=None)
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> "CodedWeight":
         """Choose, order or repeat rows: ``change`` gets ``[outputs, ...]`` of the codes, and of each value of a group."""
@@ -145,7 +144,8 @@ def unified(parts: Sequence[CodedWeight]) -> list[CodedWeight] | None:
 
 
 def _fits(part: CodedWeight, first: CodedWeight) -> bool:
-    if (part.form, part.group, part.rounds_inputs) != (first.form, first.group, first.rounds_inputs):
+    kind, kind_of_first = ((one.form, one.group, one.rounds_inputs, one.table) for one in (part, first))
+    if kind != kind_of_first:
         return False
     if part.group_of is None or first.group_of is None:
         return part.group_of is first.group_of

@@ -57,7 +57,7 @@ class BlockForm(IntEnum):
 
     CODES4 = 7
     CODES8 = 8
-    FP4 = 9
+    TABLE4 = 9
 
 
 class CpuLibrary:
@@ -174,6 +174,7 @@ class _CodedStruct(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
         ("rounds_inputs", ctypes.c_int64),
+        ("table", ctypes.c_int8 * 16),
     )
 
 
@@ -311,6 +312,7 @@ def _coded_struct(weight: CodedWeight) -> _CodedStruct:
         group=weight.group,
         num_groups=weight.scales.shape[1],
         rounds_inputs=weight.rounds_inputs,
+        table=weight.table or (),
     )
 
 

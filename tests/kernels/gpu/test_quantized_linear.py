@@ -125,10 +125,11 @@ def test_codes_come_in_pairs_if_groups_are_whole_blocks():
 def test_every_code_is_its_number(kernel_device, dtype):
     patterns = torch.arange(256, dtype=torch.uint8)
     for form, code_dtype in CODE_DTYPES.items():
-        codes = patterns[:16] if form in (CodeForm.CODES4, CodeForm.FP4) else patterns.view(code_dtype)
+        codes = patterns[:16] if code_dtype is torch.uint8 else patterns.view(code_dtype)
         codes = codes[codes.float().isfinite()][:, None].expand(-1, 16).contiguous()
         x = torch.zeros(1, 16, dtype=dtype, device=kernel_device)
         x[0, 3] = 1
-        stored = CodedWeight(form, codes, torch.ones(len(codes), 1), 16)
+        table = tuple(range(-128, 128, 17)) if form is CodeForm.TABLE4 else None
+        stored = CodedWeight(form, codes, torch.ones(len(codes), 1), 16, table=table)
         found = multiply(x, on(kernel_device, coded(stored)))
         assert torch.equal(found[0].float().cpu(), stored.float()[:, 3]), form

@@ -133,8 +133,8 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, ki
         ("w8a16", {}, CodeForm.CODES8),
         ("fp8-blocks", {}, CodeForm.FP8),
         ("awq", {"activations": "int8"}, BlockForm.CODES4),
-        ("mxfp4", {}, CodeForm.FP4),
-        ("mxfp4", {"activations": "int8"}, BlockForm.FP4),
+        ("mxfp4", {}, CodeForm.TABLE4),
+        ("mxfp4", {"activations": "int8"}, BlockForm.TABLE4),
         ("w8a8", {"activations": "int8"}, WeightForm.INT8),
         (None, {"quantization": "int8"}, WeightForm.INT8),
         (None, {"quantization": "int4"}, BlockForm.CODES4),
@@ -142,7 +142,7 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, ki
 )
 def test_experts_are_held_as_codes(tmp_path, kind, settings, form):
     """And are close to what they stand for, if their inputs are rounded."""
-    if load_library().multiplies_digits and form in (CodeForm.CODES4, CodeForm.CODES8, CodeForm.FP4):
+    if load_library().multiplies_digits and form in (CodeForm.CODES4, CodeForm.CODES8, CodeForm.TABLE4):
         form = BlockForm[form.name]
     sizes = _STACKED if kind == "mxfp4" else _MIXTURES["a shared expert"]
     directory = write_checkpoint(tmp_path / "model", **_SIZES | sizes)

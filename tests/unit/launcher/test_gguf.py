@@ -70,9 +70,13 @@ FORMS = {
     Kind.Q5_0: CodeForm.CODES8,
     Kind.Q5_1: CodeForm.CODES8,
     Kind.Q8_0: CodeForm.CODES8,
+    Kind.Q2_K: CodeForm.CODES4,
+    Kind.Q3_K: CodeForm.CODES4,
     Kind.Q4_K: CodeForm.CODES4,
     Kind.Q5_K: CodeForm.CODES8,
     Kind.Q6_K: CodeForm.CODES8,
+    Kind.IQ4_NL: CodeForm.TABLE4,
+    Kind.IQ4_XS: CodeForm.TABLE4,
 }
 HALVES = {
     Kind.Q4_0: ((0,), 0.05),
@@ -80,9 +84,13 @@ HALVES = {
     Kind.Q5_0: ((0,), 0.03),
     Kind.Q5_1: ((0, 2), 0.03),
     Kind.Q8_0: ((0,), 0.003),
+    Kind.Q2_K: ((80, 82), 0.015),
+    Kind.Q3_K: ((108,), 0.003),
     Kind.Q4_K: ((0, 2), 0.0008),
     Kind.Q5_K: ((0, 2), 0.0004),
     Kind.Q6_K: ((208,), 0.00005),
+    Kind.IQ4_NL: ((0,), 0.003),
+    Kind.IQ4_XS: ((0,), 0.0001),
 }
 """Where a block has float16s, and how large they are at most here."""
 TEXTS = (
@@ -187,14 +195,19 @@ def add_tokens(writer, model, tokens, *, kinds=None, merges=None, pre=None, scor
         writer.add_token_scores(scores)
 
 
-MIXED = [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0]
-
+MIXED = [
+    [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0],
+    [Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
+    [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q6_K],
+    [Kind.IQ4_XS, Kind.IQ4_NL, Kind.Q5_K, Kind.Q6_K],
+]
+"""As the files Q4_K_M, Q3_K_M, Q2_K and IQ4_XS are."""
 
 EXPERTS = {"architecture": "qwen3moe", "sizes": MIXTURE, "changes": [add_experts]}
 
 
 @pytest.mark.parametrize("settings", [pytest.param({}, id="dense"), pytest.param(EXPERTS, id="experts")])
-@pytest.mark.parametrize("kinds", [[kind] for kind in FORMS] + [MIXED], ids=str)
+@pytest.mark.parametrize("kinds", [[kind] for kind in FORMS] + MIXED, ids=str)
 def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds, settings):
     reference = write_file(tmp_path / "model.gguf", kinds, **settings)
     directory = tmp_path / "model"
@@ -209,15 +222,18 @@ def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds, setti
     with Checkpoint(directory) as checkpoint:
         check_tensors(config, checkpoint)
         for name, wide in exact.items():
-            torch.testing.assert_close(checkpoint.read(name), wide, rtol=1e-6, atol=1e-9)
+            assert torch.equal(checkpoint.read(name), wide), name
         if len(kinds) == 1:
             assert checkpoint.read_codes("lm_head.weight").form is FORMS[kinds[0]]
     sequences = Sequences(num_rows=1, length=20, vocab_size=VOCABULARY, block_size=8)
     logits = sequences.logits_of_all_tokens(eager_model(reference, sequences), [Span(0, 0, 20)])
+    models = [eager_model(directory, sequences)]
     if load_library() is not None:
-        coded = compiled_model(directory, load_library(), sequences)
-        found = sequences.logits_of_all_tokens(coded, [Span(0, 0, 20)])
+        models.append(compiled_model(directory, load_library(), sequences))
+    for model in models:
+        found = sequences.logits_of_all_tokens(model, [Span(0, 0, 20)])
         torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+        assert torch.equal(found.argmax(-1), logits.argmax(-1))
 
 
 def imported(tmp_path, add):
@@ -302,8 +318,8 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
             "tensor blk.0.odd.weight is not supported",
         ),
         (
-            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 84), np.uint8), raw_dtype=Kind.Q2_K),
-            "of kind q2_k",
+            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 110), np.uint8), raw_dtype=Kind.IQ3_S),
+            "of kind iq3_s; allowed: f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k",
         ),
     ],
 )
@@ -346,7 +362,7 @@ def test_whatever_stands_in_the_metadata_is_taken_or_refused_in_one_line(tmp_pat
         if kinds == "llama":
             add_tokens(writer, "llama", ["a", "b", "ab"], scores=[0.0, -1.0, -2.0])
 
-    write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[add])
+    write_file(tmp_path / "model.gguf", list(FORMS), changes=[add])
     file, said = GgufFile(tmp_path / "model.gguf"), []
     values = (0, 1, -1, 2**31 - 1, 2**63, 1.5, float("nan"), float("inf"), "", "x", True, [], [1], ["a"], [1.5] * 3)
     for key in file._reader.fields:

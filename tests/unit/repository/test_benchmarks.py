@@ -99,7 +99,7 @@ def test_cpu_products(tmp_path):
         pytest.skip("no CPU kernels that run here")
     result = tmp_path / "result.json"
     load = ("--shapes", "output,gate_up", "--rows", "1,3", "--repetitions", "1", "--bytes-of-weights", "1")
-    forms = ("float32", "int8", "int4", "q8_0-exact")
+    forms = ("float32", "int8", "int4", "q8_0-exact", "iq4_xs-exact")
     printed = run("cpu_products.py", *load, "--forms", ",".join(forms), "--json", str(result), cwd=tmp_path)
     record = json.loads(result.read_text())
     assert record.keys() >= PROVENANCE

@@ -22,7 +22,7 @@ int64_t most_bytes_of_packed_row(int64_t inputs) {
 /* How much more than the codes stand for an instruction multiplies. */
 static int32_t added_to_codes(const linear *of) {
     if (of->form == FORM_BLOCKS4) return of->has_minima ? 0 : MIDDLE_OF_CODES4;
-    return of->form == FORM_BLOCKS8 ? ADDED_TO_CODES8 : ADDED_TO_FP4;
+    return ADDED_TO_CODES8;
 }
 
 static float norm_factor(const linear *with, const float *row, rms_norm norm) {

@@ -91,8 +91,8 @@ INLINE ivec add_quad_products(ivec sum, ivec weights, const int8_t *codes) {
 INLINE ivec lower_codes(ivec pairs) { return pairs & splat_int(0x0f0f0f0f); }
 INLINE ivec upper_codes(ivec pairs) { return (pairs >> 4) & splat_int(0x0f0f0f0f); }
 
-INLINE void sum_codes4(const int rows, const int digits, const half_block *of, ivec *sums) {
-    const int quads = BLOCK / QUAD / 2;
+INLINE void sum_codes4(const int rows, const int digits, const int block, const half_block *of, ivec *sums) {
+    const int quads = block / QUAD / 2;
 #if MULTIPLIES_SMALL_BYTES
     __m256i shorts[TILE_ROWS];
     UNROLLED
@@ -103,8 +103,8 @@ INLINE void sum_codes4(const int rows, const int digits, const half_block *of, i
         const ivec pairs = weights_at(of, quad), lower = lower_codes(pairs), upper = upper_codes(pairs);
         UNROLLED
         for (int i = 0; i < rows * digits; i++) {
-            const int8_t *first = inputs_at(of, digits, BLOCK, i, quad);
-            const int8_t *second = inputs_at(of, digits, BLOCK, i, quad + quads);
+            const int8_t *first = inputs_at(of, digits, block, i, quad);
+            const int8_t *second = inputs_at(of, digits, block, i, quad + quads);
 #if MULTIPLIES_SMALL_BYTES
             shorts[i] = add_small_products(shorts[i], lower, first);
             shorts[i] = add_small_products(shorts[i], upper, second);
@@ -120,13 +120,12 @@ INLINE void sum_codes4(const int rows, const int digits, const half_block *of, i
 #endif
 }
 
-INLINE void sum_fp4(const int rows, const int digits, const half_block *of, ivec *sums) {
+INLINE void sum_table4(const int rows, const int digits, const code_table *table, const half_block *of, ivec *sums) {
     const int quads = BLOCK / QUAD / 2;
     UNROLLED
     for (int quad = 0; quad < quads; quad++) {
         const ivec pairs = weights_at(of, quad);
-        const ivec lower = fp4_numbers(lower_codes(pairs), ADDED_TO_FP4);
-        const ivec upper = fp4_numbers(upper_codes(pairs), ADDED_TO_FP4);
+        const ivec lower = integers_of(lower_codes(pairs), table), upper = integers_of(upper_codes(pairs), table);
         UNROLLED
         for (int i = 0; i < rows * digits; i++) {
             sums[i] = add_quad_products(sums[i], lower, inputs_at(of, digits, BLOCK, i, quad));
@@ -183,9 +182,9 @@ INLINE void add_block(const int rows, const int digits, const int form, const in
             integers[i] =
                 splat_int(digits == 1 ? from->excess[i] : digits_of(from, block, i / digits)[i % digits].number);
         if (form == FORM_BLOCKS4)
-            sum_codes4(rows, digits, &of, integers);
-        else if (form == FORM_BLOCKS_FP4)
-            sum_fp4(rows, digits, &of, integers);
+            sum_codes4(rows, digits, block, &of, integers);
+        else if (form == FORM_BLOCKS_TABLE4)
+            sum_table4(rows, digits, &with->table, &of, integers);
         else
             sum_codes8(rows, digits, block, &of, integers);
         const vec scales = scales_at(with, values, half);
@@ -264,11 +263,14 @@ INLINE void sum_blocks(const int rows, const int digits, const int form, const i
 }
 
 INLINE void sum_form(const int rows, const int digits, const block_range *of, fetching ahead, vec (*kept)[2]) {
-    if (of->with->form == FORM_BLOCKS4)
+    const int is_whole = block_of(of->with) == BLOCK;
+    if (of->with->form == FORM_BLOCKS_TABLE4)
+        sum_blocks(rows, digits, FORM_BLOCKS_TABLE4, BLOCK, of, ahead, kept);
+    else if (of->with->form == FORM_BLOCKS4 && is_whole)
         sum_blocks(rows, digits, FORM_BLOCKS4, BLOCK, of, ahead, kept);
-    else if (of->with->form == FORM_BLOCKS_FP4)
-        sum_blocks(rows, digits, FORM_BLOCKS_FP4, BLOCK, of, ahead, kept);
-    else if (block_of(of->with) == BLOCK)
+    else if (of->with->form == FORM_BLOCKS4)
+        sum_blocks(rows, digits, FORM_BLOCKS4, SMALL_BLOCK, of, ahead, kept);
+    else if (is_whole)
         sum_blocks(rows, digits, FORM_BLOCKS8, BLOCK, of, ahead, kept);
     else
         sum_blocks(rows, digits, FORM_BLOCKS8, SMALL_BLOCK, of, ahead, kept);

@@ -25,7 +25,7 @@ static void pack_values(const linear *of, char *to, int64_t column, const coded_
 
 /* The codes of one output in a block; `count` of them. */
 static void pack_codes(const linear *of, uint8_t *to, int64_t column, const uint8_t *codes, int64_t count) {
-    const int64_t half_bytes = bytes_of_block(of) / 2, half_block = BLOCK / 2;
+    const int64_t half_bytes = bytes_of_block(of) / 2, half_block = block_of(of) / 2;
     to += column / LANES * half_bytes + column % LANES * QUAD;
     for (int64_t i = 0; i < count; i++) {
         const int64_t place = has_pairs(of->form) ? i % half_block : i;
@@ -58,6 +58,7 @@ linear *linear_of_blocks(const coded_weight *from, const float *bias, int64_t ou
     made->group = from->group;
     made->num_groups = from->num_groups;
     made->has_minima = from->minima != NULL;
+    made->table = table_of(from->table, ADDED_TO_CODES8);
     made->num_digits = from->rounds_inputs ? 1 : NUM_DIGITS;
     made->has_half_scales = are_exact_halves(from->scales, outputs * from->num_groups);
     assert(MULTIPLIES_DIGITS || made->num_digits == 1);

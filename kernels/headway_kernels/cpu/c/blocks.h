@@ -16,28 +16,24 @@
 #ifndef HEADWAY_BLOCKS_H
 #define HEADWAY_BLOCKS_H
 
-#include "fp4.h"
 #include "inputs.h"
 #include "linear.h"
 
 #define BLOCK 32 /* inputs that are rounded with one scale */
 #define SMALL_BLOCK 16
 
-/* Weights of 8 bits are stored with 128 added where the instruction takes them as unsigned. */
+/* Weights of 8 bits, also those of a table, have 128 added where the instruction takes them as unsigned. */
 #if MULTIPLIES_BYTES
 #define ADDED_TO_CODES8 128
 #else
 #define ADDED_TO_CODES8 0
 #endif
 
-/* Of FP4, where the instruction takes them so. */
-#define ADDED_TO_FP4 (MULTIPLIES_BYTES ? FP4_MOST : 0)
-
 /* Whether a byte has two codes. */
 static inline int has_pairs(int64_t form) { return form != FORM_BLOCKS8; }
 
 static inline int64_t block_of(const linear *of) {
-    return of->form == FORM_BLOCKS8 && of->group == SMALL_BLOCK ? SMALL_BLOCK : BLOCK;
+    return of->form != FORM_BLOCKS_TABLE4 && of->group == SMALL_BLOCK ? SMALL_BLOCK : BLOCK;
 }
 
 static inline int64_t blocks_in(const linear *of) { return (of->inputs + block_of(of) - 1) / block_of(of); }

@@ -46,7 +46,7 @@ void widen(const linear *of, const char *codes, int64_t first, int64_t count, fl
     switch (of->form) {
     case FORM_CODES4: widen_form(FORM_CODES4, of, codes, first, count, to); break;
     case FORM_CODES8: widen_form(FORM_CODES8, of, codes, first, count, to); break;
-    case FORM_FP4: widen_form(FORM_FP4, of, codes, first, count, to); break;
+    case FORM_TABLE4: widen_form(FORM_TABLE4, of, codes, first, count, to); break;
     default: widen_form(FORM_FP8, of, codes, first, count, to);
     }
 }
@@ -74,6 +74,7 @@ linear *linear_of_widened_codes(const coded_weight *from, const float *bias, int
     made->group = from->group;
     made->num_groups = from->num_groups;
     made->has_minima = from->minima != NULL;
+    made->table = table_of(from->table, 0);
     if (from->group_of != NULL) {
         made->group_of = stream_alloc(inputs * 4);
         if (made->group_of == NULL) {

@@ -10,7 +10,6 @@
 #ifndef HEADWAY_CODES_H
 #define HEADWAY_CODES_H
 
-#include "fp4.h"
 #include "linear.h"
 
 #define GROUPS_AHEAD 8 /* whose scales are fetched */
@@ -36,10 +35,11 @@ typedef struct {
     int64_t begin;
     int64_t end;
     const group_values *values;
+    const code_table *table; /* TABLE4 */
 } coded_run;
 
 /* Whether codes have 4 bits, and so lie in words. */
-static inline int has_words(int64_t form) { return form == FORM_CODES4 || form == FORM_FP4; }
+static inline int has_words(int64_t form) { return form == FORM_CODES4 || form == FORM_TABLE4; }
 
 static inline int64_t bytes_of_codes(const linear *of) {
     const int64_t padded = steps_of(of->inputs, FORM_FLOAT32) * inputs_per_step(FORM_FLOAT32);
@@ -68,20 +68,20 @@ INLINE coded_run run_at(const int form, const linear *of, const char *codes, int
         else if (form == FORM_CODES4)
             values->minima[half] = values->scales[half] * -8.0f;
     }
-    return (coded_run){codes, begin, last < end ? last : end, values};
+    return (coded_run){codes, begin, last < end ? last : end, values, &of->table};
 }
 
 /* Code `place` of each word. A table takes the lowest bits of each lane, whatever stands above. */
-INLINE vec codes_of_words(const int form, words from, const int place) {
+INLINE vec codes_of_words(const int form, const code_table *table, words from, const int place) {
 #if defined(__AVX512F__)
     const vec integers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vec floats = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    return (vec)_mm512_permutexvar_ps((__m512i)(from >> (4 * place)), (__m512)(form == FORM_FP4 ? floats : integers));
+    const vec numbers = form == FORM_TABLE4 ? load(table->numbers) : integers;
+    return (vec)_mm512_permutexvar_ps((__m512i)(from >> (4 * place)), (__m512)numbers);
 #else
-    if (form != FORM_FP4) return __builtin_convertvector((ivec)((from >> (4 * place)) & 15), vec);
+    if (form != FORM_TABLE4) return __builtin_convertvector((ivec)((from >> (4 * place)) & 15), vec);
     const int up = 24 - 4 * place; /* to the highest byte, so that its number has its sign */
     const words codes = (up > 0 ? from << up : from >> -up) & 0x0f000000;
-    return __builtin_convertvector(fp4_numbers((ivec)codes, 0) >> 24, vec);
+    return __builtin_convertvector(integers_of((ivec)codes, table) >> 24, vec);
 #endif
 }
 
@@ -114,12 +114,12 @@ INLINE vec weights_at(const int form, const coded_run *of, int64_t k, const int 
     if (!has_words(form))
         return weights_of(codes_of_bytes(form, of->codes + k * PANEL + half * LANES), of->values, half);
     const words from = words_at(of, k, half) >> (uint32_t)(k % WORD * 4);
-    return weights_of(codes_of_words(form, from, 0), of->values, half);
+    return weights_of(codes_of_words(form, of->table, from, 0), of->values, half);
 }
 
 /* Weights of input `place` of a word, the one with input k. */
 INLINE vec weights_of_word(const int form, const coded_run *of, int64_t k, const int half, const int place) {
-    return weights_of(codes_of_words(form, words_at(of, k, half), place), of->values, half);
+    return weights_of(codes_of_words(form, of->table, words_at(of, k, half), place), of->values, half);
 }
 
 /* Whether the next inputs of a run from `k` on are one word. */

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#include "vectors.h"
+#include "code_table.h"
 
 #define PANEL (2 * LANES)
 #define LINE 64 /* bytes of a cache line */
@@ -21,9 +21,9 @@
 
 /* The forms of weights. BFLOAT16 is for float32 weights that bfloat16 holds exactly, as in many checkpoints: half
  * the memory to read, and the same result to the last bit. PAIRS are the same weights, for inputs that are rounded to
- * bfloat16: two products at once, only for processors with the instruction. CODES4, CODES8, FP8 and FP4
- * are codes with scales (codes.h): unsigned, signed, and floats of 8 and 4 bits. INT8 and BLOCKS multiply codes as
- * integers, with inputs that are rounded to 8 bits: whole rows, or block by block (blocks.h). */
+ * bfloat16: two products at once, only for processors with the instruction. CODES4, CODES8, FP8 and TABLE4
+ * are codes with scales (codes.h): unsigned, signed, floats of 8 bits, and codes into a table. INT8 and BLOCKS multiply
+ * codes as integers, with inputs that are rounded to 8 bits: whole rows, or block by block (blocks.h). */
 enum weight_form {
     FORM_FLOAT32 = 0,
     FORM_BFLOAT16 = 1,
@@ -31,10 +31,10 @@ enum weight_form {
     FORM_CODES4 = 3,
     FORM_CODES8 = 4,
     FORM_FP8 = 5,
-    FORM_FP4 = 6,
+    FORM_TABLE4 = 6,
     FORM_BLOCKS4 = 7,
     FORM_BLOCKS8 = 8,
-    FORM_BLOCKS_FP4 = 9,
+    FORM_BLOCKS_TABLE4 = 9,
     FORM_PAIRS = 10
 };
 
@@ -57,11 +57,13 @@ typedef struct {
     int64_t has_half_scales; /* BLOCKS: float16 holds them */
     int64_t num_digits;      /* BLOCKS: of an input, see blocks.h */
     int32_t *group_of;       /* [inputs], or NULL: groups are consecutive */
+    code_table table;        /* TABLE4; BLOCKS: with what the instruction wants added */
 } linear;
 
 /* A weight as codes, one per byte, [outputs, inputs]: each stands for code * scale + minimum. `scales` and `minima`
  * [outputs, num_groups]. `minima` NULL: 0, or -8 * scale with CODES4. `group_of` [inputs]: each input's group;
- * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. */
+ * NULL: each `group` consecutive inputs are one. `rounds_inputs`: inputs may be rounded to 8 bits. `table`: what the
+ * codes of TABLE4 stand for. */
 typedef struct {
     const uint8_t *codes;
     const float *scales;
@@ -70,6 +72,7 @@ typedef struct {
     int64_t group;
     int64_t num_groups;
     int64_t rounds_inputs;
+    int8_t table[CODES_OF_TABLE];
 } coded_weight;
 
 /* A matrix of so many outputs without panels; `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then
@@ -113,10 +116,10 @@ static inline int64_t padded_outputs(int64_t outputs) { return (outputs + PANEL 
 static inline int is_bfloat16(int64_t form) { return form == FORM_BFLOAT16 || form == FORM_PAIRS; }
 
 /* Whether weights are widened to float32 where they are multiplied. */
-static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4 && of->form <= FORM_FP4; }
+static inline int is_coded(const linear *of) { return of->form >= FORM_CODES4 && of->form <= FORM_TABLE4; }
 
 /* Whether inputs are rounded block by block. */
-static inline int is_in_blocks(const linear *of) { return of->form >= FORM_BLOCKS4 && of->form <= FORM_BLOCKS_FP4; }
+static inline int is_in_blocks(const linear *of) { return of->form >= FORM_BLOCKS4 && of->form <= FORM_BLOCKS_TABLE4; }
 
 /* Inputs per step of a sum; a matrix unit takes a cache line of each output or row. Panels and packed rows are
  * padded with zeros to whole steps. */

@@ -311,7 +311,7 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
  * registers: then whatever all inputs share is loaded again for each half of a panel, once no sum waits. */
 INLINE void add_input(const int rows, const int form, const int keeps, coded_run run, int64_t k, const int place,
                       const float *column, vec (*sums)[2], float *kept) {
-    const int has_constants = form == FORM_FP8 || form == FORM_FP4; /* which take registers, too */
+    const int has_constants = form == FORM_FP8 || form == FORM_TABLE4; /* which take registers, too */
     const int has_registers = rows + has_constants <= TILE_ROWS * 2 / 3;
     vec weights[2];
     UNROLLED
@@ -410,7 +410,7 @@ INLINE void multiply_tile(const int rows, int64_t form, const linear *with, cons
         CASE_OF_FLOATS(FORM_CODES4)
         CASE_OF_FLOATS(FORM_CODES8)
         CASE_OF_FLOATS(FORM_FP8)
-        CASE_OF_FLOATS(FORM_FP4)
+        CASE_OF_FLOATS(FORM_TABLE4)
         CASE_OF_FLOATS(FORM_PAIRS)
     default: assert(0);
     }

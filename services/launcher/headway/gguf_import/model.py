@@ -17,7 +17,10 @@ from headway.gguf_import.layout import Joined, Layout
 from headway.gguf_import.metadata import Metadata
 
 _FLOATS = ("f32", "f16", "bf16")
-_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
+_BLOCKS = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_nl", "iq4_xs", "mxfp4"),
+)
 _ROPE_FACTORS = "rope_freqs.weight"
 
 

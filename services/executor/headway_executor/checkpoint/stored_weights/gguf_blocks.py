@@ -18,6 +18,8 @@ from headway_executor.checkpoint.stored_weights.scheme import StoredTensor, Stor
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
 _LOW_4, _LOW_6 = 15, 63
+_STEPS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
 
 
 class _Block(NamedTuple):
@@ -67,33 +69,32 @@ def _halves(stored: Tensor) -> Tensor:
     return stored.contiguous().view(torch.float16).float().squeeze(-1)
 
 
-def _nibbles(stored: Tensor) -> Tensor:
-    """``[..., bytes]``: the low halves of all, then the high ones."""
-    return torch.cat([stored & _LOW_4, stored >> 4], dim=-1)
+def _by_layer(stored: Tensor, bits: int) -> Tensor:
+    """``[..., bytes]``: the lowest ``bits`` bits of all, then the next ones."""
+    return torch.cat([(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=-1)
 
 
-def _fifth_bits(stored: Tensor) -> Tensor:
-    """Of 32 codes, ``[..., 4]`` bytes, the lowest bit of the first byte first, as 16s."""
-    bits = (stored.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten(-2) << 4
+def _by_byte(stored: Tensor, bits: int) -> Tensor:
+    """``[..., bytes]``: all bits of the first, ``bits`` at a time, the lowest first, then those of the next."""
+    return ((stored.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8)) & ((1 << bits) - 1)).flatten(-2)
 
 
 def _q4_0(blocks: Tensor) -> CodedWeight:
-    return CodedWeight(CodeForm.CODES4, _nibbles(blocks[..., 2:]).flatten(1), _halves(blocks[..., :2]), 32)
+    return CodedWeight(CodeForm.CODES4, _by_layer(blocks[..., 2:], 4).flatten(1), _halves(blocks[..., :2]), 32)
 
 
 def _q4_1(blocks: Tensor) -> CodedWeight:
     scales, minima = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
-    return CodedWeight(CodeForm.CODES4, _nibbles(blocks[..., 4:]).flatten(1), scales, 32, minima)
+    return CodedWeight(CodeForm.CODES4, _by_layer(blocks[..., 4:], 4).flatten(1), scales, 32, minima)
 
 
 def _q5_0(blocks: Tensor) -> CodedWeight:
-    codes = (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])).view(torch.int8) - 16
+    codes = (_by_layer(blocks[..., 6:], 4) | _by_byte(blocks[..., 2:6], 1) << 4).view(torch.int8) - 16
     return CodedWeight(CodeForm.CODES8, codes.flatten(1), _halves(blocks[..., :2]), 32)
 
 
 def _q5_1(blocks: Tensor) -> CodedWeight:
-    codes = (_nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])).view(torch.int8)
+    codes = (_by_layer(blocks[..., 8:], 4) | _by_byte(blocks[..., 4:8], 1) << 4).view(torch.int8)
     return CodedWeight(CodeForm.CODES8, codes.flatten(1), _halves(blocks[..., :2]), 32, _halves(blocks[..., 2:4]))
 
 
@@ -112,36 +113,62 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return wide_scales, -wide_minima
 
 
-def _pairs_of_groups(blocks: Tensor) -> Tensor:
-    """128 bytes of halves of two groups each, as codes of eight groups, ``[..., 8, 32]``."""
-    return _nibbles(blocks.reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
+def _layered(stored: Tensor, size: int, bits: int) -> Tensor:
+    """``[outputs, blocks, bytes]``, ``size`` of them ``_by_layer`` at a time: ``[outputs, blocks, codes]``."""
+    return _by_layer(stored.reshape(*stored.shape[:-1], -1, size), bits).flatten(-2)
 
 
 def _q4_k(blocks: Tensor) -> CodedWeight:
     scales, minima = _scales_and_minima(blocks)
-    return CodedWeight(CodeForm.CODES4, _pairs_of_groups(blocks[..., 16:]).flatten(1), scales, 32, minima)
+    return CodedWeight(CodeForm.CODES4, _layered(blocks[..., 16:], 32, 4).flatten(1), scales, 32, minima)
 
 
 def _q5_k(blocks: Tensor) -> CodedWeight:
     """As ``_q4_k``; a byte has the fifth bits of one place in the eight groups."""
     scales, minima = _scales_and_minima(blocks)
-    bits = (blocks[..., 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8).view(8, 1)) & 1
-    codes = (_pairs_of_groups(blocks[..., 48:]) | bits << 4).view(torch.int8)
+    codes = (_layered(blocks[..., 48:], 32, 4) | _by_layer(blocks[..., 16:48], 1) << 4).view(torch.int8)
     return CodedWeight(CodeForm.CODES8, codes.flatten(1), scales, 32, minima)
 
 
 def _q6_k(blocks: Tensor) -> CodedWeight:
     """Two halves of 128 codes, of 4 low and 2 high bits each; 16 groups."""
-    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))
-    pairs = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32)
-    high = torch.cat([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    codes = (low | (high << 4)).view(torch.int8) - 32
+    codes = (_layered(blocks[..., :128], 64, 4) | _layered(blocks[..., 128:192], 32, 2) << 4).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8) * _halves(blocks[..., 208:]).unsqueeze(-1)
     return CodedWeight(CodeForm.CODES8, codes.flatten(1), scales.flatten(1), 16)
 
 
+def _q2_k(blocks: Tensor) -> CodedWeight:
+    """A byte has the scale of a group of 16, below, and its minimum."""
+    codes, of_groups = _layered(blocks[..., 16:80], 32, 2), blocks[..., :16]
+    scales = _halves(blocks[..., 80:82]).unsqueeze(-1) * (of_groups & _LOW_4)
+    minima = _halves(blocks[..., 82:]).unsqueeze(-1) * (of_groups >> 4)
+    return CodedWeight(CodeForm.CODES4, codes.flatten(1), scales.flatten(1), 16, -minima.flatten(1))
+
+
+def _q3_k(blocks: Tensor) -> CodedWeight:
+    """2 low bits, and a third as in ``_q5_k``; codes are symmetric around 4, and here around 8. 16 groups."""
+    codes = (_layered(blocks[..., 32:96], 32, 2) | _by_layer(blocks[..., :32], 1) << 2) + 4
+    stored = (_by_layer(blocks[..., 96:104], 4) | _by_layer(blocks[..., 104:108], 2) << 4).view(torch.int8) - 32
+    scales = stored * _halves(blocks[..., 108:]).unsqueeze(-1)
+    return CodedWeight(CodeForm.CODES4, codes.flatten(1), scales.flatten(1), 16)
+
+
+def _iq4_nl(blocks: Tensor) -> CodedWeight:
+    codes = _by_layer(blocks[..., 2:], 4).flatten(1)
+    return CodedWeight(CodeForm.TABLE4, codes, _halves(blocks[..., :2]), 32, table=_STEPS)
+
+
+def _iq4_xs(blocks: Tensor) -> CodedWeight:
+    """The same, with scales of 6 bits, of which the upper two come first."""
+    stored = (_by_byte(blocks[..., 4:8], 4) | _by_byte(blocks[..., 2:4], 2) << 4).view(torch.int8) - 32
+    scales = stored * _halves(blocks[..., :2]).unsqueeze(-1)
+    return CodedWeight(
+        CodeForm.TABLE4, _layered(blocks[..., 8:], 16, 4).flatten(1), scales.flatten(1), 32, table=_STEPS
+    )
+
+
 def _mxfp4(blocks: Tensor) -> CodedWeight:
-    return of_fp4(_nibbles(blocks[..., 1:]).flatten(1), blocks[..., 0], "a block of MXFP4")
+    return of_fp4(_by_layer(blocks[..., 1:], 4).flatten(1), blocks[..., 0], "a block of MXFP4")
 
 
 BLOCKS: Mapping[str, _Block] = {
@@ -150,9 +177,13 @@ BLOCKS: Mapping[str, _Block] = {
     "q5_0": _Block(32, 22, _q5_0),
     "q5_1": _Block(32, 24, _q5_1),
     "q8_0": _Block(32, 34, _q8_0),
+    "q2_k": _Block(256, 84, _q2_k),
+    "q3_k": _Block(256, 110, _q3_k),
     "q4_k": _Block(256, 144, _q4_k),
     "q5_k": _Block(256, 176, _q5_k),
     "q6_k": _Block(256, 210, _q6_k),
+    "iq4_nl": _Block(32, 18, _iq4_nl),
+    "iq4_xs": _Block(256, 136, _iq4_xs),
     "mxfp4": _Block(32, 17, _mxfp4),
 }
 """By ggml's names, in small letters."""

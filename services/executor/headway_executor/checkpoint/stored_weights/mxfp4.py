@@ -20,6 +20,8 @@ _BYTES = ("U8",)
 _LOW_4 = 15
 _NO_NUMBER = 255
 _ONE = 127
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""What the codes of E2M1 stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +61,4 @@ def of_fp4(numbers: Tensor, exponents: Tensor, name: str) -> CodedWeight:
     if bool((exponents == _NO_NUMBER).any()):
         raise ModelFilesError(f"{name}: a scale is not a number; allowed: 0 to {_NO_NUMBER - 1}")
     halves = torch.ldexp(torch.ones(exponents.shape), exponents.int() - (_ONE + 1))
-    return CodedWeight(CodeForm.FP4, numbers, halves, _BLOCK)
+    return CodedWeight(CodeForm.TABLE4, numbers, halves, _BLOCK, table=_TWICE)
