@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from device_weights import normal
@@ -59,6 +59,7 @@ def added(x, out, adapters, of_tokens, site=1):
     dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
     seed=st.integers(0, 2**31),
 )
+@example(of_tokens=[-1, 2, -1], ranks=(1, 1, 9), num_inputs=2100, num_outputs=211, dtype=torch.bfloat16, seed=741)
 def test_equals_float64(kernel_device, of_tokens, ranks, num_inputs, num_outputs, dtype, seed):
     adapters = [adapter(seed + 2 * i, rank, num_inputs, num_outputs, kernel_device) for i, rank in enumerate(ranks)]
     x = normal(seed + 9, len(of_tokens), num_inputs, dtype=dtype, device=kernel_device)
@@ -68,7 +69,8 @@ def test_equals_float64(kernel_device, of_tokens, ranks, num_inputs, num_outputs
         own = torch.tensor([chosen == place for chosen in of_tokens], device=kernel_device)
         expected[own] += x[own].double() @ down.double().t() @ up.double().t()
     found = added(x, before, adapters, of_tokens)
-    torch.testing.assert_close(found, expected.to(dtype), rtol=TOLERANCE[dtype], atol=2e-4)
+    # Beside the exact numbers: rounded, one in the middle of two may be the other one, a whole step away.
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=2e-4)
 
 
 def test_a_token_does_not_depend_on_its_company(kernel_device):

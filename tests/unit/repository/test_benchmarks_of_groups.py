@@ -117,6 +117,7 @@ def test_the_same_load_runs_on_processes_and_in_virtual_time():
     virtual = pipeline_processes.expected(load, {"max_num_batched_tokens": 64}, 2)
     for figures in (measured, virtual):
         assert 0 < figures["bubble_share"] < 1
-        assert figures["output_tokens_per_s"] > 0
-        assert figures["gap_ms"]["p50"] >= 4.0
+        # Three users, and 4 ms for each step: single gaps may be shorter where a client is late.
+        assert 0 < figures["output_tokens_per_s"] <= 3 / 0.004
+    assert virtual["gap_ms"]["p50"] >= 4.0
     assert measured["output_tokens_per_s"] < 3 * virtual["output_tokens_per_s"]
