@@ -78,7 +78,7 @@ $(COMPILED): $(C_SOURCES) $(CORE_SOURCES) $(BUILDERS) requirements/dev.lock | $(
 	$(say) 'compiling the CPU kernels and the core (a minute: 0.1 GB of compilers to fetch, 0.5 GB until they are removed)'
 	@set -e; core=; rm -rf $(COMPILERS); trap 'kill $$core 2>/dev/null || :; rm -rf $(COMPILERS)' EXIT; trap 'exit 1' HUP INT TERM; \
 	  $(PIP_INSTALL) --no-compile $(PIP_FLAGS) --target $(COMPILERS) --constraint requirements/dev.lock \
-	    msgspec mypy numpy setuptools ziglang; \
+	    isal msgspec mypy numpy setuptools ziglang; \
 	  export PYTHONPATH=$(abspath $(COMPILERS)):$(abspath services/scheduler); \
 	  $(BIN)/python -P -m headway_scheduler.compile_core & core=$$!; \
 	  $(BIN)/python -P $(firstword $(BUILDERS)); wait $$core; core=

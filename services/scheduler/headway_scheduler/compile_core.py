@@ -22,7 +22,7 @@ from headway_scheduler.compiled_core import COMPILED, CORE, STAMP, compiled_modu
 PACKAGE = "headway_scheduler.core"
 # The extension module with all the code; the others only refer to it.
 _SHARED = f"{PACKAGE}.all"
-_NEEDED = ("mypyc", "setuptools", "numpy", "msgspec")
+_NEEDED = ("mypyc", "setuptools", "numpy", "msgspec", "isal")
 
 
 class CoreBuildError(Exception):

@@ -1,5 +1,6 @@
 """What a host is told to install is there to be installed: real extras, from real metadata, never from an index of ours."""
 
+import ast
 import importlib.metadata
 import re
 import shlex
@@ -13,6 +14,7 @@ from headway.__main__ import _EXTRAS, main
 from headway_lab.doctor.host import _PACKAGES
 from headway_process import installation
 from headway_process.installation import install_advice
+from headway_scheduler.compile_core import _NEEDED
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -74,3 +76,30 @@ def test_a_picture_without_matplotlib_names_the_extra_that_brings_it(
     assert error.startswith(f"headway {command}: --png: this host lacks matplotlib; ")
     assert "install the extra bench: " in error
     assert error.count("\n") == 1
+
+
+def test_who_compiles_the_core_is_told_to_install_what_it_imports() -> None:
+    """The compiler reads the core and the modules beneath it, so what these import must be there, whoever calls it."""
+    packages = (ROOT / "services" / "scheduler", ROOT / "proto")
+    core = (ROOT / "services" / "scheduler" / "headway_scheduler" / "core").rglob("*.py")
+    waiting, seen, others = [path for path in core if "_compiled" not in path.parts], set(), set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                own = [found for package in packages if (found := package / f"{name.replace('.', '/')}.py").exists()]
+                waiting += own
+                others |= set() if own or name.startswith("headway_") else {name.split(".")[0]}
+    imported = others - sys.stdlib_module_names - {"mypy_extensions"}
+    assert {"numpy", "msgspec", "isal"} <= imported <= set(_NEEDED)
+    needed = {"mypy" if name == "mypyc" else name for name in _NEEDED}
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert needed <= {re.split(r"[^\w-]", name)[0] for name in requires}
+    fetched = re.search(r"--constraint requirements/dev\.lock \\\n([^;]*);", (ROOT / "Makefile").read_text())
+    assert fetched is not None
+    assert needed <= set(fetched[1].split())
