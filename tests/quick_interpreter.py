@@ -1,4 +1,4 @@
-"""Triton's interpreter, which shall round as a device does and take less time.
+"""Triton's interpreter, made to round as a device does and to take less time.
 
 Owns: what is put in the place of the interpreter's parts, all of them inside of Triton. Where they are gone, or are called
 in another way, tests of bfloat16 and of float8 will say so. Must not know any kernel.
@@ -32,14 +32,14 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(tl.core.tensor, "__init__", begin_tensor)
         patch.setattr(tl.core.block_type, "with_element_ty", with_element_type)
         patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", known_block_type)
-        # It works out in 64 bits whether integers overflow, and looks at the answer with an option that it never has.
+        # Triton's own works out in 64 bits whether integers overflow, and uses the answer only in debug mode, which is off.
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         assert not builder.options.debug
         yield
 
 
 def convert_float(values, source, target, rounding_mode):
-    """It cuts float32 off to bfloat16 where a device rounds to nearest, and takes numbers apart where a table has all."""
+    """Triton's own cuts float32 off to bfloat16 where a device rounds to nearest, and takes numbers apart where a table has all."""
     if (source, target) == (tl.float32, tl.bfloat16):
         return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
     if (source, target) == (tl.bfloat16, tl.float32):
@@ -55,7 +55,7 @@ def _float8_values(source, target):
 
 
 def numpy_type_of(triton_type):
-    """It makes a table of all types whenever it looks one up."""
+    """Triton's own makes a table of all types whenever it looks one up."""
     scalar = triton_type.scalar
     return _get_np_dtype(scalar) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
 
@@ -66,18 +66,18 @@ def _numpy_type_of_scalar(scalar):
 
 
 def begin_tensor(tensor, handle, triton_type):
-    """It makes the shape of each tensor of constants of its own."""
+    """Triton's own makes new constants for the shape of each tensor."""
     tensor.handle, tensor.type, tensor.dtype = handle, triton_type, triton_type.scalar
     tensor.shape, tensor.numel = _shape_and_size(tuple(triton_type.shape.values) if triton_type.is_block() else ())
 
 
 def with_element_type(block, scalar):
-    """It describes a type anew whenever it is needed."""
+    """Triton's own describes a type anew whenever it is needed."""
     return known_block_type(None, scalar, block.shape)
 
 
 def known_block_type(_builder, scalar, shape):
-    """The same, asked for in another way."""
+    """As ``with_element_type``, for a scalar and a shape."""
     key = scalar.name, tuple(shape.values)
     if key not in _BLOCK_TYPES:
         _BLOCK_TYPES[key] = tl.block_type(scalar, shape)
@@ -90,7 +90,7 @@ def _shape_and_size(sizes):
 
 
 def call_function(function, *arguments, **named):
-    """It patches ``triton.language`` whenever a kernel calls a function, and did so when the kernel began."""
+    """Triton's own patches ``triton.language`` again at each call, though it did so when the kernel began."""
     if tl.core.is_builtin(tl.core.load):  # for functions of Triton's own library, which know it by this name
         interpreter._patch_lang(function.fn)
     return function.rewrite()(*arguments, **named)
