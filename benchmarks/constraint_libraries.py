@@ -31,6 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import headway
+from headway_proto.wording import one_line
 from program import count, parser_of, provenance, write_result
 from random_tokenizer import random_tokenizer
 
@@ -227,7 +228,7 @@ def measure(name: str, tokenizer: str, vocab_size: int, num_masks: int) -> dict[
             try:
                 grammar = library.compile(schema)
             except Exception as error:  # noqa: BLE001 (each has its own)
-                schemas[label] = {"refused": " ".join(str(error).split())[:100]}
+                schemas[label] = {"refused": one_line(error, 100)}
                 break
             times.append(time.perf_counter() - began)
         else:
@@ -278,7 +279,7 @@ def try_hostile(name: str, label: str) -> None:
         }
     except Exception as error:  # noqa: BLE001 (each has its own)
         outcome = {
-            "refused": " ".join(str(error).split())[:100],
+            "refused": one_line(error, 100),
             "after_ms": round(1e3 * (time.perf_counter() - began), 1),
         }
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

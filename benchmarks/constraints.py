@@ -32,6 +32,7 @@ from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.columns import encode_column
 from headway_proto.sampling import JSON_SCHEMA, Constraint, SamplingParams
 from headway_proto.step import DIGEST_INTERVAL_STEPS, ExecutorOutput
+from headway_proto.wording import shown
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -212,7 +213,7 @@ def conformance(model: Path, num_outputs: int) -> dict[str, object]:
         try:
             jsonschema.validate(json.loads(text), SCHEMAS[name], cls=jsonschema.Draft202012Validator)
         except (ValueError, jsonschema.ValidationError) as error:
-            print(f"NOT VALID ({name}): {text!r:.200}: {str(error).splitlines()[0]:.100}")
+            print(f"NOT VALID ({name}): {shown(text, 200)}: {str(error).splitlines()[0]:.100}")
         else:
             valid[name] += 1
     return {

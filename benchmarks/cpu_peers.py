@@ -43,6 +43,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway_proto.wording import shown
+
 sys.path.append(str(Path(__file__).parent / "peers"))
 
 from contenders import PRECISIONS, Contender, Installed, rival_of
@@ -331,7 +333,7 @@ def parse_arguments() -> argparse.Namespace:
         def read(text: str) -> list[str]:
             for word in text.split(","):
                 if word not in known:
-                    raise argparse.ArgumentTypeError(f"{word!r:.64} is not allowed; allowed: {', '.join(known)}")
+                    raise argparse.ArgumentTypeError(f"{shown(word)} is not allowed; allowed: {', '.join(known)}")
             return text.split(",")
 
         return read

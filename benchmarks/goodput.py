@@ -31,6 +31,7 @@ from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import SimulatedRequest
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.world import make_world, simulate
+from headway_proto.wording import shown
 from headway_scheduler.core.state.limits import SchedulerLimits
 from program import count, parser_of, provenance, write_result
 
@@ -392,7 +393,7 @@ def main() -> None:
 def _names(text: str) -> list[str]:
     for name in text.split(","):
         if name not in WORKLOADS:
-            raise argparse.ArgumentTypeError(f"{name!r:.64} is not allowed; allowed: {', '.join(WORKLOADS)}")
+            raise argparse.ArgumentTypeError(f"{shown(name)} is not allowed; allowed: {', '.join(WORKLOADS)}")
     return text.split(",")
 
 

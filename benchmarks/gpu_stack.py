@@ -33,6 +33,7 @@ import numpy as np
 import headway
 from gpu_shapes import SHAPES, Shape
 from headway.client import AsyncClient
+from headway_proto.wording import one_line
 from program import add_line, count, parser_of, provenance, write_result
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -148,7 +149,7 @@ def try_peer(arguments: argparse.Namespace) -> tuple[float | None, str]:
         return run_peer(arguments), ""
     except (OSError, subprocess.CalledProcessError, LookupError, ValueError) as error:
         say(f"transformers has failed: {error}")
-        return None, " ".join(str(error).split())
+        return None, one_line(error)
 
 
 def run_peer(arguments: argparse.Namespace) -> float:

@@ -46,6 +46,7 @@ from headway_executor.models.kv_vectors import block_bytes_of
 from headway_executor.setting_checks import KV_CACHE_DTYPES
 from headway_kernels.gpu.attention.long_chunks import LibraryLacking
 from headway_kernels.gpu.linear.float8 import is_native
+from headway_proto.wording import one_line
 from program import add_line, parser_of, provenance, write_result
 from random_adapters import write_adapter
 
@@ -358,7 +359,7 @@ class Run:
         try:
             work()
         except Exception as error:  # noqa: BLE001 (the other sections have figures of their own)
-            reason = f"{section}: {type(error).__name__}: {' '.join(str(error).split())}"
+            reason = f"{section}: {type(error).__name__}: {one_line(error)}"
             self._failures.append(reason)
             add_line(self._arguments.lines, {"kind": "failure", "name": section, "reason": reason})
             say(f"FAILED {reason}")

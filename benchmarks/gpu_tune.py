@@ -52,6 +52,7 @@ from headway_kernels.gpu.linear.float8 import FLOAT8_TILINGS, float8_linear, is_
 from headway_kernels.gpu.linear.quantized import Tiling, quantized_linear
 from headway_kernels.gpu.linear.weights import DeviceWeight, coded, dense, quantized, stacked
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings, shipped_pair_tiling, shipped_tilings
+from headway_proto.wording import one_line
 from program import add_line, count, parser_of
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class Contest(Generic[T]):
             try:
                 found = self._result(load, tiles)
             except Exception as error:  # noqa: BLE001 (whatever the reason, these tiles are not for this device)
-                self._say(f"{tiles}: cannot be launched: {' '.join(str(error).split())[:100]}")
+                self._say(f"{tiles}: cannot be launched: {one_line(error, 100)}")
                 return None
             tolerance = TOLERANCE[expected.dtype]
             if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headway_process.collector import relax_collector
+from headway_proto.wording import shown
 
 
 def count(text: str) -> int:
     """Read a count, at least 1; for ``argparse``."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.64} is not allowed; allowed: a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not allowed; allowed: a whole number, 1 or more")
     return int(text)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from headway_kernels.cpu import build
 from headway_kernels.cpu.library import runs_here
+from headway_proto.wording import one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/kernels/test_cpu_kernels.py"
@@ -293,7 +294,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 check(built[sanitizer.runtime])
                 say(f"  {time.monotonic() - started:.0f} s")
         except (SanitizeError, build.KernelBuildError) as error:
-            sys.stderr.write(f"sanitize: {' '.join(str(error).split())}\n")
+            sys.stderr.write(f"sanitize: {one_line(error)}\n")
             return 1
     lacking = sorted({variant for library in built.values() for variant in library.lacking})
     say("nothing found" + (f"; this processor does not run {', '.join(lacking)}" if lacking else ""))

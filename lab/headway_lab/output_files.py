@@ -4,8 +4,9 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_process.installation import install_advice
+from headway_proto.wording import shown
 
 
 def check_output_files(paths: Mapping[str, str]) -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from headway_proto.sampling import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, Constraint
 from headway_proto.schema_numbers import number_problem
+from headway_proto.wording import shown
 
 MAX_CHOICES = 1024
 _MAX_REASON_CHARACTERS = 200
@@ -181,7 +182,7 @@ def _grammar_of(constraint: Constraint) -> str:
             return grammar_from("grammar", constraint.text)
         except (ValueError, RecursionError) as error:
             raise ConstraintError(_reason(str(error))) from error
-    raise ConstraintError(f"{constraint.kind!r:.64} is not a kind of constraint")
+    raise ConstraintError(f"{shown(constraint.kind)} is not a kind of constraint")
 
 
 def _json_grammar(schema: Any) -> str:

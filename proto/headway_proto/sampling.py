@@ -9,6 +9,8 @@ from operator import attrgetter
 
 import msgspec
 
+from headway_proto.wording import shown
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 300
 NO_LOGPROBS = -1
@@ -87,7 +89,7 @@ def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str
     ]
     if sampling.logit_bias or sampling.stop_token_ids:
         wrong += _wrong_tokens(sampling, vocab_size)
-    found = [(field, f"{value!r:.64} is not allowed; allowed: {allowed}") for field, value, allowed in wrong]
+    found = [(field, f"{shown(value)} is not allowed; allowed: {allowed}") for field, value, allowed in wrong]
     if sampling.constraint is not None:
         found += _constraint_violations(sampling.constraint, sampling.min_tokens)
     return found
@@ -110,7 +112,7 @@ def _wrong_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[s
 def _constraint_violations(constraint: Constraint, min_tokens: int) -> list[tuple[str, str]]:
     """Check what needs neither library nor tokenizer."""
     if constraint.kind not in CONSTRAINT_KINDS:
-        return [("constraint", f"{constraint.kind!r:.64} is not allowed; allowed: {', '.join(CONSTRAINT_KINDS)}")]
+        return [("constraint", f"{shown(constraint.kind)} is not allowed; allowed: {', '.join(CONSTRAINT_KINDS)}")]
     num_bytes = len(constraint.text.encode())
     if num_bytes > MAX_CONSTRAINT_BYTES:
         return [(constraint.kind, f"{num_bytes} bytes are not allowed; allowed: at most {MAX_CONSTRAINT_BYTES}")]

@@ -55,6 +55,7 @@ from headway_proto.framing import FrameReader, FrameWriter
 from headway_proto.pooling import NO_POOLING, POOL_CLS
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
+from headway_proto.wording import shown
 
 NO_LANE = -1
 """The lane of a row that has not sampled yet."""
@@ -152,7 +153,7 @@ def info_problem(info: BackendInfo) -> str | None:
         )
     ids = info.eos_token_ids
     if len(ids) > _MAX_EOS_TOKEN_IDS or not all(0 <= token_id < info.vocab_size for token_id in ids):
-        return f"eos_token_ids: {ids!r:.64} is not allowed; allowed: {_MAX_EOS_TOKEN_IDS} ids from 0 to {info.vocab_size - 1}"
+        return f"eos_token_ids: {shown(ids)} is not allowed; allowed: {_MAX_EOS_TOKEN_IDS} ids from 0 to {info.vocab_size - 1}"
     return None
 
 

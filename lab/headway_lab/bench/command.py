@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headway.flags.configuration import Given, Layer, add_setting_flags, build, given_by_flags
-from headway.flags.settings import ConfigurationError, settings_of, shown
+from headway.flags.settings import ConfigurationError, settings_of
 from headway_lab.bench.capacity import Look, Search, Trial, find_capacity
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.report import (
@@ -27,6 +27,7 @@ from headway_lab.bench.report import (
 from headway_lab.bench.session import bench, opened
 from headway_lab.bench.target import TargetError, TargetInfo
 from headway_lab.output_files import check_output_files, check_pictures, write_output
+from headway_proto.wording import shown
 
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130

@@ -13,13 +13,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from headway.flags.settings import one_line
 from headway_lab.bench.event_stream import EventStreamParser
 from headway_lab.bench.records import CUT_SHORT, DISCONNECTED, MALFORMED, Answer, RequestFailed
 from headway_lab.bench.target import UNKNOWN_CONTEXT, TargetError, TargetInfo
 from headway_lab.bench.words import WordSource
 from headway_lab.workload.requests import PlannedRequest
 from headway_proto.ingress import PRIORITY_NORMAL
+from headway_proto.wording import one_line
 
 _DONE = b"[DONE]"
 _HTTP_OK = 200
@@ -188,7 +188,7 @@ class OpenAITarget:
                 body = await response.read()
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise TargetError(one_line(str(error) or type(error).__name__)) from None
+            raise TargetError(one_line(error)) from None
         models: list[_Model] = []
         with contextlib.suppress(msgspec.DecodeError, UnicodeError):
             models = msgspec.json.decode(body, type=_Models).data

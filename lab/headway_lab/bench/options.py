@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_lab.workload.options import LoadOptions
+from headway_proto.wording import shown
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _URL_SCHEMES = ("http://", "https://")
@@ -75,14 +76,14 @@ class BenchOptions(LoadOptions, frozen=True, kw_only=True):
         """See ``LoadOptions.validate``."""
         super().validate()
         if self.url and not self.url.startswith(_URL_SCHEMES):
-            raise ValueError(f"url: {self.url!r:.64} is not allowed; allowed: http://... or https://...")
+            raise ValueError(f"url: {shown(self.url)} is not allowed; allowed: http://... or https://...")
         if bool(self.client_certificate) != bool(self.client_key):
             raise ValueError("client_certificate: is not allowed alone; allowed: with --client-key")
         for field, value in self.body.items():
             try:
                 msgspec.json.decode(value)
             except msgspec.DecodeError as error:
-                raise ValueError(f"body: {f'{field}={value}'!r:.64} is not allowed: {error}") from None
+                raise ValueError(f"body: {shown(f'{field}={value}')} is not allowed: {error}") from None
         if self.arrivals == "closed" and not self.trace and self.require_rate:
             raise ValueError(
                 f"require_rate: {self.require_rate:g} is not allowed with closed arrivals, which ask for no rate; "

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.flags.settings import one_line
+from headway_proto.wording import one_line
 
 OK = "OK"
 TIMEOUT = "TIMEOUT"

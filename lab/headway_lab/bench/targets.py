@@ -4,9 +4,10 @@ import ssl
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file, shown, token_of_file
+from headway.flags.settings import ConfigurationError, bytes_of_file, token_of_file
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.target import Target
+from headway_proto.wording import shown
 
 
 def make_target(options: BenchOptions) -> Target:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, ModelDirectoryError, shown
+from headway.flags.settings import ConfigurationError, ModelDirectoryError
 from headway.planning.model_source import DEMO_MODEL, DEMO_MODEL_DIRECTORY
 from headway_lab.doctor.examination import Model, examine, with_measurements
 from headway_lab.doctor.rendering import text_of
 from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
+from headway_proto.wording import shown
 
 NOTHING_RUNS_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130

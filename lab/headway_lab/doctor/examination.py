@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.flags.settings import one_line
 from headway_executor.startup.backend_report import backend_reports
 from headway_lab.doctor.expectation import BATCHES, CONTEXT_TOKENS, StepDevice, expected_step
 from headway_lab.doctor.findings import DeviceFinding, Figure, Findings, KernelFinding
 from headway_lab.doctor.host import Host, Package, describe_host, installed_packages
 from headway_lab.simulate.model_shapes import ModelShape
+from headway_proto.wording import one_line
 
 _FLOAT32_BYTES = 4
 _BFLOAT16_BYTES = 2
@@ -97,7 +97,7 @@ def with_measurements(findings: Findings, model: Model, say: Say) -> Findings:
         try:
             found, device = measure(findings, model, say)
         except (RuntimeError, MemoryError) as error:
-            problems.append(one_line(error)[:160])
+            problems.append(one_line(error, 160))
             continue
         figures += found
         devices.append(device)

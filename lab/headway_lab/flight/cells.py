@@ -5,9 +5,10 @@ from enum import Enum
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_proto.columns import decode_column, decode_columns
 from headway_proto.step import SchedulerOutput, TransferringOutput
+from headway_proto.wording import shown
 from headway_scheduler.core.state.request import Request, RequestStatus
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, EpochBegan, Turn

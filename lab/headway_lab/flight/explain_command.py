@@ -8,6 +8,7 @@ from headway_lab.flight.life import Follower
 from headway_lab.flight.named_log import add_log_flags, is_address, log_on_disk
 from headway_lab.flight.notable import Notables
 from headway_lab.flight.source import Flight, NoFlightLogError
+from headway_proto.wording import shown
 from headway_scheduler.flight.replay import Divergence
 
 NOT_FOUND_EXIT_CODE = 1
@@ -52,7 +53,7 @@ def _explain(flight: Flight, request_id: str) -> int:
     flight.report_notice()
     if not follower.lives:
         older = ", or it arrived before the oldest segment that is left" if flight.log.header.segment else ""
-        sys.stderr.write(f"headway explain: {request_id!r:.66} is no request of this recording{older}\n")
+        sys.stderr.write(f"headway explain: {shown(request_id)} is no request of this recording{older}\n")
         return NOT_FOUND_EXIT_CODE
     sys.stdout.write("\n".join(explanation(life, flight.first_s) for life in follower.lives))
     return 0

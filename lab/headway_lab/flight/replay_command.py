@@ -9,13 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_lab.flight.named_log import add_log_flags, log_on_disk
 from headway_lab.flight.policies import compared, comparison_text, policy_cases
 from headway_lab.flight.recording import Recording
 from headway_lab.flight.source import Flight
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.report import CaseResult, as_json
+from headway_proto.wording import shown
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.figures.fleet_view import sum_of
 from headway_scheduler.flight.replay import Divergence

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_lab.flight.cells import StepCollector, StepRange, TimelineStep
 from headway_lab.flight.named_log import add_log_flags, log_on_disk
 from headway_lab.flight.perfetto import chrome_trace
 from headway_lab.flight.source import Flight
 from headway_lab.output_files import check_output_files, check_pictures, write_output
+from headway_proto.wording import shown
 from headway_scheduler.flight.replay import Divergence
 
 NOTHING_EXIT_CODE = 1

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from headway.flags.configuration import Given, Layer, build, suggestion
-from headway.flags.settings import ConfigurationError, Setting, from_text, settings_of, shown
+from headway.flags.settings import ConfigurationError, Setting, from_text, settings_of
+from headway_proto.wording import shown
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.core.choosing.policies import AUTO
 from headway_scheduler.core.state.limits import SchedulerLimits

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.flags.settings import shown
 from headway_executor.backend import StepBatch
 from headway_executor.batch.batch_state import BatchState
 from headway_executor.batch.block_moves import BlockMoves
@@ -20,6 +19,7 @@ from headway_lab.simulate.roofline import StepTime
 from headway_lab.simulate.transfers import Fetch, VirtualTransfers
 from headway_proto.columns import Int32Array, decode_column, encode_column, encode_columns
 from headway_proto.step import DIGEST_INTERVAL_STEPS, BackendInfo, ExecutorOutput, SchedulerOutput
+from headway_proto.wording import shown
 from headway_scheduler.core.state.limits import ExecutorCapacity
 
 SLOWDOWN_NOTATION = "AT_S:FACTOR"

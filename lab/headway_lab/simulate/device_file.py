@@ -2,9 +2,10 @@
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway.flags.settings import ConfigurationError, bytes_of_file
 from headway_lab.simulate.hardware import Accelerator
 from headway_lab.simulate.model_shapes import ModelShape
+from headway_proto.wording import one_line, shown
 
 
 class DescribedDevice(msgspec.Struct, frozen=True, kw_only=True):

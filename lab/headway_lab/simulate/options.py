@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from headway.flags.settings import shown
 from headway_lab.simulate.device import SLOWDOWN_NOTATION, parse_slowdowns
 from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.model_shapes import MODEL_SHAPES
 from headway_lab.workload.options import LoadOptions
+from headway_proto.wording import shown
 from headway_scheduler.core.choosing.roles import Role, roles_of
 
 MEASURED_MODEL = "measured"

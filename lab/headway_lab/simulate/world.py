@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_lab.percentiles import ratio
 from headway_lab.simulate.cases import Case
 from headway_lab.simulate.collector import RunCollector
@@ -22,6 +22,7 @@ from headway_lab.simulate.stations import InTurn, OneQueue, Router, Station
 from headway_lab.simulate.transfers import TransferCosts, VirtualPool, VirtualTransfers
 from headway_lab.workload.load import Load, make_load
 from headway_lab.workload.requests import SAMPLED_TOKENS, STEP_NOISE, PlannedRequest, PromptSource, rng_of
+from headway_proto.wording import shown
 from headway_scheduler.core.choosing.policies import POLICIES, PlacementPolicy, PlacementSettings
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits

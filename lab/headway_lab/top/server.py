@@ -7,9 +7,9 @@ from typing import TypeVar
 import grpc
 
 from headway.client import AsyncClient, HeadwayError
-from headway.flags.settings import one_line
 from headway_lab.top.controls import Order, OrderKind
 from headway_lab.top.history import Look
+from headway_proto.wording import one_line
 
 ANSWER_TIMEOUT_S = 6.0
 """A little longer than a gateway waits for its scheduler, so that its own message arrives."""

@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_proto.wording import shown
+
 NOTATION = "N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA[,MOST] or pareto:LEAST,ALPHA[,MOST]"
 
 
@@ -97,5 +99,5 @@ def parse_lengths(text: str) -> LengthDistribution:
         or not all(abs(parameter) < _UNBOUNDED for parameter in parameters)
         or not family.admits(*parameters)
     ):
-        raise ValueError(f"{text!r:.64} is not allowed; allowed: {NOTATION}")
+        raise ValueError(f"{shown(text)} is not allowed; allowed: {NOTATION}")
     return LengthDistribution(kind=kind, parameters=parameters)

@@ -9,10 +9,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from headway.flags.settings import shown
 from headway_lab.workload.lengths import LengthDistribution
 from headway_proto.columns import Int32Array
 from headway_proto.ingress import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, PRIORITY_REALTIME
+from headway_proto.wording import shown
 
 PRIORITIES = {
     "realtime": PRIORITY_REALTIME,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headway.flags.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway.flags.settings import ConfigurationError, bytes_of_file
 from headway_lab.workload.requests import (
     MOST_OBJECTIVE_MS,
     NO_OBJECTIVES,
@@ -15,6 +15,7 @@ from headway_lab.workload.requests import (
     Objectives,
     PlannedRequest,
 )
+from headway_proto.wording import one_line, shown
 
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Objective = Annotated[int, Meta(ge=0, le=MOST_OBJECTIVE_MS)]

@@ -17,6 +17,7 @@ from headway_process.addresses import check_link_address, check_metrics_address,
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
+from headway_proto.wording import shown
 
 SCHEDULER_PUBLIC_KEY = "scheduler.key"
 EXECUTOR_SECRET_KEY = "executor.key_secret"  # noqa: S105 (a file's name)
@@ -219,7 +220,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _refusal(field: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{field}: {value!r:.64} is not allowed; allowed: {allowed}")
+    return ValueError(f"{field}: {shown(value)} is not allowed; allowed: {allowed}")
 
 
 def _check_adapters(adapters: dict[str, str]) -> None:

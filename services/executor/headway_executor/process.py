@@ -37,7 +37,7 @@ from headway_executor.links.step_link import StepLink
 from headway_executor.rank_processes.agreed_store import AgreedStore
 from headway_executor.rank_processes.follower import Follower
 from headway_executor.rank_processes.leading_link import LeadingLink
-from headway_executor.rank_processes.refusal import RankRefusedError, exit_code_of, one_line
+from headway_executor.rank_processes.refusal import RankRefusedError, exit_code_of
 from headway_executor.rank_processes.surroundings import Surroundings, surroundings_of, take_cores
 from headway_executor.rank_processes.watched_backend import WatchedBackend
 from headway_executor.rank_processes.whole_group import Group
@@ -52,6 +52,7 @@ from headway_process.parent import LAUNCHER_VARIABLE, end_with_parent
 from headway_process.pulse import pulse_of
 from headway_process.snapshots import Snapshots
 from headway_proto.step import BackendInfo
+from headway_proto.wording import one_line
 
 if TYPE_CHECKING:
     from headway_process.metrics_endpoint import MetricsEndpoint

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_proto.wording import shown
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATIONS = ("off", "ngram", "draft")
@@ -65,11 +66,11 @@ def check_settings(config: BackendConfig, takes: Takes) -> None:
     """Check that the backend takes the settings."""
     if config.quantization not in takes.quantizations:
         raise BackendConfigError(
-            f"quantization {config.quantization!r:.64} is not allowed; allowed: {', '.join(takes.quantizations)}"
+            f"quantization {shown(config.quantization)} is not allowed; allowed: {', '.join(takes.quantizations)}"
         )
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise BackendConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r:.64} is not allowed; allowed: {', '.join(KV_CACHE_DTYPES)}"
+            f"kv_cache_dtype {shown(config.kv_cache_dtype)} is not allowed; allowed: {', '.join(KV_CACHE_DTYPES)}"
         )
     if config.max_num_seqs > takes.most_rows:
         raise BackendConfigError(
@@ -116,10 +117,10 @@ def check_num_kv_blocks(num_kv_blocks: int, *, block_size: int, max_model_len: i
 def _check_options(options: Mapping[str, str], allowed: Mapping[str, Collection[str]]) -> None:
     for name, value in sorted(options.items()):
         if name not in allowed:
-            raise BackendConfigError(f"backend_options {name!r:.64} is not allowed; allowed: {', '.join(allowed)}")
+            raise BackendConfigError(f"backend_options {shown(name)} is not allowed; allowed: {', '.join(allowed)}")
         if allowed[name] and value not in allowed[name]:
             raise BackendConfigError(
-                f"backend_options {name} {value!r:.64} is not allowed; allowed: {', '.join(allowed[name])}"
+                f"backend_options {name} {shown(value)} is not allowed; allowed: {', '.join(allowed[name])}"
             )
 
 
@@ -130,10 +131,10 @@ def _check_group(config: BackendConfig, takes: Takes) -> None:
     if not takes.groups:
         raise BackendConfigError(f"{num_ranks} ranks are not allowed with this backend; allowed: 1 (or backend torch)")
     if not config.device.startswith("cpu"):
-        raise BackendConfigError(f"device {config.device!r:.64} is not allowed with {num_ranks} ranks; allowed: cpu")
+        raise BackendConfigError(f"device {shown(config.device)} is not allowed with {num_ranks} ranks; allowed: cpu")
     if config.adapters and config.place.pipeline_parallel > 1:
         raise BackendConfigError(
-            f"adapter {min(config.adapters)!r:.66} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
+            f"adapter {shown(min(config.adapters))} is not allowed with pipeline_parallel {config.place.pipeline_parallel}; "
             "allowed: pipeline_parallel 1"
         )
     if config.speculation == "draft":
@@ -143,7 +144,7 @@ def _check_group(config: BackendConfig, takes: Takes) -> None:
 def _check_speculation(config: BackendConfig) -> None:
     if config.speculation not in SPECULATIONS:
         raise BackendConfigError(
-            f"speculation {config.speculation!r:.64} is not allowed; allowed: {', '.join(SPECULATIONS)}"
+            f"speculation {shown(config.speculation)} is not allowed; allowed: {', '.join(SPECULATIONS)}"
         )
     if not 1 <= config.num_speculative_tokens <= MOST_SPECULATIVE_TOKENS:
         raise BackendConfigError(
@@ -152,6 +153,6 @@ def _check_speculation(config: BackendConfig) -> None:
         )
     if (config.speculation == "draft") != bool(config.draft_model):
         raise BackendConfigError(
-            f"draft_model {config.draft_model!r:.64} is not allowed with speculation {config.speculation}; allowed: a "
+            f"draft_model {shown(config.draft_model)} is not allowed with speculation {config.speculation}; allowed: a "
             "checkpoint directory with speculation draft, nothing with any other"
         )

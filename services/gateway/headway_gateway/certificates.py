@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headway_gateway.config import GatewayConfig
 from headway_process.late_logs import log_of
+from headway_proto.wording import shown
 
 _Signature = tuple[tuple[int, int, int], ...]
 
@@ -77,7 +78,7 @@ class CertificateFiles:
             context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")
         except OSError as error:
             raise ValueError(
-                f"tls_cert_file: {config.tls_cert_file[:64]!r} cannot be used; "
+                f"tls_cert_file: {shown(config.tls_cert_file)} cannot be used; "
                 "allowed: a PEM certificate chain whose private key is in tls_key_file"
             ) from error
         _require_whole_pem("tls_cert_file", config.tls_cert_file)
@@ -91,7 +92,7 @@ def _load_authorities(context: ssl.SSLContext, path: str) -> None:
         context.load_verify_locations(path)
     except OSError as error:
         raise ValueError(
-            f"tls_client_ca_file: {path[:64]!r} cannot be used; allowed: PEM certificates of authorities"
+            f"tls_client_ca_file: {shown(path)} cannot be used; allowed: PEM certificates of authorities"
         ) from error
     _require_whole_pem("tls_client_ca_file", path)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -101,4 +102,4 @@ def _require_whole_pem(field: str, path: str) -> None:
     """OpenSSL would ignore a file that ends inside a certificate's first line."""
     last_line = Path(path).read_bytes().rstrip().rpartition(b"\n")[2]
     if last_line.startswith(b"-") and not last_line.startswith(b"-----END "):
-        raise ValueError(f"{field}: {path[:64]!r} is cut short; allowed: whole PEM certificates")
+        raise ValueError(f"{field}: {shown(path)} is cut short; allowed: whole PEM certificates")

@@ -14,8 +14,8 @@ from headway_process.addresses import check_link_address, check_metrics_address,
 from headway_process.installation import install_advice
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsTokenFile
+from headway_proto.wording import shown
 
-_SHOWN_VALUE_CHARS = 64
 _LEAST_RATE = 0.001
 _OTLP_ENDPOINT = re.compile(r"https?://[^/\s@]+:[0-9]{1,5}")
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -262,4 +262,4 @@ def _check_files(config: GatewayConfig) -> None:
 
 
 def _refusal(field: str, value: object, allowed: str) -> str:
-    return f"{field}: {str(value)[:_SHOWN_VALUE_CHARS]!r} is not allowed; allowed: {allowed}"
+    return f"{field}: {shown(value)} is not allowed; allowed: {allowed}"

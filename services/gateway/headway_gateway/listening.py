@@ -3,6 +3,8 @@
 import errno
 import socket
 
+from headway_proto.wording import shown
+
 _BACKLOG = 2048
 
 
@@ -23,7 +25,7 @@ def listening_sockets(field: str, address: str, *, reuse_port: bool) -> list[soc
             listening.setblocking(False)
     except OSError as error:
         raise AddressInUseError(
-            f"{field}: cannot listen on {address[:64]!r} ({error.strerror or error}); allowed: a free address"
+            f"{field}: cannot listen on {shown(address)} ({error.strerror or error}); allowed: a free address"
         ) from error
     return bound
 

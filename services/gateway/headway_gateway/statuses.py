@@ -10,7 +10,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-SHOWN_VALUE_CHARS = 64
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "headway"
 RETRY_S = 1.0
@@ -100,11 +99,6 @@ def _callers_name(field: str, names: Iterable[tuple[str, str]]) -> str:
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)
     return field
-
-
-def shown(value: object) -> str:
-    """Quote, escape and cut a caller's value."""
-    return f"{value!r:.{SHOWN_VALUE_CHARS}}"
 
 
 def _bad_request(violations: Iterable[tuple[str, str]]) -> error_details_pb2.BadRequest:

@@ -14,6 +14,7 @@ import structlog
 
 from headway_gateway.config import GatewayConfig, split_address
 from headway_gateway.listening import AddressInUseError
+from headway_proto.wording import shown
 
 _RESTART_DELAY_S = 0.5
 _QUICK_DEATH_S = 2.0
@@ -81,7 +82,7 @@ class WorkerGroup:
             reservation.bind(address)
         except OSError as error:
             raise AddressInUseError(
-                f"{field}: cannot listen on {wanted[:64]!r} ({error.strerror}); allowed: a free address"
+                f"{field}: cannot listen on {shown(wanted)} ({error.strerror}); allowed: a free address"
             ) from error
         port = reservation.getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

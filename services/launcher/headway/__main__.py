@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import msgspec
 
 from headway.flags.configuration import OneLineParser, suggestion
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_process.installation import install_advice
 from headway_process.last_words import write_last_line
 from headway_process.lean_imports import one_blas_thread
+from headway_proto.wording import shown
 
 USAGE_EXIT_CODE = 2
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from headway.flags.configuration import OneLineParser
-from headway.flags.settings import one_line
+from headway_proto.wording import one_line
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = frozenset({"FILE", "MODEL", "LOG"})

@@ -9,6 +9,8 @@ import os
 import stat
 from pathlib import Path
 
+from headway_proto.wording import shown
+
 MAX_IPC_PATH_BYTES = 107
 """``sockaddr_un.sun_path`` has 108 bytes with the zero."""
 
@@ -36,7 +38,7 @@ def check_link_address(field: str, address: str, *, has_keys: bool, least_port: 
             if has_keys or is_loopback(host):
                 return
             allowed = "ipc://PATH, a loopback tcp:// address, or any tcp:// address together with curve_keys"
-    raise ValueError(f"{field}: {address!r:.64} is not allowed; allowed: {allowed}")
+    raise ValueError(f"{field}: {shown(address)} is not allowed; allowed: {allowed}")
 
 
 def check_offered_address(field: str, address: str, *, has_keys: bool) -> None:
@@ -56,7 +58,7 @@ def check_offered_address(field: str, address: str, *, has_keys: bool) -> None:
         is_wildcard = False  # a name
     if is_wildcard or not address.startswith("tcp://"):
         raise ValueError(
-            f"{field}: {address!r:.64} is not allowed; allowed: tcp://HOST:PORT with an address of this host that the "
+            f"{field}: {shown(address)} is not allowed; allowed: tcp://HOST:PORT with an address of this host that the "
             "others can reach"
         )
 
@@ -76,12 +78,12 @@ def check_ipc_directory(field: str, address: str) -> None:
         status = directory.stat()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no path"
-        raise ValueError(f"{field}: {address!r:.64} is not allowed ({reason}); allowed: {allowed}") from None
+        raise ValueError(f"{field}: {shown(address)} is not allowed ({reason}); allowed: {allowed}") from None
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in {os.geteuid(), 0}:
-        raise ValueError(f"{field}: {address!r:.64} is not allowed (another user's directory); allowed: {allowed}")
+        raise ValueError(f"{field}: {shown(address)} is not allowed (another user's directory); allowed: {allowed}")
     if mode & 0o077:
-        raise ValueError(f"{field}: {address!r:.64} is not allowed (mode {mode:04o}); allowed: {allowed}")
+        raise ValueError(f"{field}: {shown(address)} is not allowed (mode {mode:04o}); allowed: {allowed}")
 
 
 def is_loopback(host: str) -> bool:
@@ -101,7 +103,7 @@ def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> 
         ValueError: see ``check_link_address``.
     """
     if token_file and not Path(token_file).is_file():
-        raise ValueError(f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file that exists")
+        raise ValueError(f"metrics_token_file: {shown(token_file)} is not allowed; allowed: a file that exists")
     if not address:
         return
     host, _, port = address.rpartition(":")
@@ -111,4 +113,4 @@ def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> 
         if token_file or is_loopback(host):
             return
         allowed = "a loopback address, or any address together with metrics_token_file"
-    raise ValueError(f"metrics_address: {address!r:.64} is not allowed; allowed: {allowed}")
+    raise ValueError(f"metrics_address: {shown(address)} is not allowed; allowed: {allowed}")

@@ -25,6 +25,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from headway_process.link_keys import load_key_pair
+from headway_proto.wording import shown
 
 HANDSHAKE_INTERVAL_MS = 2000
 MAX_PENDING_HANDSHAKES = 16
@@ -100,7 +101,7 @@ class AllowList:
             signature = self._signature()
         except OSError as error:  # It may be unreadable for a moment: keep the list.
             if not self._is_unreadable:
-                self.problems.append(f"{str(self._directory)!r:.64}: {error.strerror}")
+                self.problems.append(f"{shown(self._directory)}: {error.strerror}")
             self._is_unreadable = True
             return
         self._is_unreadable = False
@@ -124,7 +125,7 @@ class AllowList:
             except ValueError as error:
                 if name in self._keys:
                     keys[name] = self._keys[name]
-                self.problems.append(f"{name!r:.64} in {str(self._directory)!r:.64}: {error}")
+                self.problems.append(f"{shown(name)} in {shown(self._directory)}: {error}")
         return keys
 
 

@@ -6,6 +6,8 @@ Owns: reading them. Must not know: whose keys they are.
 import struct
 from pathlib import Path
 
+from headway_proto.wording import shown
+
 _KEY_BYTES = 32
 
 
@@ -26,7 +28,7 @@ def load_own_keys(directory: Path, name: str) -> tuple[bytes, bytes]:
     """
     public, secret = _load(directory, name)
     if secret is None:
-        raise ValueError(f"curve_keys: {name} in {str(directory)!r:.64} holds no secret key")
+        raise ValueError(f"curve_keys: {name} in {shown(directory)} holds no secret key")
     return public, secret
 
 
@@ -35,7 +37,7 @@ def _load(directory: Path, name: str) -> tuple[bytes, bytes | None]:
         return load_key_pair(directory / name)
     except ValueError as error:
         raise ValueError(
-            f"curve_keys: {str(directory)!r:.64} is not allowed; allowed: a directory with a usable {name} ({error})"
+            f"curve_keys: {shown(directory)} is not allowed; allowed: a directory with a usable {name} ({error})"
         ) from error
 
 

@@ -18,6 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from headway_process.installation import install_advice
 from headway_process.token_files import text_of_token_file
+from headway_proto.wording import shown
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -55,7 +56,7 @@ class MetricsEndpoint:
             self._server: WSGIServer = make_server(host, int(port), application, server_class, _Handler)
         except OSError as error:
             raise ValueError(
-                f"metrics_address: cannot listen on {address!r:.64} ({error.strerror}); allowed: a free address"
+                f"metrics_address: cannot listen on {shown(address)} ({error.strerror}); allowed: a free address"
             ) from None
         self.port: int = self._server.server_address[1]
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
@@ -115,7 +116,7 @@ def _application(address: str, collect: "Callable[[], Iterable[Metric]]") -> "WS
         from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
     except ImportError:
         raise ValueError(
-            f"metrics_address: {address!r:.64} needs prometheus-client; allowed: '', or {install_advice('metrics')}"
+            f"metrics_address: {shown(address)} needs prometheus-client; allowed: '', or {install_advice('metrics')}"
         ) from None
 
     class Collector:
@@ -168,11 +169,11 @@ def _digests(token_file: str) -> tuple[bytes, ...]:
     try:
         text = text_of_token_file(Path(token_file), _MAX_TOKEN_FILE_BYTES)
     except ValueError as error:
-        raise ValueError(f"metrics_token_file: {token_file!r:.64} cannot be used: {error}") from None
+        raise ValueError(f"metrics_token_file: {shown(token_file)} cannot be used: {error}") from None
     tokens = [line.strip() for line in text.splitlines() if line.strip()]
     if not tokens or not text.isascii() or min(map(len, tokens)) < _LEAST_TOKEN_CHARACTERS:
         raise ValueError(
-            f"metrics_token_file: {token_file!r:.64} is not allowed; allowed: a file with a token of at least "
+            f"metrics_token_file: {shown(token_file)} is not allowed; allowed: a file with a token of at least "
             f"{_LEAST_TOKEN_CHARACTERS} ASCII characters on each line"
         )
     return tuple(hashlib.sha256(token.encode()).digest() for token in tokens)

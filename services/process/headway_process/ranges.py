@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
+from headway_proto.wording import shown
+
 
 class Bounded(Protocol):
     """The least and most of each field, both allowed."""
@@ -24,7 +26,7 @@ def check_ranges(config: Bounded) -> None:
         value = getattr(config, field)
         if not (least <= value <= most and math.isfinite(value)):
             unit = " seconds" * (field.endswith("_s") and not field.endswith("per_s"))
-            raise ValueError(f"{field}: {value!r:.64} is not allowed; allowed: {range_text((least, most))}{unit}")
+            raise ValueError(f"{field}: {shown(value)} is not allowed; allowed: {range_text((least, most))}{unit}")
 
 
 def range_text(bounds: tuple[float, float]) -> str:

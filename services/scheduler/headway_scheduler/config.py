@@ -14,6 +14,7 @@ from msgspec import Meta
 from headway_process.addresses import check_link_address, check_metrics_address
 from headway_process.ranges import check_ranges
 from headway_process.settings import ExitWithParent, LogFormat, LogLevel, MetricsAddress, MetricsTokenFile
+from headway_proto.wording import shown
 from headway_scheduler.core.admission.orders import ORDERS
 from headway_scheduler.core.choosing.policies import AUTO, POLICIES, PlacementSettings
 from headway_scheduler.core.choosing.roles import roles_of
@@ -229,13 +230,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         roles_of(self.roles, self.max_executors)
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < float("inf"):
-                raise ValueError(f"tenant_weights: {tenant!r:.64}={weight} is not allowed; allowed: weights above 0")
+                raise ValueError(f"tenant_weights: {shown(tenant)}={weight} is not allowed; allowed: weights above 0")
         for field in ("step_address", "ingress_address"):
             check_link_address(field, getattr(self, field), has_keys=bool(self.curve_keys), least_port=0)
         check_metrics_address(self.metrics_address, self.metrics_token_file)
         if self.curve_keys and not (Path(self.curve_keys) / "scheduler.key_secret").is_file():
             raise ValueError(
-                f"curve_keys: {self.curve_keys!r:.64} is not allowed; allowed: a directory with scheduler.key_secret"
+                f"curve_keys: {shown(self.curve_keys)} is not allowed; allowed: a directory with scheduler.key_secret"
             )
 
     def placement_settings(self) -> PlacementSettings:

@@ -11,6 +11,7 @@ from headway_proto import ingress
 from headway_proto.columns import INT32, decode_column
 from headway_proto.ingress import Abort, Rejected, Submit
 from headway_proto.operations import AdminCall
+from headway_proto.wording import shown
 from headway_scheduler.cells.fleet import DEFAULT_PLACEMENT, Fleet
 from headway_scheduler.cells.live_sequences import LiveSequence, LiveSequences, name_of
 from headway_scheduler.cells.notices import Notices
@@ -183,7 +184,7 @@ class SchedulerEngine:
             problem = Problem(ingress.REJECT_OVERLOADED, "", "no executor has joined yet and the queue is full")
             return problem.rejection(submit.handle, UNKNOWN_S)
         if self.live.named(name_of(submit)) is not None:
-            message = f"{submit.request_id!r:.64} is the id of a live request"
+            message = f"{shown(submit.request_id)} is the id of a live request"
             return Problem(ingress.REJECT_ALREADY_EXISTS, "request_id", message).rejection(submit.handle)
         found = problem_of(submit, None if self.fleet.info is None else self.fleet.info.vocab_size)
         return None if found is None else found.rejection(submit.handle)

@@ -6,6 +6,7 @@ Owns: whether the flight log can be written. Must not know: who asks.
 import os
 from pathlib import Path
 
+from headway_proto.wording import shown
 from headway_scheduler.config import SchedulerConfig
 
 
@@ -23,4 +24,4 @@ def check(config: SchedulerConfig) -> None:
     if not nearest.is_dir():
         problem = f"{nearest} is no directory"
     if problem:
-        raise ValueError(f"flight_log: {config.flight_log!r:.64} cannot be used: {problem}")
+        raise ValueError(f"flight_log: {shown(config.flight_log)} cannot be used: {problem}")

@@ -22,6 +22,7 @@ from headway_process.logs import make_logger
 from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
+from headway_proto.wording import shown
 from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.config import SchedulerConfig
 from headway_scheduler.engine import SchedulerEngine
@@ -176,7 +177,7 @@ def make_recorder(config: SchedulerConfig) -> NullRecorder:
     try:
         log = FlightLogWriter(Path(config.flight_log), config.flight_log_mib << 20)
     except OSError as error:
-        raise ValueError(f"flight_log: {config.flight_log!r:.64} cannot be used: {error.strerror}") from error
+        raise ValueError(f"flight_log: {shown(config.flight_log)} cannot be used: {error.strerror}") from error
     version = importlib.metadata.version("headway")
     return FlightRecorder(log, config.limits(), version, ForkingCheckpointer(log), LogPieces(log))
 

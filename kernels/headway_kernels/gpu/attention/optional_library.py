@@ -23,14 +23,11 @@ def found_in(module: str, calls: Mapping[str, Sequence[str]]) -> list[Any]:
         found: list[Any] = [reduce(getattr, name.split("."), root) for name in calls]
     # Beyond what is not there, such modules fail at import in their own ways: no driver, no compiler, another version of a part.
     except Exception as error:
-        raise LibraryLacking(f"{module}.{next(iter(calls))} cannot be had: {in_one_line(error)}") from error
+        raise LibraryLacking(
+            f"{module}.{next(iter(calls))} cannot be had: {' '.join(str(error).split())[:100]}"
+        ) from error
     for (name, arguments), call in zip(calls.items(), found, strict=True):
         taken = inspect.signature(call).parameters
         if missing := [argument for argument in arguments if argument not in taken]:
             raise LibraryLacking(f"{module}.{name} takes no {', '.join(missing)}; it is of another version")
     return found
-
-
-def in_one_line(error: Exception) -> str:
-    """The beginning of what an error says."""
-    return " ".join(str(error).split())[:100]

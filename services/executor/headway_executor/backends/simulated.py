@@ -30,6 +30,7 @@ from headway_proto.columns import Int32Array, encode_floats
 from headway_proto.pooling import POOL_LAST
 from headway_proto.sampling import NO_LOGPROBS
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowLogprobs, RowPromptLogprobs, RowVector
+from headway_proto.wording import shown
 
 _SPIN_SECONDS = 100e-6
 _PROPOSAL_SALT = 0xD1B54A32D192ED03
@@ -203,7 +204,7 @@ class SimulatedBackend:
             # Keys and values are others, so the blocks' contents are.
             self._prefixes[row, : len(new_row.token_ids) + 1] += np.uint64(crc32(new_row.adapter.encode()) << 16)
             if new_row.adapter not in {adapter.identity for adapter in self._adapters.values()}:
-                self._not_loaded[row] = f"simulated: adapter {new_row.adapter!r:.96} is not loaded"
+                self._not_loaded[row] = f"simulated: adapter {shown(new_row.adapter)} is not loaded"
         if sampling.min_tokens > 0 and sampling.stop_token_ids:
             end = new_row.num_prompt_tokens + sampling.min_tokens
             self._masked[row] = (end, frozenset(sampling.stop_token_ids))

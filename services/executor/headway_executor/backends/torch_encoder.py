@@ -24,6 +24,7 @@ from headway_executor.setting_checks import TORCH, check_num_kv_blocks, max_mode
 from headway_proto.columns import Int32Array, encode_floats
 from headway_proto.pooling import POOL_MEAN
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowVector
+from headway_proto.wording import shown
 
 
 class OpenEncoder:
@@ -125,7 +126,7 @@ def _check(config: BackendConfig) -> None:
                 f"backend_options {name} {value!r} is not allowed for an encoder; allowed: {allowed}"
             )
     if config.adapters:
-        raise BackendConfigError(f"adapter {min(config.adapters)!r:.66} is not allowed for an encoder; allowed: none")
+        raise BackendConfigError(f"adapter {shown(min(config.adapters))} is not allowed for an encoder; allowed: none")
     if not config.place.is_alone:
         raise BackendConfigError(f"{config.place.size} ranks are not allowed for an encoder; allowed: 1")
     if config.num_threads < 0 or config.max_num_seqs < 1 or config.block_size < 1:

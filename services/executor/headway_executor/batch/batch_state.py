@@ -31,6 +31,7 @@ from headway_proto.step import (
     SchedulerOutput,
     state_digest,
 )
+from headway_proto.wording import shown
 
 _NO_ROWS = np.empty(0, dtype=np.int32)
 
@@ -98,7 +99,7 @@ class BatchState:
         expected, limits = self._speculating.tolist()
         self._speculating = NO_PAIRS
         if rows != expected:
-            raise ValueError(f"rows {rows!r:.64} speculated, not {expected!r:.64}")
+            raise ValueError(f"rows {shown(rows)} speculated, not {shown(expected)}")
         if not all(
             0 <= right <= count <= limit for right, count, limit in zip(accepted, proposed, limits, strict=True)
         ):

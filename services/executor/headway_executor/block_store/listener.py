@@ -24,6 +24,7 @@ from headway_process.addresses import check_offered_address
 from headway_process.link_guard import HANDSHAKE_INTERVAL_MS, LinkGuard, OneKey
 from headway_process.link_keys import load_own_keys
 from headway_proto.framing import FramingError
+from headway_proto.wording import shown
 
 FIELD = "block_address"
 
@@ -102,10 +103,10 @@ class Listener:
         try:
             self._socket.bind(f"tcp://{numeric_host(host)}:{port}")
         except OSError as error:  # zmq.ZMQError is none, but socket.gaierror is
-            raise BackendConfigError(f"{FIELD}: {address!r:.64} cannot be bound: {error.strerror}") from error
+            raise BackendConfigError(f"{FIELD}: {shown(address)} cannot be bound: {error.strerror}") from error
         except zmq.ZMQError as error:
             raise BackendConfigError(
-                f"{FIELD}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}"
+                f"{FIELD}: {shown(address)} cannot be bound: {os.strerror(error.errno or 0)}"
             ) from error
         return f"{host}:{self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"
 

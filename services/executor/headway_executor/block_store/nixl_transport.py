@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from headway_executor.backend import BackendConfigError
 from headway_executor.block_store.transport import RECORD, Bytes, HostMemory, PulledBlocks, PullError
 from headway_proto.columns import Int32Array
+from headway_proto.wording import one_line, shown
 
 FIELD = "nixl_devices"
 
@@ -32,6 +33,7 @@ _PLUGIN = "UCX"
 _MEMORY = "DRAM"
 _MAX_ADDRESS_CHARACTERS = 4000
 _POLL_S = 20e-6
+_MOST_SAID = 200
 _ENVIRONMENT = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 """Both print to stderr what also comes as an exception."""
 
@@ -100,7 +102,7 @@ class NixlTransport:
         address = base64.urlsafe_b64encode(packed).decode("ascii")
         if len(address) > _MAX_ADDRESS_CHARACTERS:
             raise BackendConfigError(
-                f"{FIELD}: {self._devices!r:.64} is not allowed; the address has {len(address)} characters of "
+                f"{FIELD}: {shown(self._devices)} is not allowed; the address has {len(address)} characters of "
                 f"{_MAX_ADDRESS_CHARACTERS}, so allowed: fewer devices"
             )
         return address
@@ -119,7 +121,7 @@ class NixlTransport:
                 self._read(source, host_blocks, pulled, deadline)
         except Exception as error:
             self.release(address)
-            raise PullError(f"pool {pool!r:.64} through nixl: {_line(error)}") from error
+            raise PullError(f"pool {shown(pool)} through nixl: {one_line(error, _MOST_SAID)}") from error
         return pulled
 
     def release(self, address: str) -> None:
@@ -150,7 +152,9 @@ class NixlTransport:
         return agent
 
     def _refusal(self, error: Exception) -> BackendConfigError:
-        return BackendConfigError(f"{FIELD}: {self._devices!r:.64} is not allowed; NIXL cannot use it: {_line(error)}")
+        return BackendConfigError(
+            f"{FIELD}: {shown(self._devices)} is not allowed; NIXL cannot use it: {one_line(error, _MOST_SAID)}"
+        )
 
     def _source(self, address: str) -> _Source:
         if self._reader is None:
@@ -207,7 +211,7 @@ def _place_of(address: str) -> _Place:
     try:
         return msgspec.msgpack.decode(base64.urlsafe_b64decode(address), type=_Place)
     except (binascii.Error, msgspec.DecodeError, ValueError) as error:
-        raise PullError(f"this is no address: {address!r:.64}") from error
+        raise PullError(f"this is no address: {shown(address)}") from error
 
 
 def _check(place: _Place, pool: str, host_blocks: Int32Array, block_bytes: int) -> None:
@@ -236,7 +240,3 @@ def _descriptors(records: int, blocks: int, index: NDArray[np.uint64], block_byt
         part[:, 0] = np.uint64(begin) + index * np.uint64(size)
         part[:, 1] = size
     return found
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -22,6 +22,7 @@ from headway_executor.batch.diff_checks import Pull
 from headway_executor.block_store.records import checksums_fit
 from headway_executor.block_store.transport import BlockTransport, Bytes, HostMemory, PulledBlocks, PullError
 from headway_proto.columns import Int32Array
+from headway_proto.wording import shown
 
 PATIENCE_S = 0.5
 """How long a step waits for its blocks in all."""
@@ -157,7 +158,7 @@ class BlockPuller:
         """Try the addresses in their order: the best may be of another host."""
         host_blocks = np.ascontiguousarray(pull.blocks[0])
         if pull.pool.rpartition("-")[2] != self._identity:
-            raise PullError(f"pool {pull.pool!r:.64}: its blocks are of another model, backend or layout")
+            raise PullError(f"pool {shown(pull.pool)}: its blocks are of another model, backend or layout")
         if self._own is not None and pull.pool == self._own.name:
             return _read_own(self._own, host_blocks)
         problems = []
@@ -171,7 +172,7 @@ class BlockPuller:
                 return transport.pull(pull.pool, rest, host_blocks, block_bytes=self._block_bytes, timeout_s=timeout_s)
             except PullError as error:
                 problems.append(str(error))
-        raise PullError("; ".join(problems) or f"pool {pull.pool!r:.64}: no transport that is enabled here reaches it")
+        raise PullError("; ".join(problems) or f"pool {shown(pull.pool)}: no transport that is enabled here reaches it")
 
 
 def nothing_of(pulls: tuple[Pull, ...], problem: str) -> FetchedBlocks:

@@ -15,6 +15,7 @@ import numpy as np
 
 from headway_executor.block_store.transport import RECORD, Bytes, HostMemory, PulledBlocks
 from headway_proto.framing import Frame, FrameReader, FrameWriter, FramingError
+from headway_proto.wording import shown
 
 MAX_BLOCKS = 4096
 """Blocks of one question."""
@@ -133,7 +134,7 @@ class Answerer:
     def _refusal(self, question: BlockQuestion) -> str:
         num_blocks, block_bytes = self._memory.blocks.shape
         if question.pool != self._memory.name:
-            return f"the pool {question.pool!r:.64} is not here"
+            return f"the pool {shown(question.pool)} is not here"
         if question.block_bytes != block_bytes:
             return f"its blocks have {block_bytes} bytes, not {question.block_bytes}"
         allowed = blocks_per_question(block_bytes)

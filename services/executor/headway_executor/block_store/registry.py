@@ -11,6 +11,7 @@ from typing import cast
 from headway_executor.backend import BackendConfigError
 from headway_executor.block_store.transport import BlockTransport
 from headway_process.entry_points import ByName
+from headway_proto.wording import shown
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -39,7 +40,7 @@ def enabled_transports(block_transports: str) -> tuple[str, ...]:
     for name in names:
         if name not in TRANSPORTS or names.count(name) > 1:
             raise BackendConfigError(
-                f"block_transports: {name!r:.64} is not allowed; allowed: each at most once, of {', '.join(TRANSPORTS.names)}"
+                f"block_transports: {shown(name)} is not allowed; allowed: each at most once, of {', '.join(TRANSPORTS.names)}"
             )
     return names
 
@@ -52,7 +53,7 @@ def make_transport(name: str, settings: Mapping[str, object] | None = None) -> B
     """
     if name not in TRANSPORTS:
         raise BackendConfigError(
-            f"block_transports: {name!r:.64} is not allowed; allowed: {', '.join(TRANSPORTS.names)}"
+            f"block_transports: {shown(name)} is not allowed; allowed: {', '.join(TRANSPORTS.names)}"
         )
     try:
         found = cast(type, TRANSPORTS.load(name))

@@ -17,6 +17,7 @@ from headway_executor.block_store.kept_memory import KeptMemory
 from headway_executor.block_store.pool_file import SHARED_MEMORY, PoolLayout, read_header
 from headway_executor.block_store.transport import RECORD, Bytes, HostMemory, PulledBlocks, PullError
 from headway_proto.columns import Int32Array
+from headway_proto.wording import one_line, shown
 
 _NAME = re.compile(r"headway-[0-9A-Za-z_.-]+")
 
@@ -34,7 +35,7 @@ class ShmTransport:
         """See ``BlockTransport``. The file is there already."""
         path = Path(memory.path)
         if not memory.path or path.parent != self._directory or not _NAME.fullmatch(path.name):
-            raise BackendConfigError(f"shm: host blocks in {memory.path or 'private memory'!r:.64} cannot be shared")
+            raise BackendConfigError(f"shm: host blocks in {shown(memory.path or 'private memory')} cannot be shared")
         return path.name
 
     def pull(
@@ -43,11 +44,11 @@ class ShmTransport:
         """See ``BlockTransport``. It takes as long as copying does."""
         del timeout_s
         if not _NAME.fullmatch(address):
-            raise PullError(f"shm: {address!r:.64} is no file of a pool")
+            raise PullError(f"shm: {shown(address)} is no file of a pool")
         try:
             descriptor = os.open(self._directory / address, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            raise PullError(f"shm: {address!r:.64}: {error.strerror}") from error
+            raise PullError(f"shm: {shown(address)}: {error.strerror}") from error
         try:
             header = read_header(descriptor)
             _check(header.layout, host_blocks, block_bytes)
@@ -56,7 +57,7 @@ class ShmTransport:
             blocks = self._kept.blocks(len(host_blocks), block_bytes)
             return PulledBlocks(_read(descriptor, header.layout, host_blocks, blocks), blocks)
         except (OSError, ValueError) as error:
-            raise PullError(f"shm: {address!r:.64}: {' '.join(str(error).split())}") from error
+            raise PullError(f"shm: {shown(address)}: {one_line(error)}") from error
         finally:
             os.close(descriptor)
 

@@ -34,6 +34,7 @@ from headway_process.addresses import check_link_address
 from headway_process.link_keys import load_own_keys
 from headway_proto.columns import Int32Array
 from headway_proto.framing import FramingError
+from headway_proto.wording import shown
 
 _ENDED = "the connection was refused or has ended"
 _ENDS = (
@@ -66,7 +67,7 @@ class TcpTransport:
         block_bytes = memory.blocks.shape[1]
         if block_bytes > MAX_BLOCK_BYTES:
             raise BackendConfigError(
-                f"{FIELD}: {self._block_address!r:.64} is not allowed; one block has {block_bytes} bytes, and over TCP "
+                f"{FIELD}: {shown(self._block_address)} is not allowed; one block has {block_bytes} bytes, and over TCP "
                 f"at most {MAX_BLOCK_BYTES} are allowed"
             )
         self._listener = Listener(self._block_address, self._curve_keys, Answerer(memory).answer)
@@ -88,7 +89,7 @@ class TcpTransport:
             connection.pull(pool, host_blocks, pulled, deadline)
         except PullError as error:
             self.release(address)
-            raise PullError(f"pool {pool!r:.64} at tcp:{address:.64}: {error}") from error.__cause__
+            raise PullError(f"pool {shown(pool)} at tcp:{address:.64}: {error}") from error.__cause__
         return pulled
 
     def release(self, address: str) -> None:
@@ -134,7 +135,7 @@ class _Connection:
             self._socket.connect(endpoint)
         except (ValueError, zmq.ZMQError) as error:
             self.close()
-            raise PullError(f"tcp:{address!r:.64}: {error}") from error
+            raise PullError(f"tcp:{shown(address)}: {error}") from error
 
     def has_ended(self) -> bool:
         """Whether the other side is gone, or refused."""

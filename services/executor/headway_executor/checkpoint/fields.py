@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway_executor.backend import ModelFilesError
+from headway_proto.wording import shown
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -116,5 +117,5 @@ def read_json_object(path: Path) -> ConfigFields:
     except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path}: not valid JSON ({str(error)[:64]})") from None
     if not isinstance(values, dict):
-        raise ModelFilesError(f"{path}: holds {str(values)[:64]!r}; allowed: a JSON object")
+        raise ModelFilesError(f"{path}: holds {shown(values)}; allowed: a JSON object")
     return ConfigFields(path.name, values)

@@ -33,6 +33,7 @@ from headway_executor.checkpoint.fields import (
 from headway_executor.checkpoint.stored_weights.formats import scheme_in
 from headway_executor.checkpoint.stored_weights.scheme import FLOATS, StoredTensor
 from headway_kernels.cpu.coded_weight import CodedWeight
+from headway_proto.wording import shown
 
 _SUFFIX = ".safetensors"
 _WEIGHT = ".weight"
@@ -282,7 +283,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 def _check_file_name(file: object) -> None:
     if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(_SUFFIX) or "\0" in file:
         raise ModelFilesError(
-            f"{WEIGHTS_INDEX_FILE}: file name {file!r:.64} is refused; allowed: a plain *{_SUFFIX} name"
+            f"{WEIGHTS_INDEX_FILE}: file name {shown(file)} is refused; allowed: a plain *{_SUFFIX} name"
         )
 
 

@@ -23,9 +23,9 @@ from headway_kernels.gpu.attention import flash_attention, flash_infer
 from headway_kernels.gpu.attention.flash_attention import find_flash_attention
 from headway_kernels.gpu.attention.flash_infer import find_flash_infer
 from headway_kernels.gpu.attention.long_chunks import ChunkLibrary, ChunkSizes, LibraryLacking, LongAttention
-from headway_kernels.gpu.attention.optional_library import in_one_line
 from headway_kernels.gpu.attention.paged import AttentionRows, AttentionWorkspace, paged_attention, plan_attention
 from headway_kernels.gpu.attention.tuning import AttentionTuning, tokens_per_tile
+from headway_proto.wording import one_line
 
 OPTION = "chunk_attention"
 OWN_KERNEL, AUTO = "triton", "auto"
@@ -215,7 +215,7 @@ class _Trial:
             alone = self._given_by([self.by_library(library, slice(row, row + 1)) for row in self._numbers])
         # A library fails in its own ways, above all where it compiles.
         except Exception as error:
-            raise LibraryLacking(f"it fails: {in_one_line(error)}") from error
+            raise LibraryLacking(f"it fails: {one_line(error, 100)}") from error
         if not torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             raise LibraryLacking("on this device it gives something else than our kernel")
         if not torch.equal(found, alone):

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headway_executor.backend import BackendConfigError, StepBatch
+from headway_proto.wording import shown
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class StepLog:
             self._file = path.open("wb", buffering=1 << 16)
         except OSError as error:
             raise BackendConfigError(
-                f"backend_options step_log {str(path)!r:.64} is not allowed; {error.strerror}"
+                f"backend_options step_log {shown(path)} is not allowed; {error.strerror}"
             ) from error
         self._encoder = msgspec.json.Encoder()
 

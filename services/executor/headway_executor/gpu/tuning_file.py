@@ -20,6 +20,7 @@ from headway_kernels.gpu.attention.tuning import AttentionTuning, KernelTuning, 
 from headway_kernels.gpu.linear.float8 import BLOCK
 from headway_kernels.gpu.linear.quantized import Tiling
 from headway_kernels.gpu.tunings import MOST_FEW_TOKENS, Tunings
+from headway_proto.wording import shown
 
 AUTO, SHIPPED = "auto", "shipped"
 """Values of the option ``tuning`` beside the name of a file: this device's file, if there is one; the tiles that ship."""
@@ -91,11 +92,11 @@ def tunings_of(option: str, device: torch.device) -> Tunings:
     try:
         found = read(path)
         if found.device != name:
-            raise ValueError(f"it is of {found.device!r:.64}, and this device is {name!r:.64}")
+            raise ValueError(f"it is of {shown(found.device)}, and this device is {shown(name)}")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise BackendConfigError(
-            f"backend_options tuning {str(path)!r:.200} is not allowed; {reason}; allowed: {AUTO}, {SHIPPED}, or a file that "
+            f"backend_options tuning {shown(path, 200)} is not allowed; {reason}; allowed: {AUTO}, {SHIPPED}, or a file that "
             "benchmarks/gpu_tune.py has written on such a device"
         ) from error
     return as_tunings(found, device)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from headway_executor.backend import DeviceLostError, StepBatch, StepOutOfMemoryError
+from headway_proto.wording import one_line
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 _SIGNS_OF_CUDA = ("CUDA error", "Triton Error [CUDA]", "cudaError", "CUDA_ERROR")
@@ -32,7 +33,7 @@ def translated(error: Exception, num_tokens: int = 0) -> Exception:
     """Return the error to raise instead of ``error``, or ``error`` itself."""
     if isinstance(error, StepOutOfMemoryError | DeviceLostError):
         return error
-    text = " ".join(str(error).split())
+    text = one_line(error)
     if isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
     ):

@@ -18,6 +18,7 @@ from headway_executor.host.torch_build import cuda_advice
 from headway_executor.memory.host_memory import free_host_bytes
 from headway_kernels.cpu.build import variants_here
 from headway_kernels.cpu.library import installed_variants, runs_here, variant_of
+from headway_proto.wording import one_line
 
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _CUDA_BUILD = "install a CUDA build, see https://pytorch.org/get-started/locally"
@@ -72,10 +73,6 @@ def examine_host() -> HostReport:
     )
 
 
-def _one_line(message: object) -> str:
-    return (" ".join(str(message).split()) or type(message).__name__)[:_SHOWN_CHARS]
-
-
 def _kernel_variants() -> KernelVariants:
     paths = installed_variants()
     usable = [path for path in paths if runs_here(path)]
@@ -103,14 +100,14 @@ def _cuda_devices() -> tuple[tuple[CudaDevice, ...], str]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         if warned:
-            return (), _one_line(warned[0].message)
+            return (), one_line(warned[0].message, _SHOWN_CHARS)
         if not _driver_version():
             return (), "no NVIDIA driver; install it, and give a container the device (docker run --gpus all)"
         return (), "the NVIDIA driver shows no device; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
     try:
         return tuple(_device(index) for index in range(count)), ""
     except RuntimeError as error:
-        return (), f"a CUDA device cannot be used: {_one_line(error)}"
+        return (), f"a CUDA device cannot be used: {one_line(error, _SHOWN_CHARS)}"
 
 
 def _device(index: int) -> CudaDevice:
@@ -147,7 +144,7 @@ def _missing(package: str) -> str:
             return f"not installed; {cuda_advice()}"
         return f"needs {error.name}, which is not installed"
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
-        return f"cannot be imported: {_one_line(error)}"
+        return f"cannot be imported: {one_line(error, _SHOWN_CHARS)}"
     return ""
 
 
@@ -161,7 +158,7 @@ def _problem_of(package: str, trial: Callable[[torch.device], None]) -> str:
         compilers = () if package != "triton" else ("cc", "gcc", "clang")
         if compilers and not any(map(shutil.which, compilers)):
             return "needs a C compiler on this host; install gcc or clang"
-        return f"does not run a kernel: {_one_line(error)}"
+        return f"does not run a kernel: {one_line(error, _SHOWN_CHARS)}"
     return ""
 
 

@@ -45,6 +45,7 @@ from headway_proto.step import (
     executor_frame_reader,
     executor_frame_writer,
 )
+from headway_proto.wording import one_line
 
 _MAX_REASON_CHARACTERS = 300
 
@@ -243,7 +244,7 @@ class StepLink:
 
     def leave(self, reason: str) -> list[bytes]:
         """The last frames before the process ends."""
-        body = ResyncRequest(self._incarnation, _one_line(reason), is_leaving=True)
+        body = ResyncRequest(self._incarnation, one_line(reason, _MAX_REASON_CHARACTERS), is_leaving=True)
         return [self._writer.encode(body)]
 
     def _is_news(self, frame: Frame, body: NewEpoch) -> bool:
@@ -313,7 +314,7 @@ class StepLink:
             return
         self._asked_limit = max_num_batched_tokens
         self._failed_step = failed_step
-        self._lost_because = _one_line(reason)
+        self._lost_because = one_line(reason, _MAX_REASON_CHARACTERS)
         self._state = _State.LOST
         self._next_message_at = now
         outcome.events.append(EpochLost(self._epoch, self._lost_because))
@@ -340,7 +341,3 @@ class StepLink:
             body, interval = ExecutorHeartbeat(self._incarnation, self._next_step), self._timing.heartbeat_interval
         self._next_message_at = now + interval
         outcome.frames.append(self._writer.encode(body))
-
-
-def _one_line(reason: str) -> str:
-    return " ".join(reason.split())[:_MAX_REASON_CHARACTERS]

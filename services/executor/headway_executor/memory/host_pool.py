@@ -16,6 +16,7 @@ from headway_executor.backend import AUTOMATIC_SWAP_SPACE, BackendConfigError, H
 from headway_executor.memory.host_memory import free_host_bytes, untouched_zeros
 from headway_proto.checksum import crc32
 from headway_proto.columns import Int32Array
+from headway_proto.wording import one_line
 
 HostBytes: TypeAlias = NDArray[np.uint8]
 
@@ -135,7 +136,7 @@ def allocate_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
     except (OSError, OverflowError, RuntimeError) as error:
         asked = -(-math.prod(shape) * dtype.itemsize // _MIB)
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise BackendConfigError(
             f"swap_space_mib {asked} is not allowed; the memory cannot be had: {reason:.120}; "
             "allowed: less, or 0 (no swapping)"

@@ -27,6 +27,7 @@ from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUER
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart
 from headway_proto.adapters import LoadedAdapter
+from headway_proto.wording import shown
 
 
 class AdapterSite(Enum):
@@ -127,7 +128,7 @@ class ModelAdapters:
         """A row begins; ``identity`` is "" if it has no adapter. Return why it cannot run, or ""."""
         self._rows.pop(row, None)
         if identity and identity not in self._loaded:
-            return f"adapter {identity!r:.96} is not loaded on this executor"
+            return f"adapter {shown(identity)} is not loaded on this executor"
         if identity:
             self._rows[row] = self._loaded[identity][1]
         return ""

@@ -13,6 +13,7 @@ from headway_executor.checkpoint.fields import read_json_object
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
+from headway_proto.wording import shown
 
 
 class ModelSettings(NamedTuple):
@@ -55,10 +56,10 @@ def device_of(config: BackendConfig) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in {"cpu", "cuda"}:
-        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; allowed: cpu, cuda, cuda:N")
+        raise BackendConfigError(f"device {shown(config.device)} is not allowed; allowed: cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
+        raise BackendConfigError(f"device {shown(config.device)} is not allowed; this host has {count} CUDA devices")
     return device
 
 
@@ -72,7 +73,7 @@ def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_mode
     draft = read_model_config(Path(config.draft_model))
     if draft.vocab_size != model_config.vocab_size or not _have_same_tokens(config.model, config.draft_model):
         raise BackendConfigError(
-            f"draft_model {config.draft_model!r:.64} is not allowed; its vocabulary is another than the model's, with "
+            f"draft_model {shown(config.draft_model)} is not allowed; its vocabulary is another than the model's, with "
             f"{draft.vocab_size} tokens beside {model_config.vocab_size}; allowed: a model with the same tokens"
         )
     dtype = dtype_of(config, device_of(config), model_config.dtype)
@@ -103,7 +104,7 @@ def dtype_of(config: BackendConfig, device: torch.device, stored: str = "float32
     if config.dtype == "auto":
         return _DTYPES["float32" if device.type == "cpu" else stored]
     if config.dtype not in _DTYPES:
-        raise BackendConfigError(f"dtype {config.dtype!r:.64} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
+        raise BackendConfigError(f"dtype {shown(config.dtype)} is not allowed; allowed: auto, {', '.join(_DTYPES)}")
     return _DTYPES[config.dtype]
 
 

@@ -10,6 +10,7 @@ import msgspec
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import read_json_object
 from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN
+from headway_proto.wording import shown
 
 MODULES_FILE = "modules.json"
 
@@ -53,7 +54,7 @@ def default_pooling(directory: Path, without_modules: int) -> int:
     inside = PurePosixPath(poolings[0].path)
     if inside.is_absolute() or ".." in inside.parts:
         raise ModelFilesError(
-            f"{path}: path {poolings[0].path!r:.64} is not allowed; allowed: a folder of the checkpoint"
+            f"{path}: path {shown(poolings[0].path)} is not allowed; allowed: a folder of the checkpoint"
         )
     return _pooling_of(directory / inside / "config.json")
 

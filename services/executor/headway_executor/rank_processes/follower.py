@@ -13,10 +13,11 @@ from headway_executor.host.beside import begun
 from headway_executor.links.channel import DealerChannel
 from headway_executor.rank_processes.agreed_store import AgreedStore
 from headway_executor.rank_processes.following_link import FollowingLink
-from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of, one_line
+from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of
 from headway_executor.rank_processes.surroundings import Surroundings, keys_of
 from headway_executor.rank_processes.watched_backend import WatchedBackend
 from headway_proto.step import BackendInfo
+from headway_proto.wording import one_line
 
 _TURN_S = 0.02
 _UNHEARD_REFUSAL_S = 5.0

@@ -37,6 +37,7 @@ from headway_proto.adapters import AdapterChanged
 from headway_proto.columns import Int32Array, decode_column, encode_column, encode_columns
 from headway_proto.framing import Frame, FramingError
 from headway_proto.step import BackendInfo
+from headway_proto.wording import shown
 
 _AGREE_S = 3.0
 """A step that failed on one rank must have failed on all after so long."""
@@ -206,7 +207,7 @@ class Followers:
                 own, theirs = getattr(info, field), getattr(other, field)
                 if field not in _OWN_FIELDS and own != theirs:
                     self.refusal = self.refusal or Refusal(
-                        f"rank {rank}: {field} {theirs!r:.64} is not allowed; allowed: {own!r:.64}, as on rank 0; give all "
+                        f"rank {rank}: {field} {shown(theirs)} is not allowed; allowed: {shown(own)}, as on rank 0; give all "
                         "ranks the same settings and model",
                         EXIT_BAD_CONFIGURATION,
                     )

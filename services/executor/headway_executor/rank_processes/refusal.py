@@ -39,8 +39,3 @@ def exit_code_of(error: BaseException) -> int:
             return EXIT_DEVICE_LOST
         case _:
             return 1
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an error."""
-    return " ".join(str(error).split())

@@ -16,6 +16,7 @@ from headway_executor.link_keys import LinkKeys
 from headway_executor.rank_place import RankPlace
 from headway_process.addresses import check_link_address, is_loopback
 from headway_process.link_keys import load_own_keys
+from headway_proto.wording import shown
 
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
@@ -126,7 +127,7 @@ def take_cores(config: ExecutorConfig, around: Surroundings) -> int:
 def _check_reachable(field: str, address: str, *, has_keys: bool) -> None:
     if not has_keys and not is_loopback(address.removeprefix("tcp://").rpartition(":")[0]):
         raise ValueError(
-            f"{field}: {address!r:.64} is not allowed; allowed: a loopback address, or any address together with curve_keys"
+            f"{field}: {shown(address)} is not allowed; allowed: a loopback address, or any address together with curve_keys"
         )
     check_link_address(field, address, has_keys=has_keys)
 
@@ -141,5 +142,5 @@ def _text(environment: Mapping[str, str], name: str) -> str:
 def _number(environment: Mapping[str, str], name: str, *, least: int, most: int, default: int | None = None) -> int:
     value = environment.get(name, "" if default is None else str(default))
     if not (value.isascii() and value.isdigit() and len(value) <= 5 and least <= int(value) <= most):
-        raise ValueError(f"{name}: {value!r:.64} is not allowed; allowed: {least} to {most}, as torchrun sets it")
+        raise ValueError(f"{name}: {shown(value)} is not allowed; allowed: {least} to {most}, as torchrun sets it")
     return int(value)

@@ -20,11 +20,12 @@ from headway_executor.rank_processes import surroundings as names
 from headway_executor.rank_processes.children import Children
 from headway_executor.rank_processes.followers import Followers
 from headway_executor.rank_processes.pools import joined
-from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of, one_line
+from headway_executor.rank_processes.refusal import REFUSAL_CODES, RankRefusedError, Refusal, exit_code_of
 from headway_executor.rank_processes.surroundings import Surroundings, keys_of
 from headway_executor.ranks.listener import RanksSocket
 from headway_process.last_words import LAST_WORDS_VARIABLE
 from headway_proto.step import BackendInfo
+from headway_proto.wording import one_line
 
 _HOST = "127.0.0.1"
 _TURN_S = 0.02

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, Work
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.rank_place import RankPlace
+from headway_proto.wording import one_line, shown
 
 _ANSWER_SECONDS = 24 * 3600.0
 """Others end a rank that waits in vain; this bound is only for ranks that nobody watches."""
@@ -118,9 +119,9 @@ def _join(place: RankPlace, join_seconds: float) -> Any:
         store.set(f"rank {place.rank}", "here")
         store.wait([f"rank {rank}" for rank in range(place.size)], limit)
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise BackendConfigError(
-            f"rendezvous {place.rendezvous!r:.64}: rank {place.rank} did not meet the other {place.size - 1} within "
+            f"rendezvous {shown(place.rendezvous)}: rank {place.rank} did not meet the other {place.size - 1} within "
             f"{join_seconds:g} s ({reason:.120}); allowed: an address of this host that all ranks have"
         ) from error
     return store
@@ -142,7 +143,7 @@ def _address_of(rendezvous: str) -> tuple[str, int]:
         is_loopback = False
     if not is_loopback or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise BackendConfigError(
-            f"rendezvous {rendezvous!r:.64} is not allowed; gloo and shared memory ask nobody for a key, so allowed: "
+            f"rendezvous {shown(rendezvous)} is not allowed; gloo and shared memory ask nobody for a key, so allowed: "
             "127.0.0.1:PORT, or rank_transport zmq"
         )
     return host, int(port)

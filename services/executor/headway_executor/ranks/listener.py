@@ -16,6 +16,7 @@ from headway_executor.backend import BackendConfigError
 from headway_executor.block_store.listener import numeric_host
 from headway_process.link_guard import HANDSHAKE_INTERVAL_MS, LinkGuard, OneKey
 from headway_proto.framing import MAX_FRAME_BYTES
+from headway_proto.wording import shown
 
 _LINK = "ranks"
 _INSIDE = "inproc://ranks"
@@ -51,11 +52,11 @@ class RanksSocket:
             self._socket.bind(f"tcp://{numeric_host(host)}:{port}")
         except OSError as error:  # zmq.ZMQError is none, but socket.gaierror is
             self.close()
-            raise BackendConfigError(f"{field}: {address!r:.64} cannot be bound: {error.strerror}") from error
+            raise BackendConfigError(f"{field}: {shown(address)} cannot be bound: {error.strerror}") from error
         except zmq.ZMQError as error:
             self.close()
             raise BackendConfigError(
-                f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}"
+                f"{field}: {shown(address)} cannot be bound: {os.strerror(error.errno or 0)}"
             ) from error
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 

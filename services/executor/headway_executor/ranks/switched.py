@@ -36,6 +36,7 @@ from headway_executor.ranks.switch import (
     head_of,
 )
 from headway_process.addresses import check_link_address, is_loopback
+from headway_proto.wording import shown
 
 _TOGETHER_TAG = 0
 """Of what all do together; the tags of ``send`` follow."""
@@ -221,7 +222,7 @@ class SwitchedMeeting:
             reason = why_not if self._switch is None else self._switch.why_not_all
             self.close()
             raise BackendConfigError(
-                f"rendezvous {place.rendezvous!r:.64}: rank {place.rank} did not meet the other {place.size - 1} within "
+                f"rendezvous {shown(place.rendezvous)}: rank {place.rank} did not meet the other {place.size - 1} within "
                 f"{join_seconds:g} s ({reason}); allowed: an address of rank 0 that all ranks reach, and the same keys"
             )
 
@@ -270,7 +271,7 @@ def _check(rendezvous: str, *, has_keys: bool) -> None:
         host = ""
     if not host or not (has_keys or is_loopback(host)):
         raise BackendConfigError(
-            f"rendezvous {rendezvous!r:.64} is not allowed; without curve_keys, ranks ask each other for no key, so "
+            f"rendezvous {shown(rendezvous)} is not allowed; without curve_keys, ranks ask each other for no key, so "
             "allowed: 127.0.0.1:PORT, or any HOST:PORT together with curve_keys"
         )
 

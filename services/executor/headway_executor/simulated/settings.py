@@ -16,6 +16,7 @@ from headway_executor.backend import (
     ModelFilesError,
 )
 from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
+from headway_proto.wording import shown
 
 _AtLeast0 = Annotated[float, msgspec.Meta(ge=0)]
 _MAX_DEFAULT_BLOCKS = 16_384
@@ -116,11 +117,11 @@ def _parse_options(options: dict[str, str]) -> SimulatedOptions:
     parsed = {}
     for name, text in options.items():
         if name not in fields:
-            raise BackendConfigError(f"backend_options: {name!r:.64} is not known; allowed: {', '.join(fields)}")
+            raise BackendConfigError(f"backend_options: {shown(name)} is not known; allowed: {', '.join(fields)}")
         try:
             parsed[name] = msgspec.convert(text, fields[name], strict=False)
         except msgspec.ValidationError as error:
-            raise BackendConfigError(f"backend_options: {name}={text!r:.64} is not allowed; {error}") from error
+            raise BackendConfigError(f"backend_options: {name}={shown(text)} is not allowed; {error}") from error
     result = SimulatedOptions(**parsed)
     if result.eos_token_id >= result.vocab_size:
         allowed = f"0 to {result.vocab_size - 1}"
@@ -137,11 +138,11 @@ def _describe_model(model: str, options: SimulatedOptions) -> _Model:
     try:
         config = msgspec.convert(json.loads((path / "config.json").read_bytes()), _CheckpointConfig)
     except (OSError, ValueError) as error:
-        raise ModelFilesError(f"model: {model!r:.64}: its config.json cannot be read: {error}") from error
+        raise ModelFilesError(f"model: {shown(model)}: its config.json cannot be read: {error}") from error
     eos = config.eos_token_id
     eos_token_ids = tuple(sorted(set(eos if isinstance(eos, list) else [] if eos is None else [eos])))
     if any(not 0 <= token < config.vocab_size for token in eos_token_ids) or len(eos_token_ids) >= config.vocab_size:
-        raise ModelFilesError(f"model: {model!r:.64}: eos_token_id {eos!r:.64} is not within the vocabulary")
+        raise ModelFilesError(f"model: {shown(model)}: eos_token_id {shown(eos)} is not within the vocabulary")
     return _Model(config.vocab_size, eos_token_ids, config.max_position_embeddings)
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.startup.registry import backend_names, create_backend
+from headway_proto.wording import one_line
 
 _SIMULATED = "simulated"
 
@@ -42,5 +43,5 @@ def _problem(name: str) -> str:
     except BackendConfigError as error:
         return str(error).removeprefix(f"backend: {name!r} ")
     except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
-        return f"cannot be imported: {' '.join(str(error).split()):.160}"
+        return f"cannot be imported: {one_line(error, 160)}"
     return ""

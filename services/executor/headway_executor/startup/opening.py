@@ -20,6 +20,7 @@ from headway_executor.rank_processes.pools import variant_of
 from headway_executor.startup.registry import create_backend
 from headway_executor.startup.threaded_backend import ThreadedBackend
 from headway_proto.step import BackendInfo
+from headway_proto.wording import shown
 
 _PROGRESS_INTERVAL_S = 2.0
 
@@ -69,7 +70,7 @@ class Opening:
         )
         if config.adapter and not isinstance(backend, AdapterBackend):
             raise BackendConfigError(
-                f"adapter {min(config.adapter)!r:.66} is not allowed: {NO_ADAPTERS}; allowed: none"
+                f"adapter {shown(min(config.adapter))} is not allowed: {NO_ADAPTERS}; allowed: none"
             )
 
     def open(self) -> BackendInfo:

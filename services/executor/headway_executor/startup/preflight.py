@@ -22,6 +22,7 @@ from headway_executor.setting_checks import (
     max_model_len_of,
 )
 from headway_executor.startup.registry import check_installed
+from headway_proto.wording import shown
 
 _COUNT_S = 20.0
 # The driver's library keeps devices open, so a short process loads it.
@@ -90,11 +91,11 @@ def _check_quantization(config: ExecutorConfig) -> None:
     if config.backend == "torch" and config.quantization != "none":
         if config.device != "cpu":
             raise BackendConfigError(
-                f"device {config.device!r:.64} is not allowed with quantization {config.quantization}; allowed: cpu"
+                f"device {shown(config.device)} is not allowed with quantization {config.quantization}; allowed: cpu"
             )
         if config.dtype not in {"auto", "float32", "bfloat16"}:
             raise BackendConfigError(
-                f"dtype {config.dtype!r:.64} is not allowed with quantization {config.quantization}; "
+                f"dtype {shown(config.dtype)} is not allowed with quantization {config.quantization}; "
                 "allowed: auto, float32, bfloat16"
             )
 
@@ -110,12 +111,12 @@ def _check_device(config: ExecutorConfig) -> None:
         return
     if not build.cuda:
         raise BackendConfigError(
-            f"device {config.device!r:.64} is not allowed; this PyTorch ({build.version}) is built without CUDA, so allowed: "
+            f"device {shown(config.device)} is not allowed; this PyTorch ({build.version}) is built without CUDA, so allowed: "
             "cpu"
         )
     count = num_cuda_devices()
     if count is not None and int(index or 0) >= count:
-        raise BackendConfigError(f"device {config.device!r:.64} is not allowed; this host has {count} CUDA devices")
+        raise BackendConfigError(f"device {shown(config.device)} is not allowed; this host has {count} CUDA devices")
 
 
 def num_cuda_devices() -> int | None:

@@ -13,6 +13,7 @@ from headway_executor.host.torch_build import cuda_advice
 from headway_executor.setting_checks import BUILT_IN
 from headway_process.entry_points import ByName
 from headway_process.installation import install_advice
+from headway_proto.wording import shown
 
 PLACES: Mapping[str, str] = MappingProxyType(
     {
@@ -61,7 +62,7 @@ def check_installed(name: str) -> None:
 
 def _check_known(name: str) -> None:
     if name not in BACKENDS:
-        raise BackendConfigError(f"backend: {name!r:.64} is not allowed; allowed: {', '.join(BACKENDS.names)}")
+        raise BackendConfigError(f"backend: {shown(name)} is not allowed; allowed: {', '.join(BACKENDS.names)}")
 
 
 def _lacking(backend: str, module: str) -> BackendConfigError:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from headway_executor.backend import ExecutorBackend, ReadAdapter, taking_adapters
 from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter
+from headway_proto.wording import one_line
 
 _MAX_ERROR_CHARACTERS = 300
 
@@ -73,7 +74,7 @@ class AdapterChanges:
             answer: AdapterChanged = end.value
             return answer
         except Exception as error:  # noqa: BLE001 (a file that cannot be loaded must not end the process)
-            return AdapterChanged(change.number, error=" ".join(str(error).split())[:_MAX_ERROR_CHARACTERS])
+            return AdapterChanged(change.number, error=one_line(error, _MAX_ERROR_CHARACTERS))
         self._awaited = awaited
         if not awaited.done():
             awaited.add_done_callback(lambda _: self._wake())

@@ -14,6 +14,7 @@ import msgspec
 
 from headway_process.late_logs import log_of
 from headway_process.token_files import text_of_token_file
+from headway_proto.wording import shown
 
 GENERATE, ADMIN = "generate", "admin"
 ROLES = (GENERATE, ADMIN)
@@ -176,6 +177,6 @@ class TokenFile:
                     "a single word, but the file had roles before; only a restart accepts it as a token for everything"
                 )
         except ValueError as error:
-            raise ValueError(f"auth_token_file: {str(self._path)!r:.64}: {error}; allowed: {allowed}") from None
+            raise ValueError(f"auth_token_file: {shown(self._path)}: {error}; allowed: {allowed}") from None
         self._has_roles |= has_roles
         return TokenTable(self._extra | callers)

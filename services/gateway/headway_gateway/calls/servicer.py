@@ -31,7 +31,7 @@ from headway_gateway.requests.validation import (
     require_token_ids,
     resolve_max_tokens,
 )
-from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown, try_later
+from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, try_later
 from headway_gateway.text.constraint_check import Beginning, ConstraintChecker
 from headway_gateway.text.encoding_lanes import EncodingLanes
 from headway_gateway.text.tokenization import TextModel
@@ -39,6 +39,7 @@ from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.ingress import STATE_DRAINING, ModelInfo
 from headway_proto.orca_pb2 import OrcaLoadReport
+from headway_proto.wording import shown
 
 
 class GenerationServicer(api_grpc.GenerationServicer):

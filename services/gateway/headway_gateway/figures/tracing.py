@@ -20,6 +20,7 @@ from headway_gateway.text.continuation import Continuation
 from headway_process.installation import install_advice
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import PRIORITY_NORMAL, Finished
+from headway_proto.wording import shown
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -130,7 +131,7 @@ class Tracing:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ValueError(
-                f"otel_endpoint: {endpoint!r:.64} needs OpenTelemetry; allowed: '', or {install_advice('traces')}"
+                f"otel_endpoint: {shown(endpoint)} needs OpenTelemetry; allowed: '', or {install_advice('traces')}"
             ) from None
         _use_our_log()
         self.server_address = server_address

@@ -12,7 +12,8 @@ from headway_gateway.access.interceptors import OpenCalls
 from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.openai.http_call import ClientGoneError, HttpCall, Message, Receive, Send
 from headway_gateway.openai.refusals import HttpRefusedError
-from headway_gateway.statuses import CallRefusedError, shown, unexpected
+from headway_gateway.statuses import CallRefusedError, unexpected
+from headway_proto.wording import shown
 
 Handler: TypeAlias = Callable[[HttpCall, bytes], Awaitable[None]]
 

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 from msgspec.inspect import ListType, LiteralType, StructType, Type, UnionType, type_info
 
-from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
+from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_proto.wording import shown
 
 UInt32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]

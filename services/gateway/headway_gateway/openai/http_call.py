@@ -13,7 +13,8 @@ import grpc
 
 from headway_gateway.calls.generation import in_ascii
 from headway_gateway.openai.refusals import HttpRefusedError, http_refusal
-from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
+from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_proto.wording import shown
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

@@ -14,10 +14,11 @@ from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import new_id
 from headway_gateway.openai.translation import EMBEDDING_NAMES, add_messages, embed_request
 from headway_gateway.requests.validation import served_adapter
-from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed, shown
+from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
+from headway_proto.wording import shown
 
 _MODEL_PATH = "/v1/models/"
 _TOKENIZE_NAMES = (("chat.messages", "messages"), ("chat", "messages"), ("text", "prompt"), ("token_ids", "tokens"))

@@ -22,8 +22,9 @@ from headway_gateway.openai.bodies import (
     MessageBody,
     ResponsesBody,
 )
-from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
+from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_proto import generation_pb2 as api
+from headway_proto.wording import shown
 
 MAX_PROMPTS = 256
 _DEFAULT_COMPLETION_TOKENS = 16

@@ -15,7 +15,7 @@ from headway_gateway.operators.flight_log import flight_log_pieces
 from headway_gateway.operators.operator_calls import ask, time_left_s
 from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.requests.validation import MAX_REQUEST_ID_BYTES, check_pin, require_token_ids
-from headway_gateway.statuses import CallRefusedError, invalid_argument, shown
+from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_proto import admin_pb2 as api
 from headway_proto import admin_pb2_grpc as api_grpc
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
@@ -33,6 +33,7 @@ from headway_proto.operations import (
     SequenceState,
     TenantPrefixUse,
 )
+from headway_proto.wording import shown
 
 _NOT_FOUND = "not found"
 

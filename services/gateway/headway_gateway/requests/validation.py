@@ -11,13 +11,14 @@ from typing import Literal
 import grpc
 import msgspec
 
-from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments, shown
+from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments
 from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 from headway_proto.columns import INT32
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo, Submit
 from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
+from headway_proto.wording import shown
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TENANT_BYTES = 128

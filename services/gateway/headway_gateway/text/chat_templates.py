@@ -18,6 +18,7 @@ import jinja2.utils
 import msgspec
 
 from headway_gateway.text.bounded_process import limit_this_process, serve
+from headway_proto.wording import one_line, shown
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_OUTPUT_CHARACTERS = 1 << 25
@@ -89,7 +90,7 @@ class _Namespace(jinja2.utils.Namespace):
 def _check_attribute(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(
-            f"a namespace cannot hold {name[:64]!r}; allowed: names that do not begin with an underscore"
+            f"a namespace cannot hold {shown(name)}; allowed: names that do not begin with an underscore"
         )
 
 
@@ -135,7 +136,7 @@ def main() -> None:
                 return msgspec.json.encode(Rendering())
             return msgspec.json.encode(Rendering(text=renderer.render(msgspec.json.decode(body, type=Messages))))
         except jinja2.TemplateError as error:
-            return msgspec.json.encode(Rendering(refusal=_one_line(error) or type(error).__name__))
+            return msgspec.json.encode(Rendering(refusal=_encodable(one_line(error, MAX_MESSAGE_CHARACTERS))))
         except Exception as error:  # noqa: BLE001  # Whatever a template does, it is the template's failure.
             return msgspec.json.encode(Rendering(failure=type(error).__name__))
 
@@ -161,8 +162,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:MAX_MESSAGE_CHARACTERS]
+def _encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -24,6 +24,7 @@ from headway_gateway.text.fair_turns import FairTurns, TooManyWaitError
 from headway_gateway.text.grammar_compiler import Verdict, Vocabulary
 from headway_proto.ingress import ModelInfo
 from headway_proto.sampling import Constraint
+from headway_proto.wording import shown
 
 MOST_COMPILE_S = 10.0
 """The process has its own, shorter limit of processor time."""
@@ -134,7 +135,7 @@ class ConstraintChecker:
         """
         field = f"sampling.{constraint.kind}"
         if not model.supports_constraints:
-            lacking = f"the executor's backend {model.backend!r:.64} cannot constrain outputs; allowed: unset"
+            lacking = f"the executor's backend {shown(model.backend)} cannot constrain outputs; allowed: unset"
             raise CallRefusedError(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {lacking}", violations=((field, lacking),))
         key = _key(constraint, model)
         verdict = self._known(key)

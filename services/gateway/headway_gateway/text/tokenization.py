@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from headway_gateway.text.detokenization import Detokenizer, detokenizer_factory
 from headway_gateway.text.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
+from headway_proto.wording import one_line, shown
 
 _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -25,6 +26,7 @@ _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _UNLIKE_CONTENTS = ("0", "A")
 _WORD_MARK = "\u2581"
+_MOST_SAID = 200
 
 
 Message: TypeAlias = tuple[str, ...]
@@ -185,7 +187,7 @@ def load_text_model(directory: Path) -> TextModel:
     try:
         if not directory.is_dir():
             raise TokenizerFilesError(
-                f"model: {str(directory)[:64]!r} is not a directory; allowed: one with {_TOKENIZER_FILE}"
+                f"model: {shown(directory)} is not a directory; allowed: one with {_TOKENIZER_FILE}"
             )
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -195,7 +197,7 @@ def load_text_model(directory: Path) -> TextModel:
     try:
         tokenizer = Tokenizer.from_str(content)
     except Exception as error:  # the library raises bare Exception for every defect of the file
-        raise TokenizerFilesError(f"{path}: not a usable tokenizer ({_one_line(error)})") from error
+        raise TokenizerFilesError(f"{path}: not a usable tokenizer ({one_line(error, _MOST_SAID)})") from error
     _require_width(directory, tokenizer)
     config = _read_config(directory / _CONFIG_FILE)
     special = _special_tokens(directory, config)
@@ -225,7 +227,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise TokenizerFilesError(f"{path}: cannot be read ({_reason(error)})") from error
     except (ValueError, RecursionError) as error:
-        raise TokenizerFilesError(f"{path}: not readable JSON ({_one_line(error)})") from error
+        raise TokenizerFilesError(f"{path}: not readable JSON ({one_line(error, _MOST_SAID)})") from error
     if not isinstance(config, dict):
         raise TokenizerFilesError(f"{path}: holds a {type(config).__name__}; allowed: a JSON object")
     return config
@@ -268,7 +270,7 @@ def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
     try:
         return ChatTemplate(source, special)
     except TemplateError as error:
-        raise _TemplateFaultError(f"{file}: it {_one_line(error)}") from None
+        raise _TemplateFaultError(f"{file}: it {one_line(error, _MOST_SAID)}") from None
 
 
 def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -287,8 +289,4 @@ def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    return (error.strerror or _one_line(error)) if isinstance(error, OSError) else "not UTF-8"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return (error.strerror or one_line(error, _MOST_SAID)) if isinstance(error, OSError) else "not UTF-8"

@@ -6,8 +6,9 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from headway_gateway.access.authentication import TENANT_METADATA_KEY
-from headway_gateway.statuses import CallRefusedError, invalid_arguments, renamed, shown
+from headway_gateway.statuses import CallRefusedError, invalid_arguments, renamed
 from headway_proto import generation_pb2 as api
+from headway_proto.wording import shown
 
 PRIORITY_METADATA_KEY = "headway-priority"
 TTFT_SLO_METADATA_KEY = "headway-ttft-slo-ms"

@@ -17,7 +17,8 @@ from typing import Any, Self
 import msgspec
 
 from headway.batch.lines import BatchLine
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
+from headway_proto.wording import shown
 
 _SYNC_INTERVAL_S = 1.0
 
@@ -37,18 +38,18 @@ class AnswersFile:
 
     def __init__(self, path: Path) -> None:
         if path.exists():
-            raise ConfigurationError(f"{shown(str(path))} is there already; allowed: a new file")
+            raise ConfigurationError(f"{shown(path)} is there already; allowed: a new file")
         self._path = path
         self._part = path.with_name(path.name + ".part")
         try:
             self._file = self._part.open("a+b")
         except OSError as error:
-            raise ConfigurationError(f"{shown(str(self._part))} cannot be written: {error.strerror}") from None
+            raise ConfigurationError(f"{shown(self._part)} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ConfigurationError(f"{shown(str(self._part))} is being written by another run") from None
+            raise ConfigurationError(f"{shown(self._part)} is being written by another run") from None
         self._next_sync = time.monotonic() + _SYNC_INTERVAL_S
 
     def resume(self, lines: Iterable[BatchLine]) -> int:
@@ -66,7 +67,7 @@ class AnswersFile:
             line = next(expected, None)
             if line is None or _custom_id(content) != line.custom_id:
                 raise ConfigurationError(
-                    f"{shown(str(self._part))} has answers to other requests (its line {num_answered + 1}); "
+                    f"{shown(self._part)} has answers to other requests (its line {num_answered + 1}); "
                     "allowed: answers to this input, or no such file"
                 )
             num_answered += 1

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, one_line, shown
+from headway.flags.settings import ConfigurationError
+from headway_proto.wording import one_line, shown
 
 COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 URLS = (COMPLETIONS, CHATS, "/v1/responses", EMBEDDINGS)
@@ -54,7 +55,7 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
                 if content.strip():
                     yield _line(number, content, path)
     except OSError as error:
-        raise ConfigurationError(f"{shown(str(path))} cannot be read: {error.strerror}") from None
+        raise ConfigurationError(f"{shown(path)} cannot be read: {error.strerror}") from None
 
 
 def check(path: Path) -> int:
@@ -70,7 +71,7 @@ def check(path: Path) -> int:
         if first != line.number:
             raise _wrong(path, line.number, f"custom_id: {shown(line.custom_id)} is that of line {first} too")
     if not places:
-        raise ConfigurationError(f"{shown(str(path))} has no line; allowed: one request in each line")
+        raise ConfigurationError(f"{shown(path)} has no line; allowed: one request in each line")
     return len(places)
 
 
@@ -109,4 +110,4 @@ def _digest(custom_id: str) -> bytes:
 
 
 def _wrong(path: Path, number: int, problem: str) -> ConfigurationError:
-    return ConfigurationError(f"line {number} of {shown(str(path))}: {problem}")
+    return ConfigurationError(f"line {number} of {shown(path)}: {problem}")

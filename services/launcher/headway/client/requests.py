@@ -9,6 +9,7 @@ import grpc
 
 from headway.client.errors import InvalidRequestError
 from headway_proto import admin_pb2, generation_pb2
+from headway_proto.wording import shown
 
 
 class ChatMessage(TypedDict):
@@ -193,7 +194,7 @@ def _set_options(request: Any, options: Mapping[str, Any], known: Mapping[str, A
 def _number(field: str, name: object, names: Mapping[str, Any]) -> Any:
     if name not in names:
         raise InvalidRequestError(
-            grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {name!r:.64} is not allowed; allowed: {', '.join(names)}"
+            grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {shown(name)} is not allowed; allowed: {', '.join(names)}"
         )
     return names[str(name)]
 

@@ -20,6 +20,7 @@ from headway.planning.plan import STOP_GRACE_S
 from headway.planning.services import SERVICES, Service
 from headway_process.addresses import is_loopback
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE
+from headway_proto.wording import shown
 
 SCHEDULER, EXECUTOR, GATEWAY = "scheduler", "executor", "gateway"
 STOP_ORDER = (GATEWAY, SCHEDULER, EXECUTOR)
@@ -135,12 +136,12 @@ def _check(deployment: Deployment, cluster: ClusterConfig) -> None:
         )
     if serve.openai_address:
         raise ConfigurationError(
-            f"openai_address: {serve.openai_address!r:.64} is not allowed; allowed: without it in a cluster; start smg beside "
+            f"openai_address: {shown(serve.openai_address)} is not allowed; allowed: without it in a cluster; start smg beside "
             "the gateway, see docs/openai.md"
         )
     address = _value(gateway, GATEWAY, "grpc_address")
     if not address.rpartition(":")[2].lstrip("0"):
-        raise ConfigurationError(f"grpc_address: {address!r:.64} is not allowed; allowed: a port above 0 in a cluster")
+        raise ConfigurationError(f"grpc_address: {shown(address)} is not allowed; allowed: a port above 0 in a cluster")
     scales = any(entry.least < entry.most for entry in deployment.entries)
     if scales and _value(gateway, GATEWAY, "auth_token_file") and not cluster.token_file:
         raise ConfigurationError(

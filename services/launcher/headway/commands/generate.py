@@ -20,7 +20,8 @@ from headway.client import (
 from headway.commands.connection import add_connection_flags, check_patience, client_of
 from headway.commands.reporting import Screen, prompt_table, table
 from headway.commands.streaming import Job, answer, answer_all, texts_of
-from headway.flags.settings import ConfigurationError, bytes_of_file, one_line, shown
+from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway_proto.wording import one_line, shown
 
 INTERRUPTED_EXIT_CODE = 130
 FAILED_EXIT_CODE = 1
@@ -142,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return asyncio.run(_generate(arguments, jobs))
     except HeadwayError as error:
-        sys.stderr.write(f"headway generate: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"headway generate: {one_line(error)}\n")
         return FAILED_EXIT_CODE
     except KeyboardInterrupt:
         sys.stderr.write("\nheadway generate: cancelled\n")

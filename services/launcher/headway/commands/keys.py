@@ -12,7 +12,8 @@ from pathlib import Path
 
 import zmq.auth
 
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
+from headway_proto.wording import shown
 
 SCHEDULER = "scheduler"
 CLIENTS = {"executor": "executors", "gateway": "gateways"}

@@ -24,9 +24,9 @@ from headway.flags.settings import (
     from_toml,
     metavar,
     settings_of,
-    shown,
     variable_of,
 )
+from headway_proto.wording import shown
 
 ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 

@@ -8,8 +8,7 @@ import msgspec
 from msgspec import inspect
 
 from headway_process.ranges import number_text, range_text
-
-SHOWN_VALUE_CHARS = 64
+from headway_proto.wording import shown
 
 
 class ConfigurationError(ValueError):
@@ -140,18 +139,6 @@ def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False)
         return msgspec.convert(value, setting.type, strict=strict)
     except msgspec.ValidationError:
         raise ConfigurationError(f"{origin}: {shown(value)} is not allowed; allowed: {allowed(setting)}") from None
-
-
-def shown(value: object) -> str:
-    """Quote a value in at most 64 characters."""
-    text = str(value)
-    cut = text[:SHOWN_VALUE_CHARS] + ("..." if len(text) > SHOWN_VALUE_CHARS else "")
-    return repr(cut)
-
-
-def one_line(text: object) -> str:
-    """Return a text in one line."""
-    return " ".join(str(text).split())
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:

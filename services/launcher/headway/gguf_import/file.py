@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.flags.settings import ConfigurationError
+from headway_proto.wording import shown
 
 _PART = "-{:05d}-of-{:05d}.gguf"
 """How the names of several files end."""
@@ -67,7 +68,7 @@ class GgufFile:
         values = self.value(key)
         if not isinstance(values, list) or any(type(value) not in kinds for value in values):
             names = " or ".join(kind.__name__ for kind in kinds)
-            raise self.refuse(f"{key} {values!r:.64} is not supported; allowed: a list of {names}")
+            raise self.refuse(f"{key} {shown(values)} is not supported; allowed: a list of {names}")
         return values
 
     def index(self, key: str) -> int | None:
@@ -76,7 +77,7 @@ class GgufFile:
             return None
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.refuse(f"{key} {value!r:.64} is not supported; allowed: an integer from 0 on")
+            raise self.refuse(f"{key} {shown(value)} is not supported; allowed: an integer from 0 on")
         return value
 
     def __contains__(self, key: str) -> bool:

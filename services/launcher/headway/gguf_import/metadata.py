@@ -12,6 +12,7 @@ import torch
 
 from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
+from headway_proto.wording import shown
 
 _NO_DEFAULT = object()
 _MOST = (1 << 31) - 1
@@ -76,7 +77,7 @@ class Metadata:
     def refuse(self, key: str, allowed: str) -> ConfigurationError:
         """Return an error about a value."""
         name = f"{self.architecture}.{key}"
-        return self.file.refuse(f"{name} {self.file.value(name)!r:.64} is not supported; allowed: {allowed}")
+        return self.file.refuse(f"{name} {shown(self.file.value(name))} is not supported; allowed: {allowed}")
 
     def refuse_unless(self, key: str, allowed: object) -> None:
         """A key that may be absent or have one value."""

@@ -15,6 +15,7 @@ from headway.gguf_import.families import FAMILIES, Family
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.layout import Joined, Layout
 from headway.gguf_import.metadata import Metadata
+from headway_proto.wording import shown
 
 _FLOATS = ("f32", "f16", "bf16")
 _BLOCKS = (
@@ -61,7 +62,7 @@ class _At(NamedTuple):
 def _metadata_of(file: GgufFile) -> Metadata:
     name = file.value("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise file.refuse(f"general.architecture {name!r:.64} is not supported; allowed: {', '.join(FAMILIES)}")
+        raise file.refuse(f"general.architecture {shown(name)} is not supported; allowed: {', '.join(FAMILIES)}")
     return Metadata(file)
 
 

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from headway.gguf_import.cuts import CUTS
 from headway.gguf_import.file import GgufFile
+from headway_proto.wording import shown
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _SPACE = "▁"
@@ -30,7 +31,7 @@ def tokenizer_of(file: GgufFile) -> Tokenizer:
         made = _sentence_piece(file, tokens, kinds)
         adds_first = True
     else:
-        raise file.refuse(f"tokenizer.ggml.model {kind!r:.64} is not supported; allowed: gpt2, llama")
+        raise file.refuse(f"tokenizer.ggml.model {shown(kind)} is not supported; allowed: gpt2, llama")
     special = [token for token, its in zip(tokens, kinds, strict=True) if its == _CONTROL]
     own = [token for token, its in zip(tokens, kinds, strict=True) if its == _USER]
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
@@ -68,7 +69,7 @@ def _token(file: GgufFile, kind: str) -> str:
     if index is None:
         raise file.refuse(f"{key} is missing from the metadata")
     if index >= len(tokens):
-        raise file.refuse(f"{key} {index!r:.64} is not supported; allowed: 0 to {len(tokens) - 1}")
+        raise file.refuse(f"{key} {shown(index)} is not supported; allowed: 0 to {len(tokens) - 1}")
     return tokens[index]
 
 
@@ -84,7 +85,7 @@ def _begin_with(made: Tokenizer, token: str) -> None:
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     name = file.value("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in CUTS:
-        raise file.refuse(f"tokenizer.ggml.pre {name!r:.64} is not supported; allowed: {', '.join(CUTS)}")
+        raise file.refuse(f"tokenizer.ggml.pre {shown(name)} is not supported; allowed: {', '.join(CUTS)}")
     cut = CUTS[name]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [_pair(file, merge, vocabulary) for merge in file.each("tokenizer.ggml.merges", str)]
@@ -102,7 +103,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if not all(token in vocabulary for token in (left, right, left + right)):
-        raise file.refuse(f"tokenizer.ggml.merges has {merge!r:.64}; allowed: two tokens that together are a token")
+        raise file.refuse(f"tokenizer.ggml.merges has {shown(merge)}; allowed: two tokens that together are a token")
     return left, right
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from headway_proto.wording import shown
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a deployment runs on several machines. Durations in seconds."""
@@ -59,8 +61,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         plain = self.name.replace("-", "")
         if not (plain.isascii() and plain.isalnum() and len(self.name) <= 32):
-            raise ValueError(f"name: {self.name[:64]!r} is not allowed; allowed: {self.NAME}")
+            raise ValueError(f"name: {shown(self.name)} is not allowed; allowed: {self.NAME}")
         if self.nodes_here and self.address != "auto":
             raise ValueError(
-                f"address: {self.address[:64]!r} is not allowed; allowed: without it, because nodes_here is given"
+                f"address: {shown(self.address)} is not allowed; allowed: without it, because nodes_here is given"
             )

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.flags.configuration import Given, Layer, build, given_by_environment, given_by_flags, merged, read_tables
-from headway.flags.settings import ConfigurationError, ModelDirectoryError, Setting, settings_of, shown
+from headway.flags.settings import ConfigurationError, ModelDirectoryError, Setting, settings_of
 from headway.planning.model_source import ALLOWED, ModelSources
 from headway.planning.serve_config import MOST_EXECUTORS, ServeConfig
 from headway.planning.services import (
@@ -24,6 +24,7 @@ from headway.planning.services import (
     sources_in_file,
     with_model_directory,
 )
+from headway_proto.wording import shown
 
 EXECUTOR = "executor"
 ANY_ROLE = "both"

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from headway_proto.wording import one_line
+
 DEMO_MODEL = "demo"
 DEMO_MODEL_DIRECTORY = Path(__file__).parents[1] / "demo_model"
 ALLOWED = f"a checkpoint directory, a GGUF file, a hub's ORG/NAME or ORG/NAME@REVISION, or {DEMO_MODEL}"
@@ -127,7 +129,7 @@ class ModelSources:
             reason = "it is not in the cache" + ("" if self._offline else ", the hub does not answer")
             raise ModelSourceError(f"{reason}, and there is no such directory") from None
         except Exception as error:  # noqa: BLE001  # The library raises what its transport raises.
-            raise ModelSourceError(f"the hub: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+            raise ModelSourceError(f"the hub: {one_line(error, 200)}") from None
         _check_sums(Path(directory), self._say)
         return directory
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from headway.running.health import SERVING, Target, health_of
 from headway_process.parent import end_with_parent, launcher_is_gone
+from headway_proto.wording import shown
 
 _POLL_INTERVAL_S = 0.2
 _SCHEME = "grpc://"
@@ -57,7 +58,7 @@ def check_flags(flags: Sequence[str]) -> None:
         raise ValueError(f"smg_flags: {error}") from None
     if unknown:
         raise ValueError(
-            f"smg_flags: {unknown[0][:64]!r} is not allowed; allowed: flags of smg launch, see smg launch --help"
+            f"smg_flags: {shown(unknown[0])} is not allowed; allowed: flags of smg launch, see smg launch --help"
         )
 
 

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 
 from headway.flags.configuration import in_the_authors_words
-from headway.flags.settings import ConfigurationError, ModelDirectoryError, one_line, settings_of, shown
+from headway.flags.settings import ConfigurationError, ModelDirectoryError, settings_of
 from headway.planning import openai_front
 from headway.planning.plan import Plan, Settled
 from headway.planning.serve_config import ServeConfig
@@ -15,6 +15,7 @@ from headway_executor.startup import preflight as of_executor
 from headway_gateway import preflight as of_gateway
 from headway_gateway.config import GatewayConfig
 from headway_gateway.listening import problem_of_listening
+from headway_proto.wording import one_line, shown
 from headway_scheduler import preflight as of_scheduler
 from headway_scheduler.config import SchedulerConfig
 

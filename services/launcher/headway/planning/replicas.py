@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from headway.flags.configuration import Given, Layer
-from headway.flags.settings import ConfigurationError, shown
+from headway.flags.settings import ConfigurationError
 from headway_process.fleet_numbers import EXECUTOR_VARIABLE, REPLICA_VARIABLE
+from headway_proto.wording import shown
 
 REPLICA_NAMES = "replica-"
 LAST_PORT = 65535

@@ -9,6 +9,7 @@ from msgspec import Meta
 from headway.planning.model_source import ALLOWED, DEMO_MODEL
 from headway_process.addresses import is_loopback
 from headway_process.installation import install_advice
+from headway_proto.wording import shown
 
 MOST_EXECUTORS = 64
 
@@ -99,11 +100,11 @@ def _check_openai(config: ServeConfig) -> None:
     host, _, port = config.openai_address.rpartition(":")
     if not (host and is_loopback(host.strip("[]")) and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise ValueError(
-            f"openai_address: {config.openai_address[:64]!r} is not allowed; allowed: HOST:PORT of a loopback address, "
+            f"openai_address: {shown(config.openai_address)} is not allowed; allowed: HOST:PORT of a loopback address, "
             "because this smg checks no key"
         )
     if importlib.util.find_spec("smg") is None:
         raise ValueError(
-            f"openai_address: {config.openai_address[:64]!r} needs smg, which is not installed; allowed: nothing, or "
+            f"openai_address: {shown(config.openai_address)} needs smg, which is not installed; allowed: nothing, or "
             f"{install_advice('smg')}"
         )

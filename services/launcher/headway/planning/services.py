@@ -24,11 +24,12 @@ from headway.flags.configuration import (
     merged,
     read_file,
 )
-from headway.flags.settings import ModelDirectoryError, Setting, settings_of, shown
+from headway.flags.settings import ModelDirectoryError, Setting, settings_of
 from headway.planning.cluster_config import ClusterConfig
 from headway.planning.model_source import ModelSourceError, ModelSources
 from headway.planning.serve_config import ServeConfig
 from headway_process.log_sink import LogSink
+from headway_proto.wording import shown
 
 SERVE = "serve"
 CLUSTER = "cluster"

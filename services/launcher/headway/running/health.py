@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file, shown
+from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway_proto.wording import shown
 
 if TYPE_CHECKING:
     import grpc

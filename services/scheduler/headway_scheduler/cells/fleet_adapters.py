@@ -20,6 +20,7 @@ from headway_proto.adapters import (
     LoadedAdapter,
     is_adapter_name,
 )
+from headway_proto.wording import shown
 from headway_scheduler.cells.cell import Cell
 from headway_scheduler.cells.notices import Notices
 
@@ -64,18 +65,18 @@ class FleetAdapters:
 
     def why_unknown(self, name: str) -> str:
         """One line about a name without an adapter."""
-        return f"{name!r:.66} is not loaded; loaded: {', '.join(sorted(self._known)) or 'none'}"
+        return f"{shown(name)} is not loaded; loaded: {', '.join(sorted(self._known)) or 'none'}"
 
     # -------------------------------------------------------------------------------------------------------- changes
 
     def load(self, name: str, directory: str, answer: Answer) -> None:
         """Let all executors load the adapter in ``directory``, as they see it."""
         if not is_adapter_name(name):
-            answer(f"name: {name!r:.66} is not allowed; allowed: {ADAPTER_NAME_FORM}")
+            answer(f"name: {shown(name)} is not allowed; allowed: {ADAPTER_NAME_FORM}")
         elif not 1 <= len(directory) <= MAX_DIRECTORY_CHARACTERS:
             answer(f"directory: {len(directory)} characters; allowed: 1 to {MAX_DIRECTORY_CHARACTERS}")
         elif name in self._known:
-            answer(f"name: {name!r:.66} is loaded from {self._known[name].directory!r:.66}; unload it first")
+            answer(f"name: {shown(name)} is loaded from {shown(self._known[name].directory)}; unload it first")
         else:
             self._ask_all(name, directory, answer)
 
@@ -84,7 +85,7 @@ class FleetAdapters:
         if name not in self._known:
             answer(NOT_FOUND)
         elif num_requests:
-            answer(f"name: {num_requests} requests with {name!r:.66} have not ended; allowed: when none is left")
+            answer(f"name: {num_requests} requests with {shown(name)} have not ended; allowed: when none is left")
         else:
             del self._known[name]
             self._on_change()
@@ -93,7 +94,7 @@ class FleetAdapters:
     def _ask_all(self, name: str, directory: str, answer: Answer) -> None:
         cells = [cell for cell in self._cells if cell.is_open]
         if any(change.answer is not None and change.wanted.name == name for change in self._changes.values()):
-            answer(f"name: {name!r:.66} is being loaded or unloaded; allowed: when that is done")
+            answer(f"name: {shown(name)} is being loaded or unloaded; allowed: when that is done")
         elif not cells:
             answer("no executor is connected")
         else:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway_proto.wording import shown
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -195,7 +196,7 @@ class _Decoder:
                 return self._classes[name][member]  # type: ignore[index]  # an Enum
             case [3, dtype, data]:
                 return np.frombuffer(data, dtype=np.dtype(dtype))[0]
-        raise ValueError(f"{encoded!r:.64} is no value")
+        raise ValueError(f"{shown(encoded)} is no value")
 
     def _make(self, number: int, present: Any) -> None:
         node = self._nodes[number]

@@ -12,6 +12,7 @@ import numpy as np
 
 from headway_proto.columns import decode_column
 from headway_proto.step import SchedulerOutput
+from headway_proto.wording import shown
 from headway_scheduler.core.admission.intake import arrived
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent
@@ -240,7 +241,7 @@ class Replay:
         if recorded.message and decided.message:
             before = self._decoder.decode(recorded.message)
             fields = [
-                f"{name} is {getattr(output, name)!r:.80}, was {getattr(before, name)!r:.80}"
+                f"{name} is {shown(getattr(output, name), 80)}, was {shown(getattr(before, name), 80)}"
                 for name in SchedulerOutput.__struct_fields__
                 if getattr(output, name) != getattr(before, name)
             ]
@@ -263,7 +264,7 @@ class Replay:
         recorded = [(end.origin, end.reason, end.num_output_tokens) for end in record.ends]
         if ends != recorded:
             where = self._where(record.output.step)
-            raise Divergence(f"{where}: the requests that end are {ends!r:.120}, and were {recorded!r:.120}")
+            raise Divergence(f"{where}: the requests that end are {shown(ends, 120)}, and were {shown(recorded, 120)}")
         return events
 
 

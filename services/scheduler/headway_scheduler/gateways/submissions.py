@@ -13,6 +13,7 @@ from headway_proto.columns import INT32, decode_column
 from headway_proto.ingress import Rejected, Submit, SubmitPooled
 from headway_proto.pooling import NO_POOLING, is_known
 from headway_proto.sampling import violations
+from headway_proto.wording import shown
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.limits import SchedulerLimits
 
@@ -92,7 +93,7 @@ def problem_of(submit: Submit, vocab_size: int | None) -> Problem | None:
     if num_bytes % INT32.itemsize or not num_bytes:
         return Problem(ingress.REJECT_INVALID, "token_ids", f"{num_bytes} bytes are no int32 column")
     for field, value, allowed in _wrong_fields(submit):
-        return Problem(ingress.REJECT_INVALID, field, f"{value!r:.64} is not allowed; allowed: {allowed}")
+        return Problem(ingress.REJECT_INVALID, field, f"{shown(value)} is not allowed; allowed: {allowed}")
     num_held = num_bytes // INT32.itemsize - submit.num_prompt_tokens
     if num_held >= submit.max_tokens:
         message = f"{num_held} tokens held of max_tokens {submit.max_tokens}"

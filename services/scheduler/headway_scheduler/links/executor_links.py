@@ -16,6 +16,7 @@ from headway_proto.step import (
     scheduler_frame_reader,
     scheduler_frame_writer,
 )
+from headway_proto.wording import shown
 from headway_scheduler.links.executor_link import EpochNumbers, ExecutorLink, ExecutorRefused, StepEvent
 
 _MUST_AGREE = ("model_fingerprint", "vocab_size", "max_model_len")
@@ -148,4 +149,4 @@ class ExecutorLinks:
         self._refused = hello.incarnation
         assert self._model is not None
         it, ours = hello.info.model_name, self._model.model_name
-        return [ExecutorRefused(f"it runs {it!r:.64}, another model than {ours!r:.64}")]
+        return [ExecutorRefused(f"it runs {shown(it)}, another model than {shown(ours)}")]

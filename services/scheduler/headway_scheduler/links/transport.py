@@ -14,6 +14,7 @@ import zmq
 from headway_process.addresses import check_ipc_directory
 from headway_process.link_guard import HANDSHAKE_INTERVAL_MS, AllowList, LinkGuard, Rejections
 from headway_process.link_keys import load_own_keys
+from headway_proto.wording import shown
 
 HIGH_WATER_MARK = 100_000
 MAX_FRAMES_PER_BEAT = 256
@@ -149,7 +150,7 @@ class Transport:
                 allow_lists[link] = AllowList(curve_keys / name)
             except OSError:
                 raise ValueError(
-                    f"curve_keys: {str(curve_keys)!r:.64} is not allowed; allowed: a directory with {SECRET_KEY} and, in "
+                    f"curve_keys: {shown(curve_keys)} is not allowed; allowed: a directory with {SECRET_KEY} and, in "
                     f"{' and '.join(f'{one}/' for one in ALLOW_LISTS.values())}, the public keys of those who may connect"
                 ) from None
         self._guard = LinkGuard(self._context, allow_lists)
@@ -164,7 +165,7 @@ def _bind(socket: "zmq.Socket[bytes]", field: str, address: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        raise ValueError(f"{field}: {address!r:.64} cannot be bound: {os.strerror(error.errno or 0)}") from error
+        raise ValueError(f"{field}: {shown(address)} cannot be bound: {os.strerror(error.errno or 0)}") from error
 
 
 def _remove(path: str, inode: int) -> None:

@@ -24,6 +24,7 @@ from headway_proto.operations import (
     SequenceState,
     TenantPrefixUse,
 )
+from headway_proto.wording import shown
 from headway_scheduler.cells.cell import Cell
 from headway_scheduler.cells.fleet import Fleet
 from headway_scheduler.cells.live_sequences import LiveSequences
@@ -126,7 +127,7 @@ class Administration:
             case "flight_log":
                 return self._flight_log(call.place or FlightLogPlace(), now)
         if call.method not in _ABOUT_ONE_EXECUTOR | _ABOUT_ALL_EXECUTORS:
-            return _refusal(f"unknown method {call.method!r:.64}")
+            return _refusal(f"unknown method {shown(call.method)}")
         cells = [cell for cell in self._scheduler.fleet.cells if cell.core is not None]
         if not cells:
             return _refusal(NOT_YET)
@@ -272,7 +273,7 @@ def _preempted(request: Request) -> str:
 
 def _set_role(fleet: Fleet, cell: Cell, name: str) -> AdminReply:
     if name not in set(Role):
-        return _refusal(f"role: {name!r:.64} is not allowed; allowed: {', '.join(Role)}")
+        return _refusal(f"role: {shown(name)} is not allowed; allowed: {', '.join(Role)}")
     if not fleet.placement.policy.has_roles:
         return _refusal(f"role: it means nothing with --placement {fleet.policy_name}; allowed: disaggregated, hybrid")
     role = Role(name)
@@ -288,7 +289,7 @@ def _set_role(fleet: Fleet, cell: Cell, name: str) -> AdminReply:
 
 def _pin(fleet: Fleet, prefix: PrefixToPin) -> AdminReply:
     if not 1 <= len(prefix.name.encode()) <= MAX_PIN_NAME_BYTES:
-        return _refusal(f"name: {prefix.name!r:.64} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes")
+        return _refusal(f"name: {shown(prefix.name)} is not allowed; allowed: 1 to {MAX_PIN_NAME_BYTES} bytes")
     if len(prefix.token_ids) % INT32.itemsize:
         return _refusal(f"token_ids: {len(prefix.token_ids)} bytes are no int32 column")
     try:

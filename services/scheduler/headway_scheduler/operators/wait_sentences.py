@@ -6,6 +6,7 @@ Owns: the words. Must not know: how ``core.admission`` decided.
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from headway_proto.wording import shown
 from headway_scheduler.core.admission.refusals import Reason
 from headway_scheduler.core.choosing.cell_load import CellLoad, Lack
 from headway_scheduler.core.choosing.policies import PlacementPolicy, has_role
@@ -32,7 +33,7 @@ def sentence_for(core: Scheduler, request: Request) -> str:
     reason = Reason.PAUSED if core.paused else core.admission.reason_for(request)
     match reason:
         case Reason.ALONE if core.alone is not None:
-            return f"{core.alone.new.request_id!r:.64} runs alone, because executors were lost while it ran"
+            return f"{shown(core.alone.new.request_id)} runs alone, because executors were lost while it ran"
         case Reason.ROWS if core.max_running == core.limits.max_num_seqs:
             return f"max_num_seqs = {core.max_running} requests are running"
         case Reason.ROWS:

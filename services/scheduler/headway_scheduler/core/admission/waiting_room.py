@@ -5,6 +5,7 @@ Owns: the counts. Must not know: the order of service.
 Prompts take memory, so tokens count. If none waits, any length may, or it could never run.
 """
 
+from headway_proto.wording import shown
 from headway_scheduler.core.admission.door import RequestRejected
 from headway_scheduler.core.state.limits import SchedulerLimits
 from headway_scheduler.core.state.request import Request
@@ -30,7 +31,7 @@ class WaitingRoom:
         if limits.max_tenant_waiting or limits.max_tenant_waiting_tokens:
             own_requests, own_tokens = self._tenants.get(tenant, (0, 0))
             most, most_tokens = limits.max_tenant_waiting, limits.max_tenant_waiting_tokens
-            _check(f" of tenant {tenant!r:.64}", own_requests, own_tokens, num_tokens, most, most_tokens)
+            _check(f" of tenant {shown(tenant)}", own_requests, own_tokens, num_tokens, most, most_tokens)
 
     def enter(self, request: Request) -> None:
         """Count a request, with the tokens that it has now."""

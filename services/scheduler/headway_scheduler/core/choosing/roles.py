@@ -6,6 +6,8 @@ Owns: the roles, and how they are written. Must not know: what a policy makes of
 from collections.abc import Iterable
 from enum import StrEnum
 
+from headway_proto.wording import shown
+
 
 class Role(StrEnum):
     """Data, not a kind of executor: every executor can do everything, and its role may change while it runs."""
@@ -34,13 +36,15 @@ def roles_of(text: str, num_executors: int) -> tuple[Role, ...]:
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     for word in words:
         if word not in set(Role):
-            raise ValueError(f"roles: {word!r:.64} is not allowed; allowed: {', '.join(Role)}")
+            raise ValueError(f"roles: {shown(word)} is not allowed; allowed: {', '.join(Role)}")
     roles = tuple([Role(word) for word in words])
     if len(roles) > num_executors:
-        raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at most {num_executors}, one for each executor")
+        raise ValueError(
+            f"roles: {shown(text)} is not allowed; allowed: at most {num_executors}, one for each executor"
+        )
     missing = what_nobody_does(roles) if len(roles) == num_executors else ""
     if missing:
-        raise ValueError(f"roles: {text!r:.64} is not allowed; allowed: at least one executor for {missing}")
+        raise ValueError(f"roles: {shown(text)} is not allowed; allowed: at least one executor for {missing}")
     return roles
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from headway_proto.columns import Int32Array
+from headway_proto.wording import shown
 from headway_scheduler.core.memory.block_pool import BlockPool
 from headway_scheduler.core.memory.prefix_cache import PrefixCache
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
@@ -94,7 +95,7 @@ class PinnedPrefixes:
         if not self._is_caching:
             raise PinRefused("prefix: nothing is cached; allowed: a prefix if enable_prefix_caching is on")
         if tenant and not self._by_tenant:
-            raise PinRefused(f"tenant: {tenant!r:.64} is not allowed; allowed: none, as prefix_cache_scope is shared")
+            raise PinRefused(f"tenant: {shown(tenant)} is not allowed; allowed: none, as prefix_cache_scope is shared")
         block_size, vocab_size = self._capacity.block_size, self._capacity.vocab_size
         if len(token_ids) < block_size:
             raise PinRefused(

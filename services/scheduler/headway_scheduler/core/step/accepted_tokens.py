@@ -9,6 +9,7 @@ import numpy as np
 
 from headway_proto.columns import Int32Array, decode_column, decode_columns
 from headway_proto.step import ExecutorOutput
+from headway_proto.wording import shown
 from headway_scheduler.core.state.indices import RowIndices
 
 
@@ -32,7 +33,7 @@ def split_tokens(
     token_ids = decode_column(output.sampled_token_ids)
     rows, proposed, accepted = decode_columns(output.accepted_tokens, 3).tolist()
     if rows != [row for row, _ in speculating]:
-        raise ValueError(f"tokens were accepted for the rows {rows!r:.64}")
+        raise ValueError(f"tokens were accepted for the rows {shown(rows)}")
     failed = {error.row for error in output.errors}
     for (row, num_allowed), num_proposed, num_accepted in zip(speculating, proposed, accepted, strict=True):
         if not 0 <= num_accepted <= num_proposed <= num_allowed or (num_accepted and row in failed):

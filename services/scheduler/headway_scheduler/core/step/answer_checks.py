@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headway_proto.columns import Int32Array, decode_column
 from headway_proto.step import ExecutorOutput, PooledOutput, RowPromptLogprobs, RowVector
+from headway_proto.wording import shown
 from headway_scheduler.core.memory.epoch import Epoch
 from headway_scheduler.core.state.step_plan import InFlightStep
 from headway_scheduler.core.state.stop_tokens import StopTokens
@@ -75,7 +76,7 @@ class AnswerChecks:
         stale: list[int] = decode_column(output.stale_rows).tolist()
         pulling = set() if step.transfers is None else {fetched.row for fetched in step.transfers.fetched}
         if not pulling.issuperset(stale):
-            raise StateMismatch(f"stale rows {stale!r:.64} in step {step.step}, not all of which pulled blocks")
+            raise StateMismatch(f"stale rows {shown(stale)} in step {step.step}, not all of which pulled blocks")
         return stale
 
     def _require_rows(self, step: InFlightStep, output: ExecutorOutput) -> None:
