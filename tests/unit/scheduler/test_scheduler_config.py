@@ -21,7 +21,7 @@ from headway_scheduler.config import SchedulerConfig
         ({"tenant_weights": {"a": 1.0, "b": 0.0}}, "tenant_weights: 'b'=0.0 is not allowed; allowed: weights above 0"),
         ({"tenant_weights": {"a": -2.0}}, "tenant_weights: 'a'=-2.0"),
         ({"tenant_weights": {"a": float("nan")}}, "tenant_weights: 'a'=nan"),
-        ({"tenant_weights": {"x" * 500: float("inf")}}, "tenant_weights: 'x{63}=inf"),
+        ({"tenant_weights": {"x" * 500: float("inf")}}, "tenant_weights: 'x+\\.\\.\\.x+'=inf"),
         ({"default_ttft_slo_ms": -1}, "default_ttft_slo_ms: -1 is not allowed; allowed: 0 to"),
         ({"default_ttft_slo_ms": 1 << 31}, "default_ttft_slo_ms: 2147483648"),
         ({"default_itl_slo_ms": -1}, "default_itl_slo_ms: -1"),
