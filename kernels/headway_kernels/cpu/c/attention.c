@@ -283,8 +283,9 @@ INLINE float soften(const int form, const tile *of, const group *groups, int64_t
     return sum_of(sum);
 }
 
-INLINE void attend_rows(const int form, const int rows, const tile *of, const tile *next, float *queries,
-                        float *attended, float *totals, float *largest) {
+/* Queries are packed; `attended` holds zeros. */
+INLINE void attend_packed(const int form, const int rows, const tile *of, const tile *next, const float *queries,
+                          float *attended, float *totals, float *largest) {
     /* With few rows, more registers at once: an addition takes several cycles, in which others can begin. */
     const int width = 2 * rows <= TILE_ROWS ? 4 : 2;
     const int64_t head_dim = of->shape->head_dim, end = last_position(of) + 1;
@@ -321,10 +322,7 @@ INLINE void attend_rows(const int form, const int rows, const tile *of, const ti
     }
 }
 
-#define CASE(rows)                                                                                                     \
-    case rows: attend_rows(form, rows, of, next, queries, attended, totals, largest); break;
-
-INLINE void attend_in_form(const int form, int64_t rows, const tile *of, const tile *next, const float *query_rows,
+INLINE void attend_in_form(const int form, const int rows, const tile *of, const tile *next, const float *query_rows,
                            int64_t query_stride, float *attended, float *totals, float *largest) {
     const int64_t head_dim = of->shape->head_dim;
     _Alignas(64) float queries[TILE_ROWS * MAX_HEAD_DIM];
@@ -333,8 +331,27 @@ INLINE void attend_in_form(const int form, int64_t rows, const tile *of, const t
         pack_query(form, rows, i, row, of->shape->scale, head_dim, queries);
     }
     memset(attended, 0, (size_t)(rows * head_dim) * sizeof *attended);
-    switch (rows) { EACH_TILE_SIZE(CASE) }
+    attend_packed(form, rows, of, next, queries, attended, totals, largest);
 }
+
+/* As in vector_products.c: all in one function, a compiler takes many times as long. */
+#define ATTEND_ROWS_OF(rows)                                                                                           \
+    static APART void attend_rows_##rows(const tile *of, const tile *next, const float *query_rows,                    \
+                                         int64_t query_stride, float *attended, float *totals, float *largest) {       \
+        switch (of->shape->form) {                                                                                     \
+        case KV_FLOAT32:                                                                                               \
+            attend_in_form(KV_FLOAT32, rows, of, next, query_rows, query_stride, attended, totals, largest);           \
+            break;                                                                                                     \
+        case KV_BFLOAT16:                                                                                              \
+            attend_in_form(KV_BFLOAT16, rows, of, next, query_rows, query_stride, attended, totals, largest);          \
+            break;                                                                                                     \
+        default: attend_in_form(KV_PAIRS, rows, of, next, query_rows, query_stride, attended, totals, largest);        \
+        }                                                                                                              \
+    }
+#define CASE(rows)                                                                                                     \
+    case rows: attend_rows_##rows(&of, following, query_rows, query_stride, attended, totals, largest); break;
+
+EACH_TILE_SIZE(ATTEND_ROWS_OF)
 
 /* A sink is a score without a value. It may be larger than all others: these are then `kept` in part. */
 static void add_sink(float sink, float largest, float *total, float *kept) {
@@ -359,15 +376,7 @@ void attend(const attention_shape *shape, const void *layer, const attention_tas
     _Alignas(64) float attended[TILE_ROWS * MAX_HEAD_DIM];
     float totals[TILE_ROWS], largest[TILE_ROWS];
     query_rows += head_offset;
-    switch (shape->form) {
-    case KV_FLOAT32:
-        attend_in_form(KV_FLOAT32, rows, &of, following, query_rows, query_stride, attended, totals, largest);
-        break;
-    case KV_BFLOAT16:
-        attend_in_form(KV_BFLOAT16, rows, &of, following, query_rows, query_stride, attended, totals, largest);
-        break;
-    default: attend_in_form(KV_PAIRS, rows, &of, following, query_rows, query_stride, attended, totals, largest);
-    }
+    switch (rows) { EACH_TILE_SIZE(CASE) }
     for (int64_t i = 0; i < rows; i++) {
         float *row = out + i / heads * out_stride + head_offset + i % heads * head_dim;
         float kept = 1.0f;

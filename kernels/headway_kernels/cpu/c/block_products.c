@@ -276,16 +276,29 @@ INLINE void sum_form(const int rows, const int digits, const block_range *of, fe
         sum_blocks(rows, digits, FORM_BLOCKS8, SMALL_BLOCK, of, ahead, kept);
 }
 
+/* As in vector_products.c: all in one function, a compiler takes many times as long. */
+#define SUMS(name, rows, digits)                                                                                       \
+    static APART void name(const block_range *of, fetching ahead, vec(*kept)[2]) {                                     \
+        sum_form(rows, digits, of, ahead, kept);                                                                       \
+    }
+#define SUMS_OF_ROWS(rows) SUMS(sum_rows_##rows, rows, 1)
 #define CASE(rows)                                                                                                     \
-    case rows: sum_form(rows, 1, of, ahead, kept); break;
+    case rows: sum_rows_##rows(of, ahead, kept); break;
+
+EACH_TILE_SIZE(SUMS_OF_ROWS)
 
 #if MULTIPLIES_DIGITS
+SUMS(sum_digits_1, 1, NUM_DIGITS)
+SUMS(sum_digits_2, 2, NUM_DIGITS)
+SUMS(sum_digits_3, 3, NUM_DIGITS)
+SUMS(sum_digits_most, DIGIT_ROWS, NUM_DIGITS)
+
 static void sum_rows_of_digits(int64_t rows, const block_range *of, fetching ahead, vec (*kept)[2]) {
     switch (rows) {
-    case 1: sum_form(1, NUM_DIGITS, of, ahead, kept); break;
-    case 2: sum_form(2, NUM_DIGITS, of, ahead, kept); break;
-    case 3: sum_form(3, NUM_DIGITS, of, ahead, kept); break;
-    default: sum_form(DIGIT_ROWS, NUM_DIGITS, of, ahead, kept);
+    case 1: sum_digits_1(of, ahead, kept); break;
+    case 2: sum_digits_2(of, ahead, kept); break;
+    case 3: sum_digits_3(of, ahead, kept); break;
+    default: sum_digits_most(of, ahead, kept);
     }
 }
 #endif

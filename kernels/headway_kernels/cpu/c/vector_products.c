@@ -242,41 +242,68 @@ typedef union {
     ivec integers[TILE_ROWS][2];
 } tile_sums;
 
+/* Steps of the sums of one tile with one panel. The weights of these steps are at `weights`, in `form`, which is
+ * FLOAT32 for widened codes, too. With `widens`, codes are widened for other tiles, at `widened`. After the last step
+ * the results go to `out`, the tile's first row at the panel's first column. */
+typedef struct {
+    const linear *with;
+    const packed_inputs *from;
+    int64_t first_row;
+    int64_t panel;
+    int64_t form;
+    const char *weights;
+    range steps;
+    fetching ahead;
+    int widens;
+    float *widened;
+    tile_sums *kept;
+    enum epilogue epilogue;
+    float *out;
+    int64_t stride;
+} tile_task;
+
+static const void *tile_of(const tile_task *task, int64_t form) {
+    return (const char *)task->from->tiles + task->first_row * packed_row_bytes(task->with->inputs, form);
+}
+
 /* Apart, because a call between two rows would take the registers of the sums. */
-static void finish_adapted(const packed_inputs *from, int64_t first, int64_t rows, int64_t panel, const tile_sums *of,
-                           enum epilogue epilogue, float *out, int64_t stride) {
+static void finish_adapted(const tile_task *task, int64_t rows) {
     for (int64_t i = 0; i < rows; i++) {
-        vec low = of->floats[i][0], high = of->floats[i][1];
-        add_low_rank(from->added, first + i, panel, &low, &high);
-        finish_row(epilogue, low, high, out + i * stride);
+        vec low = task->kept->floats[i][0], high = task->kept->floats[i][1];
+        add_low_rank(task->from->added, task->first_row + i, task->panel, &low, &high);
+        finish_row(task->epilogue, low, high, task->out + i * task->stride);
     }
 }
 
 /* The sums of a tile's rows are complete. */
-INLINE void finish_tile(const int rows, const packed_inputs *from, int64_t first, int64_t panel, vec (*sums)[2],
-                        tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
-    if (from->added != NULL) {
+INLINE void finish_tile(const int rows, const tile_task *task, vec (*sums)[2]) {
+    if (task->from->added != NULL) {
+        tile_sums *kept = task->kept;
         UNROLLED
         for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
-        finish_adapted(from, first, rows, panel, kept, epilogue, out, stride);
+        finish_adapted(task, rows);
         return;
     }
+    const enum epilogue epilogue = task->epilogue;
+    float *out = task->out;
+    const int64_t stride = task->stride;
     UNROLLED
     for (int i = 0; i < rows; i++) finish_row(epilogue, sums[i][0], sums[i][1], out + i * stride);
 }
 
-INLINE void multiply_int8(const int rows, const linear *with, const packed_inputs *from, int64_t first, int64_t panel,
-                          const char *weights, range steps, fetching ahead, tile_sums *kept, enum epilogue epilogue,
-                          float *out, int64_t stride) {
-    const char *start = (const char *)from->tiles + first * packed_row_bytes(with->inputs, FORM_INT8);
-    const code *tile = (const code *)start;
+INLINE void multiply_int8(const int rows, const tile_task *task) {
+    const linear *with = task->with;
+    const packed_inputs *from = task->from;
+    const int64_t first = task->first_row, panel = task->panel;
+    const range steps = task->steps;
+    tile_sums *kept = task->kept;
     ivec sums[TILE_ROWS][2];
     UNROLLED
     for (int i = 0; i < rows; i++) {
         sums[i][0] = steps.begin > 0 ? kept->integers[i][0] : (ivec){0};
         sums[i][1] = steps.begin > 0 ? kept->integers[i][1] : (ivec){0};
     }
-    sum_int8(rows, tile, weights, steps, sums, ahead);
+    sum_int8(rows, tile_of(task, FORM_INT8), task->weights, steps, sums, task->ahead);
     if (steps.end < steps_of(with->inputs, FORM_INT8)) {
         UNROLLED
         for (int i = 0; i < rows; i++) {
@@ -297,7 +324,7 @@ INLINE void multiply_int8(const int rows, const linear *with, const packed_input
         outputs[i][0] = low * (low_scale * factor) + low_bias;
         outputs[i][1] = high * (high_scale * factor) + high_bias;
     }
-    finish_tile(rows, from, first, panel, outputs, kept, epilogue, out, stride);
+    finish_tile(rows, task, outputs);
 }
 
 /* What `pointer` points to is loaded anew once `value` is known, and takes no register until then. */
@@ -354,12 +381,12 @@ INLINE void sum_codes(const int rows, const int form, const int keeps, const lin
     }
 }
 
-/* `form` FLOAT32 stands for `weights` that are widened codes, too. With `keeps`, codes are widened for other tiles, at
- * `widened`. */
-INLINE void multiply_floats(const int rows, const int form, const linear *with, const packed_inputs *from,
-                            int64_t first, int64_t panel, const char *weights, range steps, fetching ahead, int keeps,
-                            float *widened, tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
-    const float *tile = (const float *)((const char *)from->tiles + first * packed_row_bytes(with->inputs, form));
+INLINE void multiply_floats(const int rows, const int form, const tile_task *task) {
+    const linear *with = task->with;
+    const int64_t panel = task->panel;
+    const range steps = task->steps;
+    tile_sums *kept = task->kept;
+    const void *tile = tile_of(task, form), *weights = task->weights;
     const vec low_bias = load(with->bias + panel * PANEL);
     const vec high_bias = load(with->bias + panel * PANEL + LANES);
     const int64_t per_step = inputs_per_step(form), end = steps.end * per_step;
@@ -370,51 +397,47 @@ INLINE void multiply_floats(const int rows, const int form, const linear *with, 
         sums[i][0] = steps.begin > 0 ? kept->floats[i][0] : low_bias;
         sums[i][1] = steps.begin > 0 ? kept->floats[i][1] : high_bias;
     }
-    assert(!keeps || rows >= LEAST_OF_SEVERAL);
+    assert(!task->widens || rows >= LEAST_OF_SEVERAL);
     if (form == FORM_PAIRS)
-        sum_pairs(rows, (const int32_t *)tile, (const uint16_t *)weights, steps, sums, ahead);
-    else if (form >= FORM_CODES4 && rows >= LEAST_OF_SEVERAL && keeps)
-        sum_codes(rows, form, 1, with, panel_at(with, panel), tile, inputs, sums, ahead, widened);
+        sum_pairs(rows, tile, weights, steps, sums, task->ahead);
+    else if (form >= FORM_CODES4 && rows >= LEAST_OF_SEVERAL && task->widens)
+        sum_codes(rows, form, 1, with, panel_at(with, panel), tile, inputs, sums, task->ahead, task->widened);
     else if (form >= FORM_CODES4)
-        sum_codes(rows, form, 0, with, panel_at(with, panel), tile, inputs, sums, ahead, NULL);
+        sum_codes(rows, form, 0, with, panel_at(with, panel), tile, inputs, sums, task->ahead, NULL);
     else if (form == FORM_BFLOAT16)
-        sum_bfloat16(rows, tile, (const uint16_t *)weights, inputs, sums, ahead);
+        sum_bfloat16(rows, tile, weights, inputs, sums, task->ahead);
     else
-        sum_float32(rows, tile, (const float *)weights, inputs, sums, ahead);
+        sum_float32(rows, tile, weights, inputs, sums, task->ahead);
     if (inputs.end == with->inputs) {
-        finish_tile(rows, from, first, panel, sums, kept, epilogue, out, stride);
+        finish_tile(rows, task, sums);
         return;
     }
     UNROLLED
     for (int i = 0; i < rows; i++) kept->floats[i][0] = sums[i][0], kept->floats[i][1] = sums[i][1];
 }
 
-#define CASE_OF_FLOATS(form)                                                                                           \
-    case form:                                                                                                         \
-        multiply_floats(rows, form, with, from, first, panel, weights, steps, ahead, keeps, widened, kept, epilogue,   \
-                        out, stride);                                                                                  \
-        break;
+#define CASE_OF_FLOATS(rows, form)                                                                                     \
+    case form: multiply_floats(rows, form, task); break;
 
-/* Steps `steps` of the sums of one tile, of exactly `rows` rows, with one panel, whose weights of these steps are at
- * `weights`, in `form`; after the last step the results go to `out`, the tile's first row at the panel's first column.
- */
-INLINE void multiply_tile(const int rows, int64_t form, const linear *with, const packed_inputs *from, int64_t first,
-                          int64_t panel, const char *weights, range steps, fetching ahead, int keeps, float *widened,
-                          tile_sums *kept, enum epilogue epilogue, float *out, int64_t stride) {
-    switch (form) {
-    case FORM_INT8:
-        multiply_int8(rows, with, from, first, panel, weights, steps, ahead, kept, epilogue, out, stride);
-        break;
-        CASE_OF_FLOATS(FORM_FLOAT32)
-        CASE_OF_FLOATS(FORM_BFLOAT16)
-        CASE_OF_FLOATS(FORM_CODES4)
-        CASE_OF_FLOATS(FORM_CODES8)
-        CASE_OF_FLOATS(FORM_FP8)
-        CASE_OF_FLOATS(FORM_TABLE4)
-        CASE_OF_FLOATS(FORM_PAIRS)
-    default: assert(0);
+/* A function for each size of a tile: all in one, a compiler takes many times as long. */
+#define MULTIPLY_TILE_OF(rows)                                                                                         \
+    static APART void multiply_tile_of_##rows(const tile_task *task) {                                                 \
+        switch (task->form) {                                                                                          \
+        case FORM_INT8:                                                                                                \
+            multiply_int8(rows, task);                                                                                 \
+            break;                                                                                                     \
+            CASE_OF_FLOATS(rows, FORM_FLOAT32)                                                                         \
+            CASE_OF_FLOATS(rows, FORM_BFLOAT16)                                                                        \
+            CASE_OF_FLOATS(rows, FORM_CODES4)                                                                          \
+            CASE_OF_FLOATS(rows, FORM_CODES8)                                                                          \
+            CASE_OF_FLOATS(rows, FORM_FP8)                                                                             \
+            CASE_OF_FLOATS(rows, FORM_TABLE4)                                                                          \
+            CASE_OF_FLOATS(rows, FORM_PAIRS)                                                                           \
+        default: assert(0);                                                                                            \
+        }                                                                                                              \
     }
-}
+
+EACH_TILE_SIZE(MULTIPLY_TILE_OF)
 
 /* The memory that tile `place` of `count` fetches during so many `steps` with the weights at `current`, of a panel that
  * ends at `end`. A tile alone fetches a little ahead, and near the end from the next panel: the memory behind the end
@@ -432,10 +455,7 @@ static fetching what_to_fetch(const char *current, const char *end, const char *
 int64_t tiles_at_once_whole(const linear *with) { return is_coded(with) ? CODED_TILES : MOST_TILES; }
 
 #define CASE(rows)                                                                                                     \
-    case rows:                                                                                                         \
-        multiply_tile(rows, form, with, from, first, panel, taken, steps, ahead, widens, (float *)widened,             \
-                      &kept[place], epilogue, to, row_step);                                                           \
-        break;
+    case rows: multiply_tile_of_##rows(&task); break;
 
 void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel, const char *next, int64_t first_tile,
                     int64_t end_tile, enum epilogue epilogue, float *out, int64_t stride) {
@@ -471,10 +491,23 @@ void multiply_whole(const linear *with, const packed_inputs *from, int64_t panel
             }
             /* The first of several tiles widens for all. */
             const int is_widened = widens && place > 0;
-            const int64_t form = is_widened ? FORM_FLOAT32 : with->form;
-            const char *taken = is_widened ? (const char *)widened : current;
             const int64_t fetched = is_coded(with) && !is_widened ? coded_bytes : step_bytes;
-            fetching ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count);
+            const tile_task task = {
+                .with = with,
+                .from = from,
+                .first_row = first,
+                .panel = panel,
+                .form = is_widened ? FORM_FLOAT32 : with->form,
+                .weights = is_widened ? (const char *)widened : current,
+                .steps = steps,
+                .ahead = what_to_fetch(current, weights + bytes, following, steps, fetched, place, count),
+                .widens = widens,
+                .widened = (float *)widened,
+                .kept = &kept[place],
+                .epilogue = epilogue,
+                .out = to,
+                .stride = row_step,
+            };
             switch (rows) { EACH_TILE_SIZE(CASE) }
         }
     }
