@@ -231,12 +231,18 @@ def test_longrope_is_served_up_to_the_context_before_its_scaling(tmp_path):
     assert read(tmp_path, values | {"rope_scaling": LONG | {"type": "su"}}).context == 1024
 
 
-def test_code_that_is_older_than_transformers_own_is_not_asked_for(tmp_path):
-    values = LLAMA | {"architectures": ["Phi3ForCausalLM"]}
-    known = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
-    assert read(tmp_path, values | {"auto_map": known}) == read(tmp_path, values)
-    with pytest.raises(ModelFilesError, match="auto_map"):
-        read(tmp_path, values | {"auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}})
+@pytest.mark.parametrize("code", ["phi3.Phi3", "deepseek.DeepseekV2", "deepseek.DeepseekV3"])
+def test_code_that_is_older_than_transformers_own_is_not_asked_for(tmp_path, code):
+    module, _, name = code.partition(".")
+    values = LLAMA | {"architectures": [f"{name}ForCausalLM"]} | (LATENT if name != "Phi3" else {}) | {"n_group": 1}
+    values |= {"topk_group": 1}
+    known = {"AutoConfig": f"configuration_{module}.{name}Config"}
+    for repository in ("", "org/name--"):
+        auto_map = known | {"AutoModelForCausalLM": f"{repository}modeling_{module}.{name}ForCausalLM"}
+        assert read(tmp_path, values | {"auto_map": auto_map}) == read(tmp_path, values)
+    for other in (f"other.{name}ForCausalLM", None, [f"modeling_{module}.{name}ForCausalLM"]):
+        with pytest.raises(ModelFilesError, match="auto_map"):
+            read(tmp_path, values | {"auto_map": known | {"AutoModelForCausalLM": other}})
 
 
 def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):

@@ -57,8 +57,17 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 """How to read the configuration of each architecture."""
 
 _SUFFIX = "ForCausalLM"
-_KNOWN_CODE = frozenset({"modeling_phi3.Phi3ForCausalLM"})
-"""Code in checkpoints that is older than transformers' own of the same model. It is not run either."""
+_KNOWN_CODE = frozenset(
+    {
+        "modeling_phi3.Phi3ForCausalLM",
+        "modeling_deepseek.DeepseekV2ForCausalLM",
+        "modeling_deepseek.DeepseekV3ForCausalLM",
+    }
+)
+"""Code in checkpoints that is older than transformers' own of the same model. It is not run either.
+
+A checkpoint made of one from the hub names the repository before it, with ``--`` between.
+"""
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -88,7 +97,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 def _check_code(fields: ConfigFields) -> None:
     named = fields.values.get("auto_map")
     model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
-    if named is not None and model not in _KNOWN_CODE:
+    if named is not None and not (isinstance(model, str) and model.rpartition("--")[2] in _KNOWN_CODE):
         raise ModelFilesError(f"{fields.source}: auto_map asks for code from the checkpoint, which is never run")
 
 
