@@ -135,6 +135,21 @@ def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind
         )
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+def test_a_model_that_is_stored_without_the_decoders_name_is_the_same(tmp_path, kernels):
+    make_checkpoint(tmp_path, "qwen3-bias")
+    expected = run(open_backend(tmp_path, options={"kernels": kernels}), prompts()[3], 12).output
+    tensors = {
+        name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert run(open_backend(tmp_path, options={"kernels": kernels}), prompts()[3], 12).output == expected
+    del tensors["norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFilesError, match=r"tensor norm\.weight is missing"):
+        open_backend(tmp_path)
+
+
 def test_a_tied_head_that_differs_is_the_one_that_is_quantised(tmp_path):
     tied, untied = tmp_path / "tied", tmp_path / "untied"
     make_checkpoint(tied, "llama-tied")
