@@ -65,10 +65,9 @@ class TextModel:
         self.template_source = template_source
         """The chat template as it is written; else empty."""
         self._make_detokenizer = detokenizer_factory(tokenizer)
-        vocabulary = tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        """One more than the largest token id."""
-        self._longest_token = max(map(len, vocabulary), default=1)
+        self.vocab_size = _width(tokenizer)
+        """See ``_width``."""
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @property
     def has_chat_template(self) -> bool:
@@ -212,11 +211,20 @@ def load_text_model(directory: Path) -> TextModel:
 
 def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
     width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
-    most = max(tokenizer.get_vocab().values(), default=-1) + 1
+    most = _width(tokenizer)
     if isinstance(width, int) and most > width:
         raise TokenizerFilesError(
             f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: at most {width}, the logits in {_MODEL_CONFIG_FILE}"
         )
+
+
+def _width(tokenizer: Tokenizer) -> int:
+    """One more than the largest token id.
+
+    Added tokens may be more than the model knows, such as that of images in Gemma 3's models of text. A prompt with one
+    is refused.
+    """
+    return max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
 
 def _read_config(path: Path) -> dict[str, Any]:
