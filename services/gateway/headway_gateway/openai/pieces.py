@@ -48,7 +48,7 @@ class PieceMaker:
 
     def __init__(self, text_model: TextModel) -> None:
         self._text_model = text_model
-        self.tool_form = form_of(text_model.template_source)
+        self.tool_form = form_of(text_model.tools_template_source)
         """Empty: no form that is known."""
         self._has_thoughts = teaches_thinking(text_model.template_source)
         self._begins_inside: bool | None = None

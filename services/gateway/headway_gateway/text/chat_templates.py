@@ -26,10 +26,11 @@ MAX_MESSAGE_CHARACTERS = 200
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """A template and its special tokens."""
+    """A template and its special tokens; and another template for chats with tools, if there is one."""
 
     source: str
     special: dict[str, str]
+    for_tools: str | None = None
 
 
 class Messages(msgspec.Struct, frozen=True):
@@ -95,10 +96,12 @@ def _check_attribute(name: object) -> None:
 
 
 class Renderer:
-    """One compiled template."""
+    """A compiled template."""
 
     def __init__(self, template: TemplateSource) -> None:
-        self._template = environment().from_string(template.source)
+        self._template = self._for_tools = environment().from_string(template.source)
+        if template.for_tools is not None:
+            self._for_tools = environment().from_string(template.for_tools)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
@@ -111,7 +114,8 @@ class Renderer:
             "documents": None,
             "add_generation_prompt": True,
         }
-        for part in self._template.generate(variables):
+        template = self._for_tools if chat.tools else self._template
+        for part in template.generate(variables):
             num_characters += len(part)
             if num_characters > MAX_OUTPUT_CHARACTERS:
                 raise OverflowError

@@ -20,7 +20,8 @@ _CONFIG_FILE = "tokenizer_config.json"
 _MODEL_CONFIG_FILE = "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_DIRECTORY = "additional_chat_templates"
-_DEFAULT_TEMPLATE = "default"
+_DEFAULT_TEMPLATE, _TOOLS_TEMPLATE = "default", "tool_use"
+_USED_TEMPLATES = (_DEFAULT_TEMPLATE, _TOOLS_TEMPLATE)
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
@@ -55,6 +56,7 @@ class TextModel:
         *,
         template_fault: str = "",
         template_source: str = "",
+        tools_template_source: str = "",
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -64,6 +66,8 @@ class TextModel:
         """Why the chat template cannot be used, in one line; else empty."""
         self.template_source = template_source
         """The chat template as it is written; else empty."""
+        self.tools_template_source = tools_template_source
+        """That of chats with tools, most often the same."""
         self._make_detokenizer = detokenizer_factory(tokenizer)
         self.vocab_size = _width(tokenizer)
         """See ``_width``."""
@@ -201,10 +205,13 @@ def load_text_model(directory: Path) -> TextModel:
     config = _read_config(directory / _CONFIG_FILE)
     special = _special_tokens(directory, config)
     try:
-        source = _template_source(directory, config)
+        file, templates = _templates(directory, config)
+        source = templates.get(_DEFAULT_TEMPLATE)
         if source is None:
             return TextModel(tokenizer, None)
-        return TextModel(tokenizer, _compiled(*source, special), template_source=source[1])
+        for_tools = templates.get(_TOOLS_TEMPLATE)
+        compiled = _compiled(file, source, special, for_tools)
+        return TextModel(tokenizer, compiled, template_source=source, tools_template_source=for_tools or source)
     except _TemplateFaultError as error:
         return TextModel(tokenizer, None, template_fault=str(error))
 
@@ -245,38 +252,48 @@ class _TemplateFaultError(Exception):
     """The chat template is unusable."""
 
 
-def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """As in transformers, files win over the configuration."""
-    named = directory / _TEMPLATE_DIRECTORY
-    for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
-        if path.exists():
-            try:
-                return path.name, path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
-    if named.is_dir() and any(named.glob("*.jinja")):
-        raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
+def _templates(directory: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Where the chat templates are, and those that are used, by name. As in transformers, files win over the configuration."""
+    folder = directory / _TEMPLATE_DIRECTORY
+    files = {_DEFAULT_TEMPLATE: directory / _TEMPLATE_FILE} if (directory / _TEMPLATE_FILE).exists() else {}
+    files |= {path.stem: path for path in folder.glob("*.jinja")}
+    if files:
+        if _DEFAULT_TEMPLATE not in files:
+            raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
+        used = {name: files[name] for name in _USED_TEMPLATES if name in files}
+        return files[_DEFAULT_TEMPLATE].name, {name: _text_of(path) for name, path in used.items()}
     entry: object = config.get("chat_template")
     if isinstance(entry, list):
         entry = {item.get("name"): item.get("template") for item in entry if _is_named(item)}
     if isinstance(entry, dict):
         if _DEFAULT_TEMPLATE not in entry:
             raise _TemplateFaultError(f"{_CONFIG_FILE}: no chat template is called {_DEFAULT_TEMPLATE}")
-        entry = entry[_DEFAULT_TEMPLATE]
-    if entry is None:
-        return None
-    if not isinstance(entry, str):
-        raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(entry).__name__}; allowed: a string")
-    return _CONFIG_FILE, entry
+    else:
+        entry = {_DEFAULT_TEMPLATE: entry}
+    found: dict[str, str] = {}
+    for name in _USED_TEMPLATES:
+        source = entry.get(name)
+        if isinstance(source, str):
+            found[name] = source
+        elif source is not None:
+            raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(source).__name__}; allowed: a string")
+    return _CONFIG_FILE, found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
 
 
 def _is_named(item: object) -> bool:
     return isinstance(item, dict) and isinstance(item.get("name"), str)
 
 
-def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
+def _compiled(file: str, source: str, special: dict[str, str], for_tools: str | None) -> ChatTemplate:
     try:
-        return ChatTemplate(source, special)
+        return ChatTemplate(source, special, for_tools=for_tools)
     except TemplateError as error:
         raise _TemplateFaultError(f"{file}: it {one_line(error, _MOST_SAID)}") from None
 
