@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from headway_gateway.openai.thinking import BEGIN, ThinkingText, Thought, teaches_thinking
-from headway_gateway.openai.tool_calls import MISTRAL, ToolCall, ToolText, form_of
+from headway_gateway.openai.tool_calls import SPECIAL_FORMS, ToolCall, ToolText, form_of
 from headway_gateway.text.tokenization import PromptError, PromptUnavailableError, TextModel
 
 Piece: TypeAlias = str | Thought | ToolCall
@@ -56,7 +56,7 @@ class PieceMaker:
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether calls begin with a special token."""
-        return self.tool_form == MISTRAL
+        return self.tool_form in SPECIAL_FORMS
 
     async def make(self, count: int, *, divides_thoughts: bool, calls: bool, ends: Iterable[str]) -> list[Pieces]:
         """Return one for each of ``count`` outputs; none if their text stays whole. ``ends``: see ``ToolText``."""
