@@ -156,6 +156,7 @@ REFUSED = [
     ({"eos_token_id": [1, "2"]}, "eos_token_id"),
     ({"eos_token_id": 320}, "eos_token_id"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
+    ({"is_causal": False}, "is_causal"),
 ]
 
 

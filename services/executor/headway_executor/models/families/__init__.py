@@ -28,7 +28,7 @@ from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, 
 from headway_executor.models.families.olmo import read_olmo2
 from headway_executor.models.families.phi import read_phi3
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
-from headway_executor.models.families.reading import architecture_of
+from headway_executor.models.families.reading import architecture_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
 
@@ -86,6 +86,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
     fields = read_json_object(directory / CONFIG_FILE)
     _check_code(fields)
+    refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     read = FAMILIES.get(architecture_of(fields))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
