@@ -265,6 +265,20 @@ def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
     assert read(tmp_path, old) == read(tmp_path, new)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_theta_that_is_not_named_is_that_of_transformers(tmp_path, name):
+    make_model(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    parameters = values["rope_parameters"]
+    for section in (parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))):
+        section.pop("rope_theta", None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    inner = [section for section in theirs.values() if isinstance(section, dict)]
+    expected = {section["rope_theta"] for section in inner or [theirs]}
+    assert {rope.theta for rope in read_model_config(tmp_path).ropes} == expected
+
+
 @pytest.mark.parametrize(
     "changes",
     [
