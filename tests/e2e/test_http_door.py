@@ -297,6 +297,27 @@ async def test_thoughts_are_divided_from_the_answer(tmp_path: Path) -> None:
                 assert plain.choices[0].message.content == text
 
 
+async def test_channels_are_thoughts_calls_and_the_answer(tmp_path: Path) -> None:
+    text_model = copied_model(tmp_path / "model", "{{ tools }}{{ messages[0].content }}<|channel|>final<|message|>")
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    async with (
+        door(text_model) as (_, scheduler, url),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        request = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
+        scheduler.next_token, request["max_tokens"] = spelling(f"{thought}<|channel|>final<|message|>Yes.")
+        answer = (await client.chat.completions.create(**request)).choices[0].message
+        assert (answer.content, answer.reasoning_content) == ("Yes.", "Hm.")
+        text = f'{thought}<|channel|>commentary to=functions.look json<|message|>{{"at": "sun"}}'
+        scheduler.next_token, request["max_tokens"] = spelling(text)
+        called = (await client.chat.completions.create(**request, tools=[TOOL])).choices[0]
+        (call,) = called.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("look", '{"at":"sun"}')
+        assert (called.message.reasoning_content, called.finish_reason) == ("Hm.", "tool_calls")
+        plain = await client.chat.completions.create(**request, extra_body={"separate_reasoning": False})
+        assert plain.choices[0].message.content == text
+
+
 async def test_tools_need_a_form_that_is_known() -> None:
     async with door() as (_, _, url), aiohttp.ClientSession() as session:
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
