@@ -157,6 +157,7 @@ REFUSED = [
     ({"eos_token_id": 320}, "eos_token_id"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
     ({"is_causal": False}, "is_causal"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
 ]
 
 
@@ -183,6 +184,7 @@ OTHERS_REFUSED = [
     ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
     ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type"),
     ("Phi3", {"partial_rotary_factor": 0.2}, "rotating 3 of 16"),
+    ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ("Granite", {"logits_scaling": 0}, "logits_scaling"),
     ("Granite", {"residual_multiplier": "1"}, "residual_multiplier"),
     ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),

@@ -28,7 +28,7 @@ from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, 
 from headway_executor.models.families.olmo import read_olmo2
 from headway_executor.models.families.phi import read_phi3
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
-from headway_executor.models.families.reading import architecture_of, refuse_unless
+from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
 
@@ -92,7 +92,16 @@ def read_model_config(directory: Path) -> ModelConfig:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
         encoders = ", ".join(sorted(ENCODERS))
         raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX}; or {encoders}")
-    return _with_generation_config(read(fields), directory / GENERATION_CONFIG_FILE)
+    config = read(fields)
+    _check_kinds(fields, config)
+    return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
+
+
+def _check_kinds(fields: ConfigFields, config: ModelConfig) -> None:
+    """Not all families read ``layer_types``; none may be asked there for what it does not do."""
+    kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
+    if layer_types_of(fields, kinds) != kinds:
+        raise fields.refuse("layer_types", "as this family has its windows, or absent")
 
 
 def _check_code(fields: ConfigFields) -> None:
