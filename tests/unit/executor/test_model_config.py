@@ -134,6 +134,7 @@ def test_rotating_interleaved_pairs_keeps_every_dot_product():
 REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
     ({"architectures": None}, "architectures"),
+    ({"architectures": ["InternLM2ForCausalLM"], "auto_map": {"AutoModelForCausalLM": "a.B"}}, "architectures"),
     ({"num_attention_heads": 5}, "num_key_value_heads"),
     ({"num_attention_heads": 6, "num_key_value_heads": 3}, "num_attention_heads"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),

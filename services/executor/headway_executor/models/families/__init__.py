@@ -85,13 +85,13 @@ def read_model_config(directory: Path) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
     fields = read_json_object(directory / CONFIG_FILE)
-    _check_code(fields)
-    refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     read = FAMILIES.get(architecture_of(fields))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
         encoders = ", ".join(sorted(ENCODERS))
         raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX}; or {encoders}")
+    _check_code(fields)
+    refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     config = read(fields)
     _check_kinds(fields, config)
     return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
