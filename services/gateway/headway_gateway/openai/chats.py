@@ -364,6 +364,7 @@ class Chats:
             divides_thoughts=_divides_thoughts(body, request),
             calls=calls,
             ends=ends if self._keeps_special_tokens(body, request) else (),
+            variables=request.chat.variables,
         )
 
     def _keeps_special_tokens(self, body: ChatBody, request: api.GenerateRequest) -> bool:

@@ -11,6 +11,8 @@ from headway_gateway.text.tokenization import PromptError, PromptUnavailableErro
 
 Piece: TypeAlias = str | Thought | ToolCall
 
+_MOST_KEPT = 64
+
 
 class MarkedText:
     """Divides one output's text by marks."""
@@ -56,7 +58,7 @@ class PieceMaker:
         self._has_channels = speaks_harmony(text_model.tools_template_source)
         self._tool_form = form_of(text_model.tools_template_source)
         self._has_thoughts = self._has_channels or teaches_thinking(text_model.template_source)
-        self._begins_inside: bool | None = None
+        self._begins_inside: dict[str, bool] = {}
 
     @property
     def knows_calls(self) -> bool:
@@ -67,15 +69,20 @@ class PieceMaker:
         """Whether what is asked for begins with a special token; see ``make``."""
         return (self._has_channels and (divides_thoughts or calls)) or (calls and self._tool_form in SPECIAL_FORMS)
 
-    async def make(self, count: int, *, divides_thoughts: bool, calls: bool, ends: Iterable[str]) -> list[Pieces]:
-        """Return one for each of ``count`` outputs; none if their text stays whole. ``ends``: see ``ToolText``."""
+    async def make(
+        self, count: int, *, divides_thoughts: bool, calls: bool, ends: Iterable[str], variables: str
+    ) -> list[Pieces]:
+        """Return one for each of ``count`` outputs; none if their text stays whole.
+
+        ``ends``: see ``ToolText``; ``variables``: see ``Messages``.
+        """
         divides_thoughts = divides_thoughts and self._has_thoughts
         if not (divides_thoughts or calls):
             return []
         ends = tuple(ends)
         if self._has_channels:
             return [HarmonyText(divides_thoughts=divides_thoughts, calls=calls, ends=ends) for _ in range(count)]
-        begins_inside = divides_thoughts and await self._prompt_ends_inside_a_thought()
+        begins_inside = divides_thoughts and await self._prompt_ends_inside_a_thought(variables)
         return [
             MarkedText(
                 ThinkingText(has_begun=begins_inside) if divides_thoughts else None,
@@ -84,14 +91,16 @@ class PieceMaker:
             for _ in range(count)
         ]
 
-    async def _prompt_ends_inside_a_thought(self) -> bool:
-        """Some templates begin the thought themselves."""
-        if self._begins_inside is None:
+    async def _prompt_ends_inside_a_thought(self, variables: str) -> bool:
+        """Some templates begin the thought themselves, or do so if a variable says so."""
+        if variables not in self._begins_inside:
             try:
-                text = await asyncio.to_thread(self._text_model.render_chat, [("user", "0")])
+                text = await asyncio.to_thread(self._text_model.render_chat, [("user", "0")], variables=variables)
             except PromptUnavailableError:
                 return False  # it is asked again
             except PromptError:
                 text = ""
-            self._begins_inside = text.rstrip().endswith(BEGIN)
-        return self._begins_inside
+            if len(self._begins_inside) >= _MOST_KEPT:
+                self._begins_inside.clear()
+            self._begins_inside[variables] = text.rstrip().endswith(BEGIN)
+        return self._begins_inside[variables]

@@ -60,6 +60,7 @@ CHAT_NAMES = (
     *_COMMON_NAMES,
     ("chat.messages", "messages"),
     ("chat.tools", "tools"),
+    ("chat.variables", "chat_template_kwargs"),
     ("chat", "messages"),
 )
 RESPONSES_NAMES = (
@@ -148,6 +149,8 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
     add_messages(request.chat, body.messages)
     if offers_tools(body):
         request.chat.tools = msgspec.json.encode(body.tools).decode()
+    if body.chat_template_kwargs:
+        request.chat.variables = msgspec.json.encode(body.chat_template_kwargs).decode()
     return request
 
 

@@ -34,10 +34,13 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """A chat, as (role, content), or with a JSON object of further keys; and the tools, a JSON array."""
+    """A chat, as (role, content), or with a JSON object of further keys; the tools, a JSON array; and further variables, a
+    JSON object.
+    """
 
     messages: tuple[tuple[str, ...], ...]
     tools: str = ""
+    variables: str = ""
 
 
 class Rendering(msgspec.Struct, frozen=True):
@@ -108,10 +111,12 @@ class Renderer:
         """Return the text, up to the assistant's answer."""
         parts = []
         num_characters = 0
-        variables = self._special | {
+        variables = {
+            "documents": None,
+            **self._special,
+            **(json.loads(chat.variables) if chat.variables else {}),
             "messages": [_message(*message) for message in chat.messages],
             "tools": json.loads(chat.tools) if chat.tools else None,
-            "documents": None,
             "add_generation_prompt": True,
         }
         template = self._for_tools if chat.tools else self._template

@@ -42,14 +42,14 @@ class ChatTemplate:
         with self._lock, contextlib.suppress(TemplateUnavailableError):  # the first chat tries again
             self._start()
 
-    def render(self, messages: tuple[tuple[str, ...], ...], tools: str = "") -> str:
+    def render(self, messages: tuple[tuple[str, ...], ...], tools: str = "", variables: str = "") -> str:
         """Return the text of a chat; see ``Messages``.
 
         Raises:
             TemplateError: the template refuses these messages, or fails.
             TemplateUnavailableError: it took too long, or its process ended.
         """
-        question = _encoded(Messages(messages, tools))
+        question = _encoded(Messages(messages, tools, variables))
         with self._lock:
             if self._renderer.process is None:
                 self._start()

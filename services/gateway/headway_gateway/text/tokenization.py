@@ -109,18 +109,22 @@ class TextModel:
         """
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
+    ) -> list[int]:
         """Render and tokenise messages.
 
         Raises:
             PromptError: see ``render_chat``; or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
-        text = self.render_chat(messages, tools)
+        text = self.render_chat(messages, tools, variables)
         self.require_plausible_length(len(text), max_tokens)
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat_prefix(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+    def encode_chat_prefix(
+        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
+    ) -> list[int]:
         """Return the tokens common to all chats that begin with these messages and continue with a user's.
 
         Two continuations are compared, because only template and tokenizer know where the next message begins.
@@ -129,14 +133,14 @@ class TextModel:
             PromptError: as ``encode_chat``.
         """
         chats = [
-            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools)
+            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools, variables=variables)
             for content in _UNLIKE_CONTENTS
         ]
         shortest = min(map(len, chats))
         end = next((place for place in range(shortest) if chats[0][place] != chats[1][place]), shortest)
         return chats[0][:end]
 
-    def render_chat(self, messages: Sequence[Message], tools: str = "") -> str:
+    def render_chat(self, messages: Sequence[Message], tools: str = "", variables: str = "") -> str:
         """Return the text, up to the assistant's answer.
 
         Raises:
@@ -150,7 +154,7 @@ class TextModel:
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
-            return self._chat_template.render(tuple(messages), tools)
+            return self._chat_template.render(tuple(messages), tools, variables)
         except TemplateUnavailableError as error:
             raise PromptUnavailableError(f"the chat template {error}") from error
         except TemplateError as error:
