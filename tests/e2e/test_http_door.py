@@ -321,7 +321,10 @@ async def test_variables_reach_the_template(tmp_path: Path) -> None:
 
 
 async def test_channels_are_thoughts_calls_and_the_answer(tmp_path: Path) -> None:
-    text_model = copied_model(tmp_path / "model", "{{ tools }}{{ messages[0].content }}<|channel|>final<|message|>")
+    text_model = copied_model(
+        tmp_path / "model",
+        "{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}<|channel|>final<|message|>{{ tools }}",
+    )
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     async with (
         door(text_model) as (_, scheduler, url),
@@ -339,6 +342,12 @@ async def test_channels_are_thoughts_calls_and_the_answer(tmp_path: Path) -> Non
         assert (called.message.reasoning_content, called.finish_reason) == ("Hm.", "tool_calls")
         plain = await client.chat.completions.create(**request, extra_body={"separate_reasoning": False})
         assert plain.choices[0].message.content == text
+        answered = {"role": "tool", "content": "round", "tool_call_id": call.id}
+        await client.chat.completions.create(
+            **{**request, "messages": [*request["messages"], called.message, answered]}
+        )
+        prompt = text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist())
+        assert prompt.startswith("xHm.round<")
 
 
 async def test_tools_need_a_form_that_is_known() -> None:

@@ -230,6 +230,8 @@ def _more(message: MessageBody, place: int) -> dict[str, Any]:
         if value is not None:
             more[key] = value
     if message.tool_calls:
+        if message.reasoning_content and not message.content:
+            more["thinking"] = message.reasoning_content  # gpt-oss's name; its template refuses it beside content
         more["tool_calls"] = [
             {
                 "id": call.id,
