@@ -6,6 +6,7 @@ parts of content, and odd text. ``differences(source)`` lists where the two diff
 published models come with.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -123,8 +124,10 @@ def differences(source: str) -> Iterator[str]:
 def rendered(source: str, messages: list[Message], given: dict[str, Any]) -> str:
     """As the gateway renders what a caller can send it; what it cannot, in the same environment."""
     plain = [(message.get("role"), message.get("content")) for message in messages if message.keys() == _PLAIN]
-    if given == _USUAL and len(plain) == len(messages) and all(isinstance(content, str) for _, content in plain):
-        return Renderer(TemplateSource(source, SPECIAL)).render(Messages(tuple(plain)))
+    settings = {name: value for name, value in given.items() if name not in _USUAL}
+    is_sent = given.get("add_generation_prompt") and "tools" not in given
+    if is_sent and len(plain) == len(messages) and all(isinstance(content, str) for _, content in plain):
+        return Renderer(TemplateSource(source, SPECIAL)).render(Messages(tuple(plain), "", json.dumps(settings)))
     variables = {"tools": None, "documents": None} | given
     return environment().from_string(source).render(messages=messages, **variables)
 

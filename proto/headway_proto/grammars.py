@@ -16,6 +16,7 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
@@ -124,7 +125,8 @@ class GrammarCompiler:
             raise TokenizerUnusableError("the model has no token that ends an output")
         self.vocab_size = vocab_size
         try:
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            known = _without_tokens_beyond(tokenizer, vocab_size)
+            self._tokenizer = LLTokenizer(known, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except Exception as error:  # A defective tokenizer makes the library raise many types.
             raise TokenizerUnusableError(_reason(str(error))) from error
         self._limits = LLParserLimits(
@@ -156,6 +158,24 @@ class GrammarCompiler:
     def new_mask(self) -> Mask:
         """Return an empty mask."""
         return np.zeros(num_mask_words(self.vocab_size), dtype=np.int32)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _without_tokens_beyond(tokenizer: str, vocab_size: int) -> str:
+    """Drop added tokens that have no logit: the library refuses them, and no output has them."""
+    added = msgspec.json.decode(tokenizer, type=_AddedTokens).added_tokens
+    if all(token.id < vocab_size for token in added):
+        return tokenizer
+    fields = msgspec.json.decode(tokenizer)
+    fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < vocab_size]
+    return msgspec.json.encode(fields).decode()
 
 
 def _grammar_of(constraint: Constraint) -> str:

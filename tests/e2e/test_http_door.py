@@ -297,6 +297,59 @@ async def test_thoughts_are_divided_from_the_answer(tmp_path: Path) -> None:
                 assert plain.choices[0].message.content == text
 
 
+async def test_variables_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{{ level }}{% if thinking %}<think>{% else %}<think></think>{% endif %}"
+    text_model = copied_model(tmp_path / "model", template)
+    async with (
+        door(text_model) as (_, scheduler, url),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        scheduler.next_token, num_tokens = spelling("Hm.</think>Yes.")
+        request = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": num_tokens}
+        for variables, prompt, thought in (
+            ({"thinking": True, "level": 1.5}, "x1.5<think>", "Hm."),
+            ({"thinking": False}, "x<think></think>", None),
+            ({}, "x<think></think>", None),
+        ):
+            body = {"chat_template_kwargs": variables}
+            answer = (await client.chat.completions.create(**request, extra_body=body)).choices[0].message
+            assert text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist()) == prompt
+            assert getattr(answer, "reasoning_content", None) == thought
+        with pytest.raises(openai.BadRequestError, match="'messages' is not allowed; allowed: names beside") as refusal:
+            await client.chat.completions.create(**request, extra_body={"chat_template_kwargs": {"messages": []}})
+        assert refusal.value.param == "chat_template_kwargs"
+
+
+async def test_channels_are_thoughts_calls_and_the_answer(tmp_path: Path) -> None:
+    text_model = copied_model(
+        tmp_path / "model",
+        "{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}<|channel|>final<|message|>{{ tools }}",
+    )
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    async with (
+        door(text_model) as (_, scheduler, url),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        request = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
+        scheduler.next_token, request["max_tokens"] = spelling(f"{thought}<|channel|>final<|message|>Yes.")
+        answer = (await client.chat.completions.create(**request)).choices[0].message
+        assert (answer.content, answer.reasoning_content) == ("Yes.", "Hm.")
+        text = f'{thought}<|channel|>commentary to=functions.look json<|message|>{{"at": "sun"}}'
+        scheduler.next_token, request["max_tokens"] = spelling(text)
+        called = (await client.chat.completions.create(**request, tools=[TOOL])).choices[0]
+        (call,) = called.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("look", '{"at":"sun"}')
+        assert (called.message.reasoning_content, called.finish_reason) == ("Hm.", "tool_calls")
+        plain = await client.chat.completions.create(**request, extra_body={"separate_reasoning": False})
+        assert plain.choices[0].message.content == text
+        answered = {"role": "tool", "content": "round", "tool_call_id": call.id}
+        await client.chat.completions.create(
+            **{**request, "messages": [*request["messages"], called.message, answered]}
+        )
+        prompt = text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist())
+        assert prompt.startswith("xHm.round<")
+
+
 async def test_tools_need_a_form_that_is_known() -> None:
     async with door() as (_, _, url), aiohttp.ClientSession() as session:
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}

@@ -124,6 +124,7 @@ def change(directory: Path, **fields: object) -> None:
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; allowed: 'gelu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not supported"),
         ({"is_decoder": True}, "is_decoder True is not supported; allowed: False"),
+        ({"is_causal": True}, "is_causal True is not supported; allowed: False"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .* is not supported; allowed: absent"),
         ({"num_attention_heads": 5}, "num_attention_heads 5 is not supported; allowed: a divisor of hidden_size 32"),
         (

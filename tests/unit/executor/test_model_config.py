@@ -134,6 +134,7 @@ def test_rotating_interleaved_pairs_keeps_every_dot_product():
 REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
     ({"architectures": None}, "architectures"),
+    ({"architectures": ["InternLM2ForCausalLM"], "auto_map": {"AutoModelForCausalLM": "a.B"}}, "architectures"),
     ({"num_attention_heads": 5}, "num_key_value_heads"),
     ({"num_attention_heads": 6, "num_key_value_heads": 3}, "num_attention_heads"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),
@@ -156,6 +157,8 @@ REFUSED = [
     ({"eos_token_id": [1, "2"]}, "eos_token_id"),
     ({"eos_token_id": 320}, "eos_token_id"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
+    ({"is_causal": False}, "is_causal"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
 ]
 
 
@@ -182,6 +185,7 @@ OTHERS_REFUSED = [
     ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
     ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type"),
     ("Phi3", {"partial_rotary_factor": 0.2}, "rotating 3 of 16"),
+    ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ("Granite", {"logits_scaling": 0}, "logits_scaling"),
     ("Granite", {"residual_multiplier": "1"}, "residual_multiplier"),
     ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
@@ -231,12 +235,18 @@ def test_longrope_is_served_up_to_the_context_before_its_scaling(tmp_path):
     assert read(tmp_path, values | {"rope_scaling": LONG | {"type": "su"}}).context == 1024
 
 
-def test_code_that_is_older_than_transformers_own_is_not_asked_for(tmp_path):
-    values = LLAMA | {"architectures": ["Phi3ForCausalLM"]}
-    known = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
-    assert read(tmp_path, values | {"auto_map": known}) == read(tmp_path, values)
-    with pytest.raises(ModelFilesError, match="auto_map"):
-        read(tmp_path, values | {"auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}})
+@pytest.mark.parametrize("code", ["phi3.Phi3", "deepseek.DeepseekV2", "deepseek.DeepseekV3"])
+def test_code_that_is_older_than_transformers_own_is_not_asked_for(tmp_path, code):
+    module, _, name = code.partition(".")
+    values = LLAMA | {"architectures": [f"{name}ForCausalLM"]} | (LATENT if name != "Phi3" else {}) | {"n_group": 1}
+    values |= {"topk_group": 1}
+    known = {"AutoConfig": f"configuration_{module}.{name}Config"}
+    for repository in ("", "org/name--"):
+        auto_map = known | {"AutoModelForCausalLM": f"{repository}modeling_{module}.{name}ForCausalLM"}
+        assert read(tmp_path, values | {"auto_map": auto_map}) == read(tmp_path, values)
+    for other in (f"other.{name}ForCausalLM", None, [f"modeling_{module}.{name}ForCausalLM"]):
+        with pytest.raises(ModelFilesError, match="auto_map"):
+            read(tmp_path, values | {"auto_map": known | {"AutoModelForCausalLM": other}})
 
 
 def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
@@ -256,6 +266,20 @@ def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
         },
     }
     assert read(tmp_path, old) == read(tmp_path, new)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_theta_that_is_not_named_is_that_of_transformers(tmp_path, name):
+    make_model(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    parameters = values["rope_parameters"]
+    for section in (parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))):
+        section.pop("rope_theta", None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    inner = [section for section in theirs.values() if isinstance(section, dict)]
+    expected = {section["rope_theta"] for section in inner or [theirs]}
+    assert {rope.theta for rope in read_model_config(tmp_path).ropes} == expected
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ _REFUSED = {
         ({"weight_block_size": [5, 5]}, "weight_block_size"),
         ({"activation_scheme": "odd"}, "activation_scheme 'odd'"),
         ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; allowed: e4m3"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2' is not supported; allowed: float or ue8m0"),
     ],
     "w4a16": [
         ({"format": "marlin-24"}, "format 'marlin-24' is not supported; allowed: pack-quantized"),
@@ -306,6 +306,21 @@ def test_weights_of_other_kinds_are_refused_by_name(tmp_path, changes, said):
     change_config(tmp_path / "model", quantization_config=described)
     with pytest.raises(ModelFilesError, match=said):
         Checkpoint(tmp_path / "model")
+
+
+def test_scales_that_are_powers_of_two_may_be_floats_and_nothing_else(tmp_path):
+    written(tmp_path / "model", "fp8-blocks")
+    described = KINDS["fp8-blocks"][0] | {"scale_fmt": "ue8m0"}
+    change_config(tmp_path / "model", quantization_config=described)
+    config = read_model_config(tmp_path / "model")
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(config, checkpoint)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("weight_scale_inv")}
+    tensors |= {name: tensor.to(torch.float8_e8m0fnu) for name, tensor in scales.items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with Checkpoint(tmp_path / "model") as checkpoint, pytest.raises(ModelFilesError, match="has dtype F8_E8M0"):
+        check_tensors(config, checkpoint)
 
 
 def test_quantised_weights_are_not_quantised_again(tmp_path):

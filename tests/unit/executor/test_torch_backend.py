@@ -116,7 +116,7 @@ def test_what_the_kernels_lack_runs_on_torch_operators_after_a_line_in_the_log(t
         open_backend(tmp_path, quantization="int8")
 
 
-@pytest.mark.parametrize("kind", ["other", "same", "alone"])
+@pytest.mark.parametrize("kind", ["other", "same", "alone", "bare"])
 def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind):
     make_checkpoint(tmp_path, "qwen3-bias")
     change_head(tmp_path, kind)
@@ -133,6 +133,16 @@ def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind
             text.startswith("tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight;")
             for text in warnings
         )
+
+
+def test_a_norm_that_is_missing_is_named_as_the_others_are_stored(tmp_path):
+    make_checkpoint(tmp_path, "qwen3-bias")
+    change_head(tmp_path, "bare")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFilesError, match=r"tensor norm\.weight is missing"):
+        open_backend(tmp_path)
 
 
 def test_a_tied_head_that_differs_is_the_one_that_is_quantised(tmp_path):

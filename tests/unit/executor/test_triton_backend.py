@@ -630,7 +630,7 @@ def test_opening_tells_how_far_it_is(llama):
     ]
 
 
-@pytest.mark.parametrize("kind", ["other", "alone"])
+@pytest.mark.parametrize("kind", ["other", "alone", "bare"])
 def test_a_tied_head_that_is_stored_is_what_it_is_to_transformers(tmp_path, kind):
     make_checkpoint(tmp_path, "llama-tied")
     change_head(tmp_path, kind)

@@ -104,6 +104,9 @@ def test_a_checkpoints_files_mean_what_they_mean_to_transformers(tmp_path: Path,
     expected = outcome(theirs.apply_chat_template, chat, add_generation_prompt=True, tokenize=False)
     if expected.startswith("text "):
         assert outcome(ours.render_chat, CHAT) == expected
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        with_tools = theirs.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert ours.render_chat(CHAT, json.dumps(tools)) == with_tools
     else:
         assert not ours.has_chat_template
         assert bool(ours.template_fault) == ("no default specified" in expected)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
 import headway
 from fake_scheduler import MODEL
@@ -51,6 +52,19 @@ def test_odd_texts_come_back(text):
     assert detokenizer.push(ids) + detokenizer.finish() == model.decode(ids)
     if "<|" not in text:
         assert model.decode(ids) == text
+
+
+def test_added_tokens_may_be_more_than_the_model_knows(directory):
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    width = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": width}))
+    model = load_text_model(directory)
+    assert (model.vocab_size, model.encode("a<image>")[-1]) == (width, width)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": width - 1}))
+    with pytest.raises(TokenizerFilesError, match=f"{width} token ids; allowed: at most {width - 1}, the logits"):
+        load_text_model(directory)
 
 
 def test_a_lone_surrogate_is_refused():

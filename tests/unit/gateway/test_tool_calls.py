@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from headway_gateway.openai.tool_calls import HERMES, LLAMA, MISTRAL, ToolCall, ToolText, form_of
+from headway_gateway.openai.tool_calls import (
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    SPECIAL_FORMS,
+    ToolCall,
+    ToolText,
+    form_of,
+)
 
 CALL = '{"name": "look", "arguments": {"at": "a < b"}}'
 LOOK = ToolCall("look", '{"at":"a < b"}')
@@ -25,6 +34,15 @@ CASES = {
     "mistral": (MISTRAL, f"Yes.[TOOL_CALLS][{CALL}]</s>", ["Yes.", LOOK]),
     "mistral text": (MISTRAL, "Yes [TOOL] </s>", ["Yes [TOOL] "]),
     "mistral no json": (MISTRAL, "[TOOL_CALLS]x", ["[TOOL_CALLS]x"]),
+    "mistral by name": (MISTRAL, 'Yes.[TOOL_CALLS]look[ARGS]{"at": "a < b"}</s>', ["Yes.", LOOK]),
+    "mistral by name, twice": (
+        MISTRAL,
+        '[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{"at": "a < b"}[TOOL_CALLS]go[CALL_ID]bcdefghij[ARGS]{}</s>',
+        [LOOK, GO],
+    ),
+    "mistral by name, cut": (MISTRAL, '[TOOL_CALLS]look[ARGS]{"at":', ['[TOOL_CALLS]look[ARGS]{"at":']),
+    "granite": (GRANITE, f"<|tool_call|>[{CALL}]</s>", [LOOK]),
+    "granite, cut": (GRANITE, f"<|tool_call|>[{CALL}", [f"<|tool_call|>[{CALL}"]),
     "llama": (LLAMA, ' {"name": "look", "parameters": {"at": "a < b"}}', [LOOK]),
     "llama twice": (LLAMA, '{"name": "go"}; {"name": "look", "parameters": {"at": "a < b"}}', [GO, LOOK]),
     "llama json": (LLAMA, '{"a": 1}', ['{"a": 1}']),
@@ -37,7 +55,7 @@ def test_calls_come_out_whole_whatever_the_pieces(name: str) -> None:
     form, text, expected = CASES[name]
     for seed in range(30):
         rng = random.Random(seed)
-        parser = ToolText(form, ("</s>",) if form == MISTRAL else ())
+        parser = ToolText(form, ("</s>",) if form in SPECIAL_FORMS else ())
         pieces, place = [], 0
         while place < len(text):
             size = rng.randint(1, 12) if seed else len(text)
@@ -67,7 +85,10 @@ def test_text_that_cannot_be_a_call_does_not_wait() -> None:
         ("{{ messages }}", ""),
         ("<tool_call>{{ tools }}", HERMES),
         ("<tool_call><function=x>", ""),
+        ("<tool_call><arg_key>", ""),
         ("{% if tools %}[TOOL_CALLS]", MISTRAL),
+        ("{% if tools %}<|tool_call|>", GRANITE),
+        ("""{% if tools %}{"tool_name": "x", "parameters": {}}""", ""),
         ("""{% if tools %}{"name": function name, "parameters": dictionary}""", LLAMA),
     ],
 )

@@ -15,6 +15,11 @@ from unit.launcher.test_gguf import Kind, write_file
 
 REPOSITORY = "org/tiny"
 WEIGHTS = "model.safetensors"
+STRANGERS = (
+    *("modeling_tiny.py", "pytorch_model.bin", "consolidated.safetensors"),
+    *("original/params.json", "onnx/config.json"),
+)
+IN_FOLDERS = ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja")
 PROGRAM = """
 import sys
 from headway.planning.model_source import ModelSources, ModelSourceError
@@ -31,9 +36,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("published")
     for file in DEMO_MODEL_DIRECTORY.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
-    for stranger in ("modeling_tiny.py", "pytorch_model.bin", "consolidated.safetensors", "original/params.json"):
-        (directory / stranger).parent.mkdir(exist_ok=True)
-        (directory / stranger).write_text("{}")
+    for more in (*STRANGERS, *IN_FOLDERS):
+        (directory / more).parent.mkdir(exist_ok=True)
+        (directory / more).write_text("{}")
     # The library keeps what has come in pieces of 10 MB.
     (directory / WEIGHTS).write_bytes(random.Random(0).randbytes(24_000_000))
     return directory
@@ -62,9 +67,11 @@ def test_a_hubs_model_is_fetched_once_and_then_served_without_it(published: Path
         assert hub.fetched(WEIGHTS) == ranges
     assert len(ranges) == 2, "the first answer is cut"
     assert ranges[1].startswith("bytes="), "what has come is not fetched again"
-    assert sorted(path.name for path in Path(directory).iterdir()) == sorted(
+    fetched = {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()}
+    served = {
         path.name for path in DEMO_MODEL_DIRECTORY.iterdir() if path.suffix in {".json", ".safetensors", ".jinja"}
-    )
+    }
+    assert fetched == served | set(IN_FOLDERS)
     assert (Path(directory) / WEIGHTS).read_bytes() == (published / WEIGHTS).read_bytes()
     assert "looking for org/tiny" in told
     assert "checking the sums of 1 files" in told

@@ -207,6 +207,14 @@ def test_a_tokenizer_without_use_is_told() -> None:
         GrammarCompiler("{}", vocab_size=VOCAB_SIZE, eos_token_ids=ENDS)
 
 
+def test_an_added_token_that_the_model_lacks_takes_nothing_away() -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    width = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<image>"])
+    compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=width, eos_token_ids=ENDS)
+    assert passes(compiler, Constraint("regex", "a+b"), "aab")
+
+
 def test_what_both_front_ends_check_of_a_constraint() -> None:
     def found(constraint: Constraint, **more: int) -> list[tuple[str, str]]:
         return violations(SamplingParams(constraint=constraint, **more), VOCAB_SIZE)

@@ -87,7 +87,7 @@ class TritonBackend:
                 )
             )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
-            adapters = _adapters(config, model_config, device)
+            adapters = _adapters(config, settings.model_config, device)
             draft_files = None
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)

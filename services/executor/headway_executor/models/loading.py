@@ -21,6 +21,8 @@ from headway_executor.models.part import ModelPart, whole
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
+_DECODER = "model."
+
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """Names and shapes; only the ``stored`` ones of a tied embedding and head."""
@@ -39,6 +41,17 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     """Old checkpoints store masks and rope frequencies, which nothing reads."""
     names = config.names
     return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
+
+
+def _named_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
+    """Models for vectors are stored without a head, and their tensors without the name of the decoder in front."""
+    names = config.names
+    bare = names.embedding.removeprefix(_DECODER)
+    if names.embedding in stored or bare not in stored:
+        return config
+    final_norm, layer = names.final_norm.removeprefix(_DECODER), names.layer.removeprefix(_DECODER)
+    names = msgspec.structs.replace(names, embedding=bare, final_norm=final_norm, layer=layer)
+    return msgspec.structs.replace(config, names=names)
 
 
 def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:
@@ -113,7 +126,8 @@ class TensorSource(Protocol):
 
 
 def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
-    """Untie embedding and head if the stored tensors differ, as transformers does."""
+    """Name tensors as they are stored; untie embedding and head if the stored ones differ, as transformers does."""
+    config = _named_as_stored(config, source)
     name, head_name = config.names.embedding, _head_name(config.names, source)
     if not (config.tie_word_embeddings and name in source and head_name in source):
         return config
@@ -140,6 +154,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
             f"quantization {quantization!r} is not allowed with this model, whose weights are quantised "
             f"({checkpoint.format}); allowed: none"
         )
+    config = _named_as_stored(config, checkpoint)
     layers = range(config.num_layers, config.num_layers + config.names.ignored_layers)
     beyond = tuple(config.names.layer.format(index) for index in layers)
     unread = {name for name in checkpoint.headers if name.startswith(beyond)}

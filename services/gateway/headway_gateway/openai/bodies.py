@@ -176,6 +176,7 @@ class ChatBody(ChoicesBody, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None

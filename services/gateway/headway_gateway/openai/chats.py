@@ -354,22 +354,23 @@ class Chats:
         self, body: ChatBody, request: api.GenerateRequest, num_choices: int, model: ModelInfo
     ) -> list[Pieces]:
         calls = offers_tools(body)
-        if calls and not self._piece_maker.tool_form:
+        if calls and not self._piece_maker.knows_calls:
             raise invalid_argument(
                 "tools", "this model's chat template has no form of calls that is known; allowed: unset"
             )
         ends = [self._token_text(token_id) for token_id in model.eos_token_ids]
         return await self._piece_maker.make(
             num_choices,
-            # A constraint leaves no room for thoughts.
-            divides_thoughts=body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None,
+            divides_thoughts=_divides_thoughts(body, request),
             calls=calls,
-            ends=ends if self._keeps_special_tokens(body) else (),
+            ends=ends if self._keeps_special_tokens(body, request) else (),
+            variables=request.chat.variables,
         )
 
-    def _keeps_special_tokens(self, body: ChatBody) -> bool:
-        needs_them = self._piece_maker.keeps_special_tokens and offers_tools(body)
-        return needs_them or body.skip_special_tokens is False
+    def _keeps_special_tokens(self, body: ChatBody, request: api.GenerateRequest) -> bool:
+        return body.skip_special_tokens is False or self._piece_maker.needs_special_tokens(
+            divides_thoughts=_divides_thoughts(body, request), calls=offers_tools(body)
+        )
 
     async def _run(self, call: HttpCall, body: ChatBody, request: api.GenerateRequest, reader: ChatReader) -> None:
         await run(
@@ -377,5 +378,10 @@ class Chats:
             call,
             [(request, reader.write)],
             names=CHAT_NAMES,
-            keeps_special_tokens=self._keeps_special_tokens(body),
+            keeps_special_tokens=self._keeps_special_tokens(body, request),
         )
+
+
+def _divides_thoughts(body: ChatBody, request: api.GenerateRequest) -> bool:
+    # A constraint leaves no room for thoughts.
+    return body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from headway_gateway.openai.harmony import HarmonyText, speaks_harmony
 from headway_gateway.openai.thinking import BEGIN, ThinkingText, Thought, teaches_thinking
-from headway_gateway.openai.tool_calls import MISTRAL, ToolCall, ToolText, form_of
+from headway_gateway.openai.tool_calls import SPECIAL_FORMS, ToolCall, ToolText, form_of
 from headway_gateway.text.tokenization import PromptError, PromptUnavailableError, TextModel
 
 Piece: TypeAlias = str | Thought | ToolCall
 
+_MOST_KEPT = 64
 
-class Pieces:
-    """Divides one output's text."""
+
+class MarkedText:
+    """Divides one output's text by marks."""
 
     def __init__(self, thinking: ThinkingText | None, tools: ToolText | None) -> None:
         """None leaves that in the text."""
@@ -43,44 +46,61 @@ class Pieces:
         return pieces
 
 
+Pieces: TypeAlias = MarkedText | HarmonyText
+"""Divides one output's text."""
+
+
 class PieceMaker:
     """What the chat template says of tools and thoughts."""
 
     def __init__(self, text_model: TextModel) -> None:
         self._text_model = text_model
-        self.tool_form = form_of(text_model.template_source)
-        """Empty: no form that is known."""
-        self._has_thoughts = teaches_thinking(text_model.template_source)
-        self._begins_inside: bool | None = None
+        self._has_channels = speaks_harmony(text_model.tools_template_source)
+        self._tool_form = form_of(text_model.tools_template_source)
+        self._has_thoughts = self._has_channels or teaches_thinking(text_model.template_source)
+        self._begins_inside: dict[str, bool] = {}
 
     @property
-    def keeps_special_tokens(self) -> bool:
-        """Whether calls begin with a special token."""
-        return self.tool_form == MISTRAL
+    def knows_calls(self) -> bool:
+        """Whether the template has a form of calls that is known."""
+        return self._has_channels or bool(self._tool_form)
 
-    async def make(self, count: int, *, divides_thoughts: bool, calls: bool, ends: Iterable[str]) -> list[Pieces]:
-        """Return one for each of ``count`` outputs; none if their text stays whole. ``ends``: see ``ToolText``."""
+    def needs_special_tokens(self, *, divides_thoughts: bool, calls: bool) -> bool:
+        """Whether what is asked for begins with a special token; see ``make``."""
+        return (self._has_channels and (divides_thoughts or calls)) or (calls and self._tool_form in SPECIAL_FORMS)
+
+    async def make(
+        self, count: int, *, divides_thoughts: bool, calls: bool, ends: Iterable[str], variables: str
+    ) -> list[Pieces]:
+        """Return one for each of ``count`` outputs; none if their text stays whole.
+
+        ``ends``: see ``ToolText``; ``variables``: see ``Messages``.
+        """
         divides_thoughts = divides_thoughts and self._has_thoughts
         if not (divides_thoughts or calls):
             return []
-        begins_inside = divides_thoughts and await self._prompt_ends_inside_a_thought()
         ends = tuple(ends)
+        if self._has_channels:
+            return [HarmonyText(divides_thoughts=divides_thoughts, calls=calls, ends=ends) for _ in range(count)]
+        begins_inside = divides_thoughts and await self._prompt_ends_inside_a_thought(variables)
         return [
-            Pieces(
+            MarkedText(
                 ThinkingText(has_begun=begins_inside) if divides_thoughts else None,
-                ToolText(self.tool_form, ends) if calls else None,
+                ToolText(self._tool_form, ends) if calls else None,
             )
             for _ in range(count)
         ]
 
-    async def _prompt_ends_inside_a_thought(self) -> bool:
-        """Some templates begin the thought themselves."""
-        if self._begins_inside is None:
+    async def _prompt_ends_inside_a_thought(self, variables: str) -> bool:
+        """Some templates begin the thought themselves, or do so if a variable says so."""
+        if variables not in self._begins_inside:
             try:
-                text = await asyncio.to_thread(self._text_model.render_chat, [("user", "0")])
+                text = await asyncio.to_thread(self._text_model.render_chat, [("user", "0")], variables=variables)
             except PromptUnavailableError:
                 return False  # it is asked again
             except PromptError:
                 text = ""
-            self._begins_inside = text.rstrip().endswith(BEGIN)
-        return self._begins_inside
+            if len(self._begins_inside) >= _MOST_KEPT:
+                self._begins_inside.clear()
+            self._begins_inside[variables] = text.rstrip().endswith(BEGIN)
+        return self._begins_inside[variables]

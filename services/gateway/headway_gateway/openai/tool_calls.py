@@ -3,7 +3,9 @@
 Owns: which form a template has, and where calls begin and end in a growing text. Must not know: requests, events.
 
 - Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, between text, any number.
-- Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, at the end. The mark is a special token.
+- Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, at the end; in newer models each call has a mark, as
+  ``[TOOL_CALLS]NAME[ARGS]{...}``, with ``[CALL_ID]ID`` between in some. The marks are special tokens.
+- Granite: ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``, at the end. The mark is a special token.
 - Llama 3: ``{"name": ..., "parameters": {...}}`` as the whole output.
 
 What looks like a call and is none stays text.
@@ -14,10 +16,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-HERMES, MISTRAL, LLAMA = "hermes", "mistral", "llama"
-_HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
-_MISTRAL_BEGIN = "[TOOL_CALLS]"
-_NO_JSON = "<function="
+HERMES, MISTRAL, GRANITE, LLAMA = "hermes", "mistral", "granite", "llama"
+SPECIAL_FORMS = (MISTRAL, GRANITE)
+"""Those whose mark is a special token. What is behind it are calls, up to the end."""
+
+_BEGIN = {HERMES: "<tool_call>", MISTRAL: "[TOOL_CALLS]", GRANITE: "<|tool_call|>"}
+_HERMES_END = "</tool_call>"
+_ARGUMENTS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+_LLAMA_CALL = '{"name": function name, "parameters": '
+_NO_JSON = ("<function=", "<arg_key>")
 """Some templates have calls in a markup of their own between the same marks."""
 
 
@@ -36,11 +43,10 @@ class _Call(msgspec.Struct):
 
 def form_of(template: str) -> str:
     """Return the form that a chat template teaches; empty if none is known."""
-    if _HERMES_BEGIN in template:
-        return "" if _NO_JSON in template else HERMES
-    if _MISTRAL_BEGIN in template:
-        return MISTRAL
-    return LLAMA if '"parameters": ' in template and "tools" in template else ""
+    form = next((form for form, mark in _BEGIN.items() if mark in template), "")
+    if form == HERMES and any(mark in template for mark in _NO_JSON):
+        return ""
+    return form or (LLAMA if _LLAMA_CALL in template and "tools" in template else "")
 
 
 class ToolText:
@@ -48,7 +54,7 @@ class ToolText:
 
     def __init__(self, form: str, special_texts: Iterable[str] = ()) -> None:
         """``special_texts`` are those of end tokens, which are part of the text where special tokens are kept."""
-        self._begin = {HERMES: _HERMES_BEGIN, MISTRAL: _MISTRAL_BEGIN}.get(form, "")
+        self._begin = _BEGIN.get(form, "")
         self._form = form
         self._special_texts = tuple(text for text in special_texts if text)
         self._held = ""
@@ -66,8 +72,8 @@ class ToolText:
         if self._form != HERMES:
             for special in self._special_texts:
                 held = held.removesuffix(special)
-        if self._form == LLAMA or (self._form == MISTRAL and self._is_in_call):
-            calls = _calls(held.removeprefix(_MISTRAL_BEGIN))
+        if self._form == LLAMA or (self._form in SPECIAL_FORMS and self._is_in_call):
+            calls = _calls(held.removeprefix(self._begin)) or _calls_by_name(held)
             if calls:
                 self.num_calls += len(calls)
                 return [*calls]
@@ -85,7 +91,7 @@ class ToolText:
                 before, _, behind = self._held.partition(self._begin)
                 self._held, self._is_in_call = self._begin + behind, True
                 yield from self._text(before.rstrip())
-            if self._form == MISTRAL or _HERMES_END not in self._held:
+            if self._form in SPECIAL_FORMS or _HERMES_END not in self._held:
                 return
             inside, mark, self._held = self._held.partition(_HERMES_END)
             self._is_in_call = False
@@ -126,6 +132,22 @@ def _calls(text: str) -> list[ToolCall]:
         return []
     calls = [_calls(part) if ";" not in part else [] for part in parts]
     return [one for some in calls for one in some] if all(calls) else []
+
+
+def _calls_by_name(text: str) -> list[ToolCall]:
+    """Return Mistral's newer calls; none if one cannot be read."""
+    calls = []
+    for part in text.split(_BEGIN[MISTRAL])[1:]:
+        named, _, arguments = part.partition(_ARGUMENTS)
+        name = named.partition(_CALL_ID)[0].strip()
+        try:
+            read = msgspec.json.decode(arguments, type=dict[str, Any])
+        except (ValueError, RecursionError):
+            return []
+        if not name:
+            return []
+        calls.append(_call(_Call(name, read)))
+    return calls
 
 
 def _call(found: _Call) -> ToolCall:

@@ -60,6 +60,7 @@ CHAT_NAMES = (
     *_COMMON_NAMES,
     ("chat.messages", "messages"),
     ("chat.tools", "tools"),
+    ("chat.variables", "chat_template_kwargs"),
     ("chat", "messages"),
 )
 RESPONSES_NAMES = (
@@ -148,6 +149,8 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
     add_messages(request.chat, body.messages)
     if offers_tools(body):
         request.chat.tools = msgspec.json.encode(body.tools).decode()
+    if body.chat_template_kwargs:
+        request.chat.variables = msgspec.json.encode(body.chat_template_kwargs).decode()
     return request
 
 
@@ -227,6 +230,8 @@ def _more(message: MessageBody, place: int) -> dict[str, Any]:
         if value is not None:
             more[key] = value
     if message.tool_calls:
+        if message.reasoning_content and not message.content:
+            more["thinking"] = message.reasoning_content  # gpt-oss's name; its template refuses it beside content
         more["tool_calls"] = [
             {
                 "id": call.id,

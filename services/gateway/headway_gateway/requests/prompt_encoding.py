@@ -34,11 +34,11 @@ class PromptEncoder:
             if kind == "text":
                 self._text_model.require_plausible_length(len(prompt.text), most)
                 return await self._lanes.encode(prompt.text)
-            tools: str = prompt.chat.tools
+            tools, variables = prompt.chat.tools, prompt.chat.variables
             messages = [(one.role, one.content, one.more) for one in prompt.chat.messages]
-            self._text_model.require_plausible_length(size_of_chat(messages, tools), most)
+            self._text_model.require_plausible_length(size_of_chat(messages, tools, variables), most)
             encode = self._lanes.encode_chat_prefix if is_prefix else self._lanes.encode_chat
-            return await encode(messages, max_tokens=most, tools=tools)
+            return await encode(messages, max_tokens=most, tools=tools, variables=variables)
         except PromptError as error:
             raise invalid_argument(kind, str(error)) from error
         except PromptUnavailableError as error:

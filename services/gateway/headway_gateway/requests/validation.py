@@ -29,6 +29,7 @@ MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 1024
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 SEED_SPACE = 1 << 64
 _PRIORITIES = frozenset(api.Priority.values())
 
@@ -318,6 +319,17 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
             yield f"chat.messages[{place}].more", f"{shown(message.more)} is not allowed; allowed: a JSON object"
     if chat.tools and not _is_json(chat.tools, list):
         yield "chat.tools", f"{shown(chat.tools)} is not allowed; allowed: a JSON array"
+    if chat.variables:
+        yield from _variable_violations(chat.variables)
+
+
+def _variable_violations(variables: str) -> Iterable[tuple[str, str]]:
+    if not _is_json(variables, dict):
+        yield "chat.variables", f"{shown(variables)} is not allowed; allowed: a JSON object"
+        return
+    for name in msgspec.json.decode(variables):
+        if name in _OWN_VARIABLES:
+            yield "chat.variables", f"{shown(name)} is not allowed; allowed: names beside {', '.join(_OWN_VARIABLES)}"
 
 
 def _is_json(text: str, kind: type) -> bool:

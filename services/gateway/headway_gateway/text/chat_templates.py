@@ -26,17 +26,21 @@ MAX_MESSAGE_CHARACTERS = 200
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """A template and its special tokens."""
+    """A template and its special tokens; and another template for chats with tools, if there is one."""
 
     source: str
     special: dict[str, str]
+    for_tools: str | None = None
 
 
 class Messages(msgspec.Struct, frozen=True):
-    """A chat, as (role, content), or with a JSON object of further keys; and the tools, a JSON array."""
+    """A chat, as (role, content), or with a JSON object of further keys; the tools, a JSON array; and further variables, a
+    JSON object.
+    """
 
     messages: tuple[tuple[str, ...], ...]
     tools: str = ""
+    variables: str = ""
 
 
 class Rendering(msgspec.Struct, frozen=True):
@@ -95,23 +99,28 @@ def _check_attribute(name: object) -> None:
 
 
 class Renderer:
-    """One compiled template."""
+    """A compiled template."""
 
     def __init__(self, template: TemplateSource) -> None:
-        self._template = environment().from_string(template.source)
+        self._template = self._for_tools = environment().from_string(template.source)
+        if template.for_tools is not None:
+            self._for_tools = environment().from_string(template.for_tools)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
         """Return the text, up to the assistant's answer."""
         parts = []
         num_characters = 0
-        variables = self._special | {
+        variables = {
+            "documents": None,
+            **self._special,
+            **(json.loads(chat.variables) if chat.variables else {}),
             "messages": [_message(*message) for message in chat.messages],
             "tools": json.loads(chat.tools) if chat.tools else None,
-            "documents": None,
             "add_generation_prompt": True,
         }
-        for part in self._template.generate(variables):
+        template = self._for_tools if chat.tools else self._template
+        for part in template.generate(variables):
             num_characters += len(part)
             if num_characters > MAX_OUTPUT_CHARACTERS:
                 raise OverflowError

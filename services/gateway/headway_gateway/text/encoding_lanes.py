@@ -17,9 +17,9 @@ _LONG_PROMPT_CHARACTERS = 65536
 _Result = TypeVar("_Result")
 
 
-def size_of_chat(messages: Sequence[Message], tools: str) -> int:
+def size_of_chat(messages: Sequence[Message], tools: str, variables: str) -> int:
     """Return a chat's characters, without the roles."""
-    return len(tools) + sum(sum(map(len, message[1:])) for message in messages)
+    return len(tools) + len(variables) + sum(sum(map(len, message[1:])) for message in messages)
 
 
 class EncodingLanes:
@@ -38,16 +38,22 @@ class EncodingLanes:
     async def encode_plain(self, text: str) -> list[int]:
         return await self._run(len(text), lambda: self._text_model.encode_plain(text))
 
-    async def encode_chat(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
+    ) -> list[int]:
         return await self._run(
-            size_of_chat(messages, tools),
-            lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens, tools=tools),
+            size_of_chat(messages, tools, variables),
+            lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens, tools=tools, variables=variables),
         )
 
-    async def encode_chat_prefix(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+    async def encode_chat_prefix(
+        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
+    ) -> list[int]:
         return await self._run(
-            2 * size_of_chat(messages, tools),
-            lambda: self._text_model.encode_chat_prefix(messages, max_tokens=max_tokens, tools=tools),
+            2 * size_of_chat(messages, tools, variables),
+            lambda: self._text_model.encode_chat_prefix(
+                messages, max_tokens=max_tokens, tools=tools, variables=variables
+            ),
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:

@@ -23,26 +23,33 @@ class TemplateUnavailableError(TemplateError):
 class ChatTemplate:
     """Renders one chat at a time. Thread-safe."""
 
-    def __init__(self, source: str, special: dict[str, str], *, most_render_s: float = MOST_RENDER_S) -> None:
-        """Compile the template.
+    def __init__(
+        self,
+        source: str,
+        special: dict[str, str],
+        *,
+        for_tools: str | None = None,
+        most_render_s: float = MOST_RENDER_S,
+    ) -> None:
+        """Compile the template; ``for_tools``: see ``TemplateSource``.
 
         Raises:
             TemplateError: it does not compile.
         """
         self._most_render_s = most_render_s
         self._lock = threading.Lock()
-        self._renderer = BoundedProcess(_PROGRAM, _encoded(TemplateSource(source, dict(special))))
+        self._renderer = BoundedProcess(_PROGRAM, _encoded(TemplateSource(source, dict(special), for_tools)))
         with self._lock, contextlib.suppress(TemplateUnavailableError):  # the first chat tries again
             self._start()
 
-    def render(self, messages: tuple[tuple[str, ...], ...], tools: str = "") -> str:
+    def render(self, messages: tuple[tuple[str, ...], ...], tools: str = "", variables: str = "") -> str:
         """Return the text of a chat; see ``Messages``.
 
         Raises:
             TemplateError: the template refuses these messages, or fails.
             TemplateUnavailableError: it took too long, or its process ended.
         """
-        question = _encoded(Messages(messages, tools))
+        question = _encoded(Messages(messages, tools, variables))
         with self._lock:
             if self._renderer.process is None:
                 self._start()

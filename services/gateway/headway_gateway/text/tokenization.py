@@ -20,7 +20,8 @@ _CONFIG_FILE = "tokenizer_config.json"
 _MODEL_CONFIG_FILE = "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_DIRECTORY = "additional_chat_templates"
-_DEFAULT_TEMPLATE = "default"
+_DEFAULT_TEMPLATE, _TOOLS_TEMPLATE = "default", "tool_use"
+_USED_TEMPLATES = (_DEFAULT_TEMPLATE, _TOOLS_TEMPLATE)
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
@@ -55,6 +56,7 @@ class TextModel:
         *,
         template_fault: str = "",
         template_source: str = "",
+        tools_template_source: str = "",
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -64,11 +66,12 @@ class TextModel:
         """Why the chat template cannot be used, in one line; else empty."""
         self.template_source = template_source
         """The chat template as it is written; else empty."""
+        self.tools_template_source = tools_template_source
+        """That of chats with tools, most often the same."""
         self._make_detokenizer = detokenizer_factory(tokenizer)
-        vocabulary = tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        """One more than the largest token id."""
-        self._longest_token = max(map(len, vocabulary), default=1)
+        self.vocab_size = _width(tokenizer)
+        """See ``_width``."""
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,18 +109,22 @@ class TextModel:
         """
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
+    ) -> list[int]:
         """Render and tokenise messages.
 
         Raises:
             PromptError: see ``render_chat``; or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
-        text = self.render_chat(messages, tools)
+        text = self.render_chat(messages, tools, variables)
         self.require_plausible_length(len(text), max_tokens)
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat_prefix(self, messages: Sequence[Message], *, max_tokens: int, tools: str = "") -> list[int]:
+    def encode_chat_prefix(
+        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
+    ) -> list[int]:
         """Return the tokens common to all chats that begin with these messages and continue with a user's.
 
         Two continuations are compared, because only template and tokenizer know where the next message begins.
@@ -126,14 +133,14 @@ class TextModel:
             PromptError: as ``encode_chat``.
         """
         chats = [
-            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools)
+            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools, variables=variables)
             for content in _UNLIKE_CONTENTS
         ]
         shortest = min(map(len, chats))
         end = next((place for place in range(shortest) if chats[0][place] != chats[1][place]), shortest)
         return chats[0][:end]
 
-    def render_chat(self, messages: Sequence[Message], tools: str = "") -> str:
+    def render_chat(self, messages: Sequence[Message], tools: str = "", variables: str = "") -> str:
         """Return the text, up to the assistant's answer.
 
         Raises:
@@ -147,7 +154,7 @@ class TextModel:
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
-            return self._chat_template.render(tuple(messages), tools)
+            return self._chat_template.render(tuple(messages), tools, variables)
         except TemplateUnavailableError as error:
             raise PromptUnavailableError(f"the chat template {error}") from error
         except TemplateError as error:
@@ -202,21 +209,33 @@ def load_text_model(directory: Path) -> TextModel:
     config = _read_config(directory / _CONFIG_FILE)
     special = _special_tokens(directory, config)
     try:
-        source = _template_source(directory, config)
+        file, templates = _templates(directory, config)
+        source = templates.get(_DEFAULT_TEMPLATE)
         if source is None:
             return TextModel(tokenizer, None)
-        return TextModel(tokenizer, _compiled(*source, special), template_source=source[1])
+        for_tools = templates.get(_TOOLS_TEMPLATE)
+        compiled = _compiled(file, source, special, for_tools)
+        return TextModel(tokenizer, compiled, template_source=source, tools_template_source=for_tools or source)
     except _TemplateFaultError as error:
         return TextModel(tokenizer, None, template_fault=str(error))
 
 
 def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
     width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
-    most = max(tokenizer.get_vocab().values(), default=-1) + 1
+    most = _width(tokenizer)
     if isinstance(width, int) and most > width:
         raise TokenizerFilesError(
             f"{directory / _TOKENIZER_FILE}: {most} token ids; allowed: at most {width}, the logits in {_MODEL_CONFIG_FILE}"
         )
+
+
+def _width(tokenizer: Tokenizer) -> int:
+    """One more than the largest token id.
+
+    Added tokens may be more than the model knows, such as that of images in Gemma 3's models of text. A prompt with one
+    is refused.
+    """
+    return max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -237,38 +256,48 @@ class _TemplateFaultError(Exception):
     """The chat template is unusable."""
 
 
-def _template_source(directory: Path, config: dict[str, Any]) -> tuple[str, str] | None:
-    """As in transformers, files win over the configuration."""
-    named = directory / _TEMPLATE_DIRECTORY
-    for path in (named / f"{_DEFAULT_TEMPLATE}.jinja", directory / _TEMPLATE_FILE):
-        if path.exists():
-            try:
-                return path.name, path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
-    if named.is_dir() and any(named.glob("*.jinja")):
-        raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
+def _templates(directory: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Where the chat templates are, and those that are used, by name. As in transformers, files win over the configuration."""
+    folder = directory / _TEMPLATE_DIRECTORY
+    files = {_DEFAULT_TEMPLATE: directory / _TEMPLATE_FILE} if (directory / _TEMPLATE_FILE).exists() else {}
+    files |= {path.stem: path for path in folder.glob("*.jinja")}
+    if files:
+        if _DEFAULT_TEMPLATE not in files:
+            raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
+        used = {name: files[name] for name in _USED_TEMPLATES if name in files}
+        return files[_DEFAULT_TEMPLATE].name, {name: _text_of(path) for name, path in used.items()}
     entry: object = config.get("chat_template")
     if isinstance(entry, list):
         entry = {item.get("name"): item.get("template") for item in entry if _is_named(item)}
     if isinstance(entry, dict):
         if _DEFAULT_TEMPLATE not in entry:
             raise _TemplateFaultError(f"{_CONFIG_FILE}: no chat template is called {_DEFAULT_TEMPLATE}")
-        entry = entry[_DEFAULT_TEMPLATE]
-    if entry is None:
-        return None
-    if not isinstance(entry, str):
-        raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(entry).__name__}; allowed: a string")
-    return _CONFIG_FILE, entry
+    else:
+        entry = {_DEFAULT_TEMPLATE: entry}
+    found: dict[str, str] = {}
+    for name in _USED_TEMPLATES:
+        source = entry.get(name)
+        if isinstance(source, str):
+            found[name] = source
+        elif source is not None:
+            raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(source).__name__}; allowed: a string")
+    return _CONFIG_FILE, found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _TemplateFaultError(f"{path.name}: cannot be read ({_reason(error)})") from None
 
 
 def _is_named(item: object) -> bool:
     return isinstance(item, dict) and isinstance(item.get("name"), str)
 
 
-def _compiled(file: str, source: str, special: dict[str, str]) -> ChatTemplate:
+def _compiled(file: str, source: str, special: dict[str, str], for_tools: str | None) -> ChatTemplate:
     try:
-        return ChatTemplate(source, special)
+        return ChatTemplate(source, special, for_tools=for_tools)
     except TemplateError as error:
         raise _TemplateFaultError(f"{file}: it {one_line(error, _MOST_SAID)}") from None
 

@@ -24,6 +24,8 @@ ALLOWED = f"a checkpoint directory, a GGUF file, a hub's ORG/NAME or ORG/NAME@RE
 _HUB_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _FETCHED = ("*.json", "*.safetensors", "*.jinja")
 _OF_OTHER_FORMATS = ("*/*", "consolidated*")
+_IN_FOLDERS = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")
+"""How vectors are made, and the further chat templates. They cannot be told from ``*/*`` in one call."""
 _SHA256_DIGITS = 64
 
 
@@ -118,6 +120,8 @@ class ModelSources:
                 ignore_patterns=list(_OF_OTHER_FORMATS),
                 local_files_only=self._offline,
             )
+            if not self._offline:
+                snapshot_download(repository, revision=Path(directory).name, allow_patterns=list(_IN_FOLDERS))
         except RepositoryNotFoundError:
             reason = (
                 "the hub has no such model, or asks for a token of its own (HF_TOKEN), and there is no such directory"

@@ -17,6 +17,9 @@ from headway_executor.checkpoint.stored_weights.scheme import FLOATS, FP8, Store
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
 _SCHEMES = ("dynamic", "static")
+_SCALE_FORMATS = (None, "float", "ue8m0")
+"""DeepSeek V3.1 stores powers of two as floats; scales that are no floats are refused by their dtype."""
+
 _NO_NUMBER = 0x7F
 
 
@@ -80,8 +83,8 @@ def float8_of(fields: ConfigFields) -> Float8:
         raise fields.refuse("activation_scheme", " or ".join(_SCHEMES))
     if fields.values.get("fmt", "e4m3") != "e4m3":
         raise fields.refuse("fmt", "e4m3")
-    if fields.values.get("scale_fmt", "float") not in (None, "float"):
-        raise fields.refuse("scale_fmt", "float")
+    if fields.values.get("scale_fmt") not in _SCALE_FORMATS:
+        raise fields.refuse("scale_fmt", "float or ue8m0")
     block = block_of(fields, "weight_block_size")
     return Float8(block, "weight_scale" if block is None else "weight_scale_inv")
 

@@ -28,7 +28,7 @@ from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, 
 from headway_executor.models.families.olmo import read_olmo2
 from headway_executor.models.families.phi import read_phi3
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
-from headway_executor.models.families.reading import architecture_of
+from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
 
@@ -57,8 +57,17 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 """How to read the configuration of each architecture."""
 
 _SUFFIX = "ForCausalLM"
-_KNOWN_CODE = frozenset({"modeling_phi3.Phi3ForCausalLM"})
-"""Code in checkpoints that is older than transformers' own of the same model. It is not run either."""
+_KNOWN_CODE = frozenset(
+    {
+        "modeling_phi3.Phi3ForCausalLM",
+        "modeling_deepseek.DeepseekV2ForCausalLM",
+        "modeling_deepseek.DeepseekV3ForCausalLM",
+    }
+)
+"""Code in checkpoints that is older than transformers' own of the same model. It is not run either.
+
+A checkpoint made of one from the hub names the repository before it, with ``--`` between.
+"""
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -76,19 +85,29 @@ def read_model_config(directory: Path) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
     fields = read_json_object(directory / CONFIG_FILE)
-    _check_code(fields)
     read = FAMILIES.get(architecture_of(fields))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
         encoders = ", ".join(sorted(ENCODERS))
         raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX}; or {encoders}")
-    return _with_generation_config(read(fields), directory / GENERATION_CONFIG_FILE)
+    _check_code(fields)
+    refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
+    config = read(fields)
+    _check_kinds(fields, config)
+    return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
+
+
+def _check_kinds(fields: ConfigFields, config: ModelConfig) -> None:
+    """Not all families read ``layer_types``; none may be asked there for what it does not do."""
+    kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
+    if layer_types_of(fields, kinds) != kinds:
+        raise fields.refuse("layer_types", "as this family has its windows, or absent")
 
 
 def _check_code(fields: ConfigFields) -> None:
     named = fields.values.get("auto_map")
     model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else None
-    if named is not None and model not in _KNOWN_CODE:
+    if named is not None and not (isinstance(model, str) and model.rpartition("--")[2] in _KNOWN_CODE):
         raise ModelFilesError(f"{fields.source}: auto_map asks for code from the checkpoint, which is never run")
 
 

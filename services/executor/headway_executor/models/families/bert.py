@@ -75,6 +75,7 @@ def _refuse_others(fields: ConfigFields) -> None:
         ("hidden_act", "gelu"),
         ("position_embedding_type", "absolute"),
         ("is_decoder", False),
+        ("is_causal", False),
         ("add_cross_attention", False),
         ("auto_map", None),
         ("quantization_config", None),
