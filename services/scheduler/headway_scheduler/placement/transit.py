@@ -19,6 +19,7 @@ from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.placement.placement import Placed, Placement
 
+
 class TransitCell(Protocol):
     """What is needed of a cell. ``core``: None before an executor joins."""
 
