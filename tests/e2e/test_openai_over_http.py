@@ -177,6 +177,22 @@ async def test_a_response_is_that_of_grpc(client, native) -> None:
     assert events[-1].response.output_text == expected.text
 
 
+async def test_parts_of_characters_have_their_bytes_and_places(client) -> None:
+    said, prompt = "日本🙂é end", "naïve “café”"
+    only = {"model": "demo_model", "temperature": 0, "extra_body": {"choice": [said]}}
+    made = await client.chat.completions.create(messages=CHAT, logprobs=True, max_tokens=40, **only)
+    content = b"".join(bytes(entry.bytes) for entry in made.choices[0].logprobs.content)
+    assert content.decode().startswith(said)
+    for echo in (False, True):
+        made = await client.completions.create(prompt=prompt, logprobs=0, echo=echo, max_tokens=40, **only)
+        text, columns = made.choices[0].text, made.choices[0].logprobs
+        assert text == prompt * echo + said
+        wholes = [pair for pair in zip(columns.tokens, columns.text_offset, strict=True) if "\ufffd" not in pair[0]]
+        assert [text[offset : offset + len(token)] for token, offset in wholes[:-1]] == [one for one, _ in wholes[:-1]]
+        assert columns.text_offset == sorted(columns.text_offset)
+        assert columns.text_offset[-1] == len(text), "the end has no text"
+
+
 async def test_answers_are_input_of_the_next_turn(client) -> None:
     request = {"model": "demo_model", "max_output_tokens": 4, "temperature": 0}
     first = await client.responses.create(input=CHAT[0]["content"], **request)

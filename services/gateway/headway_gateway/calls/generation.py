@@ -108,6 +108,8 @@ class Generation:
         self._request = request
         self._num_prompt_tokens = len(prompt.token_ids)
         self._prompt_column = encode_column(prompt.token_ids)
+        # The answer of a chat begins a text of its own.
+        self._goes_on_behind = () if request.request.HasField("chat") else tuple(prompt.token_ids[-1:])
         self._max_tokens = max_tokens
         self._end_ids = end_ids
         self._beginning = beginning
@@ -269,7 +271,9 @@ class Generation:
         )
         held = self._request.held_tokens
         sequence = LiveSequence(submission, held, self._wakeup.ring)
-        detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=self._call.keeps_special_tokens)
+        detokenizer = self._text_model.new_detokenizer(
+            keeps_special_tokens=self._call.keeps_special_tokens, behind=self._goes_on_behind
+        )
         text = OutputText(detokenizer, tuple(self._request.request.sampling.stop), submission.sampling.min_tokens)
         if held:
             text.push(sequence.tokens)
