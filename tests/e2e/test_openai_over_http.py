@@ -177,6 +177,18 @@ async def test_a_response_is_that_of_grpc(client, native) -> None:
     assert events[-1].response.output_text == expected.text
 
 
+async def test_as_many_vectors_as_of_openai_in_one_call(client, native) -> None:
+    texts = [f"text {number}" for number in range(130)]
+    made = await client.embeddings.create(model="demo_model", input=texts)
+    assert [one.index for one in made.data] == list(range(130))
+    of_grpc = await native.embed(texts[64:128])
+    assert made.data[100].embedding == pytest.approx(list(of_grpc.embeddings[36].values), abs=1e-5)
+    assert made.usage.prompt_tokens >= 2 * 130
+    for wrong, told in (([*texts, ""], r"input\[130\]\.text: "), (["x"] * 2049, "input: 2049 are .* 1 to 2048")):
+        with pytest.raises(openai.BadRequestError, match=told):
+            await client.embeddings.create(model="demo_model", input=wrong)
+
+
 async def test_parts_of_characters_have_their_bytes_and_places(client) -> None:
     said, prompt = "日本🙂é end", "naïve “café”"
     only = {"model": "demo_model", "temperature": 0, "extra_body": {"choice": [said]}}
