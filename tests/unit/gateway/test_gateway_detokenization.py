@@ -143,6 +143,16 @@ def test_a_text_goes_on_behind_another(name, text):
             assert before + detokenizer.push(ids[place:]) + detokenizer.finish() == whole
 
 
+def test_bytes_begin_anew_behind_other_bytes():
+    """A run of bytes is one text or none, and a prompt's is over."""
+    tokenizer = byte_fallback()
+    bytes_of = {text: [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()] for text in "🙂日"}
+    detokenizer = factory("byte fallback")(behind=[tokenizer.token_to_id("▁the"), *bytes_of["🙂"]])
+    assert detokenizer.push([*bytes_of["日"], tokenizer.token_to_id("▁gap")]) == "日 gap"
+    behind_bytes = factory("byte fallback")(behind=[tokenizer.token_to_id("▁the"), *bytes_of["🙂"]])
+    assert behind_bytes.push([tokenizer.token_to_id("▁gap")]) == " gap"
+
+
 def test_nothing_goes_on_behind_a_special_token():
     tokenizer = byte_fallback()
     word = tokenizer.token_to_id("▁the")

@@ -41,6 +41,9 @@ from headway_proto.ingress import (
 from headway_proto.sampling import NO_LOGPROBS
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
+_MOST_BEHIND = 32
+"""Tokens at a prompt's end that its answer's text is said to be behind; one of them is a word."""
+
 _PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
 
 _log = structlog.get_logger("headway.gateway.generation")
@@ -109,7 +112,7 @@ class Generation:
         self._num_prompt_tokens = len(prompt.token_ids)
         self._prompt_column = encode_column(prompt.token_ids)
         # The answer of a chat begins a text of its own.
-        self._goes_on_behind = () if request.request.HasField("chat") else tuple(prompt.token_ids[-1:])
+        self._goes_on_behind = () if request.request.HasField("chat") else tuple(prompt.token_ids[-_MOST_BEHIND:])
         self._max_tokens = max_tokens
         self._end_ids = end_ids
         self._beginning = beginning

@@ -109,7 +109,7 @@ class LogprobColumns:
         columns = Logprobs([], [], [], [])
         for token_id, entry in tokens:
             text = self._token_text(token_id)
-            columns.text_offset.append(self._next_offset(token_id, len(text), choice_text))
+            columns.text_offset.append(self._next_offset(token_id, text, choice_text))
             columns.tokens.append(text)
             if entry is None:
                 columns.token_logprobs.append(None)
@@ -120,13 +120,13 @@ class LogprobColumns:
             columns.top_logprobs.append(self._top(text, own, entry))
         return columns
 
-    def _next_offset(self, token_id: int, num_own: int, choice_text: str) -> int:
+    def _next_offset(self, token_id: int, own: str, choice_text: str) -> int:
         before, more = self._offset, self._detokenizer.push((token_id,))
-        if not before and more and choice_text.startswith(f" {more}"):
+        if not before and own.startswith(" ") and choice_text.startswith(f" {more}") and not more.startswith(" "):
             more = f" {more}"  # a decoder drops the space before a first word, which does not stand behind a prompt
         self._offset += len(more)
         # What this token completes may begin before it.
-        return max(before, self._offset - num_own)
+        return max(before, self._offset - len(own))
 
     def _top(self, text: str, own: float, entry: api.TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}

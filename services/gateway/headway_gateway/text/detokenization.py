@@ -71,7 +71,8 @@ class WindowDetokenizer:
         self._decode = decode
         self._visible_ids = visible_ids
         self._byte_ids = byte_ids
-        self._anchor = [token_id for token_id in behind[-1:] if token_id in visible_ids]
+        # Bytes of another text would become one run with those that come.
+        self._anchor = [token_id for token_id in behind if token_id in visible_ids and token_id not in byte_ids][-1:]
         self._anchor_text = decode(self._anchor) if self._anchor else ""
         self._waiting: list[int] = []
 
