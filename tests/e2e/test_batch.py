@@ -96,6 +96,24 @@ def test_a_kill_at_any_moment_loses_and_doubles_no_line(
     assert not part.exists()
 
 
+def test_an_address_is_a_base_url_of_other_clients_too(server: ChildServer, source: Path, tmp_path: Path) -> None:
+    """And a run that begins behind a refused line ends with 1 as well."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(source.read_text().splitlines(keepends=True)[-2:]))
+    words = [*command(few, tmp_path / "out", server)[:-2], "--url"]
+    done = subprocess.run([*words, f"{server.http_url}/v1/"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert [answer["response"]["status_code"] for answer in told(tmp_path / "out")] == [200, 400]
+    (tmp_path / "out").rename(tmp_path / "out.part")
+    again = subprocess.run([*words, server.http_url], capture_output=True, text=True, check=False, timeout=60)
+    assert again.returncode == 1
+    assert "2 requests answered (2 of them before), 1 with status 400; " in again.stderr
+    (tmp_path / "out").unlink()
+    wrong = subprocess.run([*words, "127.0.0.1:80"], capture_output=True, text=True, check=False, timeout=60)
+    assert wrong.returncode == 2
+    assert wrong.stderr == ("headway batch: --url: '127.0.0.1:80' is not allowed; allowed: http://... or https://...\n")
+
+
 def test_it_brings_a_server_of_its_own_and_ends_it(source: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.jsonl"
     small.write_text("".join(source.read_text().splitlines(keepends=True)[:3]))

@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 
 from e2e.running_server import wait_until
 from headway import LLM
-from headway.client import InvalidRequestError
+from headway.client import Client, InvalidRequestError
 from headway.llm import ServingError
 
 PROMPTS = ("Return a list of", "The logging module", "To open a file", "class Thread")
@@ -38,6 +40,43 @@ def test_one_prompt_is_a_text_or_a_list_of_token_ids(llm: LLM) -> None:
     assert one.prompt.text == PROMPTS[0]
     (same,) = llm.generate(one.prompt.token_ids, max_tokens=4, temperature=0.0)
     assert same.token_ids == one.token_ids
+
+
+def test_what_is_no_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
+    """A mapping and a text can be iterated over, and would be answered piece by piece."""
+    for wrong in ({"input_ids": [1, 2]}, [{"input_ids": [1, 2]}], None, [None]):
+        with pytest.raises((TypeError, KeyError)):
+            llm.generate(wrong)
+    for text in ("What?", ["What?"]):
+        with pytest.raises(TypeError, match="a conversation is a list of"):
+            llm.chat(text)
+    (one,) = llm.generate(np.array([5, 6, 7]), max_tokens=2, temperature=0.0)
+    assert llm.generate([[5, 6, 7]], max_tokens=2, temperature=0.0)[0].token_ids == one.token_ids
+
+
+def test_an_interrupt_ends_what_runs_and_the_next_call_works(llm: LLM) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["x"] * 20, max_tokens=900, ignore_eos=True)
+    timer.join()
+    assert len(llm.generate(PROMPTS[0], max_tokens=2)) == 1
+    with Client(llm.address) as client:
+        wait_until(lambda: not client.status().num_running, 5, "the end of the requests")
+
+
+def test_a_fork_is_told_that_it_has_none(llm: LLM) -> None:
+    """Its threads are not there, so it would wait for ever."""
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate("x", max_tokens=1)
+        except RuntimeError as error:
+            llm.close()
+            os._exit(0 if "was forked from" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(llm.generate("x", max_tokens=1)) == 1
 
 
 def test_conversations(llm: LLM) -> None:
@@ -87,8 +126,21 @@ print("ready", flush=True)
 """
 
 
+CLOSED = """
+llm.close()
+for call in (lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.embed("x"), lambda: llm.score("x", "y")):
+    try:
+        call()
+    except RuntimeError as error:
+        assert str(error) == "this LLM is closed"
+    else:
+        sys.exit(4)
+sys.exit(3)
+"""
+
+
 @pytest.mark.parametrize(
-    "end", ["time.sleep(60)", "sys.exit(3)", "raise RuntimeError", "llm.close(); llm.close(); sys.exit(3)"]
+    "end", ["time.sleep(60)", "sys.exit(3)", "raise RuntimeError", "llm.close(); llm.close(); sys.exit(3)", CLOSED]
 )
 def test_nothing_outlives_the_program(end: str) -> None:
     """Killed, ended, failed or closed; the program's own exit code stays."""

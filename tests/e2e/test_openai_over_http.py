@@ -1,7 +1,9 @@
 """OpenAI's API of the gateway itself, over a whole Headway with the demo model: the same tokens as over gRPC."""
 
 import asyncio
+import gzip
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -175,6 +177,68 @@ async def test_a_response_is_that_of_grpc(client, native) -> None:
     assert events[-1].response.output_text == expected.text
 
 
+async def test_as_many_vectors_as_of_openai_in_one_call(client, native) -> None:
+    texts = [f"text {number}" for number in range(130)]
+    made = await client.embeddings.create(model="demo_model", input=texts)
+    assert [one.index for one in made.data] == list(range(130))
+    of_grpc = await native.embed(texts[64:128])
+    assert made.data[100].embedding == pytest.approx(list(of_grpc.embeddings[36].values), abs=1e-5)
+    assert made.usage.prompt_tokens >= 2 * 130
+    for wrong, told in (([*texts, ""], r"input\[130\]\.text: "), (["x"] * 2049, "input: 2049 are .* 1 to 2048")):
+        with pytest.raises(openai.BadRequestError, match=told):
+            await client.embeddings.create(model="demo_model", input=wrong)
+
+
+async def test_parts_of_characters_have_their_bytes_and_places(client) -> None:
+    said, prompt = "日本🙂é end", "naïve “café”"
+    only = {"model": "demo_model", "temperature": 0, "extra_body": {"choice": [said]}}
+    made = await client.chat.completions.create(messages=CHAT, logprobs=True, max_tokens=40, **only)
+    content = b"".join(bytes(entry.bytes) for entry in made.choices[0].logprobs.content)
+    assert content.decode().startswith(said)
+    for echo in (False, True):
+        made = await client.completions.create(prompt=prompt, logprobs=0, echo=echo, max_tokens=40, **only)
+        text, columns = made.choices[0].text, made.choices[0].logprobs
+        assert text == prompt * echo + said
+        wholes = [pair for pair in zip(columns.tokens, columns.text_offset, strict=True) if "\ufffd" not in pair[0]]
+        assert [text[offset : offset + len(token)] for token, offset in wholes[:-1]] == [one for one, _ in wholes[:-1]]
+        assert columns.text_offset == sorted(columns.text_offset)
+        assert columns.text_offset[-1] == len(text), "the end has no text"
+
+
+async def test_answers_are_input_of_the_next_turn(client) -> None:
+    request = {"model": "demo_model", "max_output_tokens": 4, "temperature": 0}
+    first = await client.responses.create(input=CHAT[0]["content"], **request)
+    more = {"role": "user", "content": "More"}
+    second = await client.responses.create(input=[*CHAT, *first.output, more], **request)
+    said = [*CHAT, {"role": "assistant", "content": first.output_text}, more]
+    chat = {"model": "demo_model", "messages": said, "max_tokens": 4, "temperature": 0}
+    expected = (await client.chat.completions.create(**chat)).choices[0].message.content
+    assert second.output_text == expected
+    # As OpenAI's own messages have them.
+    said[1] |= {"annotations": [], "refusal": None, "audio": None, "function_call": None, "tool_calls": None}
+    assert (await client.chat.completions.create(**chat)).choices[0].message.content == expected
+    said[1] |= {"annotations": ["x"]}
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].annotations: "):
+        await client.chat.completions.create(**chat)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+async def test_who_is_refused_while_it_sends_reads_why(served, native, path: str) -> None:
+    """More than the sockets hold, and no look at the answer before all is sent."""
+
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", served.http_port), 10) as connection:
+            connection.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 30000000\r\n\r\n" % path.encode())
+            for _ in range(30):
+                connection.sendall(b"x" * 1_000_000)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+    answer = await asyncio.to_thread(ask)
+    assert answer.startswith(b"HTTP/1.1 413" if path == "/v1/completions" else b"HTTP/1.1 404")
+    assert b"connection: close" in answer
+    assert answer.endswith(b"}}")
+
+
 async def test_constraints(client) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -294,7 +358,12 @@ async def test_other_refusals(http) -> None:
     for method, path, status in (("GET", "/v1/completions", 405), ("GET", "/", 404), ("POST", "/v1/models", 405)):
         async with http.request(method, path) as answer:
             assert answer.status == status
+            assert answer.headers.get("allow") == {"/v1/completions": "POST", "/v1/models": "GET"}.get(path)
             assert (await answer.json())["error"]["message"]
+    packed, coding = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"}
+    async with http.post("/v1/completions", data=packed, headers=coding) as answer:
+        assert answer.status == 415
+        assert (await answer.json())["error"]["message"].startswith("header content-encoding: 'gzip' is not allowed; ")
     async with http.post("/v1/completions", json={"prompt": "x", "model": "gpt"}) as answer:
         assert answer.status == 404
         assert "'demo_model'" in (await answer.json())["error"]["message"]

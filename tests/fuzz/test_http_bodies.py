@@ -21,7 +21,7 @@ TRANSLATIONS: dict[type[msgspec.Struct], Callable[[Any], list[Any]]] = {
     CompletionBody: lambda body: translation.completion_requests(body, None),
     ChatBody: lambda body: [translation.chat_request(body, None)],
     ResponsesBody: lambda body: [translation.responses_request(body, "tenant")],
-    EmbeddingsBody: lambda body: [translation.embed_request(body, None)],
+    EmbeddingsBody: lambda body: [part.request for part in translation.embed_parts(body, None)],
     TokenizeBody: lambda _: [],
 }
 NEEDED = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}

@@ -30,7 +30,6 @@ from headway_lab.output_files import check_output_files, check_pictures, write_o
 from headway_proto.wording import shown
 
 FAILED_EXIT_CODE = 1
-INTERRUPTED_EXIT_CODE = 130
 LOAD, CAPACITY = "load", "capacity"
 _WARM_UP_SHARE = 10
 _TIMES_AS_LONG = (1, 2, 4, 8)
@@ -66,9 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     except TargetError as error:
         sys.stderr.write(f"headway bench: {error}\n")
         return FAILED_EXIT_CODE
-    except KeyboardInterrupt:
-        sys.stderr.write("headway bench: cancelled\n")
-        return INTERRUPTED_EXIT_CODE
 
 
 def _for_capacity(given: Layer) -> Layer:

@@ -14,7 +14,6 @@ from headway_lab.simulate.model_shapes import MODEL_SHAPES, ModelShape
 from headway_proto.wording import shown
 
 NOTHING_RUNS_EXIT_CODE = 1
-INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +38,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """See ``Command``."""
     model = _model(arguments)
-    try:
-        findings = examine()
-        if not arguments.quick:
-            findings = with_measurements(findings, model, _say)
-    except KeyboardInterrupt:
-        sys.stderr.write("headway doctor: cancelled\n")
-        return INTERRUPTED_EXIT_CODE
+    findings = examine()
+    if not arguments.quick:
+        findings = with_measurements(findings, model, _say)
     if arguments.json:
         sys.stdout.write(f"{msgspec.json.format(msgspec.json.encode(findings)).decode()}\n")
     else:

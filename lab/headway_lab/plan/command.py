@@ -14,7 +14,6 @@ from headway_lab.plan.report import as_json, text, title
 from headway_lab.plan.search import Plan, make_plan
 
 NOT_ENOUGH_EXIT_CODE = 1
-INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = build(PlanOptions, given_by_flags(arguments, settings_of(PlanOptions)), PlanOptions.validate)
     check_output_files({"--json": options.json, "--deployment": options.deployment, "--png": options.png})
     check_pictures("--png", options.png)
-    try:
-        plan = _searched(options)
-    except KeyboardInterrupt:
-        sys.stderr.write("headway plan: cancelled\n")
-        return INTERRUPTED_EXIT_CODE
+    plan = _searched(options)
     sys.stdout.write(text(plan))
     _write_outputs(plan)
     return 0 if plan.is_enough else NOT_ENOUGH_EXIT_CODE

@@ -27,7 +27,6 @@ from headway_lab.simulate.world import World, make_world, simulate
 
 REPLICAS = "replicas"
 STOPPED_EXIT_CODE = 1
-INTERRUPTED_EXIT_CODE = 130
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     world = make_world(options)
     try:
         results = _run_all(world, cases)
-    except KeyboardInterrupt:
-        sys.stderr.write("headway simulate: cancelled\n")
-        return INTERRUPTED_EXIT_CODE
     except NoProgress as error:
         sys.stderr.write(f"headway simulate: the scheduler has stopped for ever: {error}\n")
         return STOPPED_EXIT_CODE

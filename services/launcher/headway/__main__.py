@@ -18,6 +18,7 @@ from headway_process.lean_imports import one_blas_thread
 from headway_proto.wording import shown
 
 USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
 
 # The extra that brings a module which this host may lack.
 _EXTRAS = {
@@ -78,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[name].run(parser.parse(rest))
     except ConfigurationError as error:
         return _refuse(f"headway {name}", str(error), error.exit_code)
+    except KeyboardInterrupt:
+        # At any moment, also while modules are imported.
+        sys.stderr.write(f"headway {name}: cancelled\n")
+        return INTERRUPTED_EXIT_CODE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:

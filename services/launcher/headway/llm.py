@@ -7,7 +7,8 @@ import asyncio
 import atexit
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from numbers import Integral
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -48,6 +49,8 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] = DEMO_MODEL, *, progress: bool = True, **settings: Any) -> None:
         self._progress = progress
+        self._owner = os.getpid()
+        self._is_closed = False
         self._processes = ChildServer(_words(os.fspath(model), settings))
         self.address = self._processes.address
         self._client = Client(self.address)
@@ -64,23 +67,25 @@ class LLM:
         Raises:
             HeadwayError: a request was refused or failed; the others are cancelled.
         """
-        several = [prompts] if _is_one(prompts) else list(prompts)
-        return self._all(several, lambda client, prompt: client.generate(prompt, **options).result())
+        return self._all(_several(prompts), lambda client, prompt: client.generate(prompt, **options).result())
 
     def chat(
         self, chats: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]], **options: Unpack[GenerateOptions]
     ) -> list[GenerationResult]:
         """Answer conversations, as ``generate``. A conversation is a list of ``{"role": ..., "content": ...}``."""
         several = [chats] if chats and isinstance(chats[0], dict) else list(chats)
+        if isinstance(chats, str) or any(isinstance(chat, str) for chat in several):
+            raise TypeError('a conversation is a list of {"role": ..., "content": ...}; generate takes texts')
         return self._all(several, lambda client, chat: client.generate(chat, **options).result())
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Answer one prompt piece by piece; see ``Client.generate``."""
+        self._require_usable()
         return self._client.generate(prompt, **options)
 
     def embed(self, inputs: Input | Sequence[Input], **options: Unpack[EmbedOptions]) -> list[list[float]]:
         """Return a vector of each text or list of token ids. Raises as ``generate``."""
-        several = [inputs] if _is_one(inputs) else list(inputs)
+        several = _several(inputs)
         parts = [several[first : first + _MOST_INPUTS] for first in range(0, len(several), _MOST_INPUTS)]
         answers = self._all(parts, lambda client, part: client.embed(part, **options))
         return [list(one.values) for answer in answers for one in answer.embeddings]
@@ -89,15 +94,20 @@ class LLM:
         self, prompt: Input, continuations: Sequence[Input], **options: Unpack[BatchOptions]
     ) -> list[generation_pb2.Score]:
         """Return the log probabilities of continuations of one prompt. Raises as ``generate``."""
+        self._require_usable()
         return list(self._client.score(prompt, continuations, **options).scores)
 
     def async_client(self) -> AsyncClient:
         """Return a new client for the event loop of the caller."""
+        self._require_usable()
         return AsyncClient(self.address)
 
     def close(self) -> None:
-        """End the processes. A second call does nothing."""
+        """End the processes. A second call does nothing, nor does one in a fork of the program."""
         atexit.unregister(self.close)
+        if self._is_closed or os.getpid() != self._owner:
+            return
+        self._is_closed = True
         self._client.close()
         self._loop.close()
         self._processes.close()
@@ -111,12 +121,19 @@ class LLM:
         self.close()
 
     def _all(self, several: Sequence[Any], call: Callable[[AsyncClient, Any], Awaitable[ResultT]]) -> list[ResultT]:
+        self._require_usable()
         progress = ProgressLine(sys.stderr) if self._progress else None
         try:
             return self._loop.run(_answered(self.address, several, call, progress))
         finally:
             if progress is not None:
                 progress.erase()
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError("this LLM belongs to the program that this process was forked from; make another here")
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
 
 
 async def _answered(
@@ -148,9 +165,14 @@ async def _answered(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _is_one(prompts: object) -> bool:
-    """Whether it is a text or a list of token ids."""
-    return isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int))
+def _several(prompts: Any) -> list[Any]:
+    """One prompt is a text or a list of token ids, perhaps NumPy's."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        raise TypeError("a prompt is a text or a list of token ids, and no mapping")
+    several = list(prompts)
+    return [several] if several and isinstance(several[0], Integral) else several
 
 
 def _words(model: str, settings: dict[str, Any]) -> list[str]:

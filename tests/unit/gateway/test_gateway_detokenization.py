@@ -130,6 +130,36 @@ def test_no_delta_ends_inside_a_character():
     assert "" in pieces, "some tokens had to wait for the rest of their character"
 
 
+@pytest.mark.parametrize("name", ["byte level", "byte fallback", "demo"])
+@pytest.mark.parametrize("text", ["the gap the", "é gaps", "gap  the 🙂 gap"])
+def test_a_text_goes_on_behind_another(name, text):
+    tokenizer = TOKENIZERS[name]()
+    ids = tokenizer.encode(text).ids
+    whole = tokenizer.decode(ids)
+    for place in range(1, len(ids)):
+        before = tokenizer.decode(ids[:place])
+        if "�" not in before:  # else the place is inside a character
+            detokenizer = factory(name)(behind=ids[:place])
+            assert before + detokenizer.push(ids[place:]) + detokenizer.finish() == whole
+
+
+def test_bytes_begin_anew_behind_other_bytes():
+    """A run of bytes is one text or none, and a prompt's is over."""
+    tokenizer = byte_fallback()
+    bytes_of = {text: [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()] for text in "🙂日"}
+    detokenizer = factory("byte fallback")(behind=[tokenizer.token_to_id("▁the"), *bytes_of["🙂"]])
+    assert detokenizer.push([*bytes_of["日"], tokenizer.token_to_id("▁gap")]) == "日 gap"
+    behind_bytes = factory("byte fallback")(behind=[tokenizer.token_to_id("▁the"), *bytes_of["🙂"]])
+    assert behind_bytes.push([tokenizer.token_to_id("▁gap")]) == " gap"
+
+
+def test_nothing_goes_on_behind_a_special_token():
+    tokenizer = byte_fallback()
+    word = tokenizer.token_to_id("▁the")
+    assert factory("byte fallback")(behind=[tokenizer.token_to_id("<s>")]).push([word]) == "the"
+    assert factory("byte fallback")(behind=[word]).push([word]) == " the"
+
+
 def test_an_unfinished_character_is_told_at_the_end():
     ids = byte_level().encode("🙂").ids[:-1]
     detokenizer = factory("byte level")()

@@ -21,8 +21,9 @@ from headway_gateway.statuses import CallRefusedError
 from headway_gateway.text import bounded_process
 from headway_gateway.text.encoding_lanes import EncodingLanes
 from headway_gateway.text.template_process import ChatTemplate, TemplateError
-from headway_gateway.text.tokenization import PromptError, TokenizerFilesError, load_text_model
+from headway_gateway.text.tokenization import PromptError, TextModel, TokenizerFilesError, load_text_model
 from headway_proto import generation_pb2 as api
+from unit.gateway.test_gateway_detokenization import byte_fallback, demo
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 
@@ -65,6 +66,14 @@ def test_added_tokens_may_be_more_than_the_model_knows(directory):
     (directory / "config.json").write_text(json.dumps({"vocab_size": width - 1}))
     with pytest.raises(TokenizerFilesError, match=f"{width} token ids; allowed: at most {width - 1}, the logits"):
         load_text_model(directory)
+
+
+@pytest.mark.parametrize("make", [demo, byte_fallback])
+def test_the_bytes_of_tokens_are_those_of_the_text(make):
+    model = TextModel(make(), None)
+    text = "the gap é日🙂\ufffd the"
+    content = b"".join(map(model.bytes_of_token, model.encode(text)))
+    assert content.decode().removeprefix(" ") == text, "SentencePiece begins with a space"
 
 
 def test_a_lone_surrogate_is_refused():

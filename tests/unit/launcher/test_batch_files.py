@@ -1,12 +1,14 @@
 """A batch's lines are read or refused by number, and its answers on disk survive any death."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from headway.batch.answers_file import AnswersFile
+from headway.batch.answers_file import AnswersFile, AnswersLostError
 from headway.batch.lines import BatchLine, check, read_lines
 from headway.batch.runner import Server, ServerGoneError, ServerRefusedError
 from headway.flags.settings import ConfigurationError
@@ -47,8 +49,8 @@ class TestLines:
             ("[1]", "Expected `object`, got `array`"),
             ({"text": "x"}, "it has 0 of the fields messages, prompt, input; allowed: one"),
             ({"prompt": "x", "input": "y"}, "it has 2 of the fields"),
-            (OPENAI | {"url": "/v1/files"}, "/v1/files"),
-            (OPENAI | {"method": "GET"}, "GET"),
+            (OPENAI | {"url": "/v1/files"}, "url: '/v1/files' is not allowed; allowed: /v1/completions, "),
+            (OPENAI | {"method": "GET"}, "method: 'GET' is not allowed; allowed: POST"),
             (OPENAI | {"colour": 1}, "unknown field `colour`"),
             ({"url": "/v1/completions", "body": {}}, "missing required field `custom_id`"),
             (OPENAI | {"body": 5}, "$.body"),
@@ -63,6 +65,11 @@ class TestLines:
         assert "line 2 of" in str(refused.value)
         assert "\n" not in str(refused.value)
 
+    def test_files_of_other_systems_are_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "in"
+        path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+        assert [line.number for line in read_lines(path)] == [1, 3]
+
     def test_no_file_and_no_line_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
             check(tmp_path / "none")
@@ -74,14 +81,14 @@ LINES = [BatchLine(number, f"line-{number}", "/v1/completions", b"{}") for numbe
 
 
 def answer_to(line: BatchLine) -> dict[str, object]:
-    return {"custom_id": line.custom_id, "response": {"text": "é" * line.number}}
+    return {"custom_id": line.custom_id, "response": {"status_code": 200 + line.number // 5, "text": "é" * line.number}}
 
 
 class TestAnswersFile:
     def test_it_goes_on_behind_the_last_whole_line_wherever_a_death_cut_it(self, tmp_path: Path) -> None:
         whole = tmp_path / "whole"
         with AnswersFile(whole) as answers:
-            assert answers.resume(LINES) == 0
+            assert not answers.resume(LINES)
             for line in LINES:
                 answers.append(answer_to(line))
             answers.finish()
@@ -90,8 +97,10 @@ class TestAnswersFile:
             path = tmp_path / f"out{cut}"
             path.with_name(path.name + ".part").write_bytes(content[:cut])
             with AnswersFile(path) as answers:
-                num_answered = answers.resume(LINES)
-                assert num_answered == content[:cut].count(b"\n")
+                statuses = answers.resume(LINES)
+                num_answered = content[:cut].count(b"\n")
+                assert statuses.total() == num_answered
+                assert statuses[201] == num_answered // 5
                 for line in LINES[num_answered:]:
                     answers.append(answer_to(line))
                 answers.finish()
@@ -106,6 +115,37 @@ class TestAnswersFile:
     def test_two_runs_do_not_write_one_file(self, tmp_path: Path) -> None:
         with AnswersFile(tmp_path / "out"), pytest.raises(ConfigurationError, match="written by another run"):
             AnswersFile(tmp_path / "out")
+
+    def test_a_run_that_another_has_just_finished_is_not_begun_anew(self, tmp_path: Path, monkeypatch) -> None:
+        path = tmp_path / "out"
+        first = AnswersFile(path)
+
+        def finished(file: object, flags: int) -> None:
+            del file, flags
+            first.finish()
+
+        monkeypatch.setattr("headway.batch.answers_file.fcntl.flock", finished)
+        with pytest.raises(ConfigurationError, match="there already"):
+            AnswersFile(path)
+        first.__exit__(None, None, None)
+
+    def test_a_full_disk_is_told_in_one_line_and_what_is_whole_stays(self, tmp_path: Path) -> None:
+        path = tmp_path / "out"
+        with AnswersFile(path) as answers:
+            answers.append(answer_to(LINES[0]))
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            full = (tmp_path / "out.part").stat().st_size + 10
+            before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (full, limits[1]))
+            try:
+                with pytest.raises(AnswersLostError, match=r"out.part' cannot be written: File too large$"):
+                    answers.append(answer_to(LINES[1]))
+                answers.__exit__(None, None, None)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                signal.signal(signal.SIGXFSZ, before)
+        with AnswersFile(path) as answers:
+            assert answers.resume(LINES).total() == 1
 
     def test_what_is_there_already_is_left_alone(self, tmp_path: Path) -> None:
         path = written(tmp_path / "out", "mine")

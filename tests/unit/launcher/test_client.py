@@ -200,9 +200,11 @@ def test_options_become_the_request(serve):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seed": 1 << 64}, "out of range"),
-        ({"max_tokens": -1}, "out of range"),
-        ({"logprobs": -1}, "out of range"),
+        ({"seed": 1 << 64}, "seed: 18446744073709551616 is not allowed .*out of range"),
+        ({"max_tokens": -1}, "max_tokens: -1 is not allowed .*out of range"),
+        ({"logprobs": -1}, "logprobs: -1 is not allowed .*out of range"),
+        ({"temperature": "hot"}, "temperature: 'hot' is not allowed "),
+        ({"echo": "yes"}, "echo: 'yes' is not allowed "),
         ({"priority": "urgent"}, "priority: 'urgent' is not allowed; allowed: realtime, high, normal, low"),
     ],
 )

@@ -24,6 +24,7 @@ from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
+from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.flight.records import Answered, Turn
 from headway_scheduler.flight.replay import Event
 
@@ -274,6 +275,18 @@ def test_a_decoding_request_leaves_with_its_next_token() -> None:
     run_to_end(b)
     assert a.received + b.received == expected(prompt, 12)
     assert_all_is_free(a, b)
+
+
+def test_the_newest_that_decodes_and_has_tokens_left_is_asked_for() -> None:
+    a, _ = places()
+    add(a, max_tokens=12)
+    add(a, max_tokens=4, origin=Origin(0, 2))
+    for _ in range(2):
+        a.schedule()
+        a.update()
+    gaps = SchedulerView(a.core).gaps
+    found = [gaps.newest_decoding(least_tokens) for least_tokens in (2, 3, 10, 11)]
+    assert [request and request.new.origin.handle for request in found] == [2, 1, 1, None]
 
 
 @pytest.mark.parametrize("must_leave", [False, True])

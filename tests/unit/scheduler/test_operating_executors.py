@@ -224,6 +224,19 @@ def test_explain_tells_where_a_request_runs_and_why_it_was_put_there() -> None:
     finish(world)
 
 
+def test_no_more_tokens_are_computed_than_are_known() -> None:
+    """Steps are scheduled ahead of the tokens that they compute."""
+    world = world_of(1)
+    run_until_started(submit(world, 1), world)
+    reply = call(world, "explain", request_id="r0")
+    found = re.search(r": (\d+) of (\d+) known tokens are computed", reply.explanation)
+    assert found is not None
+    assert int(found[1]) == int(found[2])
+    (state,) = reply.sequences
+    assert state.num_computed_tokens == state.num_prompt_tokens + state.num_output_tokens
+    finish(world)
+
+
 def test_explain_of_one_executor_names_none() -> None:
     world = world_of(1)
     run_until_started(submit(world, 1), world)

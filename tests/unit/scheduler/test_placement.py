@@ -28,6 +28,7 @@ class Gaps(GapView):
     step_us = 0.0
     us_per_row = 0.0
     newest: Request | None = None
+    newest_has_left = 1_000
 
     def __init__(self) -> None:
         """Without a real core."""
@@ -36,8 +37,8 @@ class Gaps(GapView):
         del more_context
         return (self.step_us + more_rows * self.us_per_row) * 1e-6
 
-    def newest_decoding(self) -> Request | None:
-        return self.newest
+    def newest_decoding(self, least_tokens: int) -> Request | None:
+        return self.newest if self.newest_has_left >= least_tokens else None
 
 
 class Core(SchedulerView):

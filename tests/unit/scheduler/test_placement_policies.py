@@ -285,6 +285,14 @@ def test_hybrid_relieves_who_misses_its_gaps_if_another_has_slack() -> None:
     assert relieve(cells(kept, slack)) == []
 
 
+@pytest.mark.parametrize(("num_left", "is_sent"), [(21, True), (20, False), (1, False)])
+def test_who_ends_within_an_interval_of_relief_is_not_copied(num_left: int, is_sent: bool) -> None:
+    request = chosen(placement_of("hybrid", 1, **TIGHT), cells((BOTH, Core()))).request
+    late, slack = late_cell(request), (DECODE, Core(step_us=6_000.0, us_per_row=1_000.0))
+    late[1].gaps.newest_has_left = num_left
+    assert POLICIES["hybrid"].to_relieve(cells(late, slack)) == [(0, request)] * is_sent
+
+
 # ------------------------------------------------------------------------------------------------ settings and roles
 
 

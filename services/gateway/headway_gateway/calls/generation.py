@@ -41,6 +41,9 @@ from headway_proto.ingress import (
 from headway_proto.sampling import NO_LOGPROBS
 
 REQUEST_ID_METADATA_KEY = "headway-request-id"
+_MOST_BEHIND = 32
+"""Tokens at a prompt's end that its answer's text is said to be behind; one of them is a word."""
+
 _PRINTABLE_ASCII = "".join(map(chr, range(0x20, 0x7F)))
 
 _log = structlog.get_logger("headway.gateway.generation")
@@ -108,6 +111,8 @@ class Generation:
         self._request = request
         self._num_prompt_tokens = len(prompt.token_ids)
         self._prompt_column = encode_column(prompt.token_ids)
+        # The answer of a chat begins a text of its own.
+        self._goes_on_behind = () if request.request.HasField("chat") else tuple(prompt.token_ids[-_MOST_BEHIND:])
         self._max_tokens = max_tokens
         self._end_ids = end_ids
         self._beginning = beginning
@@ -269,7 +274,9 @@ class Generation:
         )
         held = self._request.held_tokens
         sequence = LiveSequence(submission, held, self._wakeup.ring)
-        detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=self._call.keeps_special_tokens)
+        detokenizer = self._text_model.new_detokenizer(
+            keeps_special_tokens=self._call.keeps_special_tokens, behind=self._goes_on_behind
+        )
         text = OutputText(detokenizer, tuple(self._request.request.sampling.stop), submission.sampling.min_tokens)
         if held:
             text.push(sequence.tokens)

@@ -109,11 +109,13 @@ class Application:
             )
         route = methods.get("GET" if call.method == "HEAD" else call.method)
         if route is None:
+            allowed = ", ".join(methods)
             raise HttpRefusedError(
                 405,
                 grpc.StatusCode.UNIMPLEMENTED,
-                f"method: {shown(call.method)} is not allowed here; allowed: {', '.join(methods)}",
+                f"method: {shown(call.method)} is not allowed here; allowed: {allowed}",
                 reason="method_not_allowed",
+                headers=[(b"allow", allowed.encode())],
             )
         return route
 

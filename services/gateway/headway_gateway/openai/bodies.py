@@ -111,11 +111,17 @@ class CompletionBody(ChoicesBody, kw_only=True):
     prompt_logprobs: UInt32 | None = None
 
 
+NoItems = Annotated[list[Any], Meta(max_length=0)]
+"""A list that answers have and that is always empty here."""
+
+
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message: text only."""
+    """A piece of a message: text only. The last fields are of answers, which clients send back."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
+    annotations: NoItems | None = None
+    logprobs: NoItems | None = None
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,7 +153,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: None = None
+    annotations: NoItems | None = None
     audio: None = None
     function_call: None = None
 
@@ -199,11 +205,14 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a response's input."""
+    """A message of a response's input. One of an earlier response has the last fields; they do nothing."""
 
     role: str
     content: str | list[ContentPart]
     type: Literal["message"] = "message"
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: str | None = None
 
 
 class ResponsesBody(GenerationBody, kw_only=True):

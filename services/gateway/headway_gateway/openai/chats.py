@@ -4,14 +4,13 @@ Must not know: how chats are rendered, how a generation runs.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ChatBody, read
-from headway_gateway.openai.completions import TokenText
 from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
@@ -34,15 +33,16 @@ from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
 
-_REPLACEMENT = "\ufffd"
+TokenBytes = Callable[[int], bytes]
+"""A token's text in UTF-8, which may be a part of a character."""
 
 
 class TokenEntry(msgspec.Struct):
-    """A token. ``bytes`` is null for a part of a character."""
+    """A token. A part of a character is U+FFFD in ``token``; ``bytes`` has it."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
     top_logprobs: "list[TokenEntry] | msgspec.UnsetType" = msgspec.UNSET
 
 
@@ -151,7 +151,7 @@ class ChatReader:
         self,
         sink: ChatSink,
         tally: Tally,
-        token_text: TokenText,
+        token_bytes: TokenBytes,
         *,
         wants_logprobs: bool,
         pieces: Sequence[Pieces] = (),
@@ -160,7 +160,7 @@ class ChatReader:
         self._sink = sink
         self._pieces = pieces
         self._tally = tally
-        self._token_text = token_text
+        self._token_bytes = token_bytes
         self._wants_logprobs = wants_logprobs
 
     async def write(self, event: api.GenerateResponse) -> None:
@@ -200,9 +200,8 @@ class ChatReader:
         return whole
 
     def _token(self, token_id: int, logprob: float) -> TokenEntry:
-        text = self._token_text(token_id)
-        content = None if _REPLACEMENT in text else list(text.encode())
-        return TokenEntry(text, max(logprob, LEAST_LOGPROB), content)
+        content = self._token_bytes(token_id)
+        return TokenEntry(content.decode(errors="replace"), max(logprob, LEAST_LOGPROB), list(content))
 
 
 class WholeMessages:
@@ -319,6 +318,7 @@ class Chats:
     def __init__(self, generation: GenerationServicer, text_model: TextModel) -> None:
         self._generation = generation
         self._token_text = text_model.text_of_token
+        self._token_bytes = text_model.bytes_of_token
         self._piece_maker = PieceMaker(text_model)
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
@@ -348,7 +348,7 @@ class Chats:
         await call.answer(msgspec.json.encode(answer))
 
     def _reader(self, body: ChatBody, sink: ChatSink, tally: Tally, pieces: Sequence[Pieces]) -> ChatReader:
-        return ChatReader(sink, tally, self._token_text, wants_logprobs=bool(body.logprobs), pieces=pieces)
+        return ChatReader(sink, tally, self._token_bytes, wants_logprobs=bool(body.logprobs), pieces=pieces)
 
     async def _pieces(
         self, body: ChatBody, request: api.GenerateRequest, num_choices: int, model: ModelInfo

@@ -24,6 +24,8 @@ from headway_gateway.openai.outputs import (
 from headway_gateway.openai.translation import COMPLETION_NAMES, completion_requests, drops_output
 from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.statuses import invalid_argument
+from headway_gateway.text.detokenization import Detokenizer
+from headway_gateway.text.tokenization import TextModel
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 
@@ -96,18 +98,19 @@ class Sink(Protocol):
 class LogprobColumns:
     """Makes one choice's columns, piece by piece."""
 
-    def __init__(self, token_text: TokenText) -> None:
+    def __init__(self, token_text: TokenText, detokenizer: Detokenizer) -> None:
+        """``detokenizer``: it makes the choice's text once more, to count its characters."""
         self._token_text = token_text
+        self._detokenizer = detokenizer
         self._offset = 0
 
-    def of(self, tokens: Iterable[Token]) -> Logprobs:
-        """Return the columns of the next tokens."""
+    def of(self, tokens: Iterable[Token], choice_text: str) -> Logprobs:
+        """Return the columns of the next tokens; ``choice_text`` is the choice's with which they came."""
         columns = Logprobs([], [], [], [])
         for token_id, entry in tokens:
             text = self._token_text(token_id)
-            columns.text_offset.append(self._offset)
+            columns.text_offset.append(self._next_offset(token_id, text, choice_text))
             columns.tokens.append(text)
-            self._offset += len(text)
             if entry is None:
                 columns.token_logprobs.append(None)
                 columns.top_logprobs.append(None)
@@ -116,6 +119,14 @@ class LogprobColumns:
             columns.token_logprobs.append(own)
             columns.top_logprobs.append(self._top(text, own, entry))
         return columns
+
+    def _next_offset(self, token_id: int, own: str, choice_text: str) -> int:
+        before, more = self._offset, self._detokenizer.push((token_id,))
+        if not before and own.startswith(" ") and choice_text.startswith(f" {more}") and not more.startswith(" "):
+            more = f" {more}"  # a decoder drops the space before a first word, which does not stand behind a prompt
+        self._offset += len(more)
+        # What this token completes may begin before it.
+        return max(before, self._offset - len(own))
 
     def _top(self, text: str, own: float, entry: api.TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
@@ -192,10 +203,11 @@ class PromptReader:
 class WholeChoices:
     """Gathers choices."""
 
-    def __init__(self, num_choices: int, token_text: TokenText) -> None:
-        self.choices = [Choice(index, "", None, None) for index in range(num_choices)]
+    def __init__(self, columns: Sequence[LogprobColumns]) -> None:
+        """``columns``: of each choice."""
+        self.choices = [Choice(index, "", None, None) for index in range(len(columns))]
         self._texts: list[list[str]] = [[] for _ in self.choices]
-        self._columns = [LogprobColumns(token_text) for _ in self.choices]
+        self._columns = columns
 
     async def begin(self) -> None:
         """See ``Sink``."""
@@ -205,7 +217,7 @@ class WholeChoices:
         self._texts[piece.choice].append(piece.text)
         if piece.tokens is None:
             return
-        columns, choice = self._columns[piece.choice].of(piece.tokens), self.choices[piece.choice]
+        columns, choice = self._columns[piece.choice].of(piece.tokens, piece.text), self.choices[piece.choice]
         if choice.logprobs is None:
             choice.logprobs = columns
         else:
@@ -221,13 +233,13 @@ class StreamedChoices:
     """Sends each piece as an event."""
 
     def __init__(
-        self, call: HttpCall, frame: Completion, num_choices: int, token_text: TokenText, usage: StreamUsage
+        self, call: HttpCall, frame: Completion, columns: Sequence[LogprobColumns], usage: StreamUsage
     ) -> None:
-        """``frame`` is an event without choices."""
+        """``frame`` is an event without choices. ``columns``: of each choice."""
         self._call = call
         self._events = EventFrame(call, frame, usage)
-        self._columns = [LogprobColumns(token_text) for _ in range(num_choices)]
-        self._texts = [self._events.around_text(Choice(index, TEXT, None, None)) for index in range(num_choices)]
+        self._columns = columns
+        self._texts = [self._events.around_text(Choice(index, TEXT, None, None)) for index in range(len(columns))]
 
     async def begin(self) -> None:
         """See ``Sink``."""
@@ -239,7 +251,7 @@ class StreamedChoices:
         if piece.tokens is None and self._events.is_constant:
             await self._events.send_text(self._texts[piece.choice], piece.text)
             return
-        columns = None if piece.tokens is None else self._columns[piece.choice].of(piece.tokens)
+        columns = None if piece.tokens is None else self._columns[piece.choice].of(piece.tokens, piece.text)
         await self._events.send(Choice(piece.choice, piece.text, columns, None))
 
     async def end(self, index: int, reason: str) -> None:
@@ -254,9 +266,10 @@ class StreamedChoices:
 class Completions:
     """The endpoint."""
 
-    def __init__(self, generation: GenerationServicer, token_text: TokenText) -> None:
+    def __init__(self, generation: GenerationServicer, text_model: TextModel) -> None:
         self._generation = generation
-        self._token_text = token_text
+        self._text_model = text_model
+        self._token_text = text_model.text_of_token
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
         """Answer a request.
@@ -273,14 +286,15 @@ class Completions:
         frame = Completion(f"cmpl-{call.request_id}", body.model or model.name, int(now().timestamp()), [])
         num_each = 1 if body.n is None else body.n
         num_choices = min(num_each, MAX_CONTINUATIONS) * len(requests)
+        columns = [self._columns(body) for _ in range(num_choices)]
         tally = Tally()
         if body.stream:
             usage = StreamUsage.of(tally, body.stream_options)
-            stream = StreamedChoices(call, frame, num_choices, self._token_text, usage)
+            stream = StreamedChoices(call, frame, columns, usage)
             await self._run(call, body, requests, stream, tally)
             await stream.close()
             return
-        whole = WholeChoices(num_choices, self._token_text)
+        whole = WholeChoices(columns)
         readers = await self._run(call, body, requests, whole, tally)
         if body.prompt_logprobs is not None:
             for choice in whole.choices:
@@ -288,6 +302,10 @@ class Completions:
         await call.answer(
             msgspec.json.encode(msgspec.structs.replace(frame, choices=whole.choices, usage=tally.usage()))
         )
+
+    def _columns(self, body: CompletionBody) -> LogprobColumns:
+        detokenizer = self._text_model.new_detokenizer(keeps_special_tokens=body.skip_special_tokens is False)
+        return LogprobColumns(self._token_text, detokenizer)
 
     async def _run(
         self, call: HttpCall, body: CompletionBody, requests: Sequence[api.GenerateRequest], sink: Sink, tally: Tally

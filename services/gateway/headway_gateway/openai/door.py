@@ -27,9 +27,9 @@ def make_application(
     config: GatewayConfig,
 ) -> Application:
     """Return the application; ``problem`` returns the reason to send no requests."""
-    completions = Completions(generation, text_model.text_of_token)
+    completions = Completions(generation, text_model)
     chats = Chats(generation, text_model)
-    responses = Responses(generation, text_model.text_of_token)
+    responses = Responses(generation, text_model.bytes_of_token)
     others = OtherEndpoints(generation, problem)
     routes = (
         Route("POST", "/v1/completions", completions.answer, GENERATE),

@@ -4,9 +4,9 @@ It is a ``CallContext``, so the calls behind it see no difference from gRPC. Mus
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
-from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -29,6 +29,8 @@ _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 _CLOSE = (b"connection", b"close")
 _MOST_TIMEOUT_MS = 86_400_000
 _MOST_ID_BYTES = 400
+_LINGER_S = 2.0
+"""A refused client may go on sending its body for so long, until it reads the answer."""
 
 
 class ClientGoneError(Exception):
@@ -77,9 +79,12 @@ class HttpCall:
         """Return the body.
 
         Raises:
-            CallRefusedError: it is too large, or it comes too slowly.
+            CallRefusedError: it is too large, it comes too slowly, or it is compressed.
             ClientGoneError: the client went.
         """
+        for coding in self.headers("content-encoding"):
+            if coding.strip().lower() != "identity":
+                raise _compressed(coding)
         announced = self.headers("content-length")
         if announced and announced[0].isdigit() and int(announced[0][:20]) > most_bytes:
             raise _too_large(most_bytes)
@@ -109,7 +114,7 @@ class HttpCall:
                 self._has_whole_body = True
                 return b"".join(parts)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def ended_by_disconnect(self) -> AsyncIterator[None]:
         """Cancel what is inside when the client goes; only after the body is read.
 
@@ -135,11 +140,13 @@ class HttpCall:
         self._is_gone = True
         task.cancel()
 
-    async def answer(self, body: bytes, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Send a whole answer, in JSON."""
+    async def answer(
+        self, body: bytes, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = (), is_last: bool = True
+    ) -> None:
+        """Send a whole answer, in JSON. If it is not the last that is sent, the connection stays open."""
         length = (b"content-length", b"%d" % len(body))
         await self._begin(status, [_JSON, length, *headers])
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def refuse(self, error: CallRefusedError) -> None:
         """Send a refusal: as an answer, or as the last event of a stream."""
@@ -148,9 +155,23 @@ class HttpCall:
             await self.send_event(b"data: " + refusal.body + b"\n\n")
             await self.end_events()
             return
+        if self._has_whole_body:
+            await self.answer(refusal.body, status=refusal.status, headers=refusal.headers)
+            return
         # The rest of an unread body would be taken for the next request's time.
-        close = () if self._has_whole_body else (_CLOSE,)
-        await self.answer(refusal.body, status=refusal.status, headers=(*refusal.headers, *close))
+        await self.answer(refusal.body, status=refusal.status, headers=(*refusal.headers, _CLOSE), is_last=False)
+        await self._drop_rest()
+        await self.end_events()
+
+    async def _drop_rest(self) -> None:
+        """Take what the client is still sending: closed before that, its connection is reset, and the answer is lost."""
+        if self.headers("expect"):
+            return  # it sends only if it is told to
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                message = await self._receive()
+                while message["type"] != "http.disconnect" and message.get("more_body"):
+                    message = await self._receive()
 
     async def begin_events(self) -> None:
         """Send the head of a stream of events."""
@@ -188,6 +209,16 @@ class HttpCall:
 
     def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None:
         """Drop them: clients of HTTP do not read trailers."""
+
+
+def _compressed(coding: str) -> HttpRefusedError:
+    return HttpRefusedError(
+        415,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"header content-encoding: {shown(coding)} is not allowed; allowed: unset, a body that is not compressed",
+        reason="compressed_body",
+        headers=[(b"accept-encoding", b"identity")],
+    )
 
 
 def _too_large(most_bytes: int) -> HttpRefusedError:

@@ -2,7 +2,7 @@
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import grpc
@@ -12,7 +12,7 @@ from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, read
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import new_id
-from headway_gateway.openai.translation import EMBEDDING_NAMES, add_messages, embed_request
+from headway_gateway.openai.translation import add_messages, embed_parts
 from headway_gateway.requests.validation import served_adapter
 from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed
 from headway_gateway.wall_clock import now
@@ -61,7 +61,8 @@ class VectorList(msgspec.Struct):
     """The vectors, in the order of the inputs."""
 
     model: str
-    data: list[Vector]
+    data: list[msgspec.Raw]
+    """Of ``Vector``, as JSON."""
     usage: PromptUsage
     object: Literal["list"] = "list"
 
@@ -132,15 +133,17 @@ class OtherEndpoints:
         """
         body = read(content, EmbeddingsBody)
         body.request_id = call.request_id = body.request_id or new_id()
-        request = embed_request(body, call.tenant)
-        try:
-            made = await self._generation.Embed(request, call)
-        except CallRefusedError as refusal:
-            raise renamed(refusal, EMBEDDING_NAMES) from refusal
-        model = body.model or (await self._generation.serving_model()).name
         in_base64 = body.encoding_format == "base64"
-        data = [Vector(index, _numbers(one, in_base64=in_base64)) for index, one in enumerate(made.embeddings)]
-        num_tokens = sum(one.prompt_tokens for one in made.embeddings)
+        data: list[msgspec.Raw] = []
+        num_tokens = 0
+        for part in embed_parts(body, call.tenant):
+            made = await _asked(self._generation.Embed, part.request, call, part.names)
+            for one in made.embeddings:
+                # Written part by part, so that many vectors do not hold up other calls.
+                vector = Vector(len(data), _numbers(one, in_base64=in_base64))
+                data.append(msgspec.Raw(msgspec.json.encode(vector)))
+                num_tokens += one.prompt_tokens
+        model = body.model or (await self._generation.serving_model()).name
         await call.answer(msgspec.json.encode(VectorList(model, data, PromptUsage(num_tokens, num_tokens))))
 
     async def tokenize(self, call: HttpCall, content: bytes) -> None:
@@ -185,11 +188,13 @@ class OtherEndpoints:
         return model
 
 
-async def _asked(ask: Callable[[Any, Any], Any], request: Any, call: HttpCall) -> Any:
+async def _asked(
+    ask: Callable[[Any, Any], Any], request: Any, call: HttpCall, names: Iterable[tuple[str, str]] = _TOKENIZE_NAMES
+) -> Any:
     try:
         return await ask(request, call)
     except CallRefusedError as refusal:
-        raise renamed(refusal, _TOKENIZE_NAMES) from refusal
+        raise renamed(refusal, names) from refusal
 
 
 def _numbers(one: api.Embedding, *, in_base64: bool) -> list[float] | str:

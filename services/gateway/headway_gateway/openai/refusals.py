@@ -1,6 +1,7 @@
 """A refusal as HTTP: the status, the headers, OpenAI's error object. Must not know: sockets, requests."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import grpc
@@ -35,9 +36,18 @@ _STATUSES = {
 class HttpRefusedError(CallRefusedError):
     """A refusal with an HTTP status that no gRPC status has."""
 
-    def __init__(self, status: int, code: grpc.StatusCode, message: str, *, reason: str) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
         super().__init__(code, message, reason=reason)
         self.status = status
+        self.headers = tuple(headers)
 
 
 class Refusal(NamedTuple):
@@ -62,11 +72,12 @@ class _ErrorObject(msgspec.Struct):
 def http_refusal(error: CallRefusedError) -> Refusal:
     """Return ``error`` as an answer, with the time to come again if it has one."""
     status, kind = _STATUSES.get(error.code, (500, _SERVER))
+    headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, HttpRefusedError):
         status, kind = error.status, _INVALID
-    headers: list[tuple[bytes, bytes]] = []
+        headers += error.headers
     if error.retry_after_s is not None:
-        headers = [
+        headers += [
             (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))),
             (b"retry-after-ms", b"%d" % math.ceil(error.retry_after_s * 1e3)),
         ]

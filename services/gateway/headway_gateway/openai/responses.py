@@ -9,8 +9,7 @@ import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ResponsesBody, read
-from headway_gateway.openai.chats import ChatReader, ChatSink, TokenEntry, WholeMessages
-from headway_gateway.openai.completions import TokenText
+from headway_gateway.openai.chats import ChatReader, ChatSink, TokenBytes, TokenEntry, WholeMessages
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
 from headway_gateway.openai.pieces import Piece
@@ -156,9 +155,9 @@ class StreamedResponse:
 class Responses:
     """The endpoint."""
 
-    def __init__(self, generation: GenerationServicer, token_text: TokenText) -> None:
+    def __init__(self, generation: GenerationServicer, token_bytes: TokenBytes) -> None:
         self._generation = generation
-        self._token_text = token_text
+        self._token_bytes = token_bytes
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
         """Answer a request.
@@ -194,7 +193,7 @@ class Responses:
     async def _run(
         self, call: HttpCall, body: ResponsesBody, request: api.GenerateRequest, sink: ChatSink, tally: Tally
     ) -> None:
-        reader = ChatReader(sink, tally, self._token_text, wants_logprobs=False)
+        reader = ChatReader(sink, tally, self._token_bytes, wants_logprobs=False)
         await run(
             self._generation,
             call,

@@ -3,8 +3,8 @@
 It checks only what the other side has no words for; ranges are checked behind it.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,11 +22,15 @@ from headway_gateway.openai.bodies import (
     MessageBody,
     ResponsesBody,
 )
+from headway_gateway.requests.input_checks import MAX_INPUTS
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_proto import generation_pb2 as api
 from headway_proto.wording import shown
 
 MAX_PROMPTS = 256
+MAX_EMBEDDED = 2048
+"""OpenAI's."""
+
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's."""
 
@@ -70,7 +74,6 @@ RESPONSES_NAMES = (
     ("chat.messages", "input"),
     ("chat", "input"),
 )
-EMBEDDING_NAMES = (("inputs", "input"),)
 """Pairs of prefixes: ours, the caller's."""
 
 
@@ -190,12 +193,33 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
     return request
 
 
-def embed_request(body: EmbeddingsBody, tenant: str | None) -> api.EmbedRequest:
-    """Return the request.
+class EmbedPart(NamedTuple):
+    """A request for some of the inputs, with the names of its fields."""
+
+    request: api.EmbedRequest
+    names: Sequence[tuple[str, str]]
+
+
+def embed_parts(body: EmbeddingsBody, tenant: str | None) -> list[EmbedPart]:
+    """Return a request for each ``MAX_INPUTS`` inputs.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
+    inputs = list(_inputs(body.input, "input"))
+    if not 1 <= len(inputs) <= MAX_EMBEDDED:
+        raise invalid_argument("input", f"{len(inputs)} are not allowed; allowed: 1 to {MAX_EMBEDDED}")
+    parts = []
+    for first in range(0, len(inputs), MAX_INPUTS):
+        request = _embed_request(body, tenant, inputs[first : first + MAX_INPUTS])
+        if first:
+            request.request_id = f"{request.request_id}-{first}"
+        places = range(len(request.inputs))
+        parts.append(EmbedPart(request, [(f"inputs[{place}]", f"input[{first + place}]") for place in places]))
+    return parts
+
+
+def _embed_request(body: EmbeddingsBody, tenant: str | None, inputs: Iterable[str | list[int]]) -> api.EmbedRequest:
     request = api.EmbedRequest(
         **_names(body, tenant),
         dimensions=body.dimensions or 0,
@@ -203,7 +227,7 @@ def embed_request(body: EmbeddingsBody, tenant: str | None) -> api.EmbedRequest:
     )
     if body.normalize is not None:
         request.normalize = body.normalize
-    for one in _inputs(body.input, "input"):
+    for one in inputs:
         if isinstance(one, str):
             request.inputs.add(text=one)
         else:

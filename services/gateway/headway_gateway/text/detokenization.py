@@ -5,6 +5,7 @@ earlier text when a byte-fallback run is invalid.
 """
 
 import codecs
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -60,14 +61,19 @@ class WindowDetokenizer:
     __slots__ = ("_anchor", "_anchor_text", "_byte_ids", "_decode", "_visible_ids", "_waiting")
 
     def __init__(
-        self, decode: Callable[[list[int]], str], visible_ids: frozenset[int], byte_ids: frozenset[int]
+        self,
+        decode: Callable[[list[int]], str],
+        visible_ids: frozenset[int],
+        byte_ids: frozenset[int],
+        behind: Sequence[int] = (),
     ) -> None:
-        """``visible_ids`` have a text, ``byte_ids`` among them one byte."""
+        """``visible_ids`` have a text, ``byte_ids`` among them one byte. ``behind``: see ``DetokenizerFactory``."""
         self._decode = decode
         self._visible_ids = visible_ids
         self._byte_ids = byte_ids
-        self._anchor: list[int] = []
-        self._anchor_text = ""
+        # Bytes of another text would become one run with those that come.
+        self._anchor = [token_id for token_id in behind if token_id in visible_ids and token_id not in byte_ids][-1:]
+        self._anchor_text = decode(self._anchor) if self._anchor else ""
         self._waiting: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -100,8 +106,11 @@ class WindowDetokenizer:
 class DetokenizerFactory(Protocol):
     """Makes a detokeniser for one output."""
 
-    def __call__(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
-        """Special tokens have no text, unless kept."""
+    def __call__(self, *, keeps_special_tokens: bool = False, behind: Sequence[int] = ()) -> Detokenizer:
+        """Special tokens have no text, unless kept.
+
+        The text goes on behind that of ``behind``: a decoder that drops the space before a first word must not do so.
+        """
         ...
 
 
@@ -120,7 +129,8 @@ def _byte_level_factory(tokenizer: Tokenizer, special_ids: frozenset[int]) -> De
     whole_table = _byte_table(tokenizer)
     table = [b"" if token_id in special_ids else content for token_id, content in enumerate(whole_table)]
 
-    def make(*, keeps_special_tokens: bool = False) -> Detokenizer:
+    def make(*, keeps_special_tokens: bool = False, behind: Sequence[int] = ()) -> Detokenizer:
+        del behind  # bytes are the same wherever they stand
         return ByteLevelDetokenizer(whole_table if keeps_special_tokens else table)
 
     return make
@@ -131,13 +141,21 @@ def _window_factory(tokenizer: Tokenizer, special_ids: frozenset[int]) -> Detoke
     known_ids = frozenset(vocabulary.values())
     byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _is_byte_token(token))
 
-    def make(*, keeps_special_tokens: bool = False) -> Detokenizer:
+    def make(*, keeps_special_tokens: bool = False, behind: Sequence[int] = ()) -> Detokenizer:
         def decode(token_ids: list[int]) -> str:
             return tokenizer.decode(token_ids, skip_special_tokens=not keeps_special_tokens)
 
-        return WindowDetokenizer(decode, known_ids if keeps_special_tokens else known_ids - special_ids, byte_ids)
+        visible_ids = known_ids if keeps_special_tokens else known_ids - special_ids
+        return WindowDetokenizer(decode, visible_ids, byte_ids, behind)
 
     return make
+
+
+def bytes_of_part(token: str) -> bytes:
+    """Return the bytes of a token, as vocabularies write it, whose text by itself is not whole."""
+    if _is_byte_token(token):
+        return bytes([int(token[3:5], 16)])
+    return _bytes_of(token, _byte_of_character())
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
@@ -168,6 +186,7 @@ def _bytes_of(token: str, byte_of_character: dict[str, int]) -> bytes:
         return token.encode()  # an added token is kept as written
 
 
+@functools.cache
 def _byte_of_character() -> dict[str, int]:
     """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, others for U+0100
     on.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
 
-from headway_gateway.text.detokenization import Detokenizer, detokenizer_factory
+from headway_gateway.text.detokenization import REPLACEMENT, Detokenizer, bytes_of_part, detokenizer_factory
 from headway_gateway.text.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
 from headway_proto.wording import one_line, shown
 
@@ -78,9 +78,9 @@ class TextModel:
         """Whether chats can be rendered."""
         return self._chat_template is not None
 
-    def new_detokenizer(self, *, keeps_special_tokens: bool = False) -> Detokenizer:
-        """Return one output's detokeniser."""
-        return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens)
+    def new_detokenizer(self, *, keeps_special_tokens: bool = False, behind: Sequence[int] = ()) -> Detokenizer:
+        """Return one output's detokeniser; see ``DetokenizerFactory``."""
+        return self._make_detokenizer(keeps_special_tokens=keeps_special_tokens, behind=behind)
 
     def require_plausible_length(self, num_characters: int, max_tokens: int) -> None:
         """Refuse a text that cannot fit.
@@ -171,6 +171,13 @@ class TextModel:
         # Some decoders drop the space before the first word.
         begins_word = (self._tokenizer.id_to_token(token_id) or "").startswith(_WORD_MARK)
         return f" {text}" if begins_word and not text.startswith(" ") else text
+
+    def bytes_of_token(self, token_id: int) -> bytes:
+        """Return one token's text by itself in UTF-8, also if it is a part of a character."""
+        text = self.text_of_token(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        return bytes_of_part(self._tokenizer.id_to_token(token_id) or "")
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headway.batch.answers_file import AnswersFile
+from headway.batch.answers_file import AnswersFile, AnswersLostError
 from headway.batch.lines import check, read_lines
 from headway.batch.runner import OK, Server, ServerGoneError, ServerRefusedError
 from headway.child_server import ChildServer, ServingError
@@ -29,6 +29,7 @@ DEFAULT_CONCURRENCY = 256
 DEFAULT_RETRY_S = 120.0
 FAILED_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
+_URL_SCHEMES = ("http://", "https://")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,28 +62,31 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             "--url is not allowed beside --model or --config; allowed: a server of its own, or --url"
         )
+    if arguments.url and not arguments.url.startswith(_URL_SCHEMES):
+        raise ConfigurationError(f"--url: {shown(arguments.url)} is not allowed; allowed: http://... or https://...")
     source = Path(arguments.input)
     num_lines = check(source)
     with AnswersFile(Path(arguments.output)) as answers:
-        num_answered = answers.resume(read_lines(source))
+        tally = Tally(answers.resume(read_lines(source)))
         try:
-            tally = _work(arguments, answers, num_answered, num_lines)
-        except (ServingError, ServerGoneError, ServerRefusedError) as error:
+            _work(arguments, answers, tally, num_lines)
+            answers.finish()
+        except (ServingError, ServerGoneError, ServerRefusedError, AnswersLostError) as error:
             _say(f"{error}; the same command goes on where this one has ended")
             return FAILED_EXIT_CODE
         except KeyboardInterrupt:
             _say("interrupted; the same command goes on where this one has ended")
             return INTERRUPTED_EXIT_CODE
-        answers.finish()
-    _say(tally.summary(num_lines, num_answered))
+    _say(tally.summary(num_lines))
     return FAILED_EXIT_CODE if tally.num_failed else 0
 
 
 class Tally:
-    """What this run has answered."""
+    """What this run has answered, and the statuses of what earlier ones have."""
 
-    def __init__(self) -> None:
-        self._statuses: Counter[int] = Counter()
+    def __init__(self, before: Counter[int]) -> None:
+        self.num_before = before.total()
+        self._statuses = Counter(before)
         self._tokens: Counter[str] = Counter()
         self._began = time.monotonic()
 
@@ -104,9 +108,9 @@ class Tally:
         """The end of a progress line."""
         return f"answered, {self._per_second():.0f} tokens/s"
 
-    def summary(self, num_lines: int, num_before: int) -> str:
+    def summary(self, num_lines: int) -> str:
         """One line about all."""
-        before = f" ({num_before} of them before)" if num_before else ""
+        before = f" ({self.num_before} of them before)" if self.num_before else ""
         failed = ", ".join(
             f"{count} with status {status}" for status, count in sorted(self._statuses.items()) if status != OK
         )
@@ -122,17 +126,16 @@ class Tally:
         return self._tokens["output"] / max(1e-9, time.monotonic() - self._began)
 
 
-def _work(arguments: argparse.Namespace, answers: AnswersFile, num_answered: int, num_lines: int) -> Tally:
-    if num_answered == num_lines:
-        return Tally()
-    with _url(arguments) as url:
-        return asyncio.run(_answer_all(arguments, url, answers, num_answered, num_lines))
+def _work(arguments: argparse.Namespace, answers: AnswersFile, tally: Tally, num_lines: int) -> None:
+    if tally.num_before < num_lines:
+        with _url(arguments) as url:
+            asyncio.run(_answer_all(arguments, url, answers, tally, num_lines))
 
 
 async def _answer_all(
-    arguments: argparse.Namespace, url: str, answers: AnswersFile, num_answered: int, num_lines: int
-) -> Tally:
-    tally, progress = Tally(), ProgressLine(sys.stderr)
+    arguments: argparse.Namespace, url: str, answers: AnswersFile, tally: Tally, num_lines: int
+) -> None:
+    progress, num_answered = ProgressLine(sys.stderr), tally.num_before
     server = Server(
         url,
         token=token_of_file(arguments.token_file, "--token-file"),
@@ -151,13 +154,13 @@ async def _answer_all(
     finally:
         progress.erase()
         await server.close()
-    return tally
 
 
 @contextlib.contextmanager
 def _url(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.url:
-        yield arguments.url
+        # Other clients' base URLs end with /v1, and here every line names its path.
+        yield arguments.url.rstrip("/").removesuffix("/v1")
         return
     words = [f"--model={arguments.model or DEMO_MODEL}"] if arguments.model or not arguments.config else []
     words += [f"--config={arguments.config}"] if arguments.config else []

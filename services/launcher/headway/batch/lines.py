@@ -7,10 +7,11 @@ A line is a request in OpenAI's batch format, ``{"custom_id", "method", "url", "
 ``/v1/embeddings``, under the name ``line-N``.
 """
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -29,9 +30,15 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's form (https://platform.openai.com/docs/guides/batch)."""
 
     custom_id: str
-    url: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
+    url: str
     body: Body
-    method: Literal["POST"] = "POST"
+    method: str = "POST"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, for what OpenAI's form has and nobody answers here."""
+        for name, value, allowed in (("url", self.url, URLS), ("method", self.method, ("POST",))):
+            if value not in allowed:
+                raise ValueError(f"{name}: {shown(value)} is not allowed; allowed: {', '.join(allowed)}")
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -51,6 +58,8 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
     """
     try:
         with path.open("rb") as file:
+            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                file.seek(0)
             for number, content in enumerate(file, start=1):
                 if content.strip():
                     yield _line(number, content, path)

@@ -1,7 +1,7 @@
 """Messages from plain Python values; the server checks ranges."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -139,9 +139,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     stop = options.get("stop", ())
     with _refusals_of_protobuf():
         request = generation_pb2.GenerateRequest(
-            **{name: values[name] for name in _REQUEST_OPTIONS if name in values},
             sampling=generation_pb2.SamplingParams(
-                **{name: values[name] for name in _SCALAR_SAMPLING_OPTIONS if name in values},
                 logit_bias=[
                     generation_pb2.LogitBias(token_id=token_id, bias=bias)
                     for token_id, bias in options.get("logit_bias", {}).items()
@@ -151,6 +149,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
                 **_constraint(values),
             ),
         )
+        _set_fields(request, values, _REQUEST_OPTIONS)
+        _set_fields(request.sampling, values, _SCALAR_SAMPLING_OPTIONS)
         _set_prompt(request, prompt)
     if "priority" in options:
         request.priority = _number("priority", options["priority"], _PRIORITIES)
@@ -181,14 +181,19 @@ def _set_options(request: Any, options: Mapping[str, Any], known: Mapping[str, A
     if unknown:
         raise TypeError(f"this call has no option {min(unknown)!r}")
     with _refusals_of_protobuf():
-        for name, value in options.items():
-            if name in _NAMED_NUMBERS:
-                setattr(request, name, _number(name, value, _NAMED_NUMBERS[name]))
-            elif name != "timeout_s":
-                try:
-                    setattr(request, name, value)
-                except TypeError as error:
-                    raise ValueError(f"{name}: {error}") from error
+        for name in _NAMED_NUMBERS.keys() & options.keys():
+            setattr(request, name, _number(name, options[name], _NAMED_NUMBERS[name]))
+        _set_fields(request, options, options.keys() - _NAMED_NUMBERS.keys() - {"timeout_s"})
+
+
+def _set_fields(message: Any, values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Set those that are given, and are not None."""
+    for name in names:
+        if values.get(name) is not None:
+            try:
+                setattr(message, name, values[name])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}: {shown(values[name])} is not allowed ({error})") from error
 
 
 def _number(field: str, name: object, names: Mapping[str, Any]) -> Any:
@@ -230,10 +235,14 @@ def _constraint(values: Mapping[str, Any]) -> dict[str, Any]:
 def _set_prompt(request: generation_pb2.GenerateRequest | admin_pb2.PinPrefixRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
-    elif len(prompt) and isinstance(prompt[0], Mapping):
-        request.chat.CopyFrom(_chat(prompt))
+        return
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+        raise TypeError(f"prompt: {shown(prompt)} is not allowed; allowed: a text, a list of token ids or of messages")
+    parts: list[Any] = list(prompt)
+    if parts and isinstance(parts[0], Mapping):
+        request.chat.CopyFrom(_chat(parts))
     else:
-        request.token_ids.CopyFrom(generation_pb2.TokenIds(ids=prompt))  # type: ignore[arg-type]
+        request.token_ids.CopyFrom(generation_pb2.TokenIds(ids=parts))
 
 
 def _chat(messages: Sequence[Any]) -> generation_pb2.Chat:

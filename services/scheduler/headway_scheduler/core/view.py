@@ -300,9 +300,10 @@ class GapView:
         shape = StepShape(num_rows, num_rows, num_context_tokens // len(shapes), 0)
         return (self._core.step_times.predict_s(shape) or 0.0) if num_rows else 0.0
 
-    def newest_decoding(self) -> Request | None:
-        """The decoding request that started last and does not leave."""
+    def newest_decoding(self, least_tokens: int) -> Request | None:
+        """The decoding request that started last, does not leave, and may have so many tokens more."""
         rows, leaving = self._core.rows, self._core.leaving_rows
+        num_left = rows.last_position - rows.num_computed_tokens
         in_lanes = [row for lane in self._core.lanes for row in lane.indices().tolist()]
-        decoding = [row for row in in_lanes if row not in leaving]
+        decoding = [row for row in in_lanes if row not in leaving and num_left[row] >= least_tokens]
         return rows.request_in(max(decoding, key=rows.order_key.__getitem__)) if decoding else None

@@ -243,9 +243,14 @@ def _why_running(core: Scheduler, request: Request, where: str) -> str:
     preempted = f" It was preempted {request.num_preemptions} times." if request.num_preemptions else ""
     proposed = f" Of {record.num_proposed_tokens} tokens proposed for it {record.num_accepted_tokens} were right."
     return (
-        f" and runs{where}: {figures.num_computed_tokens} of {figures.num_tokens} known tokens are computed, "
+        f" and runs{where}: {_num_computed(figures)} of {figures.num_tokens} known tokens are computed, "
         f"in {figures.num_blocks} blocks.{preempted}{proposed if record.num_proposed_tokens else ''}"
     )
+
+
+def _num_computed(figures: RequestFigures) -> int:
+    """Of the known tokens: a step ahead has begun one that is not known yet."""
+    return min(figures.num_computed_tokens, figures.num_tokens)
 
 
 def _why_waiting(core: Scheduler, request: Request, where: str) -> str:
@@ -335,7 +340,7 @@ def _state_of(request: Request, figures: RequestFigures, executor: int, now: flo
         tenant=new.tenant,
         num_prompt_tokens=new.num_prompt_tokens,
         num_output_tokens=figures.num_tokens - new.num_prompt_tokens,
-        num_computed_tokens=figures.num_computed_tokens,
+        num_computed_tokens=_num_computed(figures),
         num_blocks=figures.num_blocks,
         num_preemptions=request.num_preemptions,
         age_ms=(now - request.arrival_time) * 1e3,

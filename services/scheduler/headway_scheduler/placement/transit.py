@@ -9,6 +9,7 @@ from typing import Protocol
 
 from headway_scheduler.core.choosing.cell_load import CellLoad
 from headway_scheduler.core.choosing.choice import has_preempted
+from headway_scheduler.core.choosing.policies import RELIEVE_INTERVAL_S
 from headway_scheduler.core.choosing.roles import Role
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import Origin
@@ -17,9 +18,6 @@ from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.placement.placement import Placed, Placement
-
-RELIEVE_INTERVAL_S = 0.25
-"""How often running requests may be sent elsewhere for their gaps."""
 
 
 class TransitCell(Protocol):

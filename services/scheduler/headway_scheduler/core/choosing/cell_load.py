@@ -3,6 +3,7 @@
 Owns: these answers. Must not know: other cells, or which request is next.
 """
 
+import math
 from enum import Enum
 
 from mypy_extensions import mypyc_attr
@@ -186,6 +187,6 @@ class CellLoad:
         objective_s = self._gaps.tightest_s
         return bool(objective_s) and self.num_running > 1 and self._decodes_s > (objective_s or 0.0)
 
-    def newest_decoding(self) -> Request | None:
-        """The decoding request that started last and does not leave already."""
-        return self._gaps.newest_decoding()
+    def newest_decoding(self, least_s: float) -> Request | None:
+        """The decoding request that started last, of those that do not leave already and may stay so long."""
+        return self._gaps.newest_decoding(math.ceil(least_s / self._decodes_s) if self._decodes_s else 1)

@@ -26,6 +26,10 @@ SLACK_TO_STAY = 0.4
 leave would win little for prompts, and cost a hand-off."""
 
 
+RELIEVE_INTERVAL_S = 0.25
+"""How often running requests may be sent elsewhere for their gaps. Whoever ends sooner relieves the others by that."""
+
+
 class PlacementPolicy(Protocol):
     """Stateless. ``accepting``: the executors that take requests now."""
 
@@ -129,10 +133,13 @@ class Hybrid:
         return not has_role(request, cell)
 
     def to_relieve(self, cells: Sequence[CellLoad]) -> list[tuple[int, Request]]:
-        """The newest decoding request of each executor that misses its gaps, if another has slack and room."""
+        """The newest decoding request of each executor that misses its gaps, if another has slack and room.
+
+        One that ends soon stays: it would be copied for a few tokens, or come back.
+        """
         found = []
         for cell in cells:
-            request = cell.newest_decoding() if cell.misses_gaps() else None
+            request = cell.newest_decoding(RELIEVE_INTERVAL_S) if cell.misses_gaps() else None
             if request is not None and any(other is not cell and _can_receive(other, request) for other in cells):
                 found.append((cell.number, request))
         return found
