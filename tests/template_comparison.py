@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway_gateway.text.chat_templates import Messages, Renderer, TemplateSource, environment
+from headway_gateway.text.chat_templates import Messages, Renderer, TemplateSource, environment, names_read
 
 OWN = Path(__file__).parent / "chat_templates"
 
@@ -127,7 +127,10 @@ def rendered(source: str, messages: list[Message], given: dict[str, Any]) -> str
     settings = {name: value for name, value in given.items() if name not in _USUAL}
     is_sent = given.get("add_generation_prompt") and "tools" not in given
     if is_sent and len(plain) == len(messages) and all(isinstance(content, str) for _, content in plain):
-        return Renderer(TemplateSource(source, SPECIAL)).render(Messages(tuple(plain), "", json.dumps(settings)))
+        renderer, names = Renderer(TemplateSource(source, SPECIAL)), names_read(source)
+        # Others are refused here, and change nothing there.
+        read = {name: value for name, value in settings.items() if name in names}
+        return renderer.render(Messages(tuple(plain), "", json.dumps(read)))
     variables = {"tools": None, "documents": None} | given
     return environment().from_string(source).render(messages=messages, **variables)
 

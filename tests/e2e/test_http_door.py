@@ -298,7 +298,7 @@ async def test_thoughts_are_divided_from_the_answer(tmp_path: Path) -> None:
 
 
 async def test_variables_reach_the_template(tmp_path: Path) -> None:
-    template = "{{ messages[0].content }}{{ level }}{% if thinking %}<think>{% else %}<think></think>{% endif %}"
+    template = "{{ messages[0].content }}{{ level }}{{ reasoning_effort }}{% if thinking %}<think>{% else %}<think></think>{% endif %}"
     text_model = copied_model(tmp_path / "model", template)
     async with (
         door(text_model) as (_, scheduler, url),
@@ -310,14 +310,21 @@ async def test_variables_reach_the_template(tmp_path: Path) -> None:
             ({"thinking": True, "level": 1.5}, "x1.5<think>", "Hm."),
             ({"thinking": False}, "x<think></think>", None),
             ({}, "x<think></think>", None),
+            ({"thinking": 0, "reasoning_effort": "low"}, "xlow<think></think>", None),
         ):
-            body = {"chat_template_kwargs": variables}
+            body = {"chat_template_kwargs": dict(variables)}
+            if "reasoning_effort" in variables:
+                body["reasoning_effort"] = body["chat_template_kwargs"].pop("reasoning_effort")
             answer = (await client.chat.completions.create(**request, extra_body=body)).choices[0].message
             assert text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist()) == prompt
             assert getattr(answer, "reasoning_content", None) == thought
         with pytest.raises(openai.BadRequestError, match="'messages' is not allowed; allowed: names beside") as refusal:
             await client.chat.completions.create(**request, extra_body={"chat_template_kwargs": {"messages": []}})
         assert refusal.value.param == "chat_template_kwargs"
+        with pytest.raises(
+            openai.BadRequestError, match="has no variable 'think'; it reads level, reasoning_effort, th"
+        ):
+            await client.chat.completions.create(**request, extra_body={"chat_template_kwargs": {"think": True}})
 
 
 async def test_channels_are_thoughts_calls_and_the_answer(tmp_path: Path) -> None:

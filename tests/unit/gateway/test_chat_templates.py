@@ -56,6 +56,16 @@ def test_a_namespace_holds_no_name_of_pythons_own_as_in_transformers(name: str, 
     assert theirs.partition(" ")[0] == ours.partition(" ")[0] == "SecurityError"
 
 
+def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ messages[0].content }}{% if thinking %}{{ documents }}{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    model = load_text_model(tmp_path)
+    assert model.render_chat([("user", "x")], variables='{"thinking": 1, "documents": [2]}') == "x[2]"
+    with pytest.raises(PromptError, match="it has no variable 'thinkng'; it reads documents, thinking"):
+        model.render_chat([("user", "x")], variables='{"thinkng": 1}')
+
+
 BOS = {"__type": "AddedToken", "content": "<B>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}  # fmt: skip
 SHOWS_TOKENS = (
     "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ boi }}|{{ sep_token is defined }}|{{ messages | length }}"

@@ -183,6 +183,7 @@ class ChatBody(ChoicesBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None

@@ -152,8 +152,11 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
     add_messages(request.chat, body.messages)
     if offers_tools(body):
         request.chat.tools = msgspec.json.encode(body.tools).decode()
-    if body.chat_template_kwargs:
-        request.chat.variables = msgspec.json.encode(body.chat_template_kwargs).decode()
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if variables:
+        request.chat.variables = msgspec.json.encode(variables).decode()
     return request
 
 

@@ -6,11 +6,12 @@ A sandbox cannot stop an endless loop, so ``template_process`` runs this as a pr
 
 import datetime as dt
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -98,29 +99,48 @@ def _check_attribute(name: object) -> None:
         )
 
 
+def names_read(source: str) -> set[str]:
+    """Return the variables that a template looks for."""
+    dialect = environment()
+    return jinja2.meta.find_undeclared_variables(dialect.parse(source)) - set(dialect.globals)
+
+
+class _Compiled:
+    """One template."""
+
+    def __init__(self, source: str) -> None:
+        self.generate = environment().from_string(source).generate
+        self._names = names_read(source)
+
+    def check_names(self, given: Iterable[str], own: Container[str]) -> None:
+        """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
+        if unread := [name for name in given if name not in self._names]:
+            read = ", ".join(sorted(name for name in self._names if name not in own))
+            raise jinja2.TemplateError(f"it has no variable {shown(unread[0])}; it reads {read or 'none'}")
+
+
 class Renderer:
-    """A compiled template."""
+    """A compiled template, or two."""
 
     def __init__(self, template: TemplateSource) -> None:
-        self._template = self._for_tools = environment().from_string(template.source)
+        self._template = self._for_tools = _Compiled(template.source)
         if template.for_tools is not None:
-            self._for_tools = environment().from_string(template.for_tools)
+            self._for_tools = _Compiled(template.for_tools)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
         """Return the text, up to the assistant's answer."""
         parts = []
         num_characters = 0
-        variables = {
-            "documents": None,
-            **self._special,
-            **(json.loads(chat.variables) if chat.variables else {}),
+        own = {
             "messages": [_message(*message) for message in chat.messages],
             "tools": json.loads(chat.tools) if chat.tools else None,
             "add_generation_prompt": True,
         }
+        given = json.loads(chat.variables) if chat.variables else {}
         template = self._for_tools if chat.tools else self._template
-        for part in template.generate(variables):
+        template.check_names(given, own)
+        for part in template.generate({"documents": None, **self._special, **given, **own}):
             num_characters += len(part)
             if num_characters > MAX_OUTPUT_CHARACTERS:
                 raise OverflowError
