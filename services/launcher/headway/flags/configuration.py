@@ -145,10 +145,10 @@ def _in_short(action: argparse.Action) -> argparse.Action:
     return short
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?``, or where to look."""
+def suggestion(name: str, known: Iterable[str], otherwise: str = "see --help for those that exist") -> str:
+    """Return ``; did you mean X?``, or ``otherwise``, which says where to look."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else "; see --help for those that exist"
+    return f"; did you mean {near[0]}?" if near else f"; {otherwise}"
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
