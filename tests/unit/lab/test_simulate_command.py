@@ -474,3 +474,25 @@ def test_half_a_prefix_in_a_trace_is_refused(capsys, tmp_path, given, missing):
     path.write_text(f'{{"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 2, {given}}}\n')
     assert main(["simulate", "--trace", str(path)]) == 2
     assert f"without {missing} is not allowed; allowed: both or neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("model", "num_layers", 0),
+        ("model", "num_heads", -1),
+        ("model", "bytes_per_value", 0),
+        ("model", "context_length", 1),
+        ("accelerator", "peak_flops", 1e-300),
+    ],
+)
+def test_a_device_file_with_impossible_dimensions_is_refused(capsys, tmp_path, part, field, value):
+    described = {
+        "accelerator": msgspec.to_builtins(ACCELERATORS["h100"]),
+        "model": msgspec.to_builtins(MODEL_SHAPES["llama-3-8b"]),
+    }
+    described[part][field] = value
+    path = tmp_path / "device.json"
+    path.write_bytes(msgspec.json.encode(described))
+    assert main([*SMALL, "--hardware-file", str(path), "--model", "measured"]) == 2
+    assert f"at `$.{part}.{field}`" in capsys.readouterr().err
