@@ -27,6 +27,7 @@ from headway_lab.bench.report import (
 from headway_lab.bench.session import bench, opened
 from headway_lab.bench.target import TargetError, TargetInfo
 from headway_lab.output_files import check_output_files, check_pictures, write_output
+from headway_lab.workload.options import check_rate
 from headway_proto.wording import shown
 
 FAILED_EXIT_CODE = 1
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == CAPACITY:
         given, session = _for_capacity(given), _capacity_session
     options = build(BenchOptions, given, BenchOptions.validate)
+    check_rate(given, options)
     check_output_files({"--json": options.json, "--csv": options.csv, "--png": options.png})
     check_pictures("--png", options.png)
     try:

@@ -40,10 +40,7 @@ CSV_COLUMNS = (
 
 def title(info: TargetInfo, load: Load) -> str:
     """Return server and load in one line."""
-    return (
-        f"{info.model} at {info.address} ({info.runs_on}); {len(load.requests)} requests, {load.title}; "
-        f"seed {load.options.seed}"
-    )
+    return f"{info.model} at {info.address} ({info.runs_on}); {load.title}; seed {load.options.seed}"
 
 
 def text(info: TargetInfo, totals: BenchTotals, max_late_ms: float) -> str:

@@ -13,7 +13,7 @@ def as_deployment(plan: Plan) -> str:
     check = system.check
     lines = [
         f"# {title(plan)}",
-        f"# {system.num_devices} devices; at {check.rate:g} requests/s {100 * check.share:.1f}% keep both objectives.",
+        f"# {system.num_devices} device{'s' * (system.num_devices > 1)}; at {check.rate:g} requests/s {100 * check.share:.1f}% keep both objectives.",
         "# Run it with headway serve --config, or headway cluster up --config: docs/cluster.md.",
         "",
         "[serve]",

@@ -27,9 +27,12 @@ def title(plan: Plan) -> str:
     """Return what was asked, in one line."""
     options = plan.options
     gaps = "mean gaps" if options.gaps == MEAN_GAP else "gaps"
+    context = plan.cluster.shape.context_length
+    cut_share = plan.workload.cut_share
+    cut = f", {100 * cut_share:.2g}% of them cut to the context of {context} tokens" if cut_share else ""
     return (
         f"{plan.cluster.shape.name} on {plan.cluster.accelerator.name}, {options.devices_per_node} a node, "
-        f"{options.interconnect} interconnect; {options.rate:g} requests/s, {100 * options.attainment:g}% within "
+        f"{options.interconnect} interconnect; {options.rate:g} requests/s{cut}, {100 * options.attainment:g}% within "
         f"{options.ttft_slo_ms} ms to the first token and {gaps} of {options.itl_slo_ms} ms; seed {options.seed}"
     )
 

@@ -29,6 +29,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.unit_times_s[:num_requests] / rate
 
     @property
+    def cut_share(self) -> float:
+        """The share of the requests that were drawn longer than the context."""
+        return float(np.mean([request.is_cut for request in self.requests]))
+
+    @property
     def mean_prompt_tokens(self) -> float:
         """Of all requests."""
         return float(np.mean([request.num_prompt_tokens for request in self.requests]))

@@ -96,13 +96,16 @@ def _listed(text: str, settings: Mapping[str, Setting], origin: str) -> dict[str
         name, separator, value = part.partition("=")
         if not separator:
             raise ConfigurationError(f"{origin}: {shown(text)} is not allowed; allowed: FIELD=VALUE,FIELD=VALUE,...")
-        variant.update([*_axis(name, value, settings, origin)])
+        if name in variant:
+            raise ConfigurationError(f"{origin}: {shown(text)} has {name} twice; allowed: once in a case")
+        variant.update(_axis(name, value, settings, origin))
     return variant
 
 
 def _setting(name: str, settings: Mapping[str, Setting], origin: str) -> Setting:
     if name not in settings:
-        raise ConfigurationError(f"{origin}: unknown limit {shown(name)}{suggestion(name, settings)}")
+        near = suggestion(name, settings, f"allowed: {', '.join(sorted(settings))}")
+        raise ConfigurationError(f"{origin}: unknown limit {shown(name)}{near}")
     return settings[name]
 
 

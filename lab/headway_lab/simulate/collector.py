@@ -42,6 +42,8 @@ class SimulationTotals(Totals, frozen=True, kw_only=True):
 
     num_finished: int
     num_rejected: int
+    first_refusal: str
+    """Why the first of them was refused."""
     num_steps: int
     num_preemptions: int
     virtual_s: float
@@ -86,6 +88,7 @@ class RunCollector:
         self.queue: list[tuple[float, int, int]] = []
         """After each answer: the time, and how many requests are running and waiting."""
         self.num_rejected = 0
+        self._first_refusal = ""
         self.num_ended = 0
         self._first_measured = first_measured
         self._requests: dict[int, PlannedRequest] = {}
@@ -103,9 +106,10 @@ class RunCollector:
         self._requests[request.number] = request
         self._arrival_s[request.number] = time_s
 
-    def rejected(self) -> None:
-        """Record that one was refused."""
+    def rejected(self, why: str) -> None:
+        """Record that one was refused; the first one's ``why`` is told."""
         self.num_rejected += 1
+        self._first_refusal = self._first_refusal or why
         self.num_ended += 1
 
     def tokens(self, numbers: Int32Array, now: float) -> None:
@@ -194,6 +198,7 @@ class RunCollector:
             num_requests=len(self._requests),
             num_finished=len(self._ends),
             num_rejected=self.num_rejected,
+            first_refusal=self._first_refusal,
             num_steps=len(self.steps),
             num_preemptions=counters.num_preemptions,
             virtual_s=rounded(virtual_s),

@@ -24,6 +24,7 @@ from headway_lab.simulate.loop import NoProgress
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.report import CaseResult, as_json, knee_of, table
 from headway_lab.simulate.world import World, make_world, simulate
+from headway_lab.workload.options import check_rate
 
 REPLICAS = "replicas"
 STOPPED_EXIT_CODE = 1
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if compares_sources:
         given = merged((given, settings_layer(given)))
     options = build(SimulationOptions, given, SimulationOptions.validate)
+    check_rate(given, options)
     settings = case_settings()
     given_limits = given_by_flags(arguments, settings)
     if compares_sources:
@@ -126,7 +128,7 @@ def _title(world: World) -> str:
         devices = f"{options.executors} executors{roles} of {devices} each"
     return (
         f"{world.roofline.shape.name} on {devices}, {capacity.num_blocks} KV blocks of {capacity.block_size}; "
-        f"{len(world.load.requests)} requests, {world.load.title}; seed {options.seed}"
+        f"{world.load.title}; seed {options.seed}"
     )
 
 

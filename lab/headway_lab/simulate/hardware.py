@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-_Positive = Annotated[float, Meta(gt=0)]
+_Positive = Annotated[float, Meta(ge=1, le=1e21)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _Duration = Annotated[float, Meta(ge=0)]
 

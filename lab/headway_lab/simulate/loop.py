@@ -20,6 +20,7 @@ from headway_scheduler.core.state.events import FinishedEvent
 
 _OWNER = 0
 _NEVER = float("inf")
+_TOO_LATE = "ttft_slo_ms: no first token was possible in time, and the scheduler sheds such requests"
 
 
 class NoProgress(RuntimeError):  # noqa: N818 - it names a finding
@@ -81,7 +82,7 @@ class Simulation:
 
     def _end_shed(self, shed: Sequence[FinishedEvent], now: float) -> None:
         for _ in shed:
-            self._measurement.rejected()
+            self._measurement.rejected(_TOO_LATE)
             self._expect(self._arrivals.after_end(now, rejected=True))
 
     def _take_answer(self, station: Station, now: float) -> None:
@@ -105,8 +106,8 @@ class Simulation:
         self._measurement.arrived(request, arrival.time_s)
         try:
             self._router.add(self._event(request), arrival.time_s)
-        except RequestRejected:
-            self._measurement.rejected()
+        except RequestRejected as error:
+            self._measurement.rejected(f"{error.field}: {error.message}" if error.field else error.message)
             self._expect(self._arrivals.after_end(arrival.time_s, rejected=True))
 
     def _expect(self, arrival: Arrival | None) -> None:

@@ -3,22 +3,27 @@
 Dimensions are from each model's published config.json; the resulting number of parameters equals the published one.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A dense decoder with grouped queries and a gated MLP."""
 
     name: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_length: int
-    bytes_per_value: int = 2
+    num_layers: _Count
+    hidden_size: _Count
+    intermediate_size: _Count
+    num_heads: _Count
+    num_kv_heads: _Count
+    head_dim: _Count
+    vocab_size: _Count
+    context_length: Annotated[int, Meta(ge=2, le=1 << 24)]
+    bytes_per_value: Annotated[int, Meta(ge=1, le=8)] = 2
 
     @property
     def num_layer_parameters(self) -> int:

@@ -128,7 +128,9 @@ def _note(result: CaseResult) -> str:
     totals = result.totals
     parts = []
     if totals.num_rejected:
-        parts.append(f"{totals.num_rejected} of {totals.num_requests} requests were refused")
+        parts.append(
+            f"{totals.num_rejected} of {totals.num_requests} requests were refused (the first: {totals.first_refusal})"
+        )
     if totals.prefix_restore_rate:
         parts.append(f"{100 * totals.prefix_restore_rate:.1f}% of the prompts' tokens came back from the host")
     if totals.num_swapped_blocks:

@@ -13,6 +13,7 @@ from headway_lab.workload.requests import (
     ARRIVALS,
     PlannedRequest,
     WorkloadShape,
+    cut_note,
     draw_requests,
     parse_tenants,
     rng_of,
@@ -28,6 +29,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     options: LoadOptions
     requests: Sequence[PlannedRequest]
     times_s: Sequence[float] | None
+    context_length: int
 
     @property
     def asked_requests_per_s(self) -> float | None:
@@ -41,7 +43,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """The arrivals in a few words."""
+        """How many requests there are, and how they arrive, in a few words."""
+        count = len(self.requests)
+        cut = cut_note(self.requests, self.context_length)
+        return f"{count} request{'s' * (count != 1)}{cut}, {self._arrivals_title}"
+
+    @property
+    def _arrivals_title(self) -> str:
         options = self.options
         if options.trace:
             return f"trace {options.trace}"
@@ -79,7 +87,7 @@ def make_load(options: LoadOptions, context_length: int) -> Load:
                 f"--warmup-requests: {options.warmup_requests} is not allowed; "
                 f"allowed: fewer than the trace has, {len(requests)}"
             )
-        return Load(options=options, requests=requests, times_s=times_s)
+        return Load(options=options, requests=requests, times_s=times_s, context_length=context_length)
     if options.prefix_tokens > context_length - 2:
         raise ConfigurationError(
             f"--prefix-tokens: {options.prefix_tokens} is not allowed; allowed: at most {max(context_length - 2, 0)}, "
@@ -95,7 +103,7 @@ def make_load(options: LoadOptions, context_length: int) -> Load:
         objectives=options.objectives,
     )
     requests = draw_requests(shape, context_length, options.seed)
-    return Load(options=options, requests=requests, times_s=_arrival_times(options))
+    return Load(options=options, requests=requests, times_s=_arrival_times(options), context_length=context_length)
 
 
 def _arrival_times(options: LoadOptions) -> list[float] | None:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from headway.flags.configuration import Layer
+from headway.flags.settings import ConfigurationError
 from headway_lab.workload.lengths import NOTATION, check_lengths
 from headway_lab.workload.requests import MOST_OBJECTIVE_MS, TENANT_NOTATION, Objectives, parse_tenants
 
@@ -71,3 +73,26 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"warmup_requests: {self.warmup_requests} is not allowed; "
                 f"allowed: fewer than num_requests, {self.num_requests}"
             )
+
+
+def check_rate(given: Layer, options: LoadOptions) -> None:
+    """Check that a rate that was asked for is one that the load has.
+
+    Raises:
+        ConfigurationError: it has none, or the trace says when requests come.
+    """
+    for name in ("arrivals", "rate", "variation"):
+        if name not in given:
+            continue
+        flag = given[name].origin
+        if options.trace:
+            raise ConfigurationError(
+                f"{flag}: is not allowed beside --trace, which has the arrivals; allowed: one of them"
+            )
+        if options.arrivals == "closed" and name != "arrivals":
+            raise ConfigurationError(
+                f"{flag}: is not allowed with closed arrivals, whose users wait for their answers; allowed: with "
+                "--arrivals poisson or gamma"
+            )
+        if options.arrivals == "poisson" and name == "variation":
+            raise ConfigurationError(f"{flag}: is not allowed with poisson arrivals; allowed: with --arrivals gamma")

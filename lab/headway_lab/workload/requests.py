@@ -75,6 +75,8 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int = NO_PREFIX
     num_prefix_tokens: int = 0
     max_tokens: int = 0
+    is_cut: bool = False
+    """Whether it was drawn longer than the context."""
 
     @property
     def is_stopped(self) -> bool:
@@ -118,9 +120,11 @@ def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[
     tenants = shape.tenants or (Tenant(name="", share=1.0, objectives=shape.objectives),)
     shares = np.array([tenant.share for tenant in tenants])
     least_prompt = shape.num_prefix_tokens + 1
-    outputs = np.minimum(shape.output.draw(rng_of(seed, OUTPUT_LENGTHS), count), context_length - least_prompt)
-    prompts = shape.prompt.draw(rng_of(seed, PROMPT_LENGTHS), count) + shape.num_prefix_tokens
-    prompts = np.minimum(prompts, context_length - outputs)
+    drawn_outputs = shape.output.draw(rng_of(seed, OUTPUT_LENGTHS), count)
+    drawn_prompts = shape.prompt.draw(rng_of(seed, PROMPT_LENGTHS), count) + shape.num_prefix_tokens
+    outputs = np.minimum(drawn_outputs, context_length - least_prompt)
+    prompts = np.minimum(drawn_prompts, context_length - outputs)
+    is_cut = drawn_prompts + drawn_outputs > context_length
     owners = rng_of(seed, TENANTS).choice(len(tenants), size=count, p=shares / shares.sum())
     prefixes = rng_of(seed, PREFIXES).integers(0, max(shape.num_prefixes, 1), size=count)
     return [
@@ -133,9 +137,16 @@ def draw_requests(shape: WorkloadShape, context_length: int, seed: int) -> list[
             objectives=tenants[owners[number]].objectives,
             prefix=int(prefixes[number]) if shape.num_prefix_tokens else NO_PREFIX,
             num_prefix_tokens=shape.num_prefix_tokens,
+            is_cut=bool(is_cut[number]),
         )
         for number in range(count)
     ]
+
+
+def cut_note(requests: Sequence[PlannedRequest], context_length: int) -> str:
+    """Return ``, N of them cut to ... tokens``, for a title; nothing if none was."""
+    num_cut = sum(request.is_cut for request in requests)
+    return f", {num_cut} of them cut to the context of {context_length} tokens" if num_cut else ""
 
 
 class Prompts(Protocol):

@@ -47,7 +47,7 @@ def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[
     prefixes: dict[str, int] = {}
     requests = []
     for number, line in enumerate(lines):
-        has_prefix = bool(line.prefix and line.prefix_tokens)
+        has_prefix = bool(line.prefix)
         requests.append(
             PlannedRequest(
                 number=number,
@@ -78,5 +78,10 @@ def _lines(path: str) -> Iterator[TraceLine]:
             raise ConfigurationError(
                 f"--trace: line {number} of {shown(path)}: prefix_tokens {line.prefix_tokens} is not allowed; "
                 f"allowed: at most prompt_tokens, {line.prompt_tokens}"
+            )
+        if bool(line.prefix) != bool(line.prefix_tokens):
+            has, lacks = ("prefix", "prefix_tokens") if line.prefix else ("prefix_tokens", "prefix")
+            raise ConfigurationError(
+                f"--trace: line {number} of {shown(path)}: {has} without {lacks} is not allowed; allowed: both or neither"
             )
         yield line

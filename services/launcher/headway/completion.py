@@ -14,7 +14,10 @@ from headway_proto.wording import one_line
 SHELLS = ("bash", "zsh", "fish")
 _FILES = frozenset({"FILE", "MODEL", "LOG"})
 _DIRECTORIES = frozenset({"DIR", "DIRECTORY"})
-_FILE_FLAGS = ("-file", "-keys", "-log", "--model")
+_FILE_FLAGS = (
+    *("-file", "-keys", "-log", "--model", "-certificate", "-certificates", "--client-key"),
+    *("--json", "--csv", "--png", "--trace", "--deployment"),
+)
 """Ends of flags of settings, which all have the same placeholder."""
 
 
@@ -54,7 +57,10 @@ def _mark_files(actions: Iterable[argparse.Action]) -> None:
     for action in actions:
         if action.help and action.help is not argparse.SUPPRESS:
             action.help = one_line(action.help)
-        is_file = action.metavar in _FILES or any(flag.endswith(_FILE_FLAGS) for flag in action.option_strings)
+        if isinstance(action.metavar, str) and action.metavar.startswith("{") and action.choices is None:
+            action.choices = action.metavar.strip("{}").split(",")  # a setting's; it is checked elsewhere
+        takes_text = action.metavar == "TEXT" and any(flag.endswith(_FILE_FLAGS) for flag in action.option_strings)
+        is_file = action.metavar in _FILES or takes_text
         if is_file and action.choices is None:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         elif action.metavar in _DIRECTORIES:

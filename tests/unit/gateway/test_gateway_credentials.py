@@ -11,7 +11,7 @@ import structlog.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_gateway.access.credentials import TokenFile, TokenTable, parse_tokens
+from headway_gateway.access.credentials import SOLE_CALLER, TokenFile, TokenTable, parse_tokens
 from headway_gateway.calls.tenant_rates import MAX_TENANTS, TenantRates
 
 SECRET = "correct-horse-battery-staple"
@@ -95,6 +95,15 @@ def test_a_change_is_in_force_soon_and_a_broken_file_changes_nothing(tmp_path: P
     path.write_text("alice generate last\n")
     assert tokens.reload()
     assert (tokens.problem, tokens.table().find("new")) == (None, None)
+
+
+def test_the_log_counts_the_tokens_of_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("old\n")
+    tokens = TokenFile(str(path), {b"digest": SOLE_CALLER})
+    with structlog.testing.capture_logs() as told:
+        assert tokens.reload()
+    assert [(line["event"], line["tokens"]) for line in told] == [("tokens read again", 1)]
 
 
 def test_one_word_alone_is_not_read_where_lines_had_roles(tmp_path: Path) -> None:

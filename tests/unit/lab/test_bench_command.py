@@ -18,6 +18,7 @@ from headway_process.installation import install_advice
         (("--body", "a={"), "--body: 'a={' is not allowed"),
         (("--require-rate", "0.9"), "--require-rate: 0.9 is not allowed with closed arrivals"),
         (("--rate", "0"), "--rate: '0' is not allowed; allowed: a number, above 0"),
+        (("--rate", "9"), "--rate: is not allowed with closed arrivals"),
         (("--prompt-tokens", "x"), "--prompt-tokens: 'x' is not allowed"),
         (("--warmup-requests", "512"), "--warmup-requests: 512 is not allowed"),
         (("--json", "/nowhere/at/all.json"), "--json: '/nowhere/at/all.json' is not allowed"),

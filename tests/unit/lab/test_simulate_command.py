@@ -273,6 +273,11 @@ def test_cases_are_combined_or_listed():
         (("--compare", "--case", "order=fcfs"), "allowed: alone"),
         (("--compare", "--compare", "order=fcfs"), "allowed: alone"),
         (("--rate", "0"), "--rate: '0' is not allowed"),
+        (("--rate", "9"), "--rate: is not allowed with closed arrivals"),
+        (("--arrivals", "poisson", "--variation", "9"), "--variation: is not allowed with poisson arrivals"),
+        (("--trace", "a.jsonl", "--rate", "9"), "--rate: is not allowed beside --trace"),
+        (("--case", "order=fcfs,order=fair"), "--case: 'order=fcfs,order=fair' has order twice"),
+        (("--compare", "xyzzy=1"), "unknown limit 'xyzzy'; allowed: aging_s, batching, "),
         (("--warmup-requests", "24"), "--warmup-requests: 24 is not allowed"),
         (("--max-model-len", "1"), "--max-model-len: 1 is not allowed; allowed: 2 to 8192"),
         (("--max-model-len", "8193"), "--max-model-len: 8193 is not allowed"),
@@ -449,3 +454,45 @@ def test_late_requests_are_shed_from_the_one_queue(tmp_path):
         totals = case["totals"]
         assert totals["num_rejected"] > 0
         assert totals["num_finished"] + totals["num_rejected"] == totals["num_requests"] == 90
+
+
+def test_requests_that_were_cut_or_refused_are_told_with_the_reason(capsys, tmp_path):
+    flags = ("--num-requests", "2", "--output-tokens", "2")
+    assert main(["simulate", *flags, "--prompt-tokens", "9000"]) == 0
+    assert "; 2 requests, 2 of them cut to the context of 8192 tokens, 32 users; " in capsys.readouterr().out
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival_s": 0, "prompt_tokens": 9000, "output_tokens": 2}\n')
+    assert main(["simulate", "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "; 1 request, trace " in printed
+    assert "1 of 1 requests were refused (the first: prompt: 9000 tokens leave no room for another; " in printed
+
+
+@pytest.mark.parametrize(("given", "missing"), [('"prefix": "a"', "prefix_tokens"), ('"prefix_tokens": 4', "prefix")])
+def test_half_a_prefix_in_a_trace_is_refused(capsys, tmp_path, given, missing):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 2, {given}}}\n')
+    assert main(["simulate", "--trace", str(path)]) == 2
+    assert f"without {missing} is not allowed; allowed: both or neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("model", "num_layers", 0),
+        ("model", "num_heads", -1),
+        ("model", "bytes_per_value", 0),
+        ("model", "context_length", 1),
+        ("accelerator", "peak_flops", 1e-300),
+    ],
+)
+def test_a_device_file_with_impossible_dimensions_is_refused(capsys, tmp_path, part, field, value):
+    described = {
+        "accelerator": msgspec.to_builtins(ACCELERATORS["h100"]),
+        "model": msgspec.to_builtins(MODEL_SHAPES["llama-3-8b"]),
+    }
+    described[part][field] = value
+    path = tmp_path / "device.json"
+    path.write_bytes(msgspec.json.encode(described))
+    assert main([*SMALL, "--hardware-file", str(path), "--model", "measured"]) == 2
+    assert f"at `$.{part}.{field}`" in capsys.readouterr().err

@@ -52,11 +52,14 @@ class TestBash:
         assert completions(bash_script, "ser") == {"serve"}
         assert "--executors" in completions(bash_script, "serve", "--exec")
         assert completions(bash_script, "completion", "ba") == {"bash"}
+        assert completions(bash_script, "serve", "--order", "f") == {"fair", "fcfs"}
+        assert completions(bash_script, "simulate", "--model", "llama-3") == {"llama-3-70b", "llama-3-8b"}
 
     def test_it_completes_files_where_a_flag_takes_one(self, bash_script: Path) -> None:
         (bash_script.parent / "prompts.txt").touch()
         assert "prompts.txt" in completions(bash_script, "generate", "--file", "pro")
         assert "prompts.txt" in completions(bash_script, "serve", "--auth-token-file", "pro")
+        assert "prompts.txt" in completions(bash_script, "bench", "--trace", "pro")
 
 
 def test_another_shell_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

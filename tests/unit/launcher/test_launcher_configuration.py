@@ -185,6 +185,19 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name():
     assert str(error.value) == "unknown environment variable HEADWAY_TOY_SLOT; did you mean HEADWAY_TOY_SLOTS?"
 
 
+def test_a_variable_that_only_begins_like_others_is_near_to_none_of_them():
+    for variable in ("HEADWAY_TOY_XYZ", "HEADWAY_XYZ"):
+        with pytest.raises(ConfigurationError, match=f"variable {variable}; allowed: HEADWAY_SECTION_NAME"):
+            check_environment({variable: "1"}, {"toy": SETTINGS})
+
+
+def test_a_truth_value_is_shown_as_the_file_has_it(tmp_path: Path):
+    file = tmp_path / "h.toml"
+    file.write_text("[toy]\nslots = true\n")
+    with pytest.raises(ConfigurationError, match=": true is not allowed; allowed: a whole number"):
+        configured(file=file)
+
+
 def test_what_kubernetes_puts_into_every_container_is_no_mistake():
     injected = ("HEADWAY_PORT", "HEADWAY_SERVICE_HOST", "HEADWAY_SERVICE_PORT_GRPC", "HEADWAY_TOY_PORT_50051_TCP_ADDR")
     check_environment({**dict.fromkeys(injected, "x"), "HEADWAY_TOY_SLOTS": "1"}, {"toy": SETTINGS})

@@ -105,3 +105,12 @@ def test_each_rank_takes_a_share_of_the_cores_or_a_device() -> None:
     assert [member.environment.get(CUDA_DEVICES_VARIABLE) for member in members] == [None, None, "0,1,2,3", None]
     second = Member("executor", 1, 3, Layout(2, 4, shares))
     assert second.of_its_own({"device": headway.planning.plan.Given("cuda", "--device")})["device"].value == "cuda:9"
+
+
+def test_roles_that_cannot_work_together_are_said_to_be_the_tables(tmp_path: Path) -> None:
+    path = tmp_path / "headway.toml"
+    path.write_text('[executor]\nbackend = "simulated"\n[[executors]]\nrole = "prefill"\n')
+    with pytest.raises(
+        ConfigurationError, match=r"^\[\[executors\]\]: 'prefill' is not allowed; allowed: at least one"
+    ):
+        plan_of(path)

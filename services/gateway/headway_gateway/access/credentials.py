@@ -157,7 +157,7 @@ class TokenFile:
             log_of(__name__).error("tokens not read again", reason=self.problem)
             return False
         self.problem = None
-        log_of(__name__).info("tokens read again", tokens=len(self._table))
+        log_of(__name__).info("tokens read again", tokens=len(self._table) - len(self._extra))
         return True
 
     def _signature(self) -> tuple[int, int, int] | None:

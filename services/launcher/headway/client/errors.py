@@ -88,9 +88,23 @@ _ERROR_TYPES: dict[grpc.StatusCode, type[HeadwayError]] = {
 _NO_CONNECTION = re.compile(r"last error: \w+: (?:ipv[46]:)?(\S+): Failed to connect to remote host: (.+)$")
 
 
+# The same beginning, where one side speaks TLS and the other does not, or its certificate is not trusted.
+_NOT_UNDERSTOOD = re.compile(r"last error: \w+: (?:ipv[46]:)?(\S+): (?:Socket closed|.*handshake failed.*)$", re.DOTALL)
+_TLS_FAULTS = {
+    "WRONG_VERSION_NUMBER": "does not speak TLS; allowed: no certificates",
+    "CERTIFICATE_VERIFY_FAILED": "shows a certificate that is not trusted here; allowed: root certificates that have signed it",
+    "Socket closed": "closed the connection; if it speaks TLS, name its root certificates",
+}
+
+
 def _message_of(details: str) -> str:
-    found = _NO_CONNECTION.search(details)
-    return details if found is None else f"no server at {unquote(found[1])} ({found[2]})"
+    if found := _NO_CONNECTION.search(details):
+        return f"no server at {unquote(found[1])} ({found[2]})"
+    if found := _NOT_UNDERSTOOD.search(details):
+        for fault, meaning in _TLS_FAULTS.items():
+            if fault in found[0]:
+                return f"the server at {unquote(found[1])} {meaning}"
+    return details
 
 
 def error_of(error: grpc.RpcError) -> HeadwayError:

@@ -34,6 +34,8 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 _KUBERNETES_VARIABLE = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
 _MAX_FILE_BYTES = 1 << 20
 # hatch_build.py reads these when it builds the project, perhaps in the same shell.
+_LEAST_ALIKE = 0.65
+"""Below it two names share some letters only, as model and order do."""
 _BUILD_VARIABLES = frozenset({"HEADWAY_BUILD_CPU_KERNELS", "HEADWAY_BUILD_CORE"})
 
 
@@ -145,10 +147,14 @@ def _in_short(action: argparse.Action) -> argparse.Action:
     return short
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?``, or where to look."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else "; see --help for those that exist"
+def suggestion(name: str, known: Iterable[str], otherwise: str = "see --help for those that exist") -> str:
+    """Return ``; did you mean X?``, or ``otherwise``, which says where to look."""
+    near = _nearest(name, known)
+    return f"; did you mean {near}?" if near else f"; {otherwise}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=_LEAST_ALIKE)), None)
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], *, title: str = "settings") -> None:
@@ -224,8 +230,20 @@ def check_environment(environment: Mapping[str, str], sections: Mapping[str, Ite
         if not is_setting(variable) or variable in known or _KUBERNETES_VARIABLE.search(variable):
             continue
         raise ConfigurationError(
-            f"unknown environment variable {shown(variable)[1:-1]}{suggestion(variable, sorted(known))}"
+            f"unknown environment variable {shown(variable)[1:-1]}{_suggested_variable(variable, sections)}"
         )
+
+
+def _suggested_variable(variable: str, sections: Mapping[str, Iterable[str]]) -> str:
+    """See ``suggestion``. What all variables begin with makes none of them near, so names are compared without it."""
+    otherwise = f"allowed: {variable_of('SECTION', 'name')}, with the settings of docs/settings.md"
+    for section, names in sections.items():
+        prefix = variable_of(section, "")
+        if variable.startswith(prefix):
+            known = [variable_of(section, name).removeprefix(prefix) for name in names]
+            near = _nearest(variable.removeprefix(prefix), known)
+            return f"; did you mean {prefix}{near}?" if near else f"; {otherwise}"
+    return f"; {otherwise}"
 
 
 def read_file(path: str, sections: Mapping[str, Mapping[str, Setting]], *, tables: str = "") -> dict[str, Layer]:

@@ -138,7 +138,9 @@ def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False)
     try:
         return msgspec.convert(value, setting.type, strict=strict)
     except msgspec.ValidationError:
-        raise ConfigurationError(f"{origin}: {shown(value)} is not allowed; allowed: {allowed(setting)}") from None
+        # As it was written: TOML's words for a truth value are not Python's.
+        written = str(value).lower() if isinstance(value, bool) else shown(value)
+        raise ConfigurationError(f"{origin}: {written} is not allowed; allowed: {allowed(setting)}") from None
 
 
 def bytes_of_file(path: str | None, origin: str) -> bytes | None:

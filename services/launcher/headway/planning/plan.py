@@ -26,7 +26,7 @@ from headway.planning.replicas import (
     replica_addresses,
 )
 from headway.planning.serve_config import ServeConfig
-from headway.planning.services import SERVICES, Service
+from headway.planning.services import EXECUTORS_TABLES, SERVICES, Service
 from headway.running.fleet_runner import FleetOrders
 from headway.running.health import Target, client_certificate
 from headway.running.supervision import RestartPolicy
@@ -199,7 +199,7 @@ def _settle_all(
             **_links(layout, replica, directory),
         }
         if roles:
-            own["roles"] = _given_by_launcher(roles)
+            own["roles"] = Given(roles, f"[[{EXECUTORS_TABLES}]]")
         settled += _settled(layout.members(replica), deployment, own, ports)
     return settled
 
