@@ -31,6 +31,7 @@ class Float8:
     scale_name: str
     name: str = "fp8"
     unread: tuple[str, ...] = (".input_scale", ".activation_scale")
+    zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
@@ -85,6 +86,8 @@ def float8_of(fields: ConfigFields) -> Float8:
         raise fields.refuse("fmt", "e4m3")
     if fields.values.get("scale_fmt") not in _SCALE_FORMATS:
         raise fields.refuse("scale_fmt", "float or ue8m0")
+    if fields.values.get("kv_cache_scheme"):
+        raise fields.refuse("kv_cache_scheme", "none")
     block = block_of(fields, "weight_block_size")
     return Float8(block, "weight_scale" if block is None else "weight_scale_inv")
 
