@@ -356,6 +356,28 @@ def test_a_zero_of_0_borrows_from_its_neighbour(tmp_path, kind, ones):
     assert torch.equal(first, read_checked(tmp_path / "model", f"{base}.weight"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "file", "described"),
+    [
+        ("gptq-act-order", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True, "sym": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}),
+    ],
+)
+def test_a_format_may_be_described_in_a_file_of_its_own(tmp_path, kind, file, described):
+    """As before config.json did, which goes before it."""
+    reference = load_file(written(tmp_path / "model", kind) / "model.safetensors")
+    change_config(tmp_path / "model", quantization_config=None)
+    (tmp_path / "model" / file).write_text(json.dumps(described))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
+    bits = {"w_bit", "bits"} & described.keys()
+    (tmp_path / "model" / file).write_text(json.dumps(described | dict.fromkeys(bits, 3)))
+    with pytest.raises(ModelFilesError, match=f"{file}: bits .* is not supported"):
+        Checkpoint(tmp_path / "model")
+    change_config(tmp_path / "model", quantization_config=KINDS[kind][0])
+    read_checked(tmp_path / "model", name)
+
+
 def test_biases_of_zeros_that_the_model_has_not_are_passed_over(tmp_path):
     """AutoGPTQ's early files have them."""
     written(tmp_path / "model", "gptq")
@@ -414,6 +436,7 @@ def read_checked(directory, name):
         ("gptq", lambda t, base: t[f"{base}.g_idx"].fill_(9), "g_idx names a group that does not exist"),
         ("gptq", lambda t, base: t[f"{base}.scales"][1, 3:].fill_(torch.inf), "a scale or zero is not finite"),
         ("fp8-blocks", lambda t, base: t[f"{base}.weight_scale_inv"][0].fill_(torch.nan), "q_proj.weight: a scale or"),
+        ("fp8-tensors", lambda t, base: t.pop(f"{base}.weight_scale"), "q_proj: 0 tensors of scales; allowed: one of"),
         ("fp8-blocks", lambda t, base: t[f"{base}.weight"].view(torch.uint8).fill_(0xFF), "not a number"),
     ],
 )
