@@ -48,5 +48,5 @@ def _description_in(directory: Path) -> ConfigFields | None:
     described = read_json_object(directory / CONFIG_FILE).section("quantization_config")
     for name, method in _BESIDE.items():
         if described is None and (directory / name).is_file():
-            described = ConfigFields(name, {"quant_method": method} | read_json_object(directory / name).values)
+            described = ConfigFields(name, {"quant_method": method, **read_json_object(directory / name).values})
     return described
