@@ -199,6 +199,7 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "w8a8-zeros": (_compressed("int-quantized", **_integers(8, "channel", symmetric=False)), _bytes(symmetric=False)),
     "fp8-blocks": (_FP8_BLOCKS, _float8("block", "weight_scale_inv")),
     "fp8-tensors": (_FP8_TENSORS, _float8("tensor", is_static=True)),
+    "fp8-tensors-inv": (_FP8_TENSORS, _float8("tensor", "weight_scale_inv")),
     "float-channel": (_compressed("float-quantized", **_FLOATS, strategy="channel"), _float8("channel")),
     "float-blocks": (
         _compressed("float-quantized", **_FLOATS, strategy="block", block_structure=list(BLOCK)),

@@ -259,11 +259,19 @@ _REFUSED = {
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
         ({"dynamic": {"-:.*": {}}}, "dynamic"),
         ({"pack_dtype": "int8"}, "pack_dtype"),
+        ({"format": "marlin"}, "format 'marlin' is not supported; allowed: gptq or gptq_v2"),
+        ({"is_marlin_format": True}, "is_marlin_format True is not supported; allowed: false"),
     ],
-    "awq": [({"version": "gemv"}, "version 'gemv' is not supported; allowed: gemm"), ({"bits": 8}, "bits 8")],
+    "awq": [
+        ({"version": "gemv"}, "version 'gemv' is not supported; allowed: gemm"),
+        ({"version": None, "checkpoint_format": "gemv_fast"}, "checkpoint_format 'gemv_fast' is not supported"),
+        ({"version": None, "format": "llm-awq"}, "format 'llm-awq' is not supported; allowed: gemm"),
+        ({"bits": 8}, "bits 8"),
+    ],
     "fp8-blocks": [
         ({"weight_block_size": [5, 5]}, "weight_block_size"),
         ({"activation_scheme": "odd"}, "activation_scheme 'odd'"),
+        ({"kv_cache_scheme": "static"}, "kv_cache_scheme 'static' is not supported; allowed: none"),
         ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; allowed: e4m3"),
         ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2' is not supported; allowed: float or ue8m0"),
     ],
@@ -306,6 +314,81 @@ def test_weights_of_other_kinds_are_refused_by_name(tmp_path, changes, said):
     change_config(tmp_path / "model", quantization_config=described)
     with pytest.raises(ModelFilesError, match=said):
         Checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "changes"),
+    [
+        ("gptq", "g_idx", {"desc_act": True}),
+        ("w4a16", "weight_g_idx", {"actorder": "group"}),
+        ("w4a16", "weight_g_idx", {"actorder": "static"}),
+    ],
+)
+def test_groups_of_their_own_need_the_tensor_that_names_them(tmp_path, kind, tensor, changes):
+    written(tmp_path / "model", kind)
+    described = copy.deepcopy(KINDS[kind][0])
+    (described if kind == "gptq" else described["config_groups"]["group_0"]["weights"]).update(changes)
+    change_config(tmp_path / "model", quantization_config=described)
+    base = "model.layers.0.self_attn.q_proj"
+    damaged(tmp_path / "model", lambda tensors: tensors.pop(f"{base}.{tensor}", None))
+    if "static" in changes.values():
+        read_checked(tmp_path / "model", f"{base}.weight")
+    else:
+        with pytest.raises(ModelFilesError, match=f"{tensor} is missing"):
+            read_checked(tmp_path / "model", f"{base}.weight")
+
+
+@pytest.mark.parametrize(("kind", "ones"), [("gptq", 0x11111111), ("gptq-8", 0x01010101)])
+def test_a_zero_of_0_borrows_from_its_neighbour(tmp_path, kind, ones):
+    """GPTQModel takes one from each zero by one subtraction of words, and adds it so."""
+    written(tmp_path / "model", kind)
+    base = "model.layers.0.self_attn.q_proj"
+    name, zeros = f"{base}.qzeros", torch.tensor([0x04030200, 0x70605040, 0x00000001, 0x10F0E0D0]).int()
+
+    def change(tensors):
+        shape = tensors[name].shape
+        tensors[name] = (zeros.repeat(shape[0], shape[1] // 4) - ones).contiguous()
+
+    damaged(tmp_path / "model", change)
+    first = read_checked(tmp_path / "model", f"{base}.weight")
+    change_config(tmp_path / "model", quantization_config=KINDS[kind][0] | {"checkpoint_format": "gptq_v2"})
+    damaged(tmp_path / "model", lambda tensors: tensors[name].add_(ones))
+    assert torch.equal(first, read_checked(tmp_path / "model", f"{base}.weight"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "described"),
+    [
+        ("gptq-act-order", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True, "sym": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}),
+    ],
+)
+def test_a_format_may_be_described_in_a_file_of_its_own(tmp_path, kind, file, described):
+    """As before config.json did, which goes before it."""
+    reference = load_file(written(tmp_path / "model", kind) / "model.safetensors")
+    change_config(tmp_path / "model", quantization_config=None)
+    (tmp_path / "model" / file).write_text(json.dumps(described))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
+    bits = {"w_bit", "bits"} & described.keys()
+    (tmp_path / "model" / file).write_text(json.dumps(described | dict.fromkeys(bits, 3)))
+    with pytest.raises(ModelFilesError, match=f"{file}: bits .* is not supported"):
+        Checkpoint(tmp_path / "model")
+    change_config(tmp_path / "model", quantization_config=KINDS[kind][0])
+    read_checked(tmp_path / "model", name)
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_passed_over(tmp_path):
+    """AutoGPTQ's early files have them."""
+    written(tmp_path / "model", "gptq")
+    base = "model.layers.1.mlp.down_proj"
+    bias = torch.zeros(64, dtype=torch.float16)
+    damaged(tmp_path / "model", lambda tensors: tensors.update({f"{base}.bias": bias}))
+    read_checked(tmp_path / "model", f"{base}.weight")
+    bias[3] = 0.5
+    damaged(tmp_path / "model", lambda tensors: tensors.update({f"{base}.bias": bias}))
+    with pytest.raises(ModelFilesError, match=f"{base}.bias does not belong to this model"):
+        read_checked(tmp_path / "model", f"{base}.weight")
 
 
 def test_scales_that_are_powers_of_two_may_be_floats_and_nothing_else(tmp_path):
@@ -351,6 +434,9 @@ def read_checked(directory, name):
         ("gptq", lambda t, base: t.update({f"{base}.qweight": t[f"{base}.qweight"].long()}), "dtype I64; allowed: I32"),
         ("gptq", lambda t, base: t.update({f"{base}.extra": torch.zeros(1)}), "does not belong"),
         ("gptq", lambda t, base: t[f"{base}.g_idx"].fill_(9), "g_idx names a group that does not exist"),
+        ("gptq", lambda t, base: t[f"{base}.scales"][1, 3:].fill_(torch.inf), "a scale or zero is not finite"),
+        ("fp8-blocks", lambda t, base: t[f"{base}.weight_scale_inv"][0].fill_(torch.nan), "q_proj.weight: a scale or"),
+        ("fp8-tensors", lambda t, base: t.pop(f"{base}.weight_scale"), "q_proj: 0 tensors of scales; allowed: one of"),
         ("fp8-blocks", lambda t, base: t[f"{base}.weight"].view(torch.uint8).fill_(0xFF), "not a number"),
     ],
 )

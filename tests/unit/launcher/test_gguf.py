@@ -17,7 +17,7 @@ from headway.__main__ import main
 from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.model import config_of, tensors_of
-from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
+from headway.gguf_import.tokenizer import end_tokens_of, tokenizer_config_of, tokenizer_of
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
@@ -271,6 +271,61 @@ def test_a_byte_level_tokenizer_stays_what_it_is(tmp_path):
     assert fields["chat_template"] == "{{ messages }}"
 
 
+@pytest.mark.parametrize("name", ["deepseek-r1-qwen", "llama3"])
+def test_other_names_of_a_cut_are_known(tmp_path, name):
+    def add(writer):
+        add_tokens(writer, "gpt2", ["a", "b", "ab"], merges=["a b"], pre=name)
+        writer.add_bos_token_id(1)
+
+    made, _ = imported(tmp_path, add)
+    assert made.encode("ab", add_special_tokens=False).ids == [2]
+
+
+def test_the_end_token_stands_behind_a_text_if_the_file_says_so(tmp_path):
+    """As in files of Qwen3-Embedding, whose vectors are of that token."""
+
+    def add(writer):
+        add_tokens(writer, "gpt2", ["<e>", "<b>", "a", "b", "ab"], kinds=[3, 3, 1, 1, 1], merges=["a b"], pre="qwen2")
+        writer.add_bos_token_id(1)
+        writer.add_add_eos_token(True)
+
+    made, _ = imported(tmp_path, add)
+    assert made.encode("ab").ids == [4, 0]
+    assert made.encode("ab", "a").ids == [4, 0, 2, 0]
+    assert made.encode("ab", add_special_tokens=False).ids == [4]
+    both, _ = imported(tmp_path, lambda writer: (add(writer), writer.add_add_bos_token(True)))
+    assert both.encode("ab").ids == [1, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kinds", "ends"),
+    [
+        (["<eos>", "<end_of_turn>", "a"], [3, 3, 1], [0, 1]),
+        (["<|endoftext|>", "<|end|>", "<|user|>"], [3, 3, 3], [0, 1]),
+        (["<eos>", "<|im_end|>", "<|end|>"], [3, 1, 4], [0]),
+        (["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"], [3, 3, 3, 3], [0, 2, 3]),
+    ],
+)
+def test_answers_end_where_llama_cpp_ends_them(tmp_path, tokens, kinds, ends):
+    """Files name one end token, and the generation_config.json of the published models several."""
+
+    def add(writer):
+        add_tokens(writer, "llama", tokens, kinds=kinds, scores=[0.0] * len(tokens))
+        writer.add_add_bos_token(False)
+
+    imported(tmp_path, add)
+    assert end_tokens_of(GgufFile(tmp_path / "tokens.gguf")) == ends
+
+
+def test_the_template_for_tools_is_kept(tmp_path):
+    def add(writer):
+        plain_tokens(writer)
+        writer.add_chat_template([{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}])
+
+    _, fields = imported(tmp_path, add)
+    assert fields["chat_template"] == [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+
+
 def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -310,6 +365,10 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
             lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
             "llama.rope.scaling.type 'longrope' is not supported; allowed: none, linear, yarn",
         ),
+        (lambda w: w.add_rope_scaling_attn_factors(1.5), "llama.rope.scaling.attn_factor 1.5 is not supported"),
+        (lambda w: w.add_rope_scaling_yarn_ext_factor(0.5), "llama.rope.scaling.yarn_ext_factor 0.5 is not supported"),
+        (lambda w: w.add_rope_scaling_yarn_log_mul(0.1), "llama.rope.scaling.yarn_log_multiplier 0.1"),
+        (lambda w: w.add_float32("llama.rope.freq_base_swa", 5.0), "llama.rope.freq_base_swa 5.0 is not supported"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.full(32, 2, np.float32)), "rope_freqs.weight is not supported"),
         (lambda w: w.add_block_count(10_000), "llama.block_count 10000 is not supported; allowed: 1 to 9999"),
         (lambda w: w.add_head_count(3), "a shape does not fit the metadata: blk.0.attn_q.weight [256, 256]"),
@@ -384,6 +443,21 @@ def test_the_factors_of_llama_3_are_found(tmp_path, capfd):
     write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[lambda w: w.add_tensor("rope_freqs.weight", factors)])
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 0
     assert read_model_config(tmp_path / "model").ropes[0].kind == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "scaling.type 'yarn' is not supported"),
+        (lambda w: w.add_rope_scaling_factor(4.0), "rope.scaling.factor 4.0 is not supported"),
+    ],
+)
+def test_a_scaling_beside_the_factors_of_llama_3_is_refused(tmp_path, capfd, change, said):
+    """llama.cpp multiplies the two."""
+    factors = [lambda w: w.add_tensor("rope_freqs.weight", np.ones(32, np.float32)), change]
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=factors)
+    assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
+    assert said in capfd.readouterr().err
 
 
 def test_scores_that_are_too_few_are_refused_by_name(tmp_path):

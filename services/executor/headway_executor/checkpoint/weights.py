@@ -31,7 +31,7 @@ from headway_executor.checkpoint.fields import (
     read_json_object,
 )
 from headway_executor.checkpoint.stored_weights.formats import scheme_in
-from headway_executor.checkpoint.stored_weights.scheme import FLOATS, StoredTensor
+from headway_executor.checkpoint.stored_weights.scheme import FLOATS, StoredTensor, StoredTensors
 from headway_kernels.cpu.coded_weight import CodedWeight
 from headway_proto.wording import shown
 
@@ -166,7 +166,9 @@ class Checkpoint:
             for tensor, wanted in stored.items():
                 self._check_tensor(tensor, wanted)
             if self._scheme is not None and self.is_coded(name):
-                known.update(name.removesuffix(_WEIGHT) + end for end in self._scheme.unread)
+                base = name.removesuffix(_WEIGHT)
+                known.update(base + end for end in self._scheme.unread)
+                known.update(base + end for end in self._scheme.zeros if self._is_zero(base + end))
         extra = sorted(self.headers.keys() - known)
         if extra:
             raise ModelFilesError(
@@ -190,12 +192,15 @@ class Checkpoint:
         return self._stored.reading.count(file.get_slice(name)[tuple(wanted)])
 
     def read_codes(self, name: str, rows: range | None = None) -> CodedWeight:
-        """Return a weight that is stored as codes, or some of its rows; of a stack, the weight of the one row."""
-        assert self._scheme is not None
+        """Return a weight that is stored as codes, or some of its rows; of a stack, the weight of the one row.
+
+        Raises:
+            ModelFilesError: a number in it is none, or not finite.
+        """
         if not name.endswith(_WEIGHT):
             assert rows is not None
-            return self._scheme.read(name, _PlaceInStacks(self._stored, rows.start))
-        weight = self._scheme.read(name.removesuffix(_WEIGHT), self._stored)
+            return self._coded(name, _PlaceInStacks(self._stored, rows.start))
+        weight = self._coded(name, self._stored)
         return weight if rows is None else weight.with_rows(lambda all_rows: all_rows[rows.start : rows.stop])
 
     def fingerprint(self) -> str:
@@ -227,6 +232,19 @@ class Checkpoint:
             tensor: wanted._replace(shapes=tuple((count, *one) for one in wanted.shapes))
             for tensor, wanted in self._scheme.tensors(name, (outputs, inputs)).items()
         }
+
+    def _is_zero(self, name: str) -> bool:
+        return name in self.headers and not bool(self._stored.read(name).any())
+
+    def _coded(self, name: str, stored: StoredTensors) -> CodedWeight:
+        assert self._scheme is not None
+        weight = self._scheme.read(name.removesuffix(_WEIGHT), stored)
+        for numbers in (weight.scales, weight.minima):
+            if numbers is not None and not bool(torch.isfinite(numbers).all()):
+                raise ModelFilesError(
+                    f"{self._directory}: {name}: a scale or zero is not finite; allowed: finite numbers"
+                )
+        return weight
 
     def _widened(self, name: str, rows: range | None) -> Tensor:
         if name.endswith(_WEIGHT):

@@ -34,6 +34,8 @@ _WITHOUT_EFFECT = frozenset(
         "base_model_name_or_path",
         "exclude_modules",  # the tensors say what is adapted
         "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
         "lora_dropout",
         "megatron_core",
         "peft_version",

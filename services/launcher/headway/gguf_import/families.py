@@ -235,7 +235,7 @@ def _long_rope(metadata: Metadata) -> dict[str, object] | None:
         "long_factor": long,
         "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
     }
-    metadata.value("rope.scaling.type", "longrope")
+    metadata.refuse_unless("rope.scaling.type", "longrope")
     if "rope.scaling.attn_factor" in metadata:
         rope["attention_factor"] = metadata.number("rope.scaling.attn_factor")
     return rope

@@ -38,6 +38,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that change what a model computes, and the values with which they do not."""
 
@@ -89,6 +92,8 @@ class Metadata:
         for key, neutral in _NEUTRAL.items():
             if key not in self.read and self.value(key, neutral[0]) not in neutral:
                 raise self.refuse(key, "none")
+        if "rope.freq_base_swa" not in self.read:
+            self.refuse_unless("rope.freq_base_swa", self.value("rope.freq_base", 10_000.0))
 
     def has_tensor(self, name: str) -> bool:
         """Whether the file has a tensor."""
@@ -121,6 +126,8 @@ class Metadata:
         """``rope_parameters`` of config.json."""
         theta = {"rope_theta": self.number("rope.freq_base", 10_000.0)}
         if self.has_tensor(_ROPE_FACTORS):
+            self.refuse_unless("rope.scaling.type", "none")
+            self.refuse_unless("rope.scaling.factor", 1.0)
             return theta | self._llama_3_rope()
         kind = self.value("rope.scaling.type", "linear" if "rope.scaling.factor" in self else "none")
         if kind == "none":

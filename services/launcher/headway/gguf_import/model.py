@@ -1,7 +1,7 @@
 """The model of a GGUF file, as config.json and tensors of a checkpoint directory.
 
 Owns: the fields that families share, reading tensors into their places. Must not know: one family, files that are written,
-tokenizers.
+how text is cut into tokens.
 """
 
 import re
@@ -15,6 +15,7 @@ from headway.gguf_import.families import FAMILIES, Family
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.layout import Joined, Layout
 from headway.gguf_import.metadata import Metadata
+from headway.gguf_import.tokenizer import end_tokens_of
 from headway_proto.wording import shown
 
 _FLOATS = ("f32", "f16", "bf16")
@@ -83,7 +84,7 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
         "attention_bias": "blk.0.attn_q.bias" in file.tensor_names,
         "bos_token_id": file.index("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(file),
+        "eos_token_id": end_tokens_of(file),
         "dtype": "float16",
         "quantization_config": {"quant_method": "gguf"},
     }
@@ -94,11 +95,6 @@ def _check_widths(metadata: Metadata) -> None:
     for key in ("rope.dimension_count", "attention.value_length"):
         if key not in metadata.read:
             metadata.refuse_unless(key, metadata.head_dim)
-
-
-def _end_tokens(file: GgufFile) -> list[int]:
-    found = {file.index(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
-    return sorted(token for token in found if token is not None)
 
 
 def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:

@@ -16,7 +16,15 @@ from headway_proto.wording import shown
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _SPACE = "▁"
-_BEGIN_BY_DEFAULT = ("llama-bpe", "tekken")
+_BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_FOR_TOOLS = "tokenizer.chat_template.tool_use"
+_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"),
+    *("<|end_of_text|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
+}
+"""Of llama.cpp's (``src/llama-vocab.cpp``), those of the families here."""
+_HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
+"""gpt-oss, where ``<|end|>`` stands between the messages of one answer."""
 
 
 def tokenizer_of(file: GgufFile) -> Tokenizer:
@@ -36,9 +44,23 @@ def tokenizer_of(file: GgufFile) -> Tokenizer:
     own = [token for token, its in zip(tokens, kinds, strict=True) if its == _USER]
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     made.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
-    if file.value("tokenizer.ggml.add_bos_token", int(adds_first)):
-        _begin_with(made, _token(file, "bos"))
+    first = [_token(file, "bos")] if file.value("tokenizer.ggml.add_bos_token", int(adds_first)) else []
+    last = [_token(file, "eos")] if file.value("tokenizer.ggml.add_eos_token", 0) else []
+    if first or last:
+        _enclose(made, first, last)
     return made
+
+
+def end_tokens_of(file: GgufFile) -> list[int]:
+    """The tokens that end an answer. Files name one or two of them; the others go by their texts, as in llama.cpp."""
+    named = {file.index(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
+    found = {index for index in named if index is not None}
+    tokens = _tokens(file)
+    texts = {
+        token for token, its in zip(tokens, _of_each(file, "token_type", tokens, int), strict=True) if its == _CONTROL
+    }
+    ends = _ENDS - {"<|end|>"} if texts >= _HARMONY else _ENDS
+    return sorted(found | {index for index, token in enumerate(tokens) if token in ends & texts})
 
 
 def tokenizer_config_of(file: GgufFile) -> dict[str, object]:
@@ -49,6 +71,9 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, object]:
             fields[f"{kind}_token"] = _token(file, kind)
     if "tokenizer.chat_template" in file:
         fields["chat_template"] = file.value("tokenizer.chat_template")
+    if "tokenizer.chat_template" in file and _FOR_TOOLS in file:
+        named = {"default": fields["chat_template"], "tool_use": file.value(_FOR_TOOLS)}
+        fields["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
     return fields
 
 
@@ -73,13 +98,15 @@ def _token(file: GgufFile, kind: str) -> str:
     return tokens[index]
 
 
-def _begin_with(made: Tokenizer, token: str) -> None:
-    index = made.token_to_id(token)
-    first = processors.TemplateProcessing(
-        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, index)]
+def _enclose(made: Tokenizer, first: list[str], last: list[str]) -> None:
+    one, two = ([*first, text, *last] for text in ("$A", "$B"))
+    template = processors.TemplateProcessing(
+        single=[f"{piece}:0" for piece in one],
+        pair=[*(f"{piece}:0" for piece in one), *(f"{piece}:1" for piece in two)],
+        special_tokens=[(token, made.token_to_id(token)) for token in {*first, *last}],
     )
     before: list[Any] = [] if made.post_processor is None else [made.post_processor]
-    made.post_processor = processors.Sequence([*before, first])
+    made.post_processor = processors.Sequence([*before, template])
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:

@@ -33,6 +33,7 @@ class Awq:
     group: int | None
     name: str = "awq"
     unread: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
@@ -60,9 +61,9 @@ def awq_of(fields: ConfigFields) -> Awq:
     """The format that a ``quantization_config`` describes. Raises ``ModelFilesError``: it is another."""
     if fields.values.get("bits", fields.values.get("w_bit")) != _BITS:
         raise fields.refuse("bits", "4")
-    version = fields.values.get("version") or "gemm"
-    if str(version).lower() != "gemm":
-        raise fields.refuse("version", "gemm")
+    for field in ("version", "checkpoint_format", "format"):
+        if str(fields.values.get(field) or "gemm").lower() != "gemm":
+            raise fields.refuse(field, "gemm")
     if not fields.flag("zero_point", default=True):
         raise fields.refuse("zero_point", "true")
     size = "q_group_size" if "q_group_size" in fields.values else "group_size"

@@ -31,6 +31,8 @@ from headway_kernels.cpu.coded_weight import CodedWeight
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")
+_IN_GROUPS_OF_THEIR_OWN = (True, "group", "dynamic")
+"""Values of ``actorder`` with which a tensor names each input's group."""
 _WORD_BITS = 32
 _SIGN = 0x80
 
@@ -47,7 +49,9 @@ class CompressedTensors:
     block: tuple[int, int] | None
     rounds_inputs: bool = False
     name: str = "compressed-tensors"
+    has_order: bool = False
     unread: tuple[str, ...] = (".weight_shape", ".input_scale", ".input_zero_point", ".weight_zero_point")
+    zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
@@ -70,7 +74,7 @@ class CompressedTensors:
             found[f"{base}.weight_zero_point"] = StoredTensor(
                 WORDS, ((groups_of(outputs * self.bits, _WORD_BITS), groups),)
             )
-        found[f"{base}.weight_g_idx"] = StoredTensor(WORDS, ((inputs,),), is_optional=True)
+        found[f"{base}.weight_g_idx"] = StoredTensor(WORDS, ((inputs,),), is_optional=not self.has_order)
         return found
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
@@ -179,4 +183,5 @@ def _of_weights(weights: ConfigFields, *, is_packed: bool) -> CompressedTensors:
         has_zeros=not symmetric,
         group=size if strategy == "group" else None,
         block=block if strategy == "block" else None,
+        has_order=weights.values.get("actorder") in _IN_GROUPS_OF_THEIR_OWN,
     )

@@ -2,7 +2,7 @@
 
 Owns: their tensors, and 8-bit floats of other formats. Must not know: files, kernels.
 
-Blocks have ``weight_scale_inv``, which is the scale to multiply with; whole tensors have ``weight_scale``. Whoever rounds
+Blocks have ``weight_scale_inv``, which is the scale to multiply with; whole tensors have it or ``weight_scale``. Whoever rounds
 activations gives each block of them a scale of its own, which is more exact than ``input_scale``: that is not read.
 """
 
@@ -28,9 +28,10 @@ class Float8:
     """See ``WeightScheme``. ``block``: outputs and inputs that share a scale; None: all inputs, and one output or all."""
 
     block: tuple[int, int] | None
-    scale_name: str
+    scale_names: tuple[str, ...]
     name: str = "fp8"
     unread: tuple[str, ...] = (".input_scale", ".activation_scale")
+    zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
@@ -38,12 +39,18 @@ class Float8:
 
     def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
-        scale = StoredTensor(FLOATS, scale_shapes(shape, self.block))
-        return {f"{base}.weight": StoredTensor(FP8, (shape,)), f"{base}.{self.scale_name}": scale}
+        scale = StoredTensor(FLOATS, scale_shapes(shape, self.block), is_optional=len(self.scale_names) > 1)
+        scales = {f"{base}.{name}": scale for name in self.scale_names}
+        return {f"{base}.weight": StoredTensor(FP8, (shape,))} | scales
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
-        scales = stored.read(f"{base}.{self.scale_name}")
+        found = [name for name in self.scale_names if stored.dtype(f"{base}.{name}") is not None]
+        if len(found) != 1:
+            raise ModelFilesError(
+                f"{base}: {len(found)} tensors of scales; allowed: one of {', '.join(self.scale_names)}"
+            )
+        scales = stored.read(f"{base}.{found[0]}")
         return of_float8(stored.read(f"{base}.weight"), scales, self.block, base, rounds_inputs=True)
 
 
@@ -85,8 +92,10 @@ def float8_of(fields: ConfigFields) -> Float8:
         raise fields.refuse("fmt", "e4m3")
     if fields.values.get("scale_fmt") not in _SCALE_FORMATS:
         raise fields.refuse("scale_fmt", "float or ue8m0")
+    if fields.values.get("kv_cache_scheme"):
+        raise fields.refuse("kv_cache_scheme", "none")
     block = block_of(fields, "weight_block_size")
-    return Float8(block, "weight_scale" if block is None else "weight_scale_inv")
+    return Float8(block, ("weight_scale", "weight_scale_inv") if block is None else ("weight_scale_inv",))
 
 
 def block_of(fields: ConfigFields, field: str) -> tuple[int, int] | None:

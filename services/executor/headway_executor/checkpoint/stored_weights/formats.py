@@ -25,13 +25,17 @@ _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
 }
 
 
-def scheme_of(fields: ConfigFields) -> WeightScheme | None:
-    """The format that a checkpoint's configuration describes; None: its weights are not quantised.
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ described the format before config.json did."""
+
+
+def scheme_in(directory: Path) -> WeightScheme | None:
+    """The format of a checkpoint directory; None: its weights are not quantised.
 
     Raises:
         ModelFilesError: a format, or a variant of one, that cannot be read.
     """
-    described = fields.section("quantization_config")
+    described = _description_in(directory)
     if described is None:
         return None
     method = described.values.get("quant_method")
@@ -40,6 +44,9 @@ def scheme_of(fields: ConfigFields) -> WeightScheme | None:
     return _FORMATS[method](described)
 
 
-def scheme_in(directory: Path) -> WeightScheme | None:
-    """The format of a checkpoint directory. Raises ``ModelFilesError``: see ``scheme_of``."""
-    return scheme_of(read_json_object(directory / CONFIG_FILE))
+def _description_in(directory: Path) -> ConfigFields | None:
+    described = read_json_object(directory / CONFIG_FILE).section("quantization_config")
+    for name, method in _BESIDE.items():
+        if described is None and (directory / name).is_file():
+            described = ConfigFields(name, {"quant_method": method, **read_json_object(directory / name).values})
+    return described

@@ -36,6 +36,7 @@ class GgufBlocks:
 
     name: str = "gguf"
     unread: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""

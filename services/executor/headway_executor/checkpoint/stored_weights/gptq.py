@@ -2,8 +2,9 @@
 
 Owns: their tensors. Must not know: files, kernels.
 
-``qweight`` holds the codes of an output along the inputs, ``qzeros`` its zeros along the outputs. The first format stores
-each zero less one. With act order, ``g_idx`` names each input's group.
+``qweight`` holds the codes of an output along the inputs, ``qzeros`` its zeros along the outputs. The first format takes one
+from each zero, in whole words: a zero of 0 borrows from its neighbour, as in GPTQModel. With act order, ``g_idx`` names
+each input's group. AutoGPTQ's early files have biases of zeros, which the model has not.
 """
 
 from dataclasses import dataclass
@@ -23,19 +24,22 @@ from headway_executor.checkpoint.stored_weights.scheme import (
 )
 from headway_kernels.cpu.coded_weight import CodedWeight
 
-_FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What was taken from each stored zero."""
+_FORMATS = {"gptq": True, "gptq_v2": False}
+"""Whether one was taken from each zero."""
+_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """See ``WeightScheme``. ``group`` None: one group of all inputs; ``less``: see ``_FORMATS``."""
+    """See ``WeightScheme``. ``group`` None: one group of all inputs; ``is_less``: see ``_FORMATS``."""
 
     bits: int
     group: int | None
-    less: int
+    is_less: bool
+    has_order: bool = False
     name: str = "gptq"
     unread: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = (".bias",)
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
@@ -49,14 +53,15 @@ class Gptq:
             f"{base}.qweight": StoredTensor(WORDS, ((words_of(base, inputs, self.bits), outputs),)),
             f"{base}.qzeros": StoredTensor(WORDS, ((groups, words_of(base, outputs, self.bits)),)),
             f"{base}.scales": StoredTensor(FLOATS, ((groups, outputs),)),
-            f"{base}.g_idx": StoredTensor(WORDS, ((inputs,),), is_optional=True),
+            f"{base}.g_idx": StoredTensor(WORDS, ((inputs,),), is_optional=not self.has_order),
         }
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
         codes = unpacked(stored.read(f"{base}.qweight"), self.bits, 0).t()
         group = self.group or codes.shape[1]
-        zeros = unpacked(stored.read(f"{base}.qzeros"), self.bits, 1).t().int() + self.less
+        words = stored.read(f"{base}.qzeros")
+        zeros = unpacked(words + _ONES[self.bits] if self.is_less else words, self.bits, 1).t()
         scales = stored.read(f"{base}.scales").t()
         group_of = None
         if stored.dtype(f"{base}.g_idx") is not None:
@@ -69,11 +74,19 @@ def gptq_of(fields: ConfigFields) -> Gptq:
     bits = fields.integer("bits")
     if bits not in (4, 8):
         raise fields.refuse("bits", "4 or 8")
-    written = fields.values.get("checkpoint_format") or "gptq"
+    field = "checkpoint_format" if fields.values.get("checkpoint_format") else "format"
+    written = fields.values.get(field) or "gptq"
     if not isinstance(written, str) or written not in _FORMATS:
-        raise fields.refuse("checkpoint_format", " or ".join(_FORMATS))
+        raise fields.refuse(field, " or ".join(_FORMATS))
+    if fields.values.get("is_marlin_format"):
+        raise fields.refuse("is_marlin_format", "false")
     if fields.values.get("dynamic"):
         raise fields.refuse("dynamic", "none: all weights have the same bits")
     if fields.values.get("pack_dtype") not in (None, "int32"):
         raise fields.refuse("pack_dtype", "int32")
-    return Gptq(bits=bits, group=check_group_size(fields, "group_size"), less=_FORMATS[written])
+    return Gptq(
+        bits=bits,
+        group=check_group_size(fields, "group_size"),
+        is_less=_FORMATS[written],
+        has_order=fields.flag("desc_act", default=False),
+    )

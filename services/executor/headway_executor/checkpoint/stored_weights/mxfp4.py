@@ -30,6 +30,7 @@ class Mxfp4:
 
     name: str = "mxfp4"
     unread: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""

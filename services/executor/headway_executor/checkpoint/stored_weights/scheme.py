@@ -58,6 +58,11 @@ class WeightScheme(Protocol):
         """Ends of the names of tensors that may be there and that nothing needs."""
         ...
 
+    @property
+    def zeros(self) -> tuple[str, ...]:
+        """Ends of the names of tensors that may be there if all of their numbers are 0."""
+        ...
+
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """Whether this weight is stored as codes."""
         ...
