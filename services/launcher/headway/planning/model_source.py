@@ -27,6 +27,8 @@ _OF_OTHER_FORMATS = ("*/*", "consolidated*")
 _IN_FOLDERS = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")
 """How vectors are made, and the further chat templates. They cannot be told from ``*/*`` in one call."""
 _SHA256_DIGITS = 64
+_WRITTEN_AS = 2
+"""Counts the ways in which GGUF files were made into checkpoints: those of an earlier one are not used again."""
 
 
 class ModelSourceError(Exception):
@@ -168,9 +170,9 @@ def _sha256(path: Path) -> str:
 
 
 def _name_of(file: Path) -> str:
-    """A file that is replaced has another name in the cache."""
+    """A file that is replaced, or written in another way, has another name in the cache."""
     facts = file.stat()
-    identity = f"{file.resolve()}|{facts.st_size}|{facts.st_mtime_ns}"
+    identity = f"{_WRITTEN_AS}|{file.resolve()}|{facts.st_size}|{facts.st_mtime_ns}"
     return f"{file.stem[:64]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
