@@ -197,7 +197,8 @@ def world_of(workload: Workload, *, model: str, share: float, seed: int, bandwid
         )
         for request in drawn
     ]
-    return World(options, roofline, capacity, Load(options=options, requests=requests, times_s=None))
+    load = Load(options=options, requests=requests, times_s=None, context_length=capacity.max_request_tokens)
+    return World(options, roofline, capacity, load)
 
 
 def figures(world: World, **limits: str) -> dict[str, float]:

@@ -55,7 +55,6 @@ from headway_lab.simulate.hardware import ACCELERATORS
 from headway_lab.simulate.options import SimulationOptions
 from headway_lab.simulate.roofline import USABLE_MEMORY_SHARE
 from headway_lab.simulate.world import make_world, simulate
-from headway_lab.workload.load import Load
 from headway_scheduler.core.state.limits import SchedulerLimits
 from program import count, parser_of, provenance, write_result
 
@@ -186,7 +185,8 @@ class Bench:
                 seed=options.seed,
             )
         )
-        world = world._replace(load=Load(options=world.options, requests=requests, times_s=times_s.tolist()))
+        load = msgspec.structs.replace(world.load, requests=requests, times_s=times_s.tolist())
+        world = world._replace(load=load)
         limits = SchedulerLimits(
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
