@@ -9,12 +9,9 @@ are thoughts, ``final`` is the answer, ``commentary`` is text for the user, or a
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
-
-import msgspec
 
 from headway_gateway.openai.thinking import Thought
-from headway_gateway.openai.tool_calls import ToolCall
+from headway_gateway.openai.tool_calls import ToolCall, call_of
 
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", _CHANNEL)
@@ -89,10 +86,10 @@ class HarmonyText:
         self._called = recipient[1] if recipient is not None and self._takes_calls else ""
 
     def _body(self, text: str, *, is_whole: bool = False) -> Iterator[str | Thought | ToolCall]:
-        arguments = _object(text) if self._called and is_whole else None
-        if arguments is not None:
+        call = call_of(self._called, text) if self._called and is_whole else None
+        if call is not None:
             self.num_calls += 1
-            yield ToolCall(self._called, msgspec.json.encode(arguments).decode())
+            yield call
         elif text:
             yield Thought(text) if self._channel == "analysis" and self._divides_thoughts else text
 
@@ -100,10 +97,3 @@ class HarmonyText:
         """The characters at the end that may begin an end."""
         sizes = range(min(max(map(len, self._ends)), len(self._held)), 0, -1)
         return next((size for size in sizes if any(end.startswith(self._held[-size:]) for end in self._ends)), 0)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return None

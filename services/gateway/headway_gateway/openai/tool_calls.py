@@ -140,14 +140,20 @@ def _calls_by_name(text: str) -> list[ToolCall]:
     for part in text.split(_BEGIN[MISTRAL])[1:]:
         named, _, arguments = part.partition(_ARGUMENTS)
         name = named.partition(_CALL_ID)[0].strip()
-        try:
-            read = msgspec.json.decode(arguments, type=dict[str, Any])
-        except (ValueError, RecursionError):
+        call = call_of(name, arguments) if name else None
+        if call is None:
             return []
-        if not name:
-            return []
-        calls.append(_call(_Call(name, read)))
+        calls.append(call)
     return calls
+
+
+def call_of(name: str, arguments: str) -> ToolCall | None:
+    """Return a call with its arguments as the model wrote them; None if they are no JSON object."""
+    try:
+        read = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name, msgspec.json.encode(read).decode())
 
 
 def _call(found: _Call) -> ToolCall:
