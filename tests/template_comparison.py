@@ -127,7 +127,7 @@ def rendered(source: str, messages: list[Message], given: dict[str, Any]) -> str
     settings = {name: value for name, value in given.items() if name not in _USUAL}
     is_sent = given.get("add_generation_prompt") and "tools" not in given
     if is_sent and len(plain) == len(messages) and all(isinstance(content, str) for _, content in plain):
-        renderer, names = Renderer(TemplateSource(source, SPECIAL)), names_read(source)
+        renderer, names = Renderer(TemplateSource(source, SPECIAL)), names_read(environment().parse(source))
         # Others are refused here, and change nothing there.
         read = {name: value for name, value in settings.items() if name in names}
         return renderer.render(Messages(tuple(plain), "", json.dumps(read)))

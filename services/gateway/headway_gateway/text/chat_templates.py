@@ -99,18 +99,19 @@ def _check_attribute(name: object) -> None:
         )
 
 
-def names_read(source: str) -> set[str]:
+def names_read(parsed: jinja2.nodes.Template) -> set[str]:
     """Return the variables that a template looks for."""
-    dialect = environment()
-    return jinja2.meta.find_undeclared_variables(dialect.parse(source)) - set(dialect.globals)
+    return jinja2.meta.find_undeclared_variables(parsed) - set(environment().globals)
 
 
 class _Compiled:
     """One template."""
 
     def __init__(self, source: str) -> None:
-        self.generate = environment().from_string(source).generate
-        self._names = names_read(source)
+        dialect = environment()
+        parsed = dialect.parse(source)
+        self.generate = dialect.from_string(parsed).generate
+        self._names = names_read(parsed)
 
     def check_names(self, given: Iterable[str], own: Container[str]) -> None:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
