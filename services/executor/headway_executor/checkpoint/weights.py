@@ -195,7 +195,7 @@ class Checkpoint:
         """Return a weight that is stored as codes, or some of its rows; of a stack, the weight of the one row.
 
         Raises:
-            ModelFilesError: a number in it is none, or not finite.
+            ModelFilesError: a code is no number, or a scale or zero is not finite.
         """
         if not name.endswith(_WEIGHT):
             assert rows is not None

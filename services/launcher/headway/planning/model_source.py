@@ -28,7 +28,7 @@ _IN_FOLDERS = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")
 """How vectors are made, and the further chat templates. They cannot be told from ``*/*`` in one call."""
 _SHA256_DIGITS = 64
 _WRITTEN_AS = 2
-"""Counts the ways in which GGUF files were made into checkpoints: those of an earlier one are not used again."""
+"""The version of what the import of a GGUF file writes. Checkpoints of an earlier version are not used again."""
 
 
 class ModelSourceError(Exception):

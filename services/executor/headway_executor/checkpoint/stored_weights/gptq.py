@@ -4,7 +4,7 @@ Owns: their tensors. Must not know: files, kernels.
 
 ``qweight`` holds the codes of an output along the inputs, ``qzeros`` its zeros along the outputs. The first format takes one
 from each zero, in whole words: a zero of 0 borrows from its neighbour, as in GPTQModel. With act order, ``g_idx`` names
-each input's group. AutoGPTQ's early files have biases of zeros, which the model has not.
+each input's group. AutoGPTQ's early files have biases of zeros, which the model does not have.
 """
 
 from dataclasses import dataclass
