@@ -315,7 +315,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "fingerprint", "max_model_len", "vocab_size", "eos_token_ids", "backend", "device", "dtype", "has_chat_template", "supports_constraints", "adapters", "embedding_size", "default_pooling", "is_encoder")
+    __slots__ = ("name", "fingerprint", "max_model_len", "vocab_size", "eos_token_ids", "backend", "device", "dtype", "has_chat_template", "supports_constraints", "adapters", "embedding_size", "default_pooling", "is_encoder", "is_reranker")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +330,7 @@ class GetModelResponse(_message.Message):
     EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_POOLING_FIELD_NUMBER: _ClassVar[int]
     IS_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    IS_RERANKER_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     max_model_len: int
@@ -344,7 +345,8 @@ class GetModelResponse(_message.Message):
     embedding_size: int
     default_pooling: Pooling
     is_encoder: bool
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., supports_constraints: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., is_encoder: _Optional[bool] = ...) -> None: ...
+    is_reranker: bool
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., supports_constraints: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding_size: _Optional[int] = ..., default_pooling: _Optional[_Union[Pooling, str]] = ..., is_encoder: _Optional[bool] = ..., is_reranker: _Optional[bool] = ...) -> None: ...
 
 class Input(_message.Message):
     __slots__ = ("text", "token_ids")
@@ -417,14 +419,16 @@ class ScoreRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Union[Input, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., priority: _Optional[_Union[Priority, str]] = ..., ttft_slo_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("logprob", "tokens", "cached_tokens")
+    __slots__ = ("logprob", "tokens", "cached_tokens", "relevance")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RELEVANCE_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     tokens: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     cached_tokens: int
-    def __init__(self, logprob: _Optional[float] = ..., tokens: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    relevance: float
+    def __init__(self, logprob: _Optional[float] = ..., tokens: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., relevance: _Optional[float] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("request_id", "prompt_tokens", "scores")

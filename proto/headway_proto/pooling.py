@@ -15,7 +15,10 @@ POOL_MEAN = 2
 POOL_CLS = 3
 """The first token's."""
 
-_NEEDS_ALL = frozenset({POOL_MEAN, POOL_CLS})
+POOL_SCORE = 4
+"""The score of a pair of texts, by the head of a reranker, which makes nothing else: one number."""
+
+_NEEDS_ALL = frozenset({POOL_MEAN, POOL_CLS, POOL_SCORE})
 
 
 def needs_every_token(pooling: int) -> bool:
@@ -25,4 +28,4 @@ def needs_every_token(pooling: int) -> bool:
 
 def is_known(pooling: int) -> bool:
     """Whether it is one of the numbers above."""
-    return NO_POOLING <= pooling <= POOL_CLS
+    return NO_POOLING <= pooling <= POOL_SCORE

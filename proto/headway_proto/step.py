@@ -52,7 +52,7 @@ from headway_proto.adapters import AdapterChange, AdapterChanged, LoadedAdapter,
 from headway_proto.checksum import crc32
 from headway_proto.columns import INT32, Int32Array
 from headway_proto.framing import FrameReader, FrameWriter
-from headway_proto.pooling import NO_POOLING, POOL_CLS
+from headway_proto.pooling import NO_POOLING, POOL_SCORE
 from headway_proto.prompt_logprobs import PromptLogprobColumns
 from headway_proto.sampling import SamplingParams
 from headway_proto.wording import shown
@@ -78,7 +78,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     time, one for each stage of its pipeline. ``adapters``: those that are loaded; none with several lanes.
 
     ``embedding_size``: numbers of a pooled vector, 0 without rule 10; ``default_pooling`` is the checkpoint's own, or
-    ``NO_POOLING``.
+    ``NO_POOLING``; a reranker's is ``POOL_SCORE``, the only one that it has.
     ``generates``: an encoder's tokens mean nothing.
     """
 
@@ -124,7 +124,7 @@ _RANGES = (
     ("max_speculative_tokens", 0, 1 << 10),
     ("num_lanes", 1, 1 << 6),
     ("embedding_size", 0, 1 << 24),
-    ("default_pooling", NO_POOLING, POOL_CLS),
+    ("default_pooling", NO_POOLING, POOL_SCORE),
 )
 _MAX_NAME_CHARACTERS = 4096
 _MAX_EOS_TOKEN_IDS = 4096

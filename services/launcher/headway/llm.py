@@ -93,7 +93,10 @@ class LLM:
     def score(
         self, prompt: Input, continuations: Sequence[Input], **options: Unpack[BatchOptions]
     ) -> list[generation_pb2.Score]:
-        """Return the log probabilities of continuations of one prompt. Raises as ``generate``."""
+        """Return the log probabilities of continuations, or with a reranker the relevance of documents.
+
+        Raises as ``generate``.
+        """
         self._require_usable()
         return list(self._client.score(prompt, continuations, **options).scores)
 

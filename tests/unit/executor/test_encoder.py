@@ -132,7 +132,7 @@ def change(directory: Path, **fields: object) -> None:
             r"embeddings.word_embeddings.weight has shape \[64, 32\]; config.json asks for \[65, 32\]",
         ),
         ({"num_hidden_layers": 1}, "tensor encoder.layer.1.* does not belong to this model"),
-        ({"architectures": ["BertForSequenceClassification"]}, "architectures .* is not supported; allowed: one of"),
+        ({"architectures": ["BertForMaskedLM"]}, "architectures .* is not supported; allowed: one of"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, object], words: str) -> None:

@@ -19,7 +19,7 @@ from headway_executor.sampling.pooling import NOT_FINITE, PooledRows, whole_resu
 from headway_proto.adapters import RowAdapter
 from headway_proto.columns import decode_floats, encode_column, encode_columns, encode_floats
 from headway_proto.ingress import Submit, SubmitPooled
-from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN
+from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN, POOL_SCORE
 from headway_proto.sampling import SamplingParams
 from headway_proto.step import (
     ERRORED_ROW,
@@ -172,6 +172,12 @@ def test_an_executor_that_lacks_what_a_request_needs_refuses_it() -> None:
     encoder = msgspec.structs.replace(CAPACITY, generates=False)
     with pytest.raises(RequestRejected, match="makes vectors and no text"):
         Scheduler(SchedulerLimits(), encoder).add_request(request(0, 0), now=0.0)
+    with pytest.raises(RequestRejected, match="has no head that scores pairs"):
+        Scheduler(SchedulerLimits(), encoder).add_request(request(0, POOL_SCORE), now=0.0)
+    reranker = msgspec.structs.replace(encoder, default_pooling=POOL_SCORE)
+    with pytest.raises(RequestRejected, match="scores pairs and makes no vectors"):
+        Scheduler(SchedulerLimits(), reranker).add_request(request(0), now=0.0)
+    Scheduler(SchedulerLimits(), reranker).add_request(request(0, POOL_SCORE), now=0.0)
 
 
 def test_a_record_of_a_flight_has_no_vectors() -> None:
@@ -205,7 +211,7 @@ def test_a_submission_becomes_a_request_that_is_pooled() -> None:
     assert new_request(0, SUBMIT, (), "").pooling == 0
 
 
-@pytest.mark.parametrize(("changes", "field"), [({"pooling": 4}, "pooling"), ({"max_tokens": 2}, "max_tokens")])
+@pytest.mark.parametrize(("changes", "field"), [({"pooling": 5}, "pooling"), ({"max_tokens": 2}, "max_tokens")])
 def test_a_wrong_submission_is_refused(changes: dict[str, int], field: str) -> None:
     problem = problem_of(pooled_submit(**changes), 64)
     assert problem is not None
@@ -249,6 +255,7 @@ def test_a_new_row_gets_its_pooling() -> None:
         ([(1, POOL_LAST), (1, POOL_LAST)], 0, "row 1 is listed twice"),
         ([(1, POOL_MEAN)], 4, "row 1 needs every token, but begins at 4"),
         ([(1, POOL_CLS)], 4, "row 1 needs every token, but begins at 4"),
+        ([(1, POOL_SCORE)], 0, "row 1 has the pooling 4, which this executor has not"),
     ],
 )
 def test_an_impossible_pooling_is_refused(pooled: list[tuple[int, int]], num_computed: int, words: str) -> None:

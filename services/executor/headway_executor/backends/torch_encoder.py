@@ -1,4 +1,4 @@
-"""An encoder opened by the torch backend: it makes vectors and no text.
+"""An encoder opened by the torch backend: it makes vectors, or scores of pairs, and no text.
 
 Owns: its settings, and which inputs run in a step. Must not know: the forward pass, the scheduler.
 
@@ -22,7 +22,7 @@ from headway_executor.models.sentence_pooling import default_pooling
 from headway_executor.sampling.pooling import NOT_FINITE, pooled
 from headway_executor.setting_checks import TORCH, check_num_kv_blocks, max_model_len_of, option_of
 from headway_proto.columns import Int32Array, encode_floats
-from headway_proto.pooling import POOL_MEAN
+from headway_proto.pooling import POOL_MEAN, POOL_SCORE
 from headway_proto.step import ERRORED_ROW, BackendInfo, RowError, RowVector
 from headway_proto.wording import shown
 
@@ -65,12 +65,18 @@ class OpenEncoder:
             return vectors, errors
         hidden = self._encoder.run([self._rows[row][0] for row in sampling])
         for row, states in zip(sampling, hidden, strict=True):
-            values = pooled(states.to("cpu", torch.float64), self._rows[row][1]).numpy()
+            values = self._result_of(states, self._rows[row][1]).numpy()
             if np.isfinite(values).all():
                 vectors.append(RowVector(row, encode_floats(values)))
             else:
                 errors.append(RowError(row, NOT_FINITE))
         return vectors, errors
+
+    def _result_of(self, states: torch.Tensor, pooling: int) -> torch.Tensor:
+        if pooling == POOL_SCORE:
+            assert self._encoder.head is not None
+            return self._encoder.head(states)
+        return pooled(states.to("cpu", torch.float64), pooling)
 
 
 def open_encoder(config: BackendConfig, device: torch.device) -> tuple[OpenEncoder, BackendInfo]:
@@ -106,8 +112,8 @@ def open_encoder(config: BackendConfig, device: torch.device) -> tuple[OpenEncod
         vocab_size=model.vocab_size,
         eos_token_ids=(),
         max_num_rows=config.max_num_seqs,
-        embedding_size=model.hidden_size,
-        default_pooling=default_pooling(directory, POOL_MEAN),
+        embedding_size=1 if model.scores_pairs else model.hidden_size,
+        default_pooling=POOL_SCORE if model.scores_pairs else default_pooling(directory, POOL_MEAN),
         generates=False,
     )
     return OpenEncoder(encoder, device), info

@@ -11,7 +11,7 @@ import msgspec
 
 from headway_executor.backend import NewRow
 from headway_proto.columns import Int32Array, decode_column, decode_columns
-from headway_proto.pooling import NO_POOLING, is_known, needs_every_token
+from headway_proto.pooling import NO_POOLING, POOL_SCORE, is_known, needs_every_token
 from headway_proto.step import BackendInfo, BlockPull
 
 _MAX_POOL_CHARACTERS = 4096
@@ -77,6 +77,8 @@ def with_pooling(new_rows: Iterable[NewRow], column: bytes, info: BackendInfo) -
             raise ImpossibleDiff(f"pooled: row {new.row} has the unknown pooling {pooling}")
         if pooling and not info.embedding_size:
             raise ImpossibleDiff(f"pooled: row {new.row}, but this executor makes no vectors")
+        if pooling and (pooling == POOL_SCORE) != (info.default_pooling == POOL_SCORE):
+            raise ImpossibleDiff(f"pooled: row {new.row} has the pooling {pooling}, which this executor has not")
         if needs_every_token(pooling) and new.num_computed_tokens:
             raise ImpossibleDiff(f"pooled: row {new.row} needs every token, but begins at {new.num_computed_tokens}")
         found.append(msgspec.structs.replace(new, pooling=pooling) if pooling else new)

@@ -16,8 +16,10 @@ from torch.nn import functional
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families.bert import EncoderConfig
 from headway_executor.models.linear import Linear, placed
+from headway_executor.models.pair_head import PairHead, head_tensors, load_head
 
 _LAYER = "encoder.layer.{}."
+_TYPES = "embeddings.token_type_embeddings.weight"
 _IGNORED = frozenset({"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"})
 """Old checkpoints hold the numbers of positions; the pooler belongs to a head."""
 
@@ -61,19 +63,28 @@ class EncoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """``tokens`` and ``positions`` are tables of embeddings; ``positions`` contain that of the first token type."""
+    """``tokens`` and ``positions`` are tables of embeddings; ``positions`` contain that of the first token type.
+
+    ``second_part``: what is added to the tokens of a pair's second text, ``[hidden]``, or None. ``head``: a reranker's.
+    """
 
     config: EncoderConfig
     tokens: Tensor
     positions: Tensor
     norm: LayerNorm
     layers: tuple[EncoderLayer, ...]
+    second_part: Tensor | None
+    head: PairHead | None
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the hidden states of each input, floating, ``[tokens, hidden]``. ``inputs``: int64, ``[tokens]``."""
         token_ids = torch.cat(tuple(inputs))
         places = torch.cat([self._positions_of(one) for one in inputs])
-        hidden = self.norm(functional.embedding(token_ids, self.tokens) + functional.embedding(places, self.positions))
+        embedded = functional.embedding(token_ids, self.tokens) + functional.embedding(places, self.positions)
+        if self.second_part is not None:
+            is_second = torch.cat([_is_in_second_part(one) for one in inputs])
+            embedded = embedded + is_second.unsqueeze(1) * self.second_part
+        hidden = self.norm(embedded)
         lengths = [len(one) for one in inputs]
         for layer in self.layers:
             hidden = layer(hidden, lengths)
@@ -87,13 +98,21 @@ class Encoder:
         return is_text.cumsum(0) * is_text + padding_id
 
 
+def _is_in_second_part(token_ids: Tensor) -> Tensor:
+    """For each token of a pair; the separator ends both parts."""
+    is_separator = (token_ids == token_ids[-1]).long()
+    return is_separator.cumsum(0) > is_separator
+
+
 def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Encoder:
     """Check the tensors and load them.
 
     Raises:
         ModelFilesError: the checkpoint has others.
     """
-    checkpoint.check(_expected_tensors(config), _IGNORED)
+    prefix = config.prefix
+    expected = {prefix + name: shape for name, shape in _expected_tensors(config).items()}
+    checkpoint.check(expected | head_tensors(config), {prefix + name for name in _IGNORED})
 
     def read(name: str) -> Tensor:
         return placed(checkpoint.read(name), dtype, device)
@@ -107,25 +126,27 @@ def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, *, dtype: torch.
         return LayerNorm(read(f"{name}.weight"), read(f"{name}.bias"), config.norm_eps)
 
     def layer(index: int) -> EncoderLayer:
-        prefix = _LAYER.format(index)
+        place = prefix + _LAYER.format(index)
         return EncoderLayer(
             num_heads=config.num_heads,
-            qkv=linear(*(f"{prefix}attention.self.{part}" for part in ("query", "key", "value"))),
-            output=linear(f"{prefix}attention.output.dense"),
-            attention_norm=norm(f"{prefix}attention.output.LayerNorm"),
-            up=linear(f"{prefix}intermediate.dense"),
-            down=linear(f"{prefix}output.dense"),
-            norm=norm(f"{prefix}output.LayerNorm"),
+            qkv=linear(*(f"{place}attention.self.{part}" for part in ("query", "key", "value"))),
+            output=linear(f"{place}attention.output.dense"),
+            attention_norm=norm(f"{place}attention.output.LayerNorm"),
+            up=linear(f"{place}intermediate.dense"),
+            down=linear(f"{place}output.dense"),
+            norm=norm(f"{place}output.LayerNorm"),
         )
 
-    types = checkpoint.read("embeddings.token_type_embeddings.weight")
-    positions = checkpoint.read("embeddings.position_embeddings.weight")
+    types = checkpoint.read(prefix + _TYPES).float()
+    positions = checkpoint.read(f"{prefix}embeddings.position_embeddings.weight")
     return Encoder(
         config=config,
-        tokens=read("embeddings.word_embeddings.weight"),
-        positions=placed(positions.float() + types[0].float(), dtype, device),
-        norm=norm("embeddings.LayerNorm"),
+        tokens=read(f"{prefix}embeddings.word_embeddings.weight"),
+        positions=placed(positions.float() + types[0], dtype, device),
+        norm=norm(f"{prefix}embeddings.LayerNorm"),
         layers=tuple(layer(index) for index in range(config.num_layers)),
+        second_part=placed(types[1] - types[0], dtype, device) if config.marks_parts else None,
+        head=load_head(config, linear),
     )
 
 
@@ -134,7 +155,7 @@ def _expected_tensors(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
     expected: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
         "embeddings.position_embeddings.weight": (config.num_positions, hidden),
-        "embeddings.token_type_embeddings.weight": (config.num_types, hidden),
+        _TYPES: (config.num_types, hidden),
         "embeddings.LayerNorm.weight": (hidden,),
         "embeddings.LayerNorm.bias": (hidden,),
     }

@@ -16,7 +16,7 @@ from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.figures.tracing import EndedInput, RequestTrace
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_gateway.link.scheduler_client import SchedulerClient
-from headway_gateway.requests.input_checks import CheckedInputs
+from headway_gateway.requests.input_checks import CheckedInputs, is_reranker
 from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.requests.validation import check_prompt
 from headway_gateway.statuses import CallRefusedError
@@ -33,6 +33,7 @@ from headway_proto.ingress import (
     Submit,
     SubmitPooled,
 )
+from headway_proto.pooling import POOL_SCORE
 from headway_proto.sampling import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -63,15 +64,7 @@ class BatchCalls:
         ]
         trace.record_prompt(sum(map(len, prompts)), began_at, time.monotonic())
 
-        def submission(index: int, handle: int, prompt: Sequence[int]) -> Submit:
-            return SubmitPooled(
-                **_common(request, checked, index, handle, prompt),
-                traceparent=trace.traceparent,
-                sampling=_GREEDY,
-                pooling=request.pooling or model.default_pooling,
-            )
-
-        sequences = await self._run(prompts, submission, trace)
+        sequences = await self._pooled(request, checked, prompts, request.pooling or model.default_pooling, trace)
         is_normalized = request.normalize if request.HasField("normalize") else True
         size = request.dimensions or model.embedding_size
         embeddings = [
@@ -89,6 +82,8 @@ class BatchCalls:
     ) -> api.ScoreResponse:
         """Score the continuations. Raises ``CallRefusedError`` as ``embed``."""
         trace.record_inputs("score", request, checked.request_id, model.name)
+        if is_reranker(model):
+            return await self._score_pairs(request, checked, model, trace)
         began_at = time.monotonic()
         prompt = await self._encoded(request.prompt, "prompt", model, with_special_tokens=True)
         prompts = []
@@ -110,6 +105,39 @@ class BatchCalls:
         sequences = await self._run(prompts, submission, trace)
         scores = [_score(sequence) for sequence in sequences]
         return api.ScoreResponse(request_id=checked.request_id, prompt_tokens=len(prompt), scores=scores)
+
+    async def _score_pairs(
+        self, request: api.ScoreRequest, checked: CheckedInputs, model: ModelInfo, trace: RequestTrace
+    ) -> api.ScoreResponse:
+        began_at = time.monotonic()
+        pairs = []
+        for place, one in enumerate(request.continuations):
+            field = f"continuations[{place}].text"
+            pairs.append(await self._prompts.encode_pair(request.prompt.text, one.text, field, model))
+            check_prompt(pairs[-1], field, model)
+        num_tokens = sum(map(len, pairs))
+        trace.record_prompt(num_tokens, began_at, time.monotonic())
+        sequences = await self._pooled(request, checked, pairs, POOL_SCORE, trace)
+        scores = [api.Score(relevance=float(_vector_of(sequence, model)[0])) for sequence in sequences]
+        return api.ScoreResponse(request_id=checked.request_id, prompt_tokens=num_tokens, scores=scores)
+
+    async def _pooled(
+        self,
+        request: api.EmbedRequest | api.ScoreRequest,
+        checked: CheckedInputs,
+        prompts: Iterable[Sequence[int]],
+        pooling: int,
+        trace: RequestTrace,
+    ) -> list[LiveSequence]:
+        def submission(index: int, handle: int, prompt: Sequence[int]) -> Submit:
+            return SubmitPooled(
+                **_common(request, checked, index, handle, prompt),
+                traceparent=trace.traceparent,
+                sampling=_GREEDY,
+                pooling=pooling,
+            )
+
+        return await self._run(prompts, submission, trace)
 
     async def _encoded(self, one: api.Input, field: str, model: ModelInfo, *, with_special_tokens: bool) -> list[int]:
         token_ids = await self._prompts.encode_input(one, field, model, with_special_tokens=with_special_tokens)
@@ -154,6 +182,13 @@ class BatchCalls:
             raise CallRefusedError(grpc.StatusCode.ABORTED, "an operator cancelled the request", reason="cancelled")
         if end.reason == FINISH_ERROR:
             raise CallRefusedError(grpc.StatusCode.INTERNAL, f"an input failed: {end.error}", reason="request_failed")
+
+
+def num_scored_tokens(response: api.ScoreResponse, model: ModelInfo) -> int:
+    """Return how many tokens of prompts a score took, those that continuations share counted for each."""
+    if is_reranker(model):
+        return response.prompt_tokens
+    return sum(response.prompt_tokens + len(one.tokens) for one in response.scores)
 
 
 def _common(

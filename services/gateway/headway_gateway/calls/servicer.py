@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 import grpc
 import structlog
 
-from headway_gateway.calls.batch_calls import BatchCalls
+from headway_gateway.calls.batch_calls import BatchCalls, num_scored_tokens
 from headway_gateway.calls.call_context import CallContext
 from headway_gateway.calls.generation import Generation, GenerationParts, OpenCall, Prompt
 from headway_gateway.calls.open_streams import OpenStreams
@@ -21,7 +21,7 @@ from headway_gateway.figures.statistics import GatewayStatistics
 from headway_gateway.figures.tracing import RequestTrace, Tracing, Untraced
 from headway_gateway.grpc_server.call import Call
 from headway_gateway.link.scheduler_client import SchedulerClient, SchedulerUnavailableError
-from headway_gateway.requests.input_checks import check_embed, check_score, require_generates
+from headway_gateway.requests.input_checks import check_embed, check_score, is_reranker, require_generates
 from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.requests.validation import (
     CheckedRequest,
@@ -39,6 +39,7 @@ from headway_proto import generation_pb2 as api
 from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.ingress import STATE_DRAINING, ModelInfo
 from headway_proto.orca_pb2 import OrcaLoadReport
+from headway_proto.pooling import NO_POOLING
 from headway_proto.wording import shown
 
 
@@ -110,7 +111,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
             checked = check_score(request, model)
             with self._begun(checked.request_id, request.tenant):
                 response = await self._batches.score(request, checked, model, trace)
-            self._report_load(context, sum(response.prompt_tokens + len(one.tokens) for one in response.scores))
+            self._report_load(context, num_scored_tokens(response, model))
             return response
 
     async def Tokenize(  # noqa: N802
@@ -155,9 +156,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
             has_chat_template=self._text_model.has_chat_template,
             supports_constraints=model.supports_constraints,
             adapters=model.adapters,
-            embedding_size=model.embedding_size,
-            default_pooling=api.Pooling.Name(model.default_pooling),
+            embedding_size=0 if is_reranker(model) else model.embedding_size,
+            default_pooling=api.Pooling.Name(NO_POOLING if is_reranker(model) else model.default_pooling),
             is_encoder=not model.generates,
+            is_reranker=is_reranker(model),
         )
 
     @asynccontextmanager

@@ -12,6 +12,7 @@ from headway_gateway.openai.application import Application, Bounds, Route
 from headway_gateway.openai.chats import Chats
 from headway_gateway.openai.completions import Completions
 from headway_gateway.openai.other_endpoints import OtherEndpoints
+from headway_gateway.openai.reranking import Reranking
 from headway_gateway.openai.responses import Responses
 from headway_gateway.text.tokenization import TextModel
 
@@ -30,12 +31,14 @@ def make_application(
     completions = Completions(generation, text_model)
     chats = Chats(generation, text_model)
     responses = Responses(generation, text_model.bytes_of_token)
+    reranking = Reranking(generation)
     others = OtherEndpoints(generation, problem)
     routes = (
         Route("POST", "/v1/completions", completions.answer, GENERATE),
         Route("POST", "/v1/chat/completions", chats.answer, GENERATE),
         Route("POST", "/v1/responses", responses.answer, GENERATE),
         Route("POST", "/v1/embeddings", others.embeddings, GENERATE),
+        *(Route("POST", path, reranking.answer, GENERATE) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("GET", "/v1/models", others.models, GENERATE),
         Route("GET", "/v1/models/", others.model, GENERATE),
         Route("POST", "/tokenize", others.tokenize, GENERATE),

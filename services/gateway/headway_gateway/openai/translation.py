@@ -224,7 +224,7 @@ def embed_parts(body: EmbeddingsBody, tenant: str | None) -> list[EmbedPart]:
 
 def _embed_request(body: EmbeddingsBody, tenant: str | None, inputs: Iterable[str | list[int]]) -> api.EmbedRequest:
     request = api.EmbedRequest(
-        **_names(body, tenant),
+        **names_of(body, tenant),
         dimensions=body.dimensions or 0,
         pooling=None if body.pooling is None else f"POOLING_{body.pooling.upper()}",
     )
@@ -303,7 +303,8 @@ def _inputs(given: str | list[str | list[int] | int], field: str) -> Iterable[st
         yield one
 
 
-def _names(body: Body, tenant: str | None) -> dict[str, Any]:
+def names_of(body: Body, tenant: str | None) -> dict[str, Any]:
+    """Return what every request may have, with the caller's tenant."""
     names = {
         "model": body.model or "",
         "request_id": body.request_id or "",
@@ -315,7 +316,7 @@ def _names(body: Body, tenant: str | None) -> dict[str, Any]:
 
 
 def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest:
-    request = api.GenerateRequest(**_names(body, tenant), itl_slo_ms=body.itl_slo_ms or 0)
+    request = api.GenerateRequest(**names_of(body, tenant), itl_slo_ms=body.itl_slo_ms or 0)
     sampling = request.sampling
     if body.store:
         raise invalid_argument("store", "True is not allowed, since nothing is stored; allowed: false or unset")

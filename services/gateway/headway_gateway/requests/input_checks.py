@@ -10,6 +10,7 @@ from headway_gateway.requests.validation import name_violations, served_adapter
 from headway_gateway.statuses import CallRefusedError, invalid_arguments
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
+from headway_proto.pooling import POOL_SCORE
 
 MAX_INPUTS = 64
 
@@ -28,6 +29,8 @@ def check_embed(request: api.EmbedRequest, model: ModelInfo) -> CheckedInputs:
         CallRefusedError: FAILED_PRECONDITION if the executor makes no vectors, else as ``check_request``.
     """
     adapter = served_adapter(request, model)
+    if is_reranker(model):
+        raise _not_here(f"Embed: the model {model.name} scores pairs and makes no vectors; allowed: Score")
     if not model.embedding_size:
         raise _not_here(f"Embed: the backend {model.backend} makes no vectors here")
     wrong = dict(name_violations(request))
@@ -50,13 +53,27 @@ def check_score(request: api.ScoreRequest, model: ModelInfo) -> CheckedInputs:
         CallRefusedError: FAILED_PRECONDITION if the executor reports no log probabilities, else as ``check_request``.
     """
     adapter = served_adapter(request, model)
-    require_generates(model, "Score")
-    if not model.supports_prompt_logprobs:
-        raise _not_here(f"Score: the backend {model.backend} reports no log probabilities of prompts")
+    if not is_reranker(model):
+        require_generates(model, "Score")
+        if not model.supports_prompt_logprobs:
+            raise _not_here(f"Score: the backend {model.backend} reports no log probabilities of prompts")
     wrong = dict(name_violations(request))
     wrong.update(_input_violations("prompt", request.prompt))
     wrong.update(_list_violations("continuations", request.continuations))
+    if is_reranker(model):
+        named = [("prompt", request.prompt)]
+        named += ((f"continuations[{place}]", one) for place, one in enumerate(request.continuations))
+        for field, one in named:
+            if one.HasField("token_ids"):
+                wrong[field] = (
+                    "token_ids are not allowed for a reranker, whose texts are tokenized in pairs; allowed: text"
+                )
     return _checked(request.request_id, adapter, wrong)
+
+
+def is_reranker(model: ModelInfo) -> bool:
+    """Whether it gives relevances of pairs of texts, and nothing else."""
+    return model.default_pooling == POOL_SCORE
 
 
 def require_generates(model: ModelInfo, call: str) -> None:
@@ -66,9 +83,12 @@ def require_generates(model: ModelInfo, call: str) -> None:
         CallRefusedError: FAILED_PRECONDITION.
     """
     if not model.generates:
-        raise _not_here(
-            f"{call}: the model {model.name} is an encoder, which makes vectors and no text; allowed: Embed"
+        made, allowed = (
+            ("scores pairs and makes no text", "Score")
+            if is_reranker(model)
+            else ("makes vectors and no text", "Embed")
         )
+        raise _not_here(f"{call}: the model {model.name} is an encoder, which {made}; allowed: {allowed}")
 
 
 def _not_here(message: str) -> CallRefusedError:

@@ -61,3 +61,15 @@ class PromptEncoder:
             return await encode(one.text)
         except PromptError as error:
             raise invalid_argument(f"{field}.text", str(error)) from error
+
+    async def encode_pair(self, first: str, second: str, field: str, model: ModelInfo) -> list[int]:
+        """Return the tokens of two texts as a pair; ``field`` names the second.
+
+        Raises:
+            CallRefusedError: INVALID_ARGUMENT.
+        """
+        try:
+            self._text_model.require_plausible_length(len(first) + len(second), most_prompt_tokens(model))
+            return await self._lanes.encode_pair(first, second)
+        except PromptError as error:
+            raise invalid_argument(field, str(error)) from error

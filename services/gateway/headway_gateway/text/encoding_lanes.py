@@ -38,6 +38,9 @@ class EncodingLanes:
     async def encode_plain(self, text: str) -> list[int]:
         return await self._run(len(text), lambda: self._text_model.encode_plain(text))
 
+    async def encode_pair(self, first: str, second: str) -> list[int]:
+        return await self._run(len(first) + len(second), lambda: self._text_model.encode_pair(first, second))
+
     async def encode_chat(
         self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
     ) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from headway_gateway.text.detokenization import REPLACEMENT, Detokenizer, bytes_of_part, detokenizer_factory
 from headway_gateway.text.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
@@ -109,6 +109,20 @@ class TextModel:
         """
         return self._encode(text, add_special_tokens=False)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Tokenise two texts as a pair; add special tokens.
+
+        Raises:
+            PromptError: one is not valid Unicode, or the first holds the separator.
+        """
+        encoding = self._encoding((first, second), add_special_tokens=True)
+        ids: list[int] = encoding.ids
+        types: list[int] = encoding.type_ids
+        # Executors find the second text by the separator that ends both.
+        if any(types) and ids[-1] in ids[: types.index(1) - 1]:
+            raise PromptError(f"it holds {shown(self.text_of_token(ids[-1]))}, which separates the texts of a pair")
+        return ids
+
     def encode_chat(
         self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
     ) -> list[int]:
@@ -180,13 +194,16 @@ class TextModel:
         return bytes_of_part(self._tokenizer.id_to_token(token_id) or "")
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._encoding(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _encoding(self, text: str | tuple[str, str], *, add_special_tokens: bool) -> Encoding:
         try:
             # The batch call leaves out character offsets, which are not needed here.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # the library's versions raise different errors
             raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
-        ids: list[int] = encoding.ids
-        return ids
+        return encoding
 
 
 def load_text_model(directory: Path) -> TextModel:

@@ -126,7 +126,7 @@ class Client:
     def score(
         self, prompt: Input, continuations: Sequence[Input], **options: Unpack[BatchOptions]
     ) -> generation_pb2.ScoreResponse:
-        """Return the log probabilities of continuations of one prompt; see ``ScoreRequest``. Raises as ``embed``."""
+        """Score continuations of a prompt, or documents for a query; see ``ScoreRequest``. Raises as ``embed``."""
         return self._call(calls.score(prompt, continuations, options))
 
     def tokenize(self, text: str | Sequence[ChatMessage]) -> list[int]:

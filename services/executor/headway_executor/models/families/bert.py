@@ -9,14 +9,30 @@ from pathlib import Path
 from headway_executor.checkpoint.fields import CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.families.reading import architecture_of
 
-ROBERTA = frozenset({"RobertaModel", "XLMRobertaModel"})
-ENCODERS = ROBERTA | {"BertModel"}
-"""The architectures; those with a head are refused."""
+RERANKERS = {
+    "BertForSequenceClassification": "bert.",
+    "RobertaForSequenceClassification": "roberta.",
+    "XLMRobertaForSequenceClassification": "roberta.",
+}
+"""Those with a head for pairs of texts, and what the names of their encoder's tensors begin with."""
+
+ROBERTA = frozenset(
+    {"RobertaModel", "XLMRobertaModel", "RobertaForSequenceClassification", "XLMRobertaForSequenceClassification"}
+)
+ENCODERS = ROBERTA | {"BertModel", "BertForSequenceClassification"}
+"""The architectures; those with another head are refused."""
+
+_SIGMOID, _IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+_DEFAULT_LABELS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """``context``: the most tokens of an input. ``padding_id``: None where positions count from 0."""
+    """``context``: the most tokens of an input. ``padding_id``: None where positions count from 0.
+
+    ``prefix``: of the encoder's tensors. ``scores_pairs``: it has the head of a reranker; ``is_logistic``: its score is
+    a probability.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -27,6 +43,14 @@ class EncoderConfig:
     num_positions: int
     num_types: int
     padding_id: int | None
+    prefix: str = ""
+    scores_pairs: bool = False
+    is_logistic: bool = False
+
+    @property
+    def marks_parts(self) -> bool:
+        """Whether the two texts of a pair differ in the type of their tokens."""
+        return self.scores_pairs and self.padding_id is None and self.num_types > 1
 
     @property
     def context(self) -> int:
@@ -51,7 +75,10 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.refuse("num_attention_heads", f"a divisor of hidden_size {hidden_size}")
-    is_roberta = architecture_of(fields) in ROBERTA
+    architecture = architecture_of(fields)
+    is_roberta, scores_pairs = architecture in ROBERTA, architecture in RERANKERS
+    if scores_pairs:
+        _require_one_label(fields)
     config = EncoderConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -62,12 +89,33 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
         num_positions=fields.integer("max_position_embeddings"),
         num_types=fields.integer("type_vocab_size", 2),
         padding_id=fields.integer("pad_token_id", 1, low=0) if is_roberta else None,
+        prefix=RERANKERS.get(architecture, ""),
+        scores_pairs=scores_pairs,
+        is_logistic=scores_pairs and _is_logistic(fields),
     )
     if config.context < 1:
         raise fields.refuse(
             "max_position_embeddings", f"above pad_token_id + 1, {config.num_positions - config.context}"
         )
     return config
+
+
+def _require_one_label(fields: ConfigFields) -> None:
+    labels = fields.section("id2label")
+    num_labels = len(labels.values) if labels else fields.integer("num_labels", _DEFAULT_LABELS)
+    if num_labels != 1:
+        raise fields.refuse("id2label" if labels else "num_labels", "one label, as a reranker has")
+
+
+def _is_logistic(fields: ConfigFields) -> bool:
+    """What sentence-transformers makes of the head's number; a sigmoid unless the file says otherwise."""
+    section, field = fields.section("sentence_transformers"), "activation_fn"
+    if section is None or field not in section.values:
+        section, field = fields, "sbert_ce_default_activation_function"
+    name = section.values.get(field)
+    if name not in (None, _SIGMOID, _IDENTITY):
+        raise section.refuse(field, f"{_SIGMOID}, {_IDENTITY}, or absent")
+    return name != _IDENTITY
 
 
 def _refuse_others(fields: ConfigFields) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway_proto.pooling import NO_POOLING
+from headway_proto.pooling import NO_POOLING, POOL_SCORE
 from headway_proto.sampling import NO_LOGPROBS
 from headway_scheduler.core.state.arrival import NewRequestEvent
 from headway_scheduler.core.state.limits import ExecutorCapacity
@@ -87,7 +87,13 @@ def what_lacks_for(new: NewRequestEvent, capacity: ExecutorCapacity) -> Lacking 
         return Lacking("adapter", "cannot run adapters", "unset")
     if new.pooling == NO_POOLING:
         return None if capacity.generates else Lacking("pooling", "makes vectors and no text", "any but none")
-    return None if capacity.embedding_size else Lacking("pooling", "makes no vectors", "unset")
+    if not capacity.embedding_size:
+        return Lacking("pooling", "makes no vectors", "unset")
+    if (new.pooling == POOL_SCORE) == (capacity.default_pooling == POOL_SCORE):
+        return None
+    if new.pooling == POOL_SCORE:
+        return Lacking("pooling", "has no head that scores pairs", "any but that of pairs")
+    return Lacking("pooling", "scores pairs and makes no vectors", "that of pairs")
 
 
 def why_not_here(request: Request, capacity: ExecutorCapacity, *, same_model: bool) -> str | None:

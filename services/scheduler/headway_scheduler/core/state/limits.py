@@ -5,6 +5,7 @@ Owns: the core's settings. Must not know: where they come from.
 
 import msgspec
 
+from headway_proto.pooling import NO_POOLING
 from headway_proto.step import BackendInfo
 
 
@@ -67,6 +68,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     num_lanes: int = 1
     supports_adapters: bool = False
     embedding_size: int = 0
+    default_pooling: int = NO_POOLING
     generates: bool = True
 
     @classmethod
