@@ -73,14 +73,16 @@ class CellWatch:
         given = (output.epoch, process.frame_epoch, output.step, incarnation_of(process.peer))
         invariants.epoch_fence("an answer", given, (core.epoch, core.epoch, oldest, self.cell.link._executor))
         failed = [(blocks, core.cache.holds(blocks).tolist()) for blocks in self._blocks_of_failed(core, output)]
+        is_told = (self._incarnation, output.epoch, output.step) in process.world.must_reopen
         self._on_answer(event, now)
+        if is_told:
+            process.world.pools.told(output.epoch)
         if core.epoch == output.epoch:
             for blocks, held in failed:
                 before = [block for block, is_held in zip(blocks.tolist(), held, strict=True) if is_held]
                 after = blocks[core.cache.holds(blocks)].tolist()
                 invariants.failed_not_cached(before, after, blocks.tolist())
-            key = (self._incarnation, output.epoch, output.step)
-            if key in process.world.must_reopen:
+            if is_told:
                 raise Violation("MIRROR", f"the state digest of step {output.step} differs, and the epoch goes on")
 
     def _watched_epoch(self, event: EpochOpened, now: float) -> None:

@@ -163,11 +163,13 @@ class ExecutorProcess(Process):
         self.wake()
 
     def move_blocks(self, *, copies: Any, swap_out: Any, swap_in: Any) -> None:
+        if self.is_flipped and swap_out.size:
+            self.pool.wrong_epochs.add(self.link.epoch)
         self.model.move(copies.tolist(), swap_out.tolist(), swap_in.tolist())
 
     def load_blocks(self, contents: Any, blocks: Any) -> None:
         self.model.load(contents, blocks)
 
     def _on_wrong_block(self, what: str) -> None:
-        if not self.is_flipped:
+        if not self.is_flipped and not self.world.pools.may_be_wrong:
             raise Violation("BLOCK-EXCLUSIVITY", what)

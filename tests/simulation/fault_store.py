@@ -37,6 +37,8 @@ class FaultPool:
         self.older_records, self.older_blocks = self.records.copy(), self.blocks.copy()
         """What each block held before the newest write."""
         self.holder: ExecutorProcess | None = None
+        self.wrong_epochs: set[int] = set()
+        """In these an executor with a wrong table wrote blocks, and no digest has told yet: nobody can know."""
 
     def keep_older(self, host_blocks: Int32Array) -> None:
         """These blocks are about to be written."""
@@ -75,6 +77,16 @@ class FaultPools:
         pool.holder = executor
         self.by_name[pool.name] = pool
         return pool
+
+    @property
+    def may_be_wrong(self) -> bool:
+        """Whether any pool holds what nobody can know to be wrong."""
+        return any(pool.wrong_epochs for pool in self.by_name.values())
+
+    def told(self, epoch: int) -> None:
+        """A digest has told that an executor's table was wrong: from now on what it wrote must not be used."""
+        for pool in self.by_name.values():
+            pool.wrong_epochs.discard(epoch)
 
     def read(self, pull: Pull) -> PulledBlocks | None:
         """Private copies, as they arrive; None if the pool cannot be read."""

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -411,6 +412,39 @@ def test_swapped_out_requests_and_kept_prefixes_outlive_the_process_that_wrote_t
     assert a.core.counters.num_pulled_tokens == 12
     assert sum(a.core.counters.wasted_tokens.values()) == 10, "only what the device alone had is computed again"
     assert len(a.received) == 12 + 2
+
+
+@pytest.mark.parametrize("goes_elsewhere", [False, True])
+def test_nothing_is_used_that_an_executor_in_another_state_has_written(goes_elsewhere: bool) -> None:
+    """An executor whose tables are others than the scheduler's copies other blocks to the host than it is told to."""
+    a, b = places(SchedulerLimits(preemption="swap", prefix_offload="always"))
+    prompt = add(a)
+    for _ in range(3):
+        a.schedule()
+        a.update()
+    add(a, origin=Origin(0, 9), max_tokens=2)
+    a.core.run_alone(Origin(0, 9))
+    a.schedule()
+    assert a.host, "nothing was copied"
+    answer = a.answers.popleft()
+    with pytest.raises(StateMismatch, match="stale rows"):
+        a.core.update(msgspec.structs.replace(answer, stale_rows=encode_column([7])), 0.0)
+    a.core.run_alone(None)
+    if goes_elsewhere:
+        left = a.core.release_all()
+        assert not any(request.stored for request in left)
+        for request in left:
+            b.core.moving.adopt(request)
+    a.lose_process(2)
+    run_to_end(a)
+    run_to_end(b)
+    assert a.core.counters.num_pulled_tokens == b.core.counters.num_pulled_tokens == 0
+    assert [token for token in a.received + b.received if token in expected(prompt, 12)][:1] == expected(prompt, 1)
+    assert len(a.received + b.received) == 12 + 2
+    assert_all_is_free(a, b)
+    add(a, origin=Origin(0, 10), max_tokens=2)
+    run_to_end(a)
+    assert a.core.counters.num_pulled_tokens == 0, "nor is a prefix brought back"
 
 
 def test_books_of_another_pool_take_no_lease_back() -> None:

@@ -84,6 +84,8 @@ class Scheduler:
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._requests = self._state.requests
         self._shed: list[FinishedEvent] = []
+        self._is_distrusted = False
+        """Whether this epoch's executor was found in another state than it should be in."""
         self._begin(capacity, epoch, None)
 
     def _begin(self, capacity: ExecutorCapacity, number: int, former: Swapping | None) -> None:
@@ -169,8 +171,13 @@ class Scheduler:
 
         Raises:
             StateMismatch: it cannot be that answer; call ``begin_epoch``.
+            ValueError: it cannot be read; the same.
         """
-        return self._answers.take(output, now)
+        try:
+            return self._answers.take(output, now)
+        except (StateMismatch, ValueError):
+            self._is_distrusted = True
+            raise
 
     @property
     def awaits_answer(self) -> bool:
@@ -258,10 +265,9 @@ class Scheduler:
         ``same_model``.
         """
         admitted = self.admission.take_admitted()
-        self.moving.recall()
         if not same_model:
             self.pinned_prefixes.clear()
-        self._begin(capacity, epoch, self.swapping)
+        self._begin_again(capacity, epoch)
         finished = []
         for request in self.requests():
             request.forget_executor()
@@ -271,10 +277,18 @@ class Scheduler:
                 finished.append(self._endings.finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
 
+    def _begin_again(self, capacity: ExecutorCapacity, number: int) -> None:
+        self.moving.recall()
+        former: Swapping | None = self.swapping
+        if self._is_distrusted:
+            # Its tables were others than ours, so what it copied to the host may be anything.
+            self.moving.forget_stored_by(self.epoch)
+            former, self._is_distrusted = None, False
+        self._begin(capacity, number, former)
+
     def release_all(self) -> list[Request]:
         """The executor is lost, with all that it computed: give up every request, by arrival, and all that was in flight."""
-        self.moving.recall()
-        self._begin(self.capacity, self.epoch, self.swapping)
+        self._begin_again(self.capacity, self.epoch)
         return self.moving.release_all()
 
     # ------------------------------------------------------------------------------------------------- for operators

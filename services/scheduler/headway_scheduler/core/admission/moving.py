@@ -106,6 +106,12 @@ class Moving:
             if step.transfers is not None:
                 self._undo(step.transfers)
 
+    def forget_stored_by(self, epoch: int) -> None:
+        """Use nothing that this epoch has copied to the host for the requests that are here."""
+        for request in self._state.requests.values():
+            if request.stored is not None and request.stored.epoch == epoch:
+                request.forget_stored()
+
     def _undo(self, transfers: StepTransfers) -> None:
         """No answer will come to a step with these transfers."""
         swapping = self._epoch.swapping
