@@ -134,6 +134,10 @@ class FaultStore:
     def end_write(self, write: int, host_blocks: Int32Array, *, epoch: int, step: int) -> None:
         self._records.end(write, host_blocks, epoch=epoch, step=step)
 
+    def forget(self) -> None:
+        self._records.forget()
+        self._pool.wrong_epochs.clear()
+
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         future: Future[FetchedBlocks] = Future()
         targets = np.concatenate([pull.blocks[2] for pull in pulls])

@@ -125,6 +125,9 @@ class SharingExecutor(SimulatedExecutor):
     def end_write(self, write: int, host_blocks: Int32Array, *, epoch: int, step: int) -> None:
         self._records.end(write, host_blocks, epoch=epoch, step=step)
 
+    def forget(self) -> None:
+        self._records.forget()
+
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         parts = [self._pools.read(pull) for pull in pulls]
         contents, blocks, missing = zip(*parts, strict=True)

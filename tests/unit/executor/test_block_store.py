@@ -165,6 +165,10 @@ def test_a_record_is_written_last_and_invalid_while_bytes_change():
     assert [records[block].item()[:2] for block in (1, 2)] == [(0, 0), (3, 3)]
     kept.end(later, int32(1), epoch=4, step=4)
     assert records[1].item()[:2] == (4, 4)
+    unfinished = kept.begin(int32(3))
+    kept.forget()
+    kept.end(unfinished, int32(3), epoch=5, step=5)
+    assert not records["epoch"].any()
 
 
 # The transport shm
@@ -349,6 +353,13 @@ def test_contents_are_kept_for_the_same_model_and_layout(tmp_path, changes, is_k
     assert (after.host_pool == before.host_pool) == is_kept
     assert after.block_addresses == before.block_addresses
     assert heir._memory.records[4].item()[:2] == ((5, 6) if is_kept else (0, 0))
+
+
+def test_an_executor_in_another_state_offers_nothing(tmp_path):
+    store, _, _ = opened_store(tmp_path)
+    store.end_write(store.begin_write(int32(4)), int32(4), epoch=5, step=6)
+    store.forget()
+    assert store._memory.records[4].item()[:2] == (0, 0)
 
 
 def test_a_quantised_model_has_other_contents(tmp_path):

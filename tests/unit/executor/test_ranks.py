@@ -54,6 +54,10 @@ class HeldStore(NoStore):
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[Pull, ...], Future[FetchedBlocks]]] = []
+        self.has_forgotten = False
+
+    def forget(self) -> None:
+        self.has_forgotten = True
 
     def fetch(self, pulls):
         future: Future[FetchedBlocks] = Future()
@@ -306,6 +310,7 @@ def test_a_rank_that_draws_another_token_is_found_at_the_next_digest():
     (leaving,) = [body for body in bodies if isinstance(body, ResyncRequest)]
     assert leaving.is_leaving
     assert leaving.reason == group.lost
+    assert group.stores[0].has_forgotten, "the next executor takes nothing over that another token's rank has written"
 
 
 def test_a_rank_with_another_table_is_found():
@@ -314,6 +319,7 @@ def test_a_rank_with_another_table_is_found():
     group.receive(*(scheduler.step() for _ in range(DIGEST_INTERVAL_STEPS)))
     group.turn()
     assert group.lost == "rank 1 has other tables and counters than rank 0 after step 64 of epoch 3"
+    assert group.stores[0].has_forgotten
 
 
 def test_a_step_that_is_impossible_for_one_rank_ends_the_group():

@@ -32,6 +32,10 @@ class BlockRecords:
             self._records[host_blocks] = np.zeros(1, dtype=RECORD)
             return self._num_writes
 
+    def forget(self) -> None:
+        """Invalidate all records, and what is being written."""
+        self.begin(np.arange(len(self._records), dtype=np.int32))
+
     def end(self, write: int, host_blocks: Int32Array, *, epoch: int, step: int) -> None:
         """Record blocks whose bytes are there, except those that a later write has begun to overwrite."""
         checksums = np.array([checksum(self._blocks[block], block) for block in host_blocks.tolist()], dtype=np.uint32)

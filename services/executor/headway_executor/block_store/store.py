@@ -40,6 +40,10 @@ class Store(Protocol):
         """See ``BlockRecords.end``."""
         ...
 
+    def forget(self) -> None:
+        """This executor's state is another than it should be, so its host blocks may hold anything: offer none of them."""
+        ...
+
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         """See ``BlockPuller.fetch``."""
         ...
@@ -54,6 +58,9 @@ class NoStore:
         return 0
 
     def end_write(self, write: int, host_blocks: Int32Array, *, epoch: int, step: int) -> None:
+        """See ``Store``."""
+
+    def forget(self) -> None:
         """See ``Store``."""
 
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
@@ -148,6 +155,11 @@ class BlockStore:
             self._records.end(write, host_blocks, epoch=epoch, step=step)
             if self._file is not None:
                 self._file.touch()
+
+    def forget(self) -> None:
+        """See ``Store``."""
+        if self._records is not None:
+            self._records.forget()
 
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         """See ``Store``."""

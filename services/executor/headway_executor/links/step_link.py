@@ -80,9 +80,10 @@ class StepReady(NamedTuple):
 
 
 class MustEnd(NamedTuple):
-    """This process cannot go on; ``reason`` is one line."""
+    """This process cannot go on; ``reason`` is one line. ``is_in_another_state``: than the others of its group."""
 
     reason: str
+    is_in_another_state: bool = False
 
 
 class ProposalsAccepted(NamedTuple):

@@ -44,6 +44,10 @@ class AgreedStore:
         """See ``Store``."""
         self._store.end_write(write, host_blocks, epoch=epoch, step=step)
 
+    def forget(self) -> None:
+        """See ``Store``."""
+        self._store.forget()
+
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         """See ``Store``. The future waits for ``settle``."""
         self._number += 1

@@ -67,6 +67,8 @@ class Followers:
         self._left: set[int] = set()
         self.broken = ""
         """Why the group cannot go on, in one line."""
+        self.has_come_apart = False
+        """Whether it is because a rank's state or tokens are others than rank 0's."""
         self.refusal: Refusal | None = None
         self._num_steps = dict.fromkeys(range(1, place.size), 0)
         self._num_answers = dict.fromkeys(range(1, place.size), 0)
@@ -185,6 +187,7 @@ class Followers:
         found = self._digests.get((epoch, step), {})
         for rank, digest in found.items():
             if digest.state != state or digest.tokens not in {None, tokens}:
+                self.has_come_apart = True
                 what = "tables and counters" if digest.state != state else "tokens"
                 self._break(f"rank {rank} has other {what} than rank 0 after step {step} of epoch {epoch}")
         if self.broken or len(found) < self._place.size - 1:

@@ -116,7 +116,7 @@ class LeadingLink:
         outcome = self._link.tick(now)
         events += outcome.events
         if self._followers.broken:
-            events = [*events, MustEnd(self._followers.broken)]
+            events = [*events, MustEnd(self._followers.broken, self._followers.has_come_apart)]
         return LinkOutcome(frames + outcome.frames, events)
 
     def result(

@@ -195,6 +195,8 @@ class StepCycle:
                 self.statistics.record_epoch()
                 self._log.info("epoch began", epoch=event.epoch)
             elif isinstance(event, MustEnd):
+                if event.is_in_another_state:
+                    self._store.forget()
                 frames += self._end_of_group(event.reason)
             elif isinstance(event, AdapterAsked):
                 self._adapters.begin(event.change)
@@ -243,6 +245,7 @@ class StepCycle:
         try:
             batch, moves = self._state.apply(output)
         except ImpossibleDiff as error:
+            self._store.forget()
             return self._act(self._link.lose_epoch(output.epoch, f"step {output.step}: {error}", now), now)
         digest = self._state.digest() if output.step % DIGEST_INTERVAL_STEPS == 0 else None
         number = StepNumber(output.epoch, output.step)
