@@ -60,15 +60,13 @@ def check_score(request: api.ScoreRequest, model: ModelInfo) -> CheckedInputs:
 
 
 def require_generates(model: ModelInfo, call: str) -> None:
-    """Refuse ``call`` for an encoder.
+    """Refuse ``call`` for an encoder, or a decoder without a head.
 
     Raises:
         CallRefusedError: FAILED_PRECONDITION.
     """
     if not model.generates:
-        raise _not_here(
-            f"{call}: the model {model.name} is an encoder, which makes vectors and no text; allowed: Embed"
-        )
+        raise _not_here(f"{call}: the model {model.name} makes vectors and no text; allowed: Embed")
 
 
 def _not_here(message: str) -> CallRefusedError:
