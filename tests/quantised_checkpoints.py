@@ -192,6 +192,11 @@ def _integers(bits: int, strategy: str, group: int | None = None, *, symmetric: 
     return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group, "symmetric": symmetric}
 
 
+def _auto_round(layout: str, **changes: object) -> dict[str, object]:
+    described = {"quant_method": "auto-round", "packing_format": layout, "bits": 4, "group_size": GROUP, "sym": False}
+    return described | {"data_type": "int", "act_bits": 16, "autoround_version": "0.8.0"} | changes
+
+
 _FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 _FP8_TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
 _FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -232,6 +237,14 @@ _RULES = {
     r"-:model\.layers\.1\.(?!mlp)": {},
 }
 
+_EXTRA = {
+    ".*o_proj": {"bits": 16, "data_type": "float"},
+    "model.layers.0.mlp.down_proj": {"bits": 8},
+    "down_proj$": {},
+    r"mlp\..*down": {"bits": 8},
+    "v_proj": {"bits": 8},
+}
+
 MIXED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "gptq-rules": (
         _gptq_config(dynamic=_RULES),
@@ -243,6 +256,15 @@ MIXED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
             otherwise=_gptq(4),
         ),
     ),
+    "auto-round": (
+        _auto_round("auto_round:auto_gptq", extra_config=_EXTRA),
+        _by_name(("o_proj", _plain), ("down_proj", _gptq(8)), ("v_proj", _gptq(8)), otherwise=_gptq(4)),
+    ),
+    "auto-round-v2": (
+        _auto_round("auto_round:gptqmodel", extra_config={"o_proj": {"bits": 16}}),
+        _by_name(("o_proj", _plain), otherwise=_gptq(4, less=0)),
+    ),
+    "auto-round-awq": (_auto_round("auto_round:auto_awq"), _by_name(("o_proj", _plain), otherwise=_awq)),
     "awq-some": (
         {
             "quant_method": "awq",

@@ -261,7 +261,7 @@ _REFUSED = {
     "gptq": [
         (
             {"quant_method": "bitsandbytes"},
-            "quant_method 'bitsandbytes' is not supported; allowed: awq, compressed-tensors",
+            "quant_method 'bitsandbytes' is not supported; allowed: auto-round, awq, compressed",
         ),
         ({"quant_method": ["gptq"]}, "quant_method ['gptq'] is not supported"),
         ({"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq']"),
@@ -284,6 +284,18 @@ _REFUSED = {
         ({"version": None, "checkpoint_format": "gemv_fast"}, "checkpoint_format 'gemv_fast' is not supported"),
         ({"version": None, "format": "llm-awq"}, "format 'llm-awq' is not supported; allowed: gemm"),
         ({"bits": 8}, "bits 8"),
+    ],
+    "auto-round": [
+        (
+            {"packing_format": "auto_round:llm_compressor"},
+            "packing_format 'auto_round:llm_compressor' is not supported",
+        ),
+        ({"packing_format": None}, "packing_format None is not supported; allowed: auto_round, auto_round:auto_awq"),
+        ({"act_bits": 8}, "act_bits 8 is not supported; allowed: 16"),
+        ({"data_type": "nv_fp"}, "data_type 'nv_fp' is not supported; allowed: int"),
+        ({"extra_config": {"k_proj": {"bits": 2}}}, "extra_config: k_proj: bits 2 is not supported; allowed: 4 or 8"),
+        ({"extra_config": {"(a+)+": {"bits": 8}}}, "could take too long"),
+        ({"rotation_config": {"kind": "hadamard"}}, "rotation_config"),
     ],
     "fp8-blocks": [
         ({"weight_block_size": [5, 5]}, "weight_block_size"),
@@ -314,7 +326,8 @@ _REFUSED = {
 )
 def test_a_variant_that_cannot_be_read_is_refused_by_name(tmp_path, kind, changes, said):
     written(tmp_path / "model", kind)
-    change_config(tmp_path / "model", quantization_config=copy.deepcopy(KINDS[kind][0]) | changes)
+    described = (KINDS | MIXED_KINDS)[kind][0]
+    change_config(tmp_path / "model", quantization_config=copy.deepcopy(described) | changes)
     with pytest.raises(ModelFilesError) as refused:
         Checkpoint(tmp_path / "model")
     assert said in str(refused.value)
