@@ -463,6 +463,6 @@ def test_wrong_files_are_refused(tmp_path, adapted):
         )
     for name in (first.removeprefix("base_model.model."), first.replace(".weight", ".default.weight")):
         save_file({name: tensors[first]}, weights)
-        assert f"tensor {name} is not supported; allowed: base_model.model.NAME.lora_A.weight" in refusal(
-            directory, tmp_path
-        )
+        said = refusal(directory, tmp_path)
+        assert f"tensor {name} is not supported; allowed: base_model.model.NAME.lora_A.weight and lora_B" in said
+        assert "with a NAME such as model.layers.0.self_attn.q_proj that ends with down_proj, gate_proj" in said

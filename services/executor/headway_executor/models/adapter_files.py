@@ -102,8 +102,8 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
         if target is None:
             allowed = ", ".join(sorted({module.rpartition(".")[2] for module in targets.shapes}))
             raise ModelFilesError(
-                f"{path}: tensor {name[:96]} is not supported; allowed: {_PREFIX}NAME.lora_A.weight and lora_B, with names "
-                f"that end with {allowed}"
+                f"{path}: tensor {name[:96]} is not supported; allowed: {_PREFIX}NAME.lora_A.weight and lora_B, with a NAME "
+                f"such as {next(iter(targets.shapes))} that ends with {allowed}"
             )
         module, kind, key = target
         rank, scales[module] = ranks.of(key)
