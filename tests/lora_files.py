@@ -34,12 +34,13 @@ def write_adapter(
     """Write an adapter of the modules of ``model`` whose names end with ``targets``; return its directory.
 
     ``parameters`` are of experts or routers in one tensor. ``experts`` are matrices of an expert, of every second one, such as
-    ``mlp.experts.{}.up_proj``, with braces for its number.
+    ``mlp.experts.{}.up_proj``, with braces for its number. ``config`` may have ``rank_pattern``.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
 
-    def add(module: str, outputs: int, inputs: int, ranks: int = rank) -> None:
+    def add(module: str, outputs: int, inputs: int, key: str = "", count: int = 1) -> None:
+        ranks = count * int(_of_pattern(config.get("rank_pattern", {}), key or module, rank))
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = torch.randn(ranks, inputs, generator=generator) * inputs**-0.5
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.randn(outputs, ranks, generator=generator) * strength
 
@@ -49,11 +50,11 @@ def write_adapter(
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
         if name.endswith(parameters) and parameters and parameter.dim() == 2:
-            add(module, *parameter.shape)
+            add(module, *parameter.shape, name)
         elif name.endswith(parameters) and parameters:
             is_inner = own == "gate_up_proj" and any(other.endswith("down_proj") for other in parameters)
             count, outputs, inputs = _outputs_first(model, parameter).shape
-            add(module + ".base_layer" * is_inner, outputs, inputs, count * rank)
+            add(module + ".base_layer" * is_inner, outputs, inputs, name, count)
     for index, layer in enumerate(model.model.layers if experts else ()):
         of_experts = getattr(layer.mlp, "experts", None)
         for name in experts if of_experts is not None else ():
@@ -108,15 +109,38 @@ def write_adapter(
 def merge_adapter(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
     """Add an adapter to the weights of ``model`` and return it."""
     config = json.loads((directory / "adapter_config.json").read_text())
-    rank = config["r"]
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank)
     tensors = {name: tensor.float() for name, tensor in load_file(directory / "adapter_model.safetensors").items()}
     with torch.no_grad():
         for name, down in tensors.items():
             if ".lora_A." in name:
-                up = scale * tensors[name.replace(".lora_A.", ".lora_B.")]
-                _merge(model, name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"), down, up, config)
+                module = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+                up = _scale(module, config) * tensors[name.replace(".lora_A.", ".lora_B.")]
+                _merge(model, module, down, up, config)
     return model
+
+
+def _scale(module: str, config: dict[str, object]) -> float:
+    key = module
+    if module.endswith(("mlp.experts", ".base_layer")):
+        key = f"{module.removesuffix('.base_layer')}.{_stacked_parameter(module, config)}"
+    elif any(f".{module}.weight".endswith(f".{name}") for name in config["target_parameters"] or ()):  # type: ignore[attr-defined]
+        key = f"{module}.weight"
+    rank = _of_pattern(config["rank_pattern"], key, config["r"])
+    return _of_pattern(config["alpha_pattern"], key, config["lora_alpha"]) / (
+        math.sqrt(rank) if config["use_rslora"] else rank
+    )
+
+
+def _of_pattern(patterns: object, key: str, otherwise: object) -> float:
+    """As PEFT finds it (``get_pattern_key`` in ``peft/utils/other.py``)."""
+    found = (number for pattern, number in patterns.items() if re.match(rf"(.*\.)?({pattern})$", key))  # type: ignore[attr-defined]
+    return next(found, otherwise)
+
+
+def _stacked_parameter(module: str, config: dict[str, object]) -> str:
+    targets = [str(target).rpartition(".")[2] for target in config["target_parameters"]]  # type: ignore[attr-defined]
+    is_inner = module.endswith(".base_layer") or "down_proj" not in targets
+    return "gate_up_proj" if is_inner else "down_proj"
 
 
 def _merge(model: PreTrainedModel, name: str, down: torch.Tensor, up: torch.Tensor, config: dict[str, object]) -> None:
@@ -133,9 +157,7 @@ def _merge(model: PreTrainedModel, name: str, down: torch.Tensor, up: torch.Tens
     if not hasattr(module, "gate_up_proj"):
         module.weight += up @ down
         return
-    targets = [str(target).rpartition(".")[2] for target in config["target_parameters"]]  # type: ignore[attr-defined]
-    is_inner = name.endswith(".base_layer") or "down_proj" not in targets
-    parameter = _outputs_first(model, module.gate_up_proj if is_inner else module.down_proj)
+    parameter = _outputs_first(model, getattr(module, _stacked_parameter(name, config)))
     count = len(parameter)
     downs, ups = down.reshape(count, -1, down.shape[1]), up.reshape(len(up), -1, count)
     parameter += torch.einsum("ore,eri->eoi", ups, downs)

@@ -1,7 +1,7 @@
 """Checkpoints with quantised weights, written number by number in the layouts that published ones have.
 
 ``quantise(directory, kind)`` rewrites the linear weights of a float checkpoint; beside it stands the float32 checkpoint of
-what they stand for. ``KINDS`` and ``STACKED_KINDS`` list the layouts.
+what they stand for. ``KINDS``, ``MIXED_KINDS`` and ``STACKED_KINDS`` list the layouts.
 """
 
 import json
@@ -143,6 +143,20 @@ def _float8(kind: str, scale_name: str = "weight_scale", *, is_static: bool = Fa
     return store
 
 
+def _plain(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+    weight = torch.from_numpy(draw.normal(0, 0.1, shape)).to(torch.bfloat16)
+    return {f"{base}.weight": weight}, weight.double().numpy()
+
+
+def _by_name(*stores: tuple[str, _Store], otherwise: _Store) -> _Store:
+    """The first of ``stores`` whose part the name has."""
+
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+        return next((some for part, some in stores if part in base), otherwise)(draw, base, shape)
+
+    return store
+
+
 def _mxfp4(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
     """A stack ``[count, inputs, outputs]``."""
     count, inputs, outputs = shape
@@ -162,17 +176,25 @@ def _gptq_config(bits: int = 4, **changes: object) -> dict[str, object]:
 
 
 def _compressed(name: str, **weights: object) -> dict[str, object]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return _compressed_groups(name, {"targets": ["Linear"], "weights": weights, "input_activations": None})
+
+
+def _compressed_groups(name: str, *groups: dict[str, object]) -> dict[str, object]:
     return {
         "quant_method": "compressed-tensors",
         "format": name,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": ["lm_head", "re:.*o_proj"],
     }
 
 
 def _integers(bits: int, strategy: str, group: int | None = None, *, symmetric: bool = True) -> dict[str, object]:
     return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group, "symmetric": symmetric}
+
+
+def _auto_round(layout: str, **changes: object) -> dict[str, object]:
+    described = {"quant_method": "auto-round", "packing_format": layout, "bits": 4, "group_size": GROUP, "sym": False}
+    return described | {"data_type": "int", "act_bits": 16, "autoround_version": "0.8.0"} | changes
 
 
 _FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
@@ -207,6 +229,82 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     ),
 }
 
+_RULES = {
+    r"-:.*\.o_proj": {},
+    r"+:model\.layers\.(0|7)\..*(down_proj|v_proj)": {"bits": 8, "damp_percent": 0.1},
+    "model.layers.0": {},
+    r".*down_proj": {"bits": 8, "group_size": GROUP},
+    r"-:model\.layers\.1\.(?!mlp)": {},
+}
+
+_EXTRA = {
+    ".*o_proj": {"bits": 16, "data_type": "float"},
+    "model.layers.0.mlp.down_proj": {"bits": 8},
+    "down_proj$": {},
+    r"mlp\..*down": {"bits": 8},
+    "v_proj": {"bits": 8},
+}
+
+MIXED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
+    "gptq-rules": (
+        _gptq_config(dynamic=_RULES),
+        _by_name(
+            ("o_proj", _plain),
+            ("down_proj", _gptq(8)),
+            ("0.self_attn.v_proj", _gptq(8)),
+            ("1.self_attn", _plain),
+            otherwise=_gptq(4),
+        ),
+    ),
+    "auto-round": (
+        _auto_round("auto_round:auto_gptq", extra_config=_EXTRA),
+        _by_name(("o_proj", _plain), ("down_proj", _gptq(8)), ("v_proj", _gptq(8)), otherwise=_gptq(4)),
+    ),
+    "auto-round-v2": (
+        _auto_round("auto_round:gptqmodel", extra_config={"o_proj": {"bits": 16}}),
+        _by_name(("o_proj", _plain), otherwise=_gptq(4, less=0)),
+    ),
+    "auto-round-awq": (_auto_round("auto_round:auto_awq"), _by_name(("o_proj", _plain), otherwise=_awq)),
+    "awq-some": (
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "version": "gemm",
+            "modules_to_not_convert": ["o_proj"],
+        },
+        _by_name(("o_proj", _plain), ("k_proj", _plain), otherwise=_awq),
+    ),
+    "fp8-some": (
+        _FP8_BLOCKS | {"modules_to_not_convert": ["o_proj"], "ignored_layers": ["o_proj"]},
+        _by_name(("o_proj", _plain), ("k_proj", _plain), otherwise=_float8("block", "weight_scale_inv")),
+    ),
+    "compressed-groups": (
+        _compressed_groups(
+            "pack-quantized",
+            {"targets": ["Linear"], "weights": _integers(4, "group", GROUP)},
+            {"targets": ["re:.*down_proj", "model.layers.0.self_attn.q_proj"], "weights": _integers(8, "group", GROUP)},
+        ),
+        _by_name(
+            ("o_proj", _plain), ("down_proj", _packed(8)), ("0.self_attn.q_proj", _packed(8)), otherwise=_packed(4)
+        ),
+    ),
+    "compressed-formats": (
+        _compressed_groups(
+            "mixed-precision",
+            {
+                "targets": ["re:.*self_attn.*"],
+                "weights": _FLOATS | {"strategy": "channel"},
+                "format": "float-quantized",
+                "input_activations": _FLOATS | {"strategy": "token", "dynamic": True},
+            },
+            {"targets": ["re:.*mlp.*"], "weights": _integers(4, "group", GROUP), "format": "pack-quantized"},
+        ),
+        _by_name(("o_proj", _plain), ("self_attn", _float8("channel")), otherwise=_packed(4)),
+    ),
+}
+"""Layouts in which weights differ; those of ``o_proj`` are not quantised."""
+
 STACKED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, _mxfp4)
 }
@@ -217,7 +315,7 @@ STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 def quantise(directory: Path, kind: str, *, seed: int = 0) -> Path:
     """Rewrite a checkpoint; return the directory of its float32 reference."""
-    described, store = (KINDS | STACKED_KINDS)[kind]
+    described, store = (KINDS | MIXED_KINDS | STACKED_KINDS)[kind]
     draw = np.random.default_rng(seed)
     reference = directory.with_name(f"{directory.name}-reference")
     shutil.copytree(directory, reference)

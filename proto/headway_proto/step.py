@@ -79,7 +79,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     ``embedding_size``: numbers of a pooled vector, 0 without rule 10; ``default_pooling`` is the checkpoint's own, or
     ``NO_POOLING``; a reranker's is ``POOL_SCORE``, the only one that it has.
-    ``generates``: an encoder's tokens mean nothing.
+    ``generates``: tokens of an encoder, or of a model without a head, mean nothing.
     """
 
     backend: str

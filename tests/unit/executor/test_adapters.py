@@ -47,6 +47,8 @@ APART = {
     "deepseek_v3-halves": (),
 }
 """Mixtures, and matrices of their experts in the layout of one pair for each."""
+CHANGE_THE_BASE = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin training after which the model's weights are others."""
 FUSED = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj"), "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h")}
 
 
@@ -303,6 +305,41 @@ def test_experts_have_adapters_too(adapted_model, family, kernels):
     backend.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        (
+            "llama-bias",
+            {
+                "rank_pattern": {r"^model.layers.0.mlp.up_proj": 9, r".*layers\.1\..*_proj": 3, "q_proj": 2},
+                "alpha_pattern": {"self_attn.k_proj": 3, r"layers.(0|1).self_attn.(k|v)_proj": 24, "none": 5},
+                "use_rslora": True,
+            },
+        ),
+        (
+            "qwen3_moe",
+            {
+                "targets": ("q_proj",),
+                "parameters": (*STACKS, "mlp.gate.weight"),
+                # The first is what PEFT writes for an adapter that it brought into this layout.
+                "rank_pattern": {r".*\.gate_up_proj": 8, "mlp.gate.weight": 3},
+                "alpha_pattern": {r".*\.gate_up_proj": 16, "experts.down_proj": 5, "mlp.gate": 90},
+            },
+        ),
+    ],
+)
+def test_ranks_and_alphas_of_some_modules(tmp_path, family, settings):
+    """The first pattern that a whole name fits, or its end behind a dot."""
+    model = make_checkpoint(tmp_path / "model", family)
+    adapter = write_adapter(tmp_path / "adapter", model, seed=7, **settings)
+    backend, info = open_backend(tmp_path / "model", adapters={"a": str(adapter)})
+    requests = [Request(prompt, NUM_OUTPUT, adapter=identities(info)["a"]) for prompt in prompts()]
+    BackendDriver(backend, info).run(requests, budget=64)
+    merged = merge_adapter(adapter, model)
+    assert [request.output for request in requests] == [greedy(merged, prompt) for prompt in prompts()]
+    backend.close()
+
+
 def test_a_stack_needs_the_name_of_its_parameter(tmp_path):
     """PEFT saves one parameter's matrices under its module's name."""
     model = make_checkpoint(tmp_path / "model", "mixtral")
@@ -361,11 +398,25 @@ def test_adapters_come_and_go_while_it_runs(adapted, kernels):
         ({"use_dora": True}, "use_dora True is not supported; allowed: nothing"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported; allowed: nothing"),
         ({"bias": "all"}, "bias 'all' is not supported; allowed: none"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} is not supported; allowed: nothing"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        (
+            {"rank_pattern": {"q_proj": 2}},
+            "q_proj.lora_A.weight has shape [4, 48]; the model and its rank ask for [2, 48]",
+        ),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj 0 is not supported; allowed: an integer from 1 to 512"),
+        ({"rank_pattern": [4]}, "rank_pattern [4] is not supported; allowed: an object"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern: q_proj 'x' is not supported; allowed: a number above 0"),
+        ({"alpha_pattern": {"q_(proj": 1}}, "is not a regular expression (missing ), unterminated subpattern"),
+        (
+            {"alpha_pattern": {"(.+)+x": 1}},
+            "alpha_pattern: pattern '(.*\\\\.)?((.+)+x)$' could take too long; allowed: at most",
+        ),
+        *(({"init_lora_weights": way}, f"init_lora_weights '{way}' is not supported") for way in CHANGE_THE_BASE),
+        *(({field: True}, f"{field} True is not supported; allowed: nothing") for field in ("lora_bias", "use_qalora")),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices [1] is not supported; allowed: nothing"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication [[0, 1]] is not supported; allowed: nothing"),
         ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow 1 is not supported; allowed: nothing"),
         ({"r": 0}, "r 0 is not supported; allowed: an integer from 1 to 512"),
-        ({"r": 5}, "has shape [4, 96]; the model and r ask for [5, 96]"),
+        ({"r": 5}, "has shape [4, 96]; the model and its rank ask for [5, 96]"),
         ({"lora_alpha": "much"}, "lora_alpha 'much' is not supported; allowed: a number above 0"),
         ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported; allowed: CAUSAL_LM"),
         ({"task_type": []}, "task_type [] is not supported; allowed: CAUSAL_LM"),
@@ -403,3 +454,15 @@ def test_wrong_files_are_refused(tmp_path, adapted):
     assert "tensor base_model.model.lm_head.lora_A.weight is not supported" in refusal(directory, tmp_path)
     save_file(tensors | {first: tensors[first].to(torch.float64)}, weights)
     assert "has dtype F64; allowed: F32, BF16, F16" in refusal(directory, tmp_path)
+    for value in (torch.nan, torch.inf):
+        wrong = tensors[first].clone()
+        wrong[1, 2] = value
+        save_file(tensors | {first: wrong}, weights)
+        assert f"tensor {first} holds a value that is not finite; allowed: finite numbers" in refusal(
+            directory, tmp_path
+        )
+    for name in (first.removeprefix("base_model.model."), first.replace(".weight", ".default.weight")):
+        save_file({name: tensors[first]}, weights)
+        said = refusal(directory, tmp_path)
+        assert f"tensor {name} is not supported; allowed: base_model.model.NAME.lora_A.weight and lora_B" in said
+        assert "with a NAME such as model.layers.0.self_attn.q_proj that ends with down_proj, gate_proj" in said

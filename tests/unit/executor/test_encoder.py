@@ -95,9 +95,7 @@ async def test_vectors_equal_those_of_transformers_over_grpc(tmp_path: Path, nam
             with pytest.raises(HeadwayError, match=f"has {CONTEXT + 1} tokens; allowed: at most {CONTEXT}"):
                 await client.embed([[5] * (CONTEXT + 1)])
             for refused in (client.generate([5]).result(), client.score([5], [[6]])):
-                with pytest.raises(
-                    HeadwayError, match="is an encoder, which makes vectors and no text; allowed: Embed"
-                ):
+                with pytest.raises(HeadwayError, match="the model model makes vectors and no text; allowed: Embed"):
                     await refused
             described = await client.model()
             assert (described.is_encoder, described.embedding_size) == (True, 32)

@@ -105,7 +105,7 @@ async def test_scores_equal_those_of_transformers_over_grpc_and_http(tmp_path: P
             assert (described.is_encoder, described.is_reranker, described.embedding_size) == (True, True, 0)
             assert described.default_pooling == api.POOLING_UNSPECIFIED
             for refused, words in (
-                (client.generate([5]).result(), "is an encoder, which scores pairs and makes no text; allowed: Score"),
+                (client.generate([5]).result(), "scores pairs and makes no text; allowed: Score"),
                 (client.embed(["w5"]), "scores pairs and makes no vectors; allowed: Score"),
                 (client.score([5], ["w5"]), "prompt: token_ids are not allowed for a reranker"),
                 (client.score("w5", ["w6", [5]]), r"continuations\[1\]: token_ids are not allowed for a reranker"),

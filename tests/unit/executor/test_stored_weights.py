@@ -25,7 +25,7 @@ from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
 from headway_kernels.cpu.coded_weight import CodeForm, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
-from quantised_checkpoints import KINDS, LINEAR, STACKS, change_config, quantise
+from quantised_checkpoints import KINDS, LINEAR, MIXED_KINDS, STACKS, change_config, quantise
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
 _FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
@@ -103,10 +103,22 @@ def test_a_quantised_weight_stands_for_its_reference(tmp_path, kind):
                 assert torch.equal(checkpoint.read(name, range(3), range(4, 6)), checkpoint.read(name)[:3, 4:6])
 
 
+@pytest.mark.parametrize("kind", MIXED_KINDS)
+def test_weights_may_have_several_forms_or_none(tmp_path, kind):
+    reference = load_file(written(tmp_path / "model", kind) / "model.safetensors")
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        for name, wide in reference.items():
+            torch.testing.assert_close(checkpoint.read(name).float(), wide.float(), rtol=1e-6, atol=1e-7)
+        assert not checkpoint.is_coded("model.layers.1.self_attn.o_proj.weight")
+        assert checkpoint.is_coded("model.layers.1.mlp.down_proj.weight")
+
+
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [({}, kind) for kind in KINDS]
     + [(_MIXTURES["qwen3-moe"], kind) for kind in KINDS]
+    + [(sizes, kind) for sizes in ({}, _MIXTURES["qwen3-moe"]) for kind in MIXED_KINDS]
     + [(_STACKED, "mxfp4")]
     + [(_MIXTURES[sizes], kind) for sizes in ("mixtral", "a shared expert") for kind in _OF_MIXTURES],
 )
@@ -249,7 +261,7 @@ _REFUSED = {
     "gptq": [
         (
             {"quant_method": "bitsandbytes"},
-            "quant_method 'bitsandbytes' is not supported; allowed: awq, compressed-tensors",
+            "quant_method 'bitsandbytes' is not supported; allowed: auto-round, awq, compressed",
         ),
         ({"quant_method": ["gptq"]}, "quant_method ['gptq'] is not supported"),
         ({"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq']"),
@@ -257,7 +269,12 @@ _REFUSED = {
         ({"bits": 3}, "bits 3 is not supported; allowed: 4 or 8"),
         ({"group_size": 20}, "group_size 20 is not supported"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        ({"dynamic": {"-:.*": {}}}, "dynamic"),
+        ({"dynamic": {"+:.*": {"bits": 3}}}, "dynamic: '+:.*': bits 3 is not supported; allowed: 4 or 8"),
+        ({"dynamic": {".*": {"format": "marlin"}}}, "dynamic: '.*': format 'marlin' is not supported"),
+        ({"dynamic": {".*": 4}}, "dynamic: .* 4 is not supported; allowed: an object"),
+        ({"dynamic": {"-:(.*)*": {}}}, "dynamic: pattern '(.*)*' could take too long"),
+        ({"dynamic": ["-:.*"]}, "dynamic ['-:.*'] is not supported; allowed: an object"),
+        ({"adapter": {"path": "x"}}, "adapter {'path': 'x'} is not supported; allowed: none"),
         ({"pack_dtype": "int8"}, "pack_dtype"),
         ({"format": "marlin"}, "format 'marlin' is not supported; allowed: gptq or gptq_v2"),
         ({"is_marlin_format": True}, "is_marlin_format True is not supported; allowed: false"),
@@ -267,6 +284,18 @@ _REFUSED = {
         ({"version": None, "checkpoint_format": "gemv_fast"}, "checkpoint_format 'gemv_fast' is not supported"),
         ({"version": None, "format": "llm-awq"}, "format 'llm-awq' is not supported; allowed: gemm"),
         ({"bits": 8}, "bits 8"),
+    ],
+    "auto-round": [
+        (
+            {"packing_format": "auto_round:llm_compressor"},
+            "packing_format 'auto_round:llm_compressor' is not supported",
+        ),
+        ({"packing_format": None}, "packing_format None is not supported; allowed: auto_round, auto_round:auto_awq"),
+        ({"act_bits": 8}, "act_bits 8 is not supported; allowed: 16"),
+        ({"data_type": "nv_fp"}, "data_type 'nv_fp' is not supported; allowed: int"),
+        ({"extra_config": {"k_proj": {"bits": 2}}}, "extra_config: k_proj: bits 2 is not supported; allowed: 4 or 8"),
+        ({"extra_config": {"(a+)+": {"bits": 8}}}, "could take too long"),
+        ({"rotation_config": {"kind": "hadamard"}}, "rotation_config"),
     ],
     "fp8-blocks": [
         ({"weight_block_size": [5, 5]}, "weight_block_size"),
@@ -281,6 +310,13 @@ _REFUSED = {
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         ({"config_groups": {}}, "config_groups"),
+        ({"config_groups": {"a": {"weights": {}}}}, "config_groups: a: targets None is not supported"),
+        ({"config_groups": {"a": ["Linear"]}}, "config_groups: a ['Linear'] is not supported; allowed: an object"),
+        ({"config_groups": {"a": {"targets": ["Linear"]}}}, "config_groups: a: weights None is not supported"),
+        (
+            {"format": "mixed-precision"},
+            "config_groups: group_0: format None is not supported; allowed: pack-quantized",
+        ),
     ],
 }
 
@@ -290,7 +326,8 @@ _REFUSED = {
 )
 def test_a_variant_that_cannot_be_read_is_refused_by_name(tmp_path, kind, changes, said):
     written(tmp_path / "model", kind)
-    change_config(tmp_path / "model", quantization_config=copy.deepcopy(KINDS[kind][0]) | changes)
+    described = (KINDS | MIXED_KINDS)[kind][0]
+    change_config(tmp_path / "model", quantization_config=copy.deepcopy(described) | changes)
     with pytest.raises(ModelFilesError) as refused:
         Checkpoint(tmp_path / "model")
     assert said in str(refused.value)
@@ -389,6 +426,16 @@ def test_biases_of_zeros_that_the_model_has_not_are_passed_over(tmp_path):
     damaged(tmp_path / "model", lambda tensors: tensors.update({f"{base}.bias": bias}))
     with pytest.raises(ModelFilesError, match=f"{base}.bias does not belong to this model"):
         read_checked(tmp_path / "model", f"{base}.weight")
+
+
+def test_biases_that_the_model_has_are_not_read_to_check_them(tmp_path):
+    write_checkpoint(tmp_path / "model", **_SIZES, architectures=["Qwen2ForCausalLM"])
+    quantise(tmp_path / "model", "gptq")
+    read = []
+    with Checkpoint(tmp_path / "model", report=lambda *seen: read.append(seen)) as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        assert "model.layers.0.self_attn.q_proj.bias" in checkpoint
+    assert read == []
 
 
 def test_scales_that_are_powers_of_two_may_be_floats_and_nothing_else(tmp_path):

@@ -187,6 +187,8 @@ QUANTISED_SIZES = {
         pytest.param("experts", "gptq-own-orders", marks=pytest.mark.deep),
         pytest.param("latent", "fp8-blocks", marks=pytest.mark.deep),
         ("stacked", "mxfp4"),
+        ("dense", "gptq-rules"),
+        ("experts", "compressed-formats"),
     ],
 )
 def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path, sizes, kind):

@@ -21,8 +21,10 @@ from headway.gguf_import.tokenizer import end_tokens_of, tokenizer_config_of, to
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
+from headway_executor.models.sentence_pooling import default_pooling
 from headway_kernels.cpu.coded_weight import CodeForm
 from headway_kernels.cpu.library import load_library
+from headway_proto.pooling import NO_POOLING, POOL_CLS, POOL_LAST, POOL_MEAN
 
 HEADS, HIDDEN, VOCABULARY = 4, 256, 96
 SIZES = {
@@ -378,7 +380,15 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
         ),
         (
             lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 110), np.uint8), raw_dtype=Kind.IQ3_S),
-            "of kind iq3_s; allowed: f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k",
+            "tensor blk.0.ffn_up.bias is of kind iq3_s; allowed: f32, f16, bf16, q4_0",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 66), np.uint8), raw_dtype=Kind.IQ2_XXS),
+            "q6_k, iq4_nl, iq4_xs, mxfp4, as in files named Q4_K_M or IQ4_XS",
+        ),
+        (
+            lambda w: w.add_pooling_type(gguf.PoolingType.RANK),
+            "llama.pooling_type 4 is not supported; allowed: 0 (none)",
         ),
     ],
 )
@@ -475,6 +485,33 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, capfd, content):
     said = capfd.readouterr().err
     assert "bad.gguf: not a readable GGUF file" in said
     assert said.count("\n") == 1
+
+
+def test_a_file_for_big_endian_machines_is_refused(tmp_path, capfd):
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    plain_tokens(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert main(["gguf", str(tmp_path / "big.gguf"), str(tmp_path / "model")]) == 2
+    assert "big.gguf: a file for big-endian machines; allowed: a little-endian file" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [
+        (None, NO_POOLING),
+        (gguf.PoolingType.NONE, NO_POOLING),
+        (gguf.PoolingType.MEAN, POOL_MEAN),
+        (gguf.PoolingType.CLS, POOL_CLS),
+        (gguf.PoolingType.LAST, POOL_LAST),
+    ],
+)
+def test_vectors_are_pooled_as_the_file_says(tmp_path, capfd, kind, pooling):
+    changes = [] if kind is None else [lambda writer: writer.add_pooling_type(kind)]
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=changes)
+    assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 0
+    assert default_pooling(tmp_path / "model", NO_POOLING) == pooling
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, capfd):

@@ -111,9 +111,36 @@ def test_a_model_in_several_files_becomes_a_checkpoint_of_several(tmp_path, monk
     assert main(["gguf", str(first), str(tmp_path / "model")]) == 0
     assert len(list((tmp_path / "model").glob("model-0*.safetensors"))) > 2
     assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
+    second = others[0].read_bytes()
+    others[0].write_bytes(first.read_bytes())
+    assert main(["gguf", str(first), str(tmp_path / "other")]) == 2
+    assert f"{first}: {others[0].name} is not the file 2 of the 2 of this model" in capfd.readouterr().err
     others[0].unlink()
     assert main(["gguf", str(first), str(tmp_path / "other")]) == 2
-    assert f"{others[0]}: not a readable GGUF file" in capfd.readouterr().err
+    assert f"{first}: the model is in 2 files, and {others[0].name} is missing" in capfd.readouterr().err
+    first.write_bytes(second)
+    assert main(["gguf", str(first), str(tmp_path / "other")]) == 2
+    assert f"{first}: not the first of 2 files" in capfd.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_files_of_different_models_are_told_by_their_number_of_tensors(tmp_path, capfd):
+    for name in ("model", "other"):
+        make_model(tmp_path / name, "llama" if name == "model" else "qwen3", Kind.F32)
+        write_file(tmp_path / f"{name}.gguf", tmp_path / name, Kind.F32, most_tensors=20)
+    first, second = sorted(tmp_path.glob("model-*-of-*.gguf"))
+    second.write_bytes((tmp_path / second.name.replace("model", "other")).read_bytes())
+    assert main(["gguf", str(first), str(tmp_path / "made")]) == 2
+    assert "the 2 files have 36 tensors; split.tensors.count says 30" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [("qwen3", Kind.Q8_0, "float16"), ("qwen3", Kind.BF16, "bfloat16"), ("gemma3", Kind.Q8_0, "bfloat16")],
+)
+def test_a_gpu_computes_in_a_dtype_that_holds_the_numbers(tmp_path, name, kind, dtype):
+    make_model(tmp_path / "source", name, kind)
+    assert config_of(GgufFile(write_file(tmp_path / "model.gguf", tmp_path / "source", kind)))["dtype"] == dtype
 
 
 def changed(tmp_path, name, change):

@@ -137,6 +137,7 @@ class TorchBackend:
             adapters=() if adapters is None else adapters.loaded,
             embedding_size=0 if _has_lanes(config) else model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
+            generates=model_config.has_head,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:

@@ -35,6 +35,7 @@ from headway_executor.sampling.speculation.draft_model import DraftForward, Draf
 from headway_executor.setting_checks import TORCH, option_of
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from headway_process.addresses import is_loopback
+from headway_proto.wording import shown
 
 _PARAMETERS_PER_THREAD = 16_000_000
 
@@ -77,7 +78,23 @@ def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConf
         ModelFilesError, BackendConfigError: see ``check_tensors``.
     """
     check_tensors(settings.model_config, checkpoint, config.quantization)
-    return settings._replace(model_config=as_stored(settings.model_config, checkpoint, config.warn))
+    model_config = as_stored(settings.model_config, checkpoint, config.warn)
+    if not model_config.has_head:
+        _check_without_head(config)
+    return settings._replace(model_config=model_config)
+
+
+def _check_without_head(config: BackendConfig) -> None:
+    """Lanes name no pooled rows, and nothing is drawn that could be proposed."""
+    for field, value, allowed in (
+        ("pipeline_parallel", config.place.pipeline_parallel, 1),
+        ("speculation", config.speculation, "off"),
+    ):
+        if value != allowed:
+            raise BackendConfigError(
+                f"{field} {shown(value)} is not allowed with a model without a head, which makes vectors and no text; "
+                f"allowed: {allowed}"
+            )
 
 
 def load(

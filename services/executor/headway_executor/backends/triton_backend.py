@@ -87,6 +87,11 @@ class TritonBackend:
                 )
             )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
+            if not settings.model_config.has_head:
+                raise BackendConfigError(
+                    "backend 'triton' is not allowed with a model without a head, which makes vectors and no text; "
+                    "allowed: backend torch"
+                )
             adapters = _adapters(config, settings.model_config, device)
             draft_files = None
             if draft is not None and draft_weights is not None:

@@ -168,7 +168,8 @@ class Checkpoint:
             if self._scheme is not None and self.is_coded(name):
                 base = name.removesuffix(_WEIGHT)
                 known.update(base + end for end in self._scheme.unread)
-                known.update(base + end for end in self._scheme.zeros if self._is_zero(base + end))
+                beside = {base + end for end in self._scheme.zeros} - expected.keys()
+                known.update(tensor for tensor in beside if self._is_zero(tensor))
         extra = sorted(self.headers.keys() - known)
         if extra:
             raise ModelFilesError(

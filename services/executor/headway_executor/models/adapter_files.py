@@ -9,7 +9,7 @@ that is not known here, unless it is empty. Nothing of a file is executed.
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import PICKLE_SUFFIXES, ConfigFields, read_json_object
+from headway_executor.checkpoint.name_patterns import name_patterns
 from headway_executor.checkpoint.stored_weights.scheme import FLOATS
 from headway_executor.checkpoint.weights import open_safetensors
-from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, stacks_of
+from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, parameters_of, stacks_of
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.loading import expected_tensors
 
@@ -27,12 +28,16 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 512
 
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight")
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
+        "ensure_weight_tying",
+        "eva_config",
         "exclude_modules",  # the tensors say what is adapted
+        "fan_in_fan_out",  # PEFT unsets it for linear layers
         "inference_mode",
         "layers_pattern",
         "layers_to_transform",
@@ -46,9 +51,11 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 _READ = frozenset(
-    {"peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights", "target_parameters"}
+    {"peft_type", "task_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "bias"}
+    | {"init_lora_weights", "target_parameters"}
 )
-_SAME_BASE = (None, True, False, "gaussian", "orthogonal")
+_TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
+_SAME_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Ways to begin training that leave the model's weights as they are."""
 
 
@@ -78,7 +85,7 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
     if not directory.is_dir():
         raise ModelFilesError(f"{directory}: no such directory; allowed: one with {CONFIG_FILE} and {WEIGHTS_FILE}")
     fields = read_json_object(directory / CONFIG_FILE)
-    rank, scale = _rank_and_scale(fields)
+    ranks = _ranks_of(fields)
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLE_SUFFIXES)
@@ -87,6 +94,7 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
     targets = _targets_of(config, fields)
     prefixes = tuple(config.names.layer.format(index) for index in layers)
     kinds_of: dict[str, set[str]] = {}
+    scales: dict[str, float] = {}
     read: dict[str, dict[str, Tensor]] = {}
     file = open_safetensors(path)
     for name in sorted(file.keys()):
@@ -94,13 +102,15 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
         if target is None:
             allowed = ", ".join(sorted({module.rpartition(".")[2] for module in targets.shapes}))
             raise ModelFilesError(
-                f"{path}: tensor {name[:96]} is not supported; allowed: lora_A and lora_B of {allowed}"
+                f"{path}: tensor {name[:96]} is not supported; allowed: {_PREFIX}NAME.lora_A.weight and lora_B, with a NAME "
+                f"such as {next(iter(targets.shapes))} that ends with {allowed}"
             )
-        module, kind = target
+        module, kind, key = target
+        rank, scales[module] = ranks.of(key)
         _check(path, file, name, targets.shape(module, kind, rank))
         kinds_of.setdefault(module, set()).add(kind)
         if module.startswith(prefixes):
-            read.setdefault(module, {})[kind] = file.get_tensor(name).float().clone()
+            read.setdefault(module, {})[kind] = _finite(path, name, file.get_tensor(name).float().clone())
     for module, kinds in kinds_of.items():
         if len(kinds) != 2:
             raise ModelFilesError(f"{path}: {module} has lora_{kinds.pop()} alone; allowed: lora_A and lora_B")
@@ -109,7 +119,7 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
     parts = {
         of_one: LowRankPart(down, up)
         for module, both in read.items()
-        for of_one, down, up in targets.parts(module, both["A"], both["B"] * scale)
+        for of_one, down, up in targets.parts(module, both["A"], both["B"] * scales[module])
     }
     num_outputs = {module: outputs for module, (outputs, _) in targets.shapes.items()}
     digest = hashlib.sha256((directory / CONFIG_FILE).read_bytes())
@@ -118,17 +128,27 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
 
 
 class _Targets(NamedTuple):
-    """What an adapter of the model may add to: ``shapes`` of weights, ``[out, in]``, by module, and ``stacks`` of experts."""
+    """What an adapter of the model may add to: ``shapes`` of weights, ``[out, in]``, by module, and ``stacks`` of experts.
+
+    ``parameters``: those that the configuration names.
+    """
 
     shapes: Mapping[str, tuple[int, int]]
     stacks: Mapping[str, Stack]
     aliases: Mapping[str, str]
+    parameters: tuple[str, ...]
 
-    def find(self, name: str) -> tuple[str, str] | None:
-        """The module of a tensor, and A or B; None: it is of something else."""
+    def find(self, name: str) -> tuple[str, str, str] | None:
+        """The module of a tensor, A or B, and the module's name in patterns; None: it is of something else."""
         match = _TENSOR.fullmatch(name)
-        module = "" if match is None else self.aliases.get(match[1], match[1])
-        return (module, match[2]) if match is not None and (module in self.shapes or module in self.stacks) else None
+        if match is None:
+            return None
+        named, kind = match.groups()
+        module = self.aliases.get(named, named)
+        if module in self.stacks:
+            return module, kind, self.stacks[module].parameter
+        is_parameter = f".{named}.weight".endswith(self.parameters)
+        return (module, kind, named + ".weight" * is_parameter) if module in self.shapes else None
 
     def shape(self, module: str, kind: str, rank: int) -> tuple[int, int]:
         """Of a tensor."""
@@ -143,25 +163,66 @@ class _Targets(NamedTuple):
 
 
 def _targets_of(config: ModelConfig, fields: ConfigFields) -> _Targets:
-    return _Targets(_modules_of(config), stacks_of(config, fields), aliases_of(config))
+    parameters = parameters_of(fields)
+    named = tuple(f".{parameter}" for parameter in parameters)
+    return _Targets(_modules_of(config), stacks_of(config, parameters), aliases_of(config), named)
 
 
-def _rank_and_scale(fields: ConfigFields) -> tuple[int, float]:
+class _Numbers(NamedTuple):
+    """A number of each module: the one of the first pattern that the name fits, or its end behind a dot, as in PEFT."""
+
+    of_patterns: list[tuple[re.Pattern[str], float]]
+    otherwise: float
+
+    def of(self, key: str) -> float:
+        """Of a module."""
+        return next((number for pattern, number in self.of_patterns if pattern.match(key)), self.otherwise)
+
+
+class _Ranks(NamedTuple):
+    ranks: _Numbers
+    alphas: _Numbers
+    is_by_root: bool
+
+    def of(self, key: str) -> tuple[int, float]:
+        """The rank of a module, and the factor on its product."""
+        rank = int(self.ranks.of(key))
+        return rank, self.alphas.of(key) / (math.sqrt(rank) if self.is_by_root else rank)
+
+
+def _ranks_of(fields: ConfigFields) -> _Ranks:
+    """Check the configuration. Raises ``ModelFilesError``: it asks for something else."""
     values = fields.values
     if values.get("peft_type") != "LORA":
         raise fields.refuse("peft_type", "LORA")
-    if values.get("task_type") not in (None, "CAUSAL_LM"):
-        raise fields.refuse("task_type", "CAUSAL_LM")
+    if values.get("task_type") not in _TASKS:
+        raise fields.refuse("task_type", "CAUSAL_LM or FEATURE_EXTRACTION")
     if values.get("bias", "none") != "none":
         raise fields.refuse("bias", "none")
     if values.get("init_lora_weights") not in _SAME_BASE:
-        raise fields.refuse("init_lora_weights", "true, false, gaussian or orthogonal, which leave the model as it is")
+        raise fields.refuse(
+            "init_lora_weights", "true, false, gaussian, orthogonal, eva or mica, which leave the model as it is"
+        )
     for field, value in values.items():
         if field not in _READ | _WITHOUT_EFFECT and value:
             raise fields.refuse(field, "nothing")
-    rank = fields.integer("r", high=MAX_RANK)
-    alpha = fields.number("lora_alpha")
-    return rank, alpha / (math.sqrt(rank) if fields.flag("use_rslora", default=False) else rank)
+
+    def rank(some: ConfigFields, field: str) -> float:
+        return some.integer(field, high=MAX_RANK)
+
+    return _Ranks(
+        _numbers(fields, "r", "rank_pattern", rank),
+        _numbers(fields, "lora_alpha", "alpha_pattern", ConfigFields.number),
+        fields.flag("use_rslora", default=False),
+    )
+
+
+def _numbers(fields: ConfigFields, field: str, by_pattern: str, read: Callable[[ConfigFields, str], float]) -> _Numbers:
+    section = fields.section(by_pattern)
+    keys = [] if section is None else list(section.values)
+    patterns = name_patterns(fields, by_pattern, [rf"(.*\.)?({key})$" for key in keys])
+    numbers = [] if section is None else [read(section, key) for key in keys]
+    return _Numbers(list(zip(patterns, numbers, strict=True)), read(fields, field))
 
 
 def _modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -174,12 +235,18 @@ def _modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def _finite(path: Path, name: str, tensor: Tensor) -> Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise ModelFilesError(f"{path}: tensor {name[:96]} holds a value that is not finite; allowed: finite numbers")
+    return tensor
+
+
 def _check(path: Path, file: object, name: str, wanted: tuple[int, ...]) -> None:
     view = file.get_slice(name)  # type: ignore[attr-defined]
     shape, dtype = tuple(view.get_shape()), view.get_dtype()
     if shape != wanted:
         raise ModelFilesError(
-            f"{path}: tensor {name[:96]} has shape {list(shape)}; the model and r ask for {list(wanted)}"
+            f"{path}: tensor {name[:96]} has shape {list(shape)}; the model and its rank ask for {list(wanted)}"
         )
     if dtype not in FLOATS:
         raise ModelFilesError(f"{path}: tensor {name[:96]} has dtype {dtype}; allowed: {', '.join(FLOATS)}")

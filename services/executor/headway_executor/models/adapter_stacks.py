@@ -9,7 +9,7 @@ PEFT wraps one parameter after the other, so the names tell them apart only by t
 ``peft/tuners/lora/layer.py``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -47,11 +47,11 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
 
 
 class Stack(NamedTuple):
-    """One matrix of all experts: ``modules`` are its parts of one expert, with braces for the number.
-
-    With ``takes_turns``, the outputs of its parts take turns.
+    """One matrix of all experts, the ``parameter`` of PEFT: ``modules`` are its parts of one expert, with braces for the
+    number. With ``takes_turns``, the outputs of its parts take turns.
     """
 
+    parameter: str
     modules: tuple[str, ...]
     num_experts: int
     outputs: int
@@ -70,12 +70,17 @@ class Stack(NamedTuple):
                 yield module.format(number), downs[number], some
 
 
-def stacks_of(config: ModelConfig, fields: ConfigFields) -> dict[str, Stack]:
-    """By the name of a wrapped module. Raises ``ModelFilesError``: ``target_parameters`` is not a list of names."""
-    targets = fields.values.get("target_parameters") or []
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+def parameters_of(fields: ConfigFields) -> list[str]:
+    """``target_parameters``. Raises ``ModelFilesError``: it is not a list of names."""
+    names = fields.values.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise fields.refuse("target_parameters", "a list of names")
-    matrices = [matrix for matrix in (_GATE_UP, _DOWN) if any(name.endswith(matrix) for name in targets)]
+    return names
+
+
+def stacks_of(config: ModelConfig, parameters: Sequence[str]) -> dict[str, Stack]:
+    """By the name of a wrapped module; of an adapter of these ``parameters``."""
+    matrices = [matrix for matrix in (_GATE_UP, _DOWN) if any(name.endswith(matrix) for name in parameters)]
     found: dict[str, Stack] = {}
     for index, (layer, apart) in enumerate(zip(config.layers, by_matrix(config).layers, strict=True)):
         feed, prefix = layer.feed_forward, config.names.layer.format(index)
@@ -84,14 +89,20 @@ def stacks_of(config: ModelConfig, fields: ConfigFields) -> dict[str, Stack]:
         names = apart.feed_forward.experts.names
         expert, count = prefix + names.expert, feed.experts.routing.num_experts
         inner, hidden = feed.intermediate_size, config.hidden_size
+        wrapped = prefix + _MODULE
         stacks = {
             _GATE_UP: Stack(
-                tuple(expert + name for name in names.gate_up), count, 2 * inner, hidden, feed.experts.is_stacked
+                f"{wrapped}.{_GATE_UP}",
+                tuple(expert + name for name in names.gate_up),
+                count,
+                2 * inner,
+                hidden,
+                feed.experts.is_stacked,
             ),
-            _DOWN: Stack((expert + names.down,), count, hidden, inner, takes_turns=False),
+            _DOWN: Stack(f"{wrapped}.{_DOWN}", (expert + names.down,), count, hidden, inner, takes_turns=False),
         }
         for depth, matrix in enumerate(reversed(matrices)):
-            found[prefix + _MODULE + ".base_layer" * depth] = stacks[matrix]
+            found[wrapped + ".base_layer" * depth] = stacks[matrix]
     return found
 
 

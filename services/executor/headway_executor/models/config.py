@@ -171,7 +171,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model.
 
-    ``context`` includes rope scaling. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
+    ``context`` includes rope scaling. A model without ``has_head`` makes vectors and no text. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
     state.
     """
 
@@ -186,6 +186,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     scalings: Scalings = Scalings()
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
+    has_head: bool = True
     dtype: str
     eos_token_ids: tuple[int, ...]
 

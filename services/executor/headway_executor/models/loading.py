@@ -44,14 +44,19 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
 
 
 def _named_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
-    """Models for vectors are stored without a head, and their tensors without the name of the decoder in front."""
+    """Models for vectors are stored without a head, and their tensors without the name of the decoder in front.
+
+    Without ``has_head`` the embedding stands where the head would, and nothing asks for what it gives.
+    """
     names = config.names
     bare = names.embedding.removeprefix(_DECODER)
     if names.embedding in stored or bare not in stored:
         return config
     final_norm, layer = names.final_norm.removeprefix(_DECODER), names.layer.removeprefix(_DECODER)
+    has_head = config.tie_word_embeddings or any(name in stored for name in names.heads)
     names = msgspec.structs.replace(names, embedding=bare, final_norm=final_norm, layer=layer)
-    return msgspec.structs.replace(config, names=names)
+    is_tied = config.tie_word_embeddings or not has_head
+    return msgspec.structs.replace(config, names=names, has_head=has_head, tie_word_embeddings=is_tied)
 
 
 def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:

@@ -77,18 +77,15 @@ def is_reranker(model: ModelInfo) -> bool:
 
 
 def require_generates(model: ModelInfo, call: str) -> None:
-    """Refuse ``call`` for an encoder.
+    """Refuse ``call`` for an encoder, or a decoder without a head.
 
     Raises:
         CallRefusedError: FAILED_PRECONDITION.
     """
     if not model.generates:
-        made, allowed = (
-            ("scores pairs and makes no text", "Score")
-            if is_reranker(model)
-            else ("makes vectors and no text", "Embed")
-        )
-        raise _not_here(f"{call}: the model {model.name} is an encoder, which {made}; allowed: {allowed}")
+        if is_reranker(model):
+            raise _not_here(f"{call}: the model {model.name} scores pairs and makes no text; allowed: Score")
+        raise _not_here(f"{call}: the model {model.name} makes vectors and no text; allowed: Embed")
 
 
 def _not_here(message: str) -> CallRefusedError:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
-from headway.gguf_import.model import config_of, tensors_of
+from headway.gguf_import.model import config_of, pooling_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_config_of, tokenizer_of
 
 MOST_BYTES = 4 << 30
 """Of one file of tensors."""
+_POOLING = "1_Pooling"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the directory. Raises ``ConfigurationError``: it exists, or the file cannot be served."""
     file, directory = GgufFile(arguments.file), arguments.directory
     config, tokenizer, fields = config_of(file), tokenizer_of(file), tokenizer_config_of(file)
+    pooling = pooling_of(file)
     tensors = tensors_of(file)
     with _whole_or_not_at_all(directory) as made:
         _write_json(made / "config.json", config)
         _write_json(made / "tokenizer_config.json", fields)
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        if pooling is not None:
+            _write_pooling(made, pooling)
         count = _write_tensors(made, tensors)
     sys.stdout.write(f"{directory}: {count} tensors of {arguments.file}\n")
     return 0
@@ -90,5 +94,14 @@ def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
     yield batch
 
 
-def _write_json(path: Path, fields: dict[str, object]) -> None:
+def _write_pooling(directory: Path, mode: str) -> None:
+    """As sentence-transformers keeps it."""
+    names = {"Transformer": "", "Pooling": _POOLING}
+    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in names.items()]
+    (directory / _POOLING).mkdir()
+    _write_json(directory / "modules.json", modules)
+    _write_json(directory / _POOLING / "config.json", {"pooling_mode": mode})
+
+
+def _write_json(path: Path, fields: object) -> None:
     path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")

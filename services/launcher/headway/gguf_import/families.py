@@ -26,6 +26,8 @@ from headway.gguf_import.layout import (
 )
 from headway.gguf_import.metadata import Metadata
 
+_WIDE_RANGE = "bfloat16"
+"""The hidden states of Gemma grow beyond float16."""
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
 
@@ -179,6 +181,7 @@ def _deepseek_rope(metadata: Metadata) -> dict[str, object]:
 
 def _gemma2(metadata: Metadata) -> Family:
     fields = {
+        "dtype": _WIDE_RANGE,
         "query_pre_attn_scalar": _query_scalar(metadata, layers_of_27b=46),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
@@ -189,6 +192,7 @@ def _gemma2(metadata: Metadata) -> Family:
 def _gemma3(metadata: Metadata) -> Family:
     near = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
     fields = {
+        "dtype": _WIDE_RANGE,
         "query_pre_attn_scalar": _query_scalar(metadata, layers_of_27b=62),
         "rope_parameters": {"full_attention": metadata.rope(), "sliding_attention": near},
     }

@@ -29,18 +29,31 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader = _opened(path)
-        readers = [self._reader, *(_opened(other) for other in self._others())]
+        readers = [self._reader, *self._others()]
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
 
-    def _others(self) -> list[Path]:
-        count = int(self.value("split.count", 0))
+    def _others(self) -> list[gguf.GGUFReader]:
+        """Each file says how many there are and which one it is, from 0 on."""
+        count = self.index("split.count") or 0
         if count < 2:
             return []
         first = _PART.format(1, count)
-        if not self._path.name.endswith(first):
+        if not self._path.name.endswith(first) or self.value("split.no", 0) != 0:
             raise self.refuse(f"not the first of {count} files; allowed: the one whose name ends with {first}")
         stem = self._path.name.removesuffix(first)
-        return [self._path.with_name(stem + _PART.format(number, count)) for number in range(2, count + 1)]
+        others = []
+        for number in range(1, count):
+            path = self._path.with_name(stem + _PART.format(number + 1, count))
+            if not path.is_file():
+                raise self.refuse(f"the model is in {count} files, and {path.name} is missing; allowed: all beside it")
+            others.append(_opened(path))
+            if [_number(others[-1], key) for key in ("split.no", "split.count")] != [number, count]:
+                raise self.refuse(f"{path.name} is not the file {number + 1} of the {count} of this model")
+        total = sum(len(reader.tensors) for reader in (self._reader, *others))
+        expected = self.value("split.tensors.count", total)
+        if expected != total:
+            raise self.refuse(f"the {count} files have {total} tensors; split.tensors.count says {shown(expected)}")
+        return others
 
     def refuse(self, what: str) -> ConfigurationError:
         """Return an error about the file."""
@@ -117,8 +130,16 @@ class GgufFile:
         return self._tensors[name]
 
 
+def _number(reader: gguf.GGUFReader, key: str) -> object:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
 def _opened(path: Path) -> gguf.GGUFReader:
     try:
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise ConfigurationError(f"{path}: not a readable GGUF file ({str(error)[:64]})") from None
+    if reader.endianess is not gguf.GGUFEndian.LITTLE:  # The package does not turn the numbers inside of blocks.
+        raise ConfigurationError(f"{path}: a file for big-endian machines; allowed: a little-endian file")
+    return reader

@@ -23,6 +23,8 @@ _BLOCKS = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs", "mxfp4"),
 )
+_NO_POOLING = 0
+_POOLINGS = {_NO_POOLING: None, 1: "mean", 2: "cls", 3: "lasttoken"}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -36,6 +38,19 @@ def config_of(file: GgufFile) -> dict[str, object]:
     _check_widths(metadata)
     metadata.refuse_unread()
     return fields
+
+
+def pooling_of(file: GgufFile) -> str | None:
+    """How vectors are made, in the word of sentence-transformers; None: the file does not say.
+
+    Raises:
+        ConfigurationError: in a way that is not served.
+    """
+    metadata = _metadata_of(file)
+    kind = metadata.integer("pooling_type", _NO_POOLING, low=0)
+    if kind not in _POOLINGS:
+        raise metadata.refuse("pooling_type", "0 (none), 1 (mean), 2 (cls), 3 (last)")
+    return _POOLINGS[kind]
 
 
 def tensors_of(file: GgufFile) -> Iterator[tuple[str, Tensor]]:
@@ -85,9 +100,14 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensor_names,
         "bos_token_id": file.index("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens_of(file),
-        "dtype": "float16",
+        "dtype": _dtype_of(file),
         "quantization_config": {"quant_method": "gguf"},
     }
+
+
+def _dtype_of(file: GgufFile) -> str:
+    """What a GPU computes in: float16 as the scales of blocks, unless the weights do not fit it."""
+    return "bfloat16" if any(file.kind(tensor) == "bf16" for tensor in file.tensor_names) else "float16"
 
 
 def _check_widths(metadata: Metadata) -> None:
@@ -125,7 +145,10 @@ def _pieces_of(file: GgufFile, layout: Layout) -> Iterator[tuple[list[str], _At]
             continue
         kind = file.kind(tensor)
         if kind not in (*_FLOATS, *_BLOCKS):
-            raise file.refuse(f"tensor {tensor} is of kind {kind}; allowed: {', '.join((*_FLOATS, *_BLOCKS))}")
+            raise file.refuse(
+                f"tensor {tensor} is of kind {kind}; allowed: {', '.join((*_FLOATS, *_BLOCKS))}, as in files named Q4_K_M "
+                "or IQ4_XS"
+            )
         at = _place_of(file, tensor, layout)
         if at is None:
             continue

@@ -27,7 +27,7 @@ _OF_OTHER_FORMATS = ("*/*", "consolidated*")
 _IN_FOLDERS = ("*_Pooling/config.json", "additional_chat_templates/*.jinja")
 """How vectors are made, and the further chat templates. They cannot be told from ``*/*`` in one call."""
 _SHA256_DIGITS = 64
-_WRITTEN_AS = 2
+_WRITTEN_AS = 3
 """The version of what the import of a GGUF file writes. Checkpoints of an earlier version are not used again."""
 
 

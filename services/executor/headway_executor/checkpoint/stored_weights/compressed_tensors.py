@@ -3,23 +3,28 @@
 Owns: their tensors. Must not know: files, kernels.
 
 Integers are symmetric around the middle code or have zeros; the packed ones and their zeros are stored with half of the
-range added. Whoever rounds activations finds their scales: those that are stored are not read.
+range added. Whoever rounds activations finds their scales: those that are stored are not read. Which weights are left as they
+are (``ignore``), the tensors say; with several groups, ``targets`` say which group a weight has.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.checkpoint.name_patterns import name_patterns
 from headway_executor.checkpoint.stored_weights.float8 import block_of, of_float8, scale_shapes, spread
 from headway_executor.checkpoint.stored_weights.scheme import (
     BYTES,
     FLOATS,
     FP8,
     WORDS,
+    SchemesByName,
     StoredTensor,
     StoredTensors,
+    WeightScheme,
     check_group_size,
     grouping,
     groups_of,
@@ -30,6 +35,10 @@ from headway_executor.checkpoint.stored_weights.scheme import (
 from headway_kernels.cpu.coded_weight import CodedWeight
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_MIXED = "mixed-precision"
+"""Each group has a format of its own."""
+_PATTERN = "re:"
+_ALL = "Linear"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _IN_GROUPS_OF_THEIR_OWN = (True, "group", "dynamic")
 """Values of ``actorder`` with which a tensor names each input's group."""
@@ -116,10 +125,10 @@ class CompressedTensors:
         return scale_shapes(shape, self.block)
 
 
-def compressed_tensors_of(fields: ConfigFields) -> CompressedTensors:
+def compressed_tensors_of(fields: ConfigFields) -> WeightScheme:
     """The format that a ``quantization_config`` describes. Raises ``ModelFilesError``: it is another."""
-    if fields.values.get("format") not in _FORMATS:
-        raise fields.refuse("format", ", ".join(_FORMATS))
+    if fields.values.get("format") not in (*_FORMATS, _MIXED):
+        raise fields.refuse("format", ", ".join((*_FORMATS, _MIXED)))
     sparsity = fields.section("sparsity_config")
     if sparsity is not None and sparsity.values.get("format", "dense") != "dense":
         raise sparsity.refuse("format", "dense")
@@ -127,17 +136,52 @@ def compressed_tensors_of(fields: ConfigFields) -> CompressedTensors:
         if fields.values.get(field):
             raise fields.refuse(field, "none")
     groups = fields.section("config_groups")
-    if groups is None or len(groups.values) != 1:
-        raise fields.refuse("config_groups", "one group, for all quantised weights")
-    group = groups.section(next(iter(groups.values)))
-    weights = None if group is None else group.section("weights")
-    if group is None or weights is None:
-        raise groups.refuse(next(iter(groups.values)), "an object with weights")
+    if groups is None:
+        raise fields.refuse("config_groups", "an object of groups")
+    by_target: dict[str, CompressedTensors] = {}
+    for name in groups.values:
+        group = groups.section(name)
+        if group is None:
+            raise groups.refuse(name, "an object with weights")
+        by_target |= dict.fromkeys(_targets_of(group), _of_group(group, fields.values["format"]))
+    usual = next(iter(by_target.values()))
+    return usual if len(groups.values) == 1 else SchemesByName(usual, _choice(fields, by_target))
+
+
+def _choice(
+    fields: ConfigFields, by_target: Mapping[str, CompressedTensors]
+) -> Callable[[str], CompressedTensors | None]:
+    """The group of a name: by the name, else by the first pattern in the order of their letters, else that of all."""
+    regular = sorted(target for target in by_target if target.startswith(_PATTERN))
+    patterns = name_patterns(fields, "config_groups", [target.removeprefix(_PATTERN) for target in regular])
+    of_all = by_target.get(_ALL)
+
+    def chosen(base: str) -> CompressedTensors | None:
+        if base in by_target:
+            return by_target[base]
+        found = (by_target[target] for target, pattern in zip(regular, patterns, strict=True) if pattern.match(base))
+        return next(found, of_all)
+
+    return chosen
+
+
+def _targets_of(group: ConfigFields) -> list[str]:
+    targets = group.values.get("targets")
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise group.refuse("targets", "a list of names")
+    return targets
+
+
+def _of_group(group: ConfigFields, usual_format: str) -> CompressedTensors:
+    weights = group.section("weights")
+    if weights is None:
+        raise group.refuse("weights", "an object")
     if group.values.get("output_activations"):
         raise group.refuse("output_activations", "none")
-    if group.values.get("format") not in (None, fields.values["format"]):
-        raise group.refuse("format", str(fields.values["format"]))
-    scheme = _of_weights(weights, is_packed=fields.values["format"] == "pack-quantized")
+    written = group.values.get("format") or usual_format
+    if written not in _FORMATS:
+        raise group.refuse("format", ", ".join(_FORMATS))
+    scheme = _of_weights(weights, is_packed=written == "pack-quantized")
     return replace(scheme, rounds_inputs=_rounds(group.section("input_activations"), is_float=scheme.is_float))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headway_executor.checkpoint.fields import CONFIG_FILE, ConfigFields, read_json_object
+from headway_executor.checkpoint.stored_weights.auto_round import auto_round_of
 from headway_executor.checkpoint.stored_weights.awq import awq_of
 from headway_executor.checkpoint.stored_weights.compressed_tensors import compressed_tensors_of
 from headway_executor.checkpoint.stored_weights.float8 import float8_of
@@ -16,6 +17,7 @@ from headway_executor.checkpoint.stored_weights.mxfp4 import Mxfp4
 from headway_executor.checkpoint.stored_weights.scheme import WeightScheme
 
 _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
+    "auto-round": auto_round_of,
     "awq": awq_of,
     "compressed-tensors": compressed_tensors_of,
     "fp8": float8_of,

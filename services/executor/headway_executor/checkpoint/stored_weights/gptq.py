@@ -4,17 +4,21 @@ Owns: their tensors. Must not know: files, kernels.
 
 ``qweight`` holds the codes of an output along the inputs, ``qzeros`` its zeros along the outputs. The first format takes one
 from each zero, in whole words: a zero of 0 borrows from its neighbour, as in GPTQModel. With act order, ``g_idx`` names
-each input's group. AutoGPTQ's early files have biases of zeros, which the model does not have.
+each input's group. AutoGPTQ's early files have biases of zeros, which the model does not have. GPTQModel has rules for some
+weights (``dynamic``), which change fields of the description or leave the weights as they are.
 """
 
 from dataclasses import dataclass
 
 from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.checkpoint.name_patterns import name_patterns
 from headway_executor.checkpoint.stored_weights.scheme import (
     FLOATS,
     WORDS,
+    SchemesByName,
     StoredTensor,
     StoredTensors,
+    WeightScheme,
     check_group_size,
     grouping,
     groups_of,
@@ -23,6 +27,7 @@ from headway_executor.checkpoint.stored_weights.scheme import (
     words_of,
 )
 from headway_kernels.cpu.coded_weight import CodedWeight
+from headway_proto.wording import shown
 
 _FORMATS = {"gptq": True, "gptq_v2": False}
 """Whether one was taken from each zero."""
@@ -69,8 +74,33 @@ class Gptq:
         return of_integers(codes, zeros, scales, bits=self.bits, group=group, group_of=group_of)
 
 
-def gptq_of(fields: ConfigFields) -> Gptq:
+def gptq_of(fields: ConfigFields) -> WeightScheme:
     """The format that a ``quantization_config`` describes. Raises ``ModelFilesError``: it is another."""
+    usual = _one_of(fields)
+    rules = fields.section("dynamic")
+    if rules is None:
+        return usual
+    patterns = name_patterns(fields, "dynamic", [rule.removeprefix("-:").removeprefix("+:") for rule in rules.values])
+    schemes = [_of_rule(fields, rules, rule) for rule in rules.values]
+
+    def chosen(base: str) -> Gptq | None:
+        """Of the first rule whose pattern the name begins with, as in GPTQModel."""
+        found = (scheme for pattern, scheme in zip(patterns, schemes, strict=True) if pattern.match(base))
+        return next(found, usual)
+
+    return SchemesByName(usual, chosen)
+
+
+def _of_rule(fields: ConfigFields, rules: ConfigFields, rule: str) -> Gptq | None:
+    """None: the weights of the rule are not quantised."""
+    changes = rules.section(rule)
+    if rule.startswith("-:"):
+        return None
+    own = {} if changes is None else changes.values
+    return _one_of(ConfigFields(f"{rules.source}: {shown(rule)}", {**fields.values, **own}))
+
+
+def _one_of(fields: ConfigFields) -> Gptq:
     bits = fields.integer("bits")
     if bits not in (4, 8):
         raise fields.refuse("bits", "4 or 8")
@@ -80,8 +110,8 @@ def gptq_of(fields: ConfigFields) -> Gptq:
         raise fields.refuse(field, " or ".join(_FORMATS))
     if fields.values.get("is_marlin_format"):
         raise fields.refuse("is_marlin_format", "false")
-    if fields.values.get("dynamic"):
-        raise fields.refuse("dynamic", "none: all weights have the same bits")
+    if fields.values.get("adapter"):
+        raise fields.refuse("adapter", "none")
     if fields.values.get("pack_dtype") not in (None, "int32"):
         raise fields.refuse("pack_dtype", "int32")
     return Gptq(

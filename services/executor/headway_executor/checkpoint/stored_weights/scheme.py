@@ -3,7 +3,8 @@
 Owns: the interface of a format, integers packed into words, groups of inputs. Must not know: any one format, files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -74,6 +75,35 @@ class WeightScheme(Protocol):
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """The weight."""
         ...
+
+
+class SchemesByName:
+    """Weights of several forms; see ``WeightScheme``. ``chosen`` gives that of a weight, or None: it is not quantised.
+
+    What all weights share, ``usual`` has.
+    """
+
+    def __init__(self, usual: WeightScheme, chosen: Callable[[str], WeightScheme | None]) -> None:
+        self.name, self.unread, self.zeros = usual.name, usual.unread, usual.zeros
+        self._chosen = cache(chosen)
+
+    def holds(self, base: str, stored: StoredTensors) -> bool:
+        """See ``WeightScheme``."""
+        scheme = self._chosen(base)
+        return scheme is not None and scheme.holds(base, stored)
+
+    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+        """See ``WeightScheme``."""
+        return self._of(base).tensors(base, shape)
+
+    def read(self, base: str, stored: StoredTensors) -> CodedWeight:
+        """See ``WeightScheme``."""
+        return self._of(base).read(base, stored)
+
+    def _of(self, base: str) -> WeightScheme:
+        scheme = self._chosen(base)
+        assert scheme is not None  # It holds the weight.
+        return scheme
 
 
 def words_of(base: str, numbers: int, bits: int) -> int:

@@ -5,6 +5,7 @@ Owns: the list of families, refusing other models. Must not know: the fields of 
 A family is one small file here that reads its fields; see docs/models.md.
 """
 
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 }
 """How to read the configuration of each architecture."""
 
-_SUFFIX = "ForCausalLM"
+_SUFFIX, _WITHOUT_HEAD = "ForCausalLM", "Model"
 _KNOWN_CODE = frozenset(
     {
         "modeling_phi3.Phi3ForCausalLM",
@@ -85,11 +86,11 @@ def read_model_config(directory: Path) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
     fields = read_json_object(directory / CONFIG_FILE)
-    read = FAMILIES.get(architecture_of(fields))
+    read = FAMILIES.get(re.sub(f"{_WITHOUT_HEAD}$", _SUFFIX, architecture_of(fields)))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
         encoders = ", ".join(sorted(ENCODERS))
-        raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX}; or {encoders}")
+        raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}")
     _check_code(fields)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     config = read(fields)
