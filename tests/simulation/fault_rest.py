@@ -167,6 +167,11 @@ MAY_GROW = (
     _MayGrow("size(*.swapping.books.pool._released*)", _num_host_blocks, "returned blocks"),
     _MayGrow("len(engine.fleet.cells[].core.*finished_rows)", _num_rows, "told to the executor with the next step"),
     _MayGrow("len(executor.*_rows*)", _num_rows, "rows of which the executor is told with the next step"),
+    _MayGrow(
+        "size(executor._state._speculating)",
+        lambda world: 2 * _num_rows(world),
+        "rows of a step that failed, and limits",
+    ),
     _MayGrow("size(executor._state._*)", _num_rows, "rows of which the executor is told with the next step"),
     _MayGrow("size(engine.fleet.*queue._num_charged)", _num_tenants, "of the rows that sampled last"),
     _MayGrow("size(engine.fleet.*queue._charged_rows)", _num_rows, "the rows that sampled last"),
