@@ -345,12 +345,11 @@ class Chats:
                 "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
             )
         pieces = await self._piece_maker.make(num_choices, wanted, request, model)
-        keeps = body.skip_special_tokens is False or self._piece_maker.needs_special_tokens(wanted)
         names = FORCED_CALL_NAMES if wanted.is_forced else CHAT_NAMES
 
         async def run_into(sink: ChatSink) -> None:
             reader = ChatReader(sink, tally, self._token_bytes, wants_logprobs=bool(body.logprobs), pieces=pieces)
-            await run(self._generation, call, [(request, reader.write)], names=names, keeps_special_tokens=keeps)
+            await run(self._generation, call, [(request, reader.write)], names=names)
 
         if body.stream:
             usage = StreamUsage.of(tally, body.stream_options)

@@ -89,7 +89,7 @@ class PieceMaker:
         """Whether the template has a form of calls that is known."""
         return self._has_channels or self._call_form is not None
 
-    def needs_special_tokens(self, wanted: Wanted) -> bool:
+    def _has_special_marks(self, wanted: Wanted) -> bool:
         """Whether a mark of what is wanted is a special token."""
         marks: set[str] = set()
         if self._has_channels and not wanted.is_forced and (wanted.thoughts or wanted.tools is not None):
@@ -101,7 +101,11 @@ class PieceMaker:
         return not marks.isdisjoint(self._text_model.special_tokens)
 
     async def make(self, count: int, wanted: Wanted, request: api.GenerateRequest, model: ModelInfo) -> list[Pieces]:
-        """Return one for each of ``count`` outputs of a chat; none if their text stays whole."""
+        """Return one for each of ``count`` outputs of a chat; none if their text stays whole.
+
+        The request then keeps special tokens if some of them are marks.
+        """
+        request.keep_special_tokens |= self._has_special_marks(wanted)
         end_ids = (*model.eos_token_ids, *request.sampling.stop_token_ids)
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
         form = FORCED if wanted.is_forced else self._call_form

@@ -274,13 +274,7 @@ class Responses:
         output = StreamedResponse(call, frame, tally) if body.stream else ResponseOutput(frame, tally)
         pieces = await self._piece_maker.make(1, wanted, request, model)
         reader = ChatReader(output, tally, self._token_bytes, wants_logprobs=False, pieces=pieces)
-        await run(
-            self._generation,
-            call,
-            [(request, reader.write)],
-            names=RESPONSES_NAMES,
-            keeps_special_tokens=body.skip_special_tokens is False or self._piece_maker.needs_special_tokens(wanted),
-        )
+        await run(self._generation, call, [(request, reader.write)], names=RESPONSES_NAMES)
         if body.stream:
             await call.end_events()
         else:

@@ -373,7 +373,11 @@ def _names(body: Body, tenant: str | None) -> dict[str, Any]:
 
 
 def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest:
-    request = api.GenerateRequest(**_names(body, tenant), itl_slo_ms=body.itl_slo_ms or 0)
+    request = api.GenerateRequest(
+        **_names(body, tenant),
+        itl_slo_ms=body.itl_slo_ms or 0,
+        keep_special_tokens=body.skip_special_tokens is False,
+    )
     sampling = request.sampling
     if body.store:
         raise invalid_argument("store", "True is not allowed, since nothing is stored; allowed: false or unset")
