@@ -1,5 +1,7 @@
 """Chat templates are what they are in transformers: the dialect, the variables, and which file is meant."""
 
+# ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
+
 import json
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,50 @@ def test_tools_and_calls_reach_a_template_that_has_them_in_messages(tmp_path: Pa
         found = rendered_with(tmp_path / f"{place}", PHI, [*before, *CALLED], TOOLS)
         assert found == f"<|system|>{system}{tools}{chat}"
     assert rendered_with(tmp_path / "plain", PHI, [("user", "Hi.")]) == "<|user|>Hi.<|end|><|assistant|>"
+
+
+WRITTEN = {
+    "granite": ("{{ '<|tool_call|>' if tools else '' }}", '<|tool_call|>[{"name": "look", "arguments": {"at": "é"}}]'),
+    "smollm3": (
+        "{{ '<tool_call>' if xml_tools else '' }}",
+        '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_written_into_the_content_for_a_template_that_shows_none(tmp_path: Path, name: str) -> None:
+    taught, written = WRITTEN[name]
+    mark = written.partition(">")[0] + ">"
+    template = taught + "{% for m in messages %}{{ '|' + m.content }}{% endfor %}"
+    assert rendered_with(tmp_path / "a", template, CALLED, TOOLS) == f"{mark}|Look.|{written}|round"
+    said = [CALLED[0], ("assistant", "Yes.", CALLED[1][2])]
+    assert rendered_with(tmp_path / "b", template, said) == f"|Look.|Yes.{written}"
+
+
+def test_a_template_that_knows_of_no_content_but_measures_it_gets_an_empty_one(tmp_path: Path) -> None:
+    template = (
+        "{% set m = messages[1] %}{% if m.content is none or m.content == '' %}{{ m.content | length }}{% endif %}"
+        "{{ m.tool_calls | length }}"
+    )
+    assert rendered_with(tmp_path / "a", template, CALLED) == "01"
+
+
+def test_tools_of_deepseek_are_in_the_systems_message_as_its_card_says(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + (m['content'] or '') }}{% for tool in m['tool_calls'] %}"
+        "{{ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] }}{% endfor %}{% endfor %}"
+    )
+    called = '<user>Look.<assistant>look<｜tool▁sep｜>{"at": "é"}<tool>round'
+    for place, (before, system) in enumerate((([], "<system>"), ([("system", "Hi.")], "<system>Hi.\n\n"))):
+        found = rendered_with(tmp_path / f"{place}", template, [*before, *CALLED], TOOLS)
+        assert found.startswith(
+            f"{system}## Tools\nYou have access to the following tools:\n\n### look\nDescription: \n\n"
+        )
+        assert '\n\nParameters: {"type": "object"}\n\nIMPORTANT: ' in found
+        assert "tool_call_arguments<｜tool▁call▁end｜>{additional_tool_calls}<｜tool▁calls▁end｜>\n\nWhere:\n" in found
+        assert found.endswith("without separators or spaces\n" + called)
+    assert rendered_with(tmp_path / "plain", template, CALLED) == called
 
 
 def rendered_with(

@@ -6,7 +6,6 @@ A sandbox cannot stop an endless loop, so ``template_process`` runs this as a pr
 
 import datetime as dt
 import json
-import re
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -20,18 +19,12 @@ import jinja2.utils
 import msgspec
 
 from headway_gateway.text.bounded_process import limit_this_process, serve
+from headway_gateway.text.tools_in_templates import ToolsInTemplate, ToolsNotShownError
 from headway_proto.wording import one_line, shown
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_OUTPUT_CHARACTERS = 1 << 25
 MAX_MESSAGE_CHARACTERS = 200
-
-_ASKS_FOR_NO_CONTENT = re.compile(r"""content['"]?\]? is none""")
-"""Such a template shows calls only if there is none, or at least knows that there may be none."""
-
-_TOOLS_OF_MESSAGE = "message['tools']"
-_PHI_PREAMBLE = "You are a helpful assistant with some tools."
-"""Of the model's card."""
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -112,19 +105,6 @@ def names_read(parsed: jinja2.nodes.Template) -> set[str]:
     return jinja2.meta.find_undeclared_variables(parsed) - set(environment().globals)
 
 
-class _Arguments(dict[str, Any]):
-    """A call's arguments. Some templates want an object, and others, such as DeepSeek's, the text of it."""
-
-    def __str__(self) -> str:
-        return _to_json(self)
-
-    def __add__(self, behind: object) -> str:
-        return f"{self}{behind}"
-
-    def __radd__(self, before: object) -> str:
-        return f"{before}{self}"
-
-
 class _Compiled:
     """One template."""
 
@@ -133,27 +113,16 @@ class _Compiled:
         parsed = dialect.parse(source)
         self.generate = dialect.from_string(parsed).generate
         self._names = names_read(parsed)
-        self._knows_no_content = _ASKS_FOR_NO_CONTENT.search(source) is not None
-        self._has_tools_in_message = "tools" not in self._names and _TOOLS_OF_MESSAGE in source
+        self._tools = ToolsInTemplate(source, self._names)
 
     def chat(self, given: Messages) -> dict[str, Any]:
-        """Return a chat's variables, as this template wants them."""
+        """Return the variables of a chat."""
         tools = json.loads(given.tools) if given.tools else None
-        messages = [self._message(*message) for message in given.messages]
-        if tools and self._has_tools_in_message:
-            messages = _with_tools_in_message(messages, tools)
-        elif tools and "tools" not in self._names:
-            raise jinja2.TemplateError(f"it does not show tools; it reads {', '.join(sorted(self._names))}")
-        return {"messages": messages, "tools": tools, "add_generation_prompt": True}
-
-    def _message(self, role: str, content: str, more: str = "") -> dict[str, Any]:
-        message = {"role": role, "content": content, **(json.loads(more) if more else {})}
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list):
-            return message
-        if self._knows_no_content and not content:
-            message["content"] = None
-        return {**message, "tool_calls": [_call(one) for one in calls]}
+        try:
+            return {**self._tools.variables(given.messages, tools), "add_generation_prompt": True}
+        except ToolsNotShownError:
+            read = ", ".join(sorted(self._names))
+            raise jinja2.TemplateError(f"it does not show tools; it reads {read or 'none'}") from None
 
     def check_names(self, given: Iterable[str], own: Container[str]) -> None:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
@@ -185,30 +154,6 @@ class Renderer:
                 raise OverflowError
             parts.append(part)
         return "".join(parts)
-
-
-def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
-        return call
-    return {**call, "function": {**function, "arguments": _Arguments(function["arguments"])}}
-
-
-def _with_tools_in_message(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Phi-4-mini's template shows tools of the first message, a system's, and calls as text alone."""
-    functions = _to_json([tool.get("function", tool) for tool in tools])
-    if not messages or messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _PHI_PREAMBLE}, *messages]
-    first, *others = messages
-    return [{**first, "tools": functions}, *map(_with_calls_in_content, others)]
-
-
-def _with_calls_in_content(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    written = _to_json([call["function"] for call in calls])
-    return {**message, "content": f"{message['content'] or ''}<|tool_call|>{written}<|/tool_call|>"}
 
 
 def main() -> None:
