@@ -153,7 +153,8 @@ TYPED = {
         "unit": {"$ref": "#/$defs/Unit"},
         "code": {"type": "string"},
         "level": {"enum": [1, 2]},
-        "loop": {"$ref": "#/properties/loop"},
+        "loop": {"anyOf": [{"$ref": "#/properties/loop"}, {"$ref": "#/properties/again"}] * 9},
+        "again": {"oneOf": [{"$ref": "#/properties/loop"}, {"$ref": "#/properties/again"}] * 9},
     },
 }
 
@@ -181,6 +182,15 @@ def test_values_of_markup_have_the_types_of_the_tools_schema(values: dict[str, s
         (call,) = ToolText(QWEN_CODER, {"look": broken}).push(text)
         assert isinstance(call, ToolCall)
         assert json.loads(call.arguments) == values
+
+
+def test_values_that_nest_deeply_are_values_or_text() -> None:
+    for depth in (10, *range(900, 1010), 100_000):
+        value = "[" * depth + "]" * depth
+        text = f"<tool_call><function=look><parameter=names>{value}</parameter></function></tool_call>"
+        pieces = ToolText(QWEN_CODER, {"look": TYPED}).push(text)
+        assert len(pieces) == 1
+        ToolText(HERMES).push(f'<tool_call>{{"name": "look", "arguments": {{"names": {value}}}}}</tool_call>')
 
 
 @pytest.mark.parametrize(

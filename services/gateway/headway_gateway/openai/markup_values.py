@@ -21,9 +21,6 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 _WORDS = {"True": True, "False": False, "None": None}
 """As templates show such values in earlier calls."""
 
-_MOST_STEPS = 32
-"""From a schema to what it refers to."""
-
 
 def values_of(text: str, schema: Any) -> dict[str, Any]:
     """Return the values by their names. A value that its schema does not allow stays a text, and so does one without."""
@@ -49,19 +46,21 @@ def _value(text: str, kinds: set[str]) -> Any:
     return value if any(_KINDS[kind](value) for kind in kinds & _KINDS.keys()) else text
 
 
-def _kinds(schema: Any, root: Any, steps: int = _MOST_STEPS) -> Iterator[str]:
-    """The types that a schema allows, as far as it says so by itself."""
-    if not isinstance(schema, dict) or not steps:
-        return
-    named = schema.get("type")
-    yield from (kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str))
-    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
-        yield next((kind for kind, has in _KINDS.items() if has(value)), "string")
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in _list(schema.get(key)):
-            yield from _kinds(one, root, steps - 1)
-    if "$ref" in schema:
-        yield from _kinds(_referred(schema["$ref"], root), root, steps - 1)
+def _kinds(schema: Any, root: Any) -> Iterator[str]:
+    """The types that a schema allows, as far as it says so by itself. Schemas may refer to each other in circles."""
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        named = one.get("type")
+        yield from (kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str))
+        for value in [*_list(one.get("enum")), *([one["const"]] if "const" in one else [])]:
+            yield next((kind for kind, has in _KINDS.items() if has(value)), "string")
+        waiting += [*_list(one.get("anyOf")), *_list(one.get("oneOf")), *_list(one.get("allOf"))]
+        if "$ref" in one:
+            waiting.append(_referred(one["$ref"], root))
 
 
 def _referred(path: Any, root: Any) -> Any:

@@ -158,7 +158,10 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
         if request.sampling.WhichOneof("constraint") is not None:
             raise invalid_argument("tool_choice", "a call is not allowed together with another constraint")
         most = 1 if body.parallel_tool_calls is False else None
-        request.sampling.json_schema = msgspec.json.encode(schema_of_calls(forced, most)).decode()
+        try:
+            request.sampling.json_schema = msgspec.json.encode(schema_of_calls(forced, most)).decode()
+        except RecursionError:
+            raise invalid_argument("tools", "their schemas are nested too deeply; allowed: 300 levels") from None
     elif body.parallel_tool_calls is False:
         raise invalid_argument(
             "parallel_tool_calls", "False is not allowed, since the model decides; allowed: true, or a forced call"
