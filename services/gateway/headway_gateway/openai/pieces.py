@@ -8,6 +8,8 @@ from headway_gateway.openai.harmony import MARKS, HarmonyText, speaks_harmony
 from headway_gateway.openai.marks import num_uncertain
 from headway_gateway.openai.thinking import ThinkingText, Thought, thoughts_of
 from headway_gateway.openai.tool_calls import FORCED, Schemas, ToolCall, ToolText, form_of
+from headway_gateway.requests.validation import most_prompt_tokens
+from headway_gateway.text.encoding_lanes import size_of_chat
 from headway_gateway.text.tokenization import Message, PromptError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
@@ -105,19 +107,17 @@ class PieceMaker:
 
         The request then keeps special tokens if some of them are marks.
         """
+        thoughts = self._thought_form if wanted.thoughts else None
+        if wanted.tools is None and thoughts is None and not (wanted.thoughts and self._has_channels):
+            return []
         request.keep_special_tokens |= self._has_special_marks(wanted)
         end_ids = (*model.eos_token_ids, *request.sampling.stop_token_ids)
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
-        form = FORCED if wanted.is_forced else self._call_form
         if self._has_channels and not wanted.is_forced:
-            if not wanted.thoughts and wanted.tools is None:
-                return []
             calls = wanted.tools is not None
             return [HarmonyText(divides_thoughts=wanted.thoughts, calls=calls, ends=ends) for _ in range(count)]
-        thoughts = self._thought_form if wanted.thoughts else None
-        if thoughts is None and wanted.tools is None:
-            return []
-        begins_inside = thoughts is not None and await self._prompt_ends_with(thoughts.begin, request.chat)
+        form = FORCED if wanted.is_forced else self._call_form
+        begins_inside = thoughts is not None and await self._prompt_ends_with(thoughts.begin, request.chat, model)
         return [
             MarkedText(
                 None if thoughts is None else ThinkingText(thoughts, has_begun=begins_inside),
@@ -127,14 +127,14 @@ class PieceMaker:
             for _ in range(count)
         ]
 
-    async def _prompt_ends_with(self, mark: str, chat: api.Chat) -> bool:
+    async def _prompt_ends_with(self, mark: str, chat: api.Chat, model: ModelInfo) -> bool:
         """Some templates begin the thought themselves; others do so if a variable says so, or behind a user's message alone."""
         if chat.messages and chat.messages[-1].role != "user":
             messages = [(one.role, one.content, one.more) for one in chat.messages]
-            text = await self._rendered(messages, chat.tools, chat.variables)
+            text = await self._rendered(messages, chat.tools, chat.variables, model)
             return (text or "").rstrip().endswith(mark)
         if chat.variables not in self._begins_inside:
-            text = await self._rendered([("user", "0")], "", chat.variables)
+            text = await self._rendered([("user", "0")], "", chat.variables, model)
             if text is None:
                 return False
             if len(self._begins_inside) >= _MOST_KEPT:
@@ -142,9 +142,11 @@ class PieceMaker:
             self._begins_inside[chat.variables] = text.rstrip().endswith(mark)
         return self._begins_inside[chat.variables]
 
-    async def _rendered(self, messages: Sequence[Message], tools: str, variables: str) -> str | None:
-        """Return nothing if the template refuses it, and None if another time may be better."""
+    async def _rendered(self, messages: Sequence[Message], tools: str, variables: str, model: ModelInfo) -> str | None:
+        """Return nothing if it is refused, as it will be again, and None if another time may be better."""
         try:
+            size = size_of_chat(messages, tools, variables)
+            self._text_model.require_plausible_length(size, most_prompt_tokens(model))
             return await asyncio.to_thread(self._text_model.render_chat, messages, tools, variables)
         except PromptUnavailableError:
             return None
