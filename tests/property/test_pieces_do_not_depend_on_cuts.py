@@ -23,6 +23,7 @@ INSIDE = (
     f"[{CALL}, {CALL}]",
     "\n<function=look>\n<parameter=at>\n1\n</parameter>\n</function>\n",
     'look[ARGS]{"at": 1}',
+    "call:look{at:<escape>a < b<escape>}",
     '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": 1}<｜tool▁call▁end｜>',
 )
 COMMON = ("a", " ", "\n", "<", "[", "{", "}", "a < b", *ENDS)

@@ -12,6 +12,7 @@ from headway_gateway.openai.tool_calls import (
     COHERE,
     DEEPSEEK,
     FORCED,
+    FUNCTION_GEMMA,
     GRANITE,
     HERMES,
     LLAMA,
@@ -107,6 +108,22 @@ CASES = {
     ),
     "coder, no function": (QWEN_CODER, f"<tool_call>{CALL}</tool_call>", [f"<tool_call>{CALL}</tool_call>"]),
     "coder, cut": (QWEN_CODER, "<tool_call>\n<function=look", ["<tool_call>\n<function=look"]),
+    "gemma": (
+        FUNCTION_GEMMA,
+        "I look.<start_function_call>call:look{at:<escape>a < b<escape>}<end_function_call>"
+        "<start_function_call>call:go{}<end_function_call>",
+        ["I look.", LOOK, GO],
+    ),
+    "gemma, values": (
+        FUNCTION_GEMMA,
+        '<start_function_call>call:x{a:3,b:[true, 1.5,<escape>c:{"d", e:<escape>],f-g:{h:null}}<end_function_call>',
+        [ToolCall("x", '{"a":3,"b":[true,1.5,"c:{\\"d\\", e:"],"f-g":{"h":null}}')],
+    ),
+    "gemma, no call": (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:look{at:sun}<end_function_call>",
+        ["<start_function_call>call:look{at:sun}<end_function_call>"],
+    ),
     "forced": (FORCED, f'[{CALL}, {{"name": "go", "parameters": {{}}}}]', [LOOK, GO]),
     "forced, cut": (FORCED, '[{"name": "lo', ['[{"name": "lo']),
 }
@@ -205,6 +222,7 @@ def test_values_that_nest_deeply_are_values_or_text() -> None:
         ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", PHI),
         ("<|tool|>{{ tools }}<|/tool|><|tool_call|>{}<|/tool_call|>", PHI),
         ("<|START_ACTION|>[", COHERE),
+        ("{{- '<start_function_call>call:' -}}", FUNCTION_GEMMA),
         ("{{ '<｜tool▁calls▁begin｜>' }}", DEEPSEEK),
         ("""{% if tools %}{"tool_name": "x", "parameters": {}}""", None),
         ("""{% if tools %}{"name": function name, "parameters": dictionary}""", LLAMA),

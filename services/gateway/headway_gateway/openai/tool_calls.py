@@ -7,6 +7,7 @@ What looks like a call and is none stays text. White space before a call belongs
 
 # ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -100,6 +101,17 @@ def _of_markup(text: str, schemas: Schemas) -> list[ToolCall]:
     return _all_or_none(calls)
 
 
+def _of_function_gemma(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
+    """Nearly JSON: names have no quotes, and texts stand between marks."""
+    found = _GEMMA_CALL.fullmatch(text)
+    if found is None:
+        return []
+    parts = found[2].split("<escape>")
+    for place, part in enumerate(parts):
+        parts[place] = msgspec.json.encode(part).decode() if place % 2 else _GEMMA_NAME.sub(r'\1"\2":', part)
+    return _all_or_none([call_of(found[1], "".join(parts))])
+
+
 def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
     read = [call for call in calls if call is not None]
     return read if len(read) == len(calls) else []
@@ -108,17 +120,22 @@ def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
 _DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
+_GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 DEEPSEEK = CallForm(_DEEPSEEK_BEGIN, _DEEPSEEK_END, _of_deepseek, (_DEEPSEEK_BEGIN,))
 COHERE = CallForm("<|START_ACTION|>", "<|END_ACTION|>", _from_json, ("<|START_ACTION|>",))
+FUNCTION_GEMMA = CallForm(
+    "<start_function_call>", "<end_function_call>", _of_function_gemma, ("<start_function_call>",)
+)
 MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
 GRANITE = CallForm("<|tool_call|>", "", _from_json, ("<|tool_call|>",))
 QWEN_CODER = CallForm("<tool_call>", "</tool_call>", _of_markup, ("<tool_call>", "<function="))
 HERMES = CallForm("<tool_call>", "</tool_call>", _from_json, ("<tool_call>",))
 LLAMA = CallForm("", "", _from_json, ('{"name": function name, "parameters": ', "tools"))
-_FORMS = (DEEPSEEK, COHERE, MISTRAL, PHI, GRANITE, QWEN_CODER, HERMES, LLAMA)
+_FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, QWEN_CODER, HERMES, LLAMA)
 
 FORCED = CallForm("", "", _from_json, ())
 """Calls under a constraint, an array."""
