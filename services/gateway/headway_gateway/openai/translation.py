@@ -203,6 +203,8 @@ def forced_tools(body: ChatBody | TokenizeBody) -> list[Tool]:
     tools, choice = offered_tools(body), body.tool_choice
     if choice in (None, "auto", "none"):
         return []
+    if not tools:
+        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed without tools; allowed: auto, none")
     if choice == "required":
         found = tools
     else:
