@@ -128,6 +128,17 @@ def spelling(text: str):
     return next_token, len(ids)
 
 
+@pytest.mark.parametrize(
+    ("keeps", "text", "stop"), [(False, "Yes.", ""), (True, "Yes.<|endoftext|>", ""), (True, "Yes.", "<|end")]
+)
+async def test_special_tokens_are_part_of_the_text_if_that_is_asked_for(keeps: bool, text: str, stop: str):
+    async with served() as (on, scheduler):
+        scheduler.next_token, num_tokens = spelling("Yes.")
+        sampling = api.SamplingParams(max_tokens=num_tokens, stop=[stop] if stop else [])
+        call = on.stub.Generate(api.GenerateRequest(text="x", sampling=sampling, keep_special_tokens=keeps))
+        assert "".join([event.delta.text async for event in call]) == text
+
+
 async def test_a_stream_from_accepted_to_finished():
     async with served() as (on, scheduler):
         call = on.stub.Generate(

@@ -261,7 +261,13 @@ async def test_tools_reach_the_template_and_calls_come_back(tmp_path: Path) -> N
                 plain = (await client.chat.completions.create(**request, **unused)).choices[0]
                 assert (plain.message.content, plain.finish_reason) == (text, "stop")
             for wrong, field in (
-                ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+                ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+                ({"tool_choice": "required"}, "tool_choice"),
+                ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
+                (
+                    {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+                    "tool_choice",
+                ),
                 ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
                 ({"tools": [{"type": "search"}]}, "tools[0].type"),
             ):

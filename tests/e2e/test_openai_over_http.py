@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,8 +32,11 @@ MOST_BYTES = 100_000
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHeadway]:
     at = tmp_path_factory.mktemp("served")
+    shows_tools = Path(shutil.copytree(DEMO, at / "demo_model"))
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    (shows_tools / "chat_template.jinja").write_text(config["chat_template"] + "{{ tools or '' }}")
     with running(
-        at, DEMO, TorchBackend(), CONFIG, SchedulerLimits(max_num_seqs=16),
+        at, shows_tools, TorchBackend(), CONFIG, SchedulerLimits(max_num_seqs=16),
         http_address="127.0.0.1:0", max_message_bytes=MOST_BYTES, slow_client_s=0.5,
     ) as server:  # fmt: skip
         yield server
@@ -250,6 +254,38 @@ async def test_constraints(client) -> None:
         model="demo_model", prompt=PROMPT, max_tokens=20, extra_body={"choice": ["yes", "no"]}
     )
     assert chosen.choices[0].text in {"yes", "no"}
+
+
+UNIT = {"$defs": {"Unit": {"enum": ["C", "F"]}}, "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
+LOOK = {"name": "look", "parameters": {"type": "object", "additionalProperties": False, **UNIT}}
+GO = {"name": "go", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": function} for function in (LOOK, GO)]
+
+
+async def test_a_call_is_forced(client) -> None:
+    """Whatever form the template teaches; the demo's teaches none."""
+    request = {"model": "demo_model", "messages": CHAT, "tools": TOOLS, "max_tokens": 400, "seed": 1}
+    with pytest.raises(openai.BadRequestError, match="has no form of calls that is known"):
+        await client.chat.completions.create(**request)
+    named = {"type": "function", "function": {"name": "look"}}
+    for seed in range(3):
+        forced = {**request, "seed": seed, "parallel_tool_calls": False, "tool_choice": ("required", named)[seed % 2]}
+        choice = (await client.chat.completions.create(**forced)).choices[0]
+        (call,) = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        assert arguments in ([{"unit": "C"}, {"unit": "F"}] if call.function.name == "look" else [{}])
+        assert call.function.name in {"look", "look" if seed % 2 else "go"}
+        chunks = [one.choices[0] async for one in await client.chat.completions.create(**forced, stream=True)]
+        (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or ()]
+        assert streamed.function.model_dump() == call.function.model_dump()
+        assert not any(chunk.delta.content for chunk in chunks)
+    cut = await client.chat.completions.create(**{**request, "max_tokens": 3}, tool_choice="required")
+    assert (cut.choices[0].finish_reason, cut.choices[0].message.tool_calls) == ("length", None)
+    wrong = [{"type": "function", "function": {"name": "x", "parameters": {"type": 1}}}]
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.chat.completions.create(**{**request, "tools": wrong}, tool_choice="required")
+    assert refusal.value.param == "tools"
 
 
 async def test_models_tokens_and_vectors(client, native, http) -> None:

@@ -22,7 +22,7 @@ TRANSLATIONS: dict[type[msgspec.Struct], Callable[[Any], list[Any]]] = {
     ChatBody: lambda body: [translation.chat_request(body, None)],
     ResponsesBody: lambda body: [translation.responses_request(body, "tenant")],
     EmbeddingsBody: lambda body: [part.request for part in translation.embed_parts(body, None)],
-    TokenizeBody: lambda _: [],
+    TokenizeBody: lambda body: [translation.add_chat(api.Chat(), body)][:0],
 }
 NEEDED = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
 
@@ -46,7 +46,14 @@ def bodies_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[bytes]:
     names = [field.name for field in msgspec.structs.fields(kind)]
     needed = {name: value for name, value in NEEDED.items() if name in names}
     drawn = st.dictionaries(st.one_of(st.sampled_from(names), st.text(max_size=4)), jsons, max_size=4)
+    if "tools" in names:
+        forced = jsons.map(lambda schema: {"tools": [with_schema(schema)], "tool_choice": "required"})
+        drawn = st.one_of(drawn, forced)
     return drawn.map(lambda more: json.dumps(needed | more).encode())
+
+
+def with_schema(schema: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "x", "parameters": {"properties": schema}}}
 
 
 def read_or_refuse(kind: type[msgspec.Struct], content: bytes) -> None:
@@ -71,6 +78,13 @@ def read_or_refuse(kind: type[msgspec.Struct], content: bytes) -> None:
 @examples(40)
 def test_any_fields_make_a_request_or_a_refusal(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     read_or_refuse(kind, data.draw(bodies_of(kind)))
+
+
+@pytest.mark.parametrize("depth", [200, 450, 600, 900, 100_000])
+def test_schemas_of_forced_calls_nest_or_are_refused(depth: int) -> None:
+    chat = json.dumps(NEEDED | {"tools": [with_schema("HERE")], "tool_choice": "required"})
+    body = chat.replace('"HERE"', '{"$ref":' * depth + '"#"' + "}" * depth).replace('"prompt": "x", ', "")
+    read_or_refuse(ChatBody, body.replace(', "input": "x"', "").encode())
 
 
 @given(content=st.binary(max_size=200))

@@ -866,7 +866,7 @@ def lost_cell_keeps_its_blocks(original):
     del original
 
     def release_all(self):
-        self.moving.recall()
+        self.moving.recall(trusts_host=True)
         return self.moving.release_all()
 
     return release_all

@@ -1,16 +1,25 @@
 """Tool calls in growing texts: the same whatever the pieces, and nothing that is none is lost."""
 
+# ruff: noqa: RUF001, ISC004 (marks of DeepSeek have full-width lines; long texts)
+
 import json
 import random
 
 import pytest
 
+from headway_gateway.openai.pieces import MarkedText
 from headway_gateway.openai.tool_calls import (
+    COHERE,
+    DEEPSEEK,
+    FORCED,
+    FUNCTION_GEMMA,
     GRANITE,
     HERMES,
     LLAMA,
     MISTRAL,
-    SPECIAL_FORMS,
+    PHI,
+    QWEN_CODER,
+    CallForm,
     ToolCall,
     ToolText,
     form_of,
@@ -30,6 +39,8 @@ CASES = {
     "text behind": (HERMES, f"<tool_call>{CALL}</tool_call> and more", [LOOK, " and more"]),
     "no json": (HERMES, "<tool_call>nothing</tool_call>!", ["<tool_call>nothing</tool_call>!"]),
     "cut": (HERMES, '<tool_call>{"name": "lo', ['<tool_call>{"name": "lo']),
+    "without an end": (HERMES, f"<tool_call>{CALL}", [LOOK]),
+    "a name that no tool has": (HERMES, '<tool_call>{"name": "nowhere"}</tool_call>', [ToolCall("nowhere", "{}")]),
     "part of a mark": (HERMES, "a <tool", ["a <tool"]),
     "mistral": (MISTRAL, f"Yes.[TOOL_CALLS][{CALL}]</s>", ["Yes.", LOOK]),
     "mistral text": (MISTRAL, "Yes [TOOL] </s>", ["Yes [TOOL] "]),
@@ -47,6 +58,74 @@ CASES = {
     "llama twice": (LLAMA, '{"name": "go"}; {"name": "look", "parameters": {"at": "a < b"}}', [GO, LOOK]),
     "llama json": (LLAMA, '{"a": 1}', ['{"a": 1}']),
     "llama text": (LLAMA, "Well {", ["Well {"]),
+    "deepseek v3": (
+        DEEPSEEK,
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
+        '```json\n{"at": "a < b"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>go\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜></s>",
+        ["I look.", LOOK, GO],
+    ),
+    "deepseek v3.1": (
+        DEEPSEEK,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "a < b"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>go<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜></s>",
+        [LOOK, GO],
+    ),
+    "deepseek v3.1, a tool called function": (
+        DEEPSEEK,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜></s>",
+        [ToolCall("function", "{}")],
+    ),
+    "deepseek, cut": (
+        DEEPSEEK,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at":',
+        ['<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at":'],
+    ),
+    "deepseek text": (DEEPSEEK, "a <｜tool▁ca", ["a <｜tool▁ca"]),
+    "cohere": (
+        COHERE,
+        'I look.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": {"at": "a < b"}},\n'
+        '    {"tool_call_id": "1", "tool_name": "go", "parameters": {}}\n]<|END_ACTION|></s>',
+        ["I look.", LOOK, GO],
+    ),
+    "cohere, no name": (
+        COHERE,
+        '<|START_ACTION|>[{"parameters": {}}]<|END_ACTION|>',
+        ['<|START_ACTION|>[{"parameters": {}}]<|END_ACTION|>'],
+    ),
+    "phi": (PHI, f"<|tool_call|>[{CALL}]<|/tool_call|></s>", [LOOK]),
+    "phi, one by one": (
+        PHI,
+        f"Yes.<|tool_call|>{CALL}<|/tool_call|><|tool_call|>{CALL}<|/tool_call|>",
+        ["Yes.", LOOK, LOOK],
+    ),
+    "phi, nothing": (PHI, "<|tool_call|><|/tool_call|>", ["<|tool_call|><|/tool_call|>"]),
+    "coder": (
+        QWEN_CODER,
+        "I look.\n<tool_call>\n<function=look>\n<parameter=at>\na < b\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=go>\n</function>\n</tool_call>",
+        ["I look.", LOOK, GO],
+    ),
+    "coder, no function": (QWEN_CODER, f"<tool_call>{CALL}</tool_call>", [f"<tool_call>{CALL}</tool_call>"]),
+    "coder, cut": (QWEN_CODER, "<tool_call>\n<function=look", ["<tool_call>\n<function=look"]),
+    "gemma": (
+        FUNCTION_GEMMA,
+        "I look.<start_function_call>call:look{at:<escape>a < b<escape>}<end_function_call>"
+        "<start_function_call>call:go{}<end_function_call>",
+        ["I look.", LOOK, GO],
+    ),
+    "gemma, values": (
+        FUNCTION_GEMMA,
+        '<start_function_call>call:x{a:3,b:[true, 1.5,<escape>c:{"d", e:<escape>],f-g:{h:null}}<end_function_call>',
+        [ToolCall("x", '{"a":3,"b":[true,1.5,"c:{\\"d\\", e:"],"f-g":{"h":null}}')],
+    ),
+    "gemma, no call": (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:look{at:sun}<end_function_call>",
+        ["<start_function_call>call:look{at:sun}<end_function_call>"],
+    ),
+    "forced": (FORCED, f'[{CALL}, {{"name": "go", "parameters": {{}}}}]', [LOOK, GO]),
+    "forced, cut": (FORCED, '[{"name": "lo', ['[{"name": "lo']),
 }
 
 
@@ -55,7 +134,7 @@ def test_calls_come_out_whole_whatever_the_pieces(name: str) -> None:
     form, text, expected = CASES[name]
     for seed in range(30):
         rng = random.Random(seed)
-        parser = ToolText(form, ("</s>",) if form in SPECIAL_FORMS else ())
+        parser = MarkedText(None, ToolText(form), ("</s>",))
         pieces, place = [], 0
         while place < len(text):
             size = rng.randint(1, 12) if seed else len(text)
@@ -68,7 +147,7 @@ def test_calls_come_out_whole_whatever_the_pieces(name: str) -> None:
                 joined[-1] += piece
             else:
                 joined.append(piece)
-        assert joined == expected
+        assert joined == expected, seed
         assert parser.num_calls == sum(isinstance(piece, ToolCall) for piece in expected)
         assert all(isinstance(json.loads(piece.arguments), dict) for piece in joined if isinstance(piece, ToolCall))
 
@@ -79,18 +158,75 @@ def test_text_that_cannot_be_a_call_does_not_wait() -> None:
     assert ToolText(MISTRAL).push("Hello [") == ["Hello"]
 
 
+TYPED = {
+    "type": "object",
+    "$defs": {"Unit": {"enum": ["C", "F"]}, "Place": {"type": "object"}},
+    "properties": {
+        "count": {"type": "integer"},
+        "ratio": {"type": ["number", "null"]},
+        "deep": {"type": "boolean"},
+        "names": {"type": "array"},
+        "place": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "code": {"type": "string"},
+        "level": {"enum": [1, 2]},
+        "loop": {"anyOf": [{"$ref": "#/properties/loop"}, {"$ref": "#/properties/again"}] * 9},
+        "again": {"oneOf": [{"$ref": "#/properties/loop"}, {"$ref": "#/properties/again"}] * 9},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments"),
+    [
+        ({"count": "3", "ratio": "0.5", "deep": "true"}, {"count": 3, "ratio": 0.5, "deep": True}),
+        ({"count": "3.0", "ratio": "null", "deep": "False"}, {"count": 3, "ratio": None, "deep": False}),
+        ({"count": "many", "ratio": "None", "deep": "1"}, {"count": "many", "ratio": None, "deep": "1"}),
+        ({"names": '["a", 1]', "place": '{"x": [1]}'}, {"names": ["a", 1], "place": {"x": [1]}}),
+        ({"names": "a", "place": "None"}, {"names": "a", "place": None}),
+        ({"unit": "C", "code": "5", "level": "2", "loop": "7"}, {"unit": "C", "code": "5", "level": 2, "loop": "7"}),
+        ({"code": "a\n<b>\n</parameter>\n", "other": "5"}, {"code": "a\n<b>\n</parameter>\n", "other": "5"}),
+        ({"count": "9" * 30, "ratio": "1e999"}, {"count": int("9" * 30), "ratio": "1e999"}),
+    ],
+)
+def test_values_of_markup_have_the_types_of_the_tools_schema(values: dict[str, str], arguments: dict) -> None:
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    text = f"<tool_call>\n<function=look>\n{written}</function>\n</tool_call>"
+    (call,) = ToolText(QWEN_CODER, {"look": TYPED}).push(text)
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == arguments
+    for broken in (None, [], {"properties": []}, {"properties": {"count": {"anyOf": 1, "type": 2, "$ref": 3}}}):
+        (call,) = ToolText(QWEN_CODER, {"look": broken}).push(text)
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == values
+
+
+def test_values_that_nest_deeply_are_values_or_text() -> None:
+    for depth in (10, *range(900, 1010), 100_000):
+        value = "[" * depth + "]" * depth
+        text = f"<tool_call><function=look><parameter=names>{value}</parameter></function></tool_call>"
+        pieces = ToolText(QWEN_CODER, {"look": TYPED}).push(text)
+        assert len(pieces) == 1
+        ToolText(HERMES).push(f'<tool_call>{{"name": "look", "arguments": {{"names": {value}}}}}</tool_call>')
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        ("{{ messages }}", ""),
+        ("{{ messages }}", None),
         ("<tool_call>{{ tools }}", HERMES),
-        ("<tool_call><function=x>", ""),
-        ("<tool_call><arg_key>", ""),
+        ("<tool_call><function=x>", QWEN_CODER),
+        ("<tool_call><arg_key>", None),
         ("{% if tools %}[TOOL_CALLS]", MISTRAL),
         ("{% if tools %}<|tool_call|>", GRANITE),
-        ("""{% if tools %}{"tool_name": "x", "parameters": {}}""", ""),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", PHI),
+        ("<|tool|>{{ tools }}<|/tool|><|tool_call|>{}<|/tool_call|>", PHI),
+        ("<|START_ACTION|>[", COHERE),
+        ("{{- '<start_function_call>call:' -}}", FUNCTION_GEMMA),
+        ("{{ '<｜tool▁calls▁begin｜>' }}", DEEPSEEK),
+        ("""{% if tools %}{"tool_name": "x", "parameters": {}}""", None),
         ("""{% if tools %}{"name": function name, "parameters": dictionary}""", LLAMA),
     ],
 )
-def test_the_form_is_that_of_the_template(template: str, form: str) -> None:
-    assert form_of(template) == form
+def test_the_form_is_that_of_the_template(template: str, form: CallForm | None) -> None:
+    assert form_of(template) is form

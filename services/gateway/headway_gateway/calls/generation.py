@@ -75,7 +75,6 @@ class OpenCall(NamedTuple):
     write: Callable[[api.GenerateResponse], Awaitable[None]]
     trace: RequestTrace
     arrived_at: float
-    keeps_special_tokens: bool
 
 
 class Prompt(NamedTuple):
@@ -275,7 +274,7 @@ class Generation:
         held = self._request.held_tokens
         sequence = LiveSequence(submission, held, self._wakeup.ring)
         detokenizer = self._text_model.new_detokenizer(
-            keeps_special_tokens=self._call.keeps_special_tokens, behind=self._goes_on_behind
+            keeps_special_tokens=self._request.request.keep_special_tokens, behind=self._goes_on_behind
         )
         text = OutputText(detokenizer, tuple(self._request.request.sampling.stop), submission.sampling.min_tokens)
         if held:

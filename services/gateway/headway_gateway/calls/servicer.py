@@ -83,12 +83,8 @@ class GenerationServicer(api_grpc.GenerationServicer):
         request: api.GenerateRequest,
         context: CallContext,
         write: Callable[[api.GenerateResponse], Awaitable[None]],
-        *,
-        keeps_special_tokens: bool = False,
     ) -> None:
         """Run one generation and ``write`` its events.
-
-        With ``keeps_special_tokens``, special tokens are part of the text, and stop strings may match them.
 
         Raises:
             CallRefusedError: the call ends without all its events.
@@ -96,7 +92,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
         arrived_at = time.monotonic()
         with self._begin_trace("Generate", context, arrived_at) as trace:
             async with self.streams.one_more(context):
-                await self._generate(request, OpenCall(context, write, trace, arrived_at, keeps_special_tokens))
+                await self._generate(request, OpenCall(context, write, trace, arrived_at))
 
     async def Embed(self, request: api.EmbedRequest, context: CallContext) -> api.EmbedResponse:  # noqa: N802
         async with self._open_batch("Embed", context) as (trace, model):

@@ -118,7 +118,7 @@ NoItems = Annotated[list[Any], Meta(max_length=0)]
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     """A piece of a message: text only. The last fields are of answers, which clients send back."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
     annotations: NoItems | None = None
     logprobs: NoItems | None = None
@@ -206,14 +206,25 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a response's input. One of an earlier response has the last fields; they do nothing."""
+    """A message of a response's input, or a thought, which has no role.
 
-    role: str
+    One of an earlier response has the last fields; they do nothing.
+    """
+
     content: str | list[ContentPart]
-    type: Literal["message"] = "message"
+    role: str | None = None
+    type: Literal["message", "reasoning"] = "message"
+    summary: NoItems | None = None
+    encrypted_content: None = None
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """How much the model thinks, in words of its template."""
+
+    effort: str | None = None
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
@@ -223,6 +234,9 @@ class ResponsesBody(GenerationBody, kw_only=True):
     instructions: str | None = None
     max_output_tokens: UInt32 | None = None
     text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    separate_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class EmbeddingsBody(Body, kw_only=True):
@@ -236,11 +250,15 @@ class EmbeddingsBody(Body, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /tokenize``."""
+    """``POST /tokenize``: a text, or a chat with all that its prompt depends on."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[MessageBody] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

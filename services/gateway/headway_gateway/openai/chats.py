@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
-from headway_gateway.openai.bodies import ChatBody, read
+from headway_gateway.openai.bodies import ChatBody, ResponsesBody, read
 from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
@@ -22,16 +22,20 @@ from headway_gateway.openai.outputs import (
     reason_of,
     run,
 )
-from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces
+from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces, Wanted
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
-from headway_gateway.openai.translation import CHAT_NAMES, chat_request, offers_tools
+from headway_gateway.openai.translation import (
+    CHAT_NAMES,
+    FORCED_CALL_NAMES,
+    chat_request,
+    forced_tools,
+    offered_tools,
+)
 from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.statuses import invalid_argument
-from headway_gateway.text.tokenization import TextModel
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
-from headway_proto.ingress import ModelInfo
 
 TokenBytes = Callable[[int], bytes]
 """A token's text in UTF-8, which may be a part of a character."""
@@ -315,11 +319,10 @@ def _answer(text: str, thoughts: list[str], calls: list[MessageCall]) -> AnswerM
 class Chats:
     """The endpoint."""
 
-    def __init__(self, generation: GenerationServicer, text_model: TextModel) -> None:
+    def __init__(self, generation: GenerationServicer, token_bytes: TokenBytes, piece_maker: PieceMaker) -> None:
         self._generation = generation
-        self._token_text = text_model.text_of_token
-        self._token_bytes = text_model.bytes_of_token
-        self._piece_maker = PieceMaker(text_model)
+        self._token_bytes = token_bytes
+        self._piece_maker = piece_maker
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
         """Answer a request.
@@ -335,53 +338,40 @@ class Chats:
         answer_id = f"chatcmpl-{call.request_id}"
         num_choices = min(1 if body.n is None else body.n, MAX_CONTINUATIONS)
         tally = Tally()
-        pieces = await self._pieces(body, request, num_choices, model)
+        wanted = _wanted(body, request)
+        if wanted.tools is not None and not (wanted.is_forced or self._piece_maker.knows_calls):
+            raise invalid_argument(
+                "tools",
+                "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
+            )
+        pieces = await self._piece_maker.make(num_choices, wanted, request, model)
+        names = FORCED_CALL_NAMES if wanted.is_forced else CHAT_NAMES
+
+        async def run_into(sink: ChatSink) -> None:
+            reader = ChatReader(sink, tally, self._token_bytes, wants_logprobs=bool(body.logprobs), pieces=pieces)
+            await run(self._generation, call, [(request, reader.write)], names=names)
+
         if body.stream:
             usage = StreamUsage.of(tally, body.stream_options)
             stream = StreamedMessages(call, ChatCompletionChunk(answer_id, created, name, []), num_choices, usage)
-            await self._run(call, body, request, self._reader(body, stream, tally, pieces))
+            await run_into(stream)
             await stream.close()
             return
         whole = WholeMessages(num_choices)
-        await self._run(call, body, request, self._reader(body, whole, tally, pieces))
+        await run_into(whole)
         answer = ChatCompletion(answer_id, created, name, whole.choices(), tally.usage())
         await call.answer(msgspec.json.encode(answer))
 
-    def _reader(self, body: ChatBody, sink: ChatSink, tally: Tally, pieces: Sequence[Pieces]) -> ChatReader:
-        return ChatReader(sink, tally, self._token_bytes, wants_logprobs=bool(body.logprobs), pieces=pieces)
 
-    async def _pieces(
-        self, body: ChatBody, request: api.GenerateRequest, num_choices: int, model: ModelInfo
-    ) -> list[Pieces]:
-        calls = offers_tools(body)
-        if calls and not self._piece_maker.knows_calls:
-            raise invalid_argument(
-                "tools", "this model's chat template has no form of calls that is known; allowed: unset"
-            )
-        ends = [self._token_text(token_id) for token_id in model.eos_token_ids]
-        return await self._piece_maker.make(
-            num_choices,
-            divides_thoughts=_divides_thoughts(body, request),
-            calls=calls,
-            ends=ends if self._keeps_special_tokens(body, request) else (),
-            variables=request.chat.variables,
-        )
-
-    def _keeps_special_tokens(self, body: ChatBody, request: api.GenerateRequest) -> bool:
-        return body.skip_special_tokens is False or self._piece_maker.needs_special_tokens(
-            divides_thoughts=_divides_thoughts(body, request), calls=offers_tools(body)
-        )
-
-    async def _run(self, call: HttpCall, body: ChatBody, request: api.GenerateRequest, reader: ChatReader) -> None:
-        await run(
-            self._generation,
-            call,
-            [(request, reader.write)],
-            names=CHAT_NAMES,
-            keeps_special_tokens=self._keeps_special_tokens(body, request),
-        )
+def _wanted(body: ChatBody, request: api.GenerateRequest) -> Wanted:
+    tools = offered_tools(body)
+    return Wanted(
+        thoughts=divides_thoughts(body, request),
+        tools={tool.function.name: tool.function.parameters for tool in tools} if tools else None,
+        is_forced=bool(forced_tools(body)),
+    )
 
 
-def _divides_thoughts(body: ChatBody, request: api.GenerateRequest) -> bool:
-    # A constraint leaves no room for thoughts.
+def divides_thoughts(body: ChatBody | ResponsesBody, request: api.GenerateRequest) -> bool:
+    """Return whether thoughts are divided from the answer. A constraint leaves no room for them."""
     return body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None

@@ -317,7 +317,6 @@ class Completions:
             call,
             [(request, reader.write) for request, reader in zip(requests, readers, strict=True)],
             names=COMPLETION_NAMES,
-            keeps_special_tokens=body.skip_special_tokens is False,
         )
         return readers
 

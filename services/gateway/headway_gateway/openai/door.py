@@ -12,6 +12,7 @@ from headway_gateway.openai.application import Application, Bounds, Route
 from headway_gateway.openai.chats import Chats
 from headway_gateway.openai.completions import Completions
 from headway_gateway.openai.other_endpoints import OtherEndpoints
+from headway_gateway.openai.pieces import PieceMaker
 from headway_gateway.openai.reranking import Reranking
 from headway_gateway.openai.responses import Responses
 from headway_gateway.text.tokenization import TextModel
@@ -29,8 +30,9 @@ def make_application(
 ) -> Application:
     """Return the application; ``problem`` returns the reason to send no requests."""
     completions = Completions(generation, text_model)
-    chats = Chats(generation, text_model)
-    responses = Responses(generation, text_model.bytes_of_token)
+    piece_maker = PieceMaker(text_model)
+    chats = Chats(generation, text_model.bytes_of_token, piece_maker)
+    responses = Responses(generation, text_model.bytes_of_token, piece_maker)
     reranking = Reranking(generation)
     others = OtherEndpoints(generation, problem)
     routes = (

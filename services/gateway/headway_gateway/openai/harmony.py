@@ -10,12 +10,15 @@ are thoughts, ``final`` is the answer, ``commentary`` is text for the user, or a
 import re
 from collections.abc import Iterable, Iterator
 
+from headway_gateway.openai.marks import may_begin, num_uncertain
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall, call_of
 
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", _CHANNEL)
 """What ends a body, beside the model's end tokens. The last two are not the usual ones."""
+
+MARKS = (_CHANNEL, _MESSAGE, *_ENDS)
 
 _FIRST = (_CHANNEL, " to=")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
@@ -57,7 +60,7 @@ class HarmonyText:
 
     def _take(self) -> Iterator[str | Thought | ToolCall]:
         if self._is_undecided:
-            if any(first.startswith(self._held[: len(first)]) and len(self._held) < len(first) for first in _FIRST):
+            if any(may_begin(self._held, first) for first in _FIRST):
                 return
             # A constraint leaves no room for channels.
             self._is_undecided, self._is_in_head = False, self._held.startswith(_FIRST)
@@ -71,7 +74,7 @@ class HarmonyText:
             end = self._end.search(self._held)
             if end is None:
                 if not self._called:
-                    certain = len(self._held) - self._num_uncertain()
+                    certain = len(self._held) - num_uncertain(self._held, self._ends)
                     body, self._held = self._held[:certain], self._held[certain:]
                     yield from self._body(body)
                 return
@@ -92,8 +95,3 @@ class HarmonyText:
             yield call
         elif text:
             yield Thought(text) if self._channel == "analysis" and self._divides_thoughts else text
-
-    def _num_uncertain(self) -> int:
-        """The characters at the end that may begin an end."""
-        sizes = range(min(max(map(len, self._ends)), len(self._held)), 0, -1)
-        return next((size for size in sizes if any(end.startswith(self._held[-size:]) for end in self._ends)), 0)

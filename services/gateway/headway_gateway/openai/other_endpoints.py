@@ -12,7 +12,7 @@ from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, read
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import new_id
-from headway_gateway.openai.translation import add_messages, embed_parts
+from headway_gateway.openai.translation import CHAT_PROMPT_NAMES, add_chat, embed_parts
 from headway_gateway.requests.validation import served_adapter
 from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed
 from headway_gateway.wall_clock import now
@@ -21,7 +21,7 @@ from headway_proto.ingress import ModelInfo
 from headway_proto.wording import shown
 
 _MODEL_PATH = "/v1/models/"
-_TOKENIZE_NAMES = (("chat.messages", "messages"), ("chat", "messages"), ("text", "prompt"), ("token_ids", "tokens"))
+_TOKENIZE_NAMES = (*CHAT_PROMPT_NAMES, ("text", "prompt"), ("token_ids", "tokens"))
 
 
 class ModelCard(msgspec.Struct):
@@ -156,10 +156,13 @@ class OtherEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise invalid_argument("prompt", "not allowed with messages, nor without; allowed: one of prompt, messages")
         request = api.TokenizeRequest()
-        if body.prompt is not None:
-            request.text = body.prompt
         if body.messages is not None:
-            add_messages(request.chat, body.messages)
+            add_chat(request.chat, body)
+        else:
+            request.text = body.prompt or ""
+            for name in ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"):
+                if getattr(body, name) is not None:
+                    raise invalid_argument(name, "not allowed with prompt; allowed: with messages")
         model = await self._served(body.model)
         tokens = list((await _asked(self._generation.Tokenize, request, call)).token_ids)
         await call.answer(msgspec.json.encode(TokenList(len(tokens), model.max_model_len, tokens)))

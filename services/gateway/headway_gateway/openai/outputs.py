@@ -114,7 +114,6 @@ async def run(
     requests: Sequence[tuple[api.GenerateRequest, Write]],
     *,
     names: Iterable[tuple[str, str]],
-    keeps_special_tokens: bool,
 ) -> None:
     """Run all requests at once; the first failure ends the others.
 
@@ -124,7 +123,7 @@ async def run(
 
     async def one(request: api.GenerateRequest, write: Write) -> None:
         try:
-            await generation.generate(request, context, write, keeps_special_tokens=keeps_special_tokens)
+            await generation.generate(request, context, write)
         except CallRefusedError as refusal:
             raise renamed(refusal, names) from refusal
 

@@ -3,19 +3,20 @@
 Must not know: how chats are rendered, how a generation runs.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ResponsesBody, read
-from headway_gateway.openai.chats import ChatReader, ChatSink, TokenBytes, TokenEntry, WholeMessages
+from headway_gateway.openai.chats import ChatReader, TokenBytes, TokenEntry, divides_thoughts
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
-from headway_gateway.openai.pieces import Piece
+from headway_gateway.openai.pieces import Piece, PieceMaker, Wanted
+from headway_gateway.openai.thinking import Thought
+from headway_gateway.openai.tool_calls import ToolCall
 from headway_gateway.openai.translation import RESPONSES_NAMES, responses_request
 from headway_gateway.wall_clock import now
-from headway_proto import generation_pb2 as api
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -34,6 +35,24 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     status: _Status
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
+
+
+class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """A thought's text."""
+
+    text: str
+
+
+class OutputThought(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thinks before a message."""
+
+    id: str
+    status: _Status
+    content: list[ThoughtText]
+    summary: list[Any] = []
+
+
+OutputItem: TypeAlias = OutputMessage | OutputThought
 
 
 class ReasoningTokens(msgspec.Struct):
@@ -65,7 +84,7 @@ class Response(msgspec.Struct, kw_only=True):
     created_at: int
     model: str
     status: _Status
-    output: list[OutputMessage]
+    output: list[OutputItem]
     usage: ResponseUsage | None = None
     incomplete_details: Incomplete | None = None
     error: None = None
@@ -82,82 +101,152 @@ class Response(msgspec.Struct, kw_only=True):
     object: Literal["response"] = "response"
 
 
-def _ended(frame: Response, text: str, reason: str, tally: Tally) -> Response:
-    """Return the whole response."""
-    status: _Status = "incomplete" if reason == "length" else "completed"
-    return msgspec.structs.replace(
-        frame,
-        status=status,
-        output=[_message(frame, status, [OutputText(text)])],
-        incomplete_details=Incomplete() if reason == "length" else None,
-        usage=ResponseUsage(
-            input_tokens=tally.num_prompt,
-            input_tokens_details=PromptTokensDetails(tally.num_cached),
-            output_tokens=tally.num_output,
-            total_tokens=tally.num_prompt + tally.num_output,
-            output_tokens_details=ReasoningTokens(),
-        ),
-    )
+class ResponseOutput:
+    """Gathers thoughts and messages, in the order in which they come."""
 
-
-def _message(frame: Response, status: _Status, content: list[OutputText]) -> OutputMessage:
-    return OutputMessage(frame.id.replace("resp_", "msg_", 1), status, content)
-
-
-class StreamedResponse:
-    """Sends a response's events."""
-
-    def __init__(self, call: HttpCall, frame: Response, tally: Tally) -> None:
-        self._call = call
+    def __init__(self, frame: Response, tally: Tally) -> None:
+        """``frame`` is a response without output."""
         self._frame = frame
         self._tally = tally
-        self._message = _message(frame, "in_progress", [])
-        self._place = {"item_id": self._message.id, "output_index": 0, "content_index": 0}
-        self._texts: list[str] = []
+        self._items: list[tuple[type[OutputItem], list[str]]] = []
+        self._reason = ""
+
+    async def begin(self) -> None:
+        """See ``ChatSink``."""
+
+    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:  # noqa: ARG002
+        """See ``ChatSink``."""
+        assert not isinstance(piece, ToolCall), "a response has no tools"
+        kind = OutputThought if isinstance(piece, Thought) else OutputMessage
+        if not self._items or self._items[-1][0] is not kind:
+            await self.end_item("completed")
+            self._items.append((kind, []))
+            await self.begin_item()
+        text = piece.text if isinstance(piece, Thought) else piece
+        self._items[-1][1].append(text)
+        await self.add_text(text)
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``ChatSink``."""
+        if not self._items:
+            await self.add(index, "", None)
+        self._reason = reason
+        await self.end_item(self._status)
+
+    async def begin_item(self) -> None:
+        """The last item begins."""
+
+    async def add_text(self, text: str) -> None:
+        """More of the last item."""
+
+    async def end_item(self, status: _Status) -> None:
+        """The last item is whole, if there is one."""
+
+    @property
+    def _status(self) -> _Status:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def item(self, place: int, status: _Status, *, has_content: bool = True) -> OutputItem:
+        """Return an item as it is now."""
+        kind, texts = self._items[place]
+        name = self._frame.id.removeprefix("resp_") + (f"-{place}" if place else "")
+        text = "".join(texts)
+        if kind is OutputThought:
+            return OutputThought(f"rs_{name}", status, [ThoughtText(text)] if has_content else [])
+        return OutputMessage(f"msg_{name}", status, [OutputText(text)] if has_content else [])
+
+    def response(self) -> Response:
+        """Return the whole response."""
+        last = len(self._items) - 1
+        return msgspec.structs.replace(
+            self._frame,
+            status=self._status,
+            output=[self.item(place, self._status if place == last else "completed") for place in range(last + 1)],
+            incomplete_details=Incomplete() if self._status == "incomplete" else None,
+            usage=ResponseUsage(
+                input_tokens=self._tally.num_prompt,
+                input_tokens_details=PromptTokensDetails(self._tally.num_cached),
+                output_tokens=self._tally.num_output,
+                total_tokens=self._tally.num_prompt + self._tally.num_output,
+                output_tokens_details=ReasoningTokens(),
+            ),
+        )
+
+
+class StreamedResponse(ResponseOutput):
+    """Sends a response's events, too."""
+
+    def __init__(self, call: HttpCall, frame: Response, tally: Tally) -> None:
+        super().__init__(frame, tally)
+        self._call = call
         self._number = 0
 
     async def begin(self) -> None:
         """See ``ChatSink``."""
         await self._call.begin_events()
-        first = (
+        await self._send(
             self._event("response.created", response=self._frame),
             self._event("response.in_progress", response=self._frame),
-            self._event("response.output_item.added", output_index=0, item=self._message),
-            self._event("response.content_part.added", part=OutputText(""), **self._place),
         )
-        await self._call.send_event(b"".join(first))
 
-    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:  # noqa: ARG002
-        """See ``ChatSink``."""
-        assert isinstance(piece, str), "a response is not divided"
-        text = piece
-        self._texts.append(text)
-        await self._call.send_event(self._event("response.output_text.delta", delta=text, logprobs=[], **self._place))
-
-    async def end(self, index: int, reason: str) -> None:  # noqa: ARG002
-        """See ``ChatSink``."""
-        text = "".join(self._texts)
-        whole = _ended(self._frame, text, reason, self._tally)
-        last = (
-            self._event("response.output_text.done", text=text, logprobs=[], **self._place),
-            self._event("response.content_part.done", part=OutputText(text), **self._place),
-            self._event("response.output_item.done", output_index=0, item=whole.output[0]),
-            self._event(f"response.{whole.status}", response=whole),
+    async def begin_item(self) -> None:
+        """See ``ResponseOutput``."""
+        place = len(self._items) - 1
+        item = self.item(place, "in_progress", has_content=False)
+        await self._send(
+            self._event("response.output_item.added", output_index=place, item=item),
+            self._part_event("response.content_part.added", part=self.item(place, "in_progress").content[0]),
         )
-        await self._call.send_event(b"".join(last))
+
+    async def add_text(self, text: str) -> None:
+        """See ``ResponseOutput``."""
+        if text:
+            await self._send(self._text_event("delta", delta=text))
+
+    async def end_item(self, status: _Status) -> None:
+        """See ``ResponseOutput``."""
+        if not self._items:
+            return
+        place = len(self._items) - 1
+        item = self.item(place, status)
+        await self._send(
+            self._text_event("done", text=item.content[0].text),
+            self._part_event("response.content_part.done", part=item.content[0]),
+            self._event("response.output_item.done", output_index=place, item=item),
+        )
+
+    async def end(self, index: int, reason: str) -> None:
+        """See ``ChatSink``."""
+        await super().end(index, reason)
+        whole = self.response()
+        await self._send(self._event(f"response.{whole.status}", response=whole))
+
+    def _text_event(self, what: str, **fields: Any) -> bytes:
+        if self._items[-1][0] is OutputThought:
+            return self._part_event(f"response.reasoning_text.{what}", **fields)
+        return self._part_event(f"response.output_text.{what}", logprobs=[], **fields)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        place = len(self._items) - 1
+        item_id = self.item(place, "in_progress", has_content=False).id
+        return self._event(kind, item_id=item_id, output_index=place, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
+    async def _send(self, *events: bytes) -> None:
+        await self._call.send_event(b"".join(events))
+
 
 class Responses:
     """The endpoint."""
 
-    def __init__(self, generation: GenerationServicer, token_bytes: TokenBytes) -> None:
+    def __init__(self, generation: GenerationServicer, token_bytes: TokenBytes, piece_maker: PieceMaker) -> None:
         self._generation = generation
         self._token_bytes = token_bytes
+        self._piece_maker = piece_maker
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
         """Answer a request.
@@ -181,23 +270,12 @@ class Responses:
             top_p=body.top_p,
         )
         tally = Tally()
+        wanted = Wanted(thoughts=divides_thoughts(body, request))
+        output = StreamedResponse(call, frame, tally) if body.stream else ResponseOutput(frame, tally)
+        pieces = await self._piece_maker.make(1, wanted, request, model)
+        reader = ChatReader(output, tally, self._token_bytes, wants_logprobs=False, pieces=pieces)
+        await run(self._generation, call, [(request, reader.write)], names=RESPONSES_NAMES)
         if body.stream:
-            await self._run(call, body, request, StreamedResponse(call, frame, tally), tally)
             await call.end_events()
-            return
-        whole = WholeMessages(1)
-        await self._run(call, body, request, whole, tally)
-        ended = _ended(frame, whole.texts()[0], whole.reasons[0], tally)
-        await call.answer(msgspec.json.encode(ended))
-
-    async def _run(
-        self, call: HttpCall, body: ResponsesBody, request: api.GenerateRequest, sink: ChatSink, tally: Tally
-    ) -> None:
-        reader = ChatReader(sink, tally, self._token_bytes, wants_logprobs=False)
-        await run(
-            self._generation,
-            call,
-            [(request, reader.write)],
-            names=RESPONSES_NAMES,
-            keeps_special_tokens=body.skip_special_tokens is False,
-        )
+        else:
+            await call.answer(msgspec.json.encode(output.response()))

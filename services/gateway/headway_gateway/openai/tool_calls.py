@@ -2,30 +2,22 @@
 
 Owns: which form a template has, and where calls begin and end in a growing text. Must not know: requests, events.
 
-- Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, between text, any number.
-- Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, at the end; in newer models each call has a mark, as
-  ``[TOOL_CALLS]NAME[ARGS]{...}``, with ``[CALL_ID]ID`` between in some. The marks are special tokens.
-- Granite: ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``, at the end. The mark is a special token.
-- Llama 3: ``{"name": ..., "parameters": {...}}`` as the whole output.
-
-What looks like a call and is none stays text.
+What looks like a call and is none stays text. White space before a call belongs to it.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+# ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-HERMES, MISTRAL, GRANITE, LLAMA = "hermes", "mistral", "granite", "llama"
-SPECIAL_FORMS = (MISTRAL, GRANITE)
-"""Those whose mark is a special token. What is behind it are calls, up to the end."""
+from headway_gateway.openai.marks import num_uncertain
+from headway_gateway.openai.markup_values import values_of
 
-_BEGIN = {HERMES: "<tool_call>", MISTRAL: "[TOOL_CALLS]", GRANITE: "<|tool_call|>"}
-_HERMES_END = "</tool_call>"
-_ARGUMENTS, _CALL_ID = "[ARGS]", "[CALL_ID]"
-_LLAMA_CALL = '{"name": function name, "parameters": '
-_NO_JSON = ("<function=", "<arg_key>")
-"""Some templates have calls in a markup of their own between the same marks."""
+Schemas: TypeAlias = Mapping[str, Any]
+"""The JSON schemas of the tools' parameters, by the tools' names."""
 
 
 class ToolCall(NamedTuple):
@@ -35,30 +27,139 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
+class CallForm(NamedTuple):
+    """Calls stand between ``begin`` and ``end``; without an ``end`` up to the end; without either they are the whole output."""
+
+    begin: str
+    end: str
+    read: Callable[[str, Schemas], list[ToolCall]]
+    """Returns the calls in what stands between; none if one cannot be read."""
+    signs: tuple[str, ...]
+    """A template that has them all teaches this form, if no form before it is taught."""
+
+
 class _Call(msgspec.Struct):
-    name: str
+    name: str = ""
+    tool_name: str = ""
     arguments: dict[str, Any] | None = None
     parameters: dict[str, Any] | None = None
 
 
-def form_of(template: str) -> str:
-    """Return the form that a chat template teaches; empty if none is known."""
-    form = next((form for form, mark in _BEGIN.items() if mark in template), "")
-    if form == HERMES and any(mark in template for mark in _NO_JSON):
-        return ""
-    return form or (LLAMA if _LLAMA_CALL in template and "tools" in template else "")
+def call_of(name: str, arguments: str) -> ToolCall | None:
+    """Return a call with its arguments as the model wrote them; None if they are no JSON object, or there is no name."""
+    try:
+        read = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name, msgspec.json.encode(read).decode()) if name else None
+
+
+def _from_json(text: str, schemas: Schemas) -> list[ToolCall]:
+    """One call, an array, or several behind semicolons."""
+    try:
+        found = msgspec.json.decode(text, type=_Call | list[_Call])
+    except (ValueError, RecursionError):
+        parts = text.split(";")
+        several = [_from_json(part, schemas) for part in parts] if len(parts) > 1 else []
+        return [call for some in several for call in some] if all(several) else []
+    calls = [_call(one) for one in (found if isinstance(found, list) else [found])]
+    return calls if all(call.name for call in calls) else []
+
+
+def _call(found: _Call) -> ToolCall:
+    arguments = found.arguments if found.arguments is not None else found.parameters
+    return ToolCall(found.name or found.tool_name, msgspec.json.encode(arguments or {}).decode())
+
+
+def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
+    """An array; or in newer models names, each behind a mark, perhaps with an id."""
+    calls = [
+        call_of(named.partition("[CALL_ID]")[0].strip(), arguments)
+        for named, _, arguments in (part.partition("[ARGS]") for part in text.split(_MISTRAL_BEGIN))
+    ]
+    return _from_json(text, schemas) or _all_or_none(calls)
+
+
+def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
+    """V3.1 has the name before the separator. V3 and R1 have ``function`` there, and the arguments as a block of code."""
+    calls = []
+    for part in text.split(_DEEPSEEK_CALL)[1:]:
+        name, _, arguments = part.partition(_DEEPSEEK_CALL_END)[0].partition(_DEEPSEEK_SEPARATOR)
+        if name.strip() == "function" and not arguments.lstrip().startswith("{"):
+            name, _, arguments = arguments.partition("\n")
+        arguments = arguments.strip().removeprefix("```json").removesuffix("```")
+        calls.append(call_of(name.strip(), arguments))
+    return _all_or_none(calls)
+
+
+def _of_markup(text: str, schemas: Schemas) -> list[ToolCall]:
+    calls = []
+    for part in text.split("<function=")[1:]:
+        name, mark, parameters = (part.rpartition("</function>")[0] or part).partition(">")
+        values = values_of(parameters, schemas.get(name.strip()))
+        calls.append(call_of(name.strip(), msgspec.json.encode(values).decode()) if mark else None)
+    return _all_or_none(calls)
+
+
+def _of_function_gemma(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
+    """Nearly JSON: names have no quotes, and texts stand between marks."""
+    found = _GEMMA_CALL.fullmatch(text)
+    if found is None:
+        return []
+    parts = found[2].split("<escape>")
+    for place, part in enumerate(parts):
+        parts[place] = msgspec.json.encode(part).decode() if place % 2 else _GEMMA_NAME.sub(r'\1"\2":', part)
+    return _all_or_none([call_of(found[1], "".join(parts))])
+
+
+def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
+    read = [call for call in calls if call is not None]
+    return read if len(read) == len(calls) else []
+
+
+_MISTRAL_BEGIN = "[TOOL_CALLS]"
+_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
+_GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+DEEPSEEK = CallForm(_DEEPSEEK_BEGIN, _DEEPSEEK_END, _of_deepseek, (_DEEPSEEK_BEGIN,))
+COHERE = CallForm("<|START_ACTION|>", "<|END_ACTION|>", _from_json, ("<|START_ACTION|>",))
+FUNCTION_GEMMA = CallForm(
+    "<start_function_call>", "<end_function_call>", _of_function_gemma, ("<start_function_call>",)
+)
+MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
+PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
+GRANITE = CallForm("<|tool_call|>", "", _from_json, ("<|tool_call|>",))
+QWEN_CODER = CallForm("<tool_call>", "</tool_call>", _of_markup, ("<tool_call>", "<function="))
+HERMES = CallForm("<tool_call>", "</tool_call>", _from_json, ("<tool_call>",))
+LLAMA = CallForm("", "", _from_json, ('{"name": function name, "parameters": ', "tools"))
+_FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, QWEN_CODER, HERMES, LLAMA)
+
+FORCED = CallForm("", "", _from_json, ())
+"""Calls under a constraint, an array."""
+
+_NO_JSON = "<arg_key>"
+"""Some templates have calls in a markup of their own between Hermes's marks."""
+
+
+def form_of(template: str) -> CallForm | None:
+    """Return the form that a chat template teaches; None if none is known."""
+    form = next((form for form in _FORMS if all(sign in template for sign in form.signs)), None)
+    return None if form is HERMES and _NO_JSON in template else form
 
 
 class ToolText:
     """One output's text, on its way to the client."""
 
-    def __init__(self, form: str, special_texts: Iterable[str] = ()) -> None:
-        """``special_texts`` are those of end tokens, which are part of the text where special tokens are kept."""
-        self._begin = _BEGIN.get(form, "")
+    def __init__(self, form: CallForm, schemas: Schemas | None = None) -> None:
+        """``schemas`` give values of markup their types."""
+        self._begin, self._end = form.begin, form.end
         self._form = form
-        self._special_texts = tuple(text for text in special_texts if text)
+        self._schemas = schemas or {}
         self._held = ""
-        self._is_in_call = False
+        self._is_in_call = not form.begin
         self.num_calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
@@ -67,95 +168,39 @@ class ToolText:
         return list(self._take())
 
     def finish(self) -> list[str | ToolCall]:
-        """Return the rest."""
+        """Return the rest. Calls may lack their end."""
         held, self._held = self._held, ""
-        if self._form != HERMES:
-            for special in self._special_texts:
-                held = held.removesuffix(special)
-        if self._form == LLAMA or (self._form in SPECIAL_FORMS and self._is_in_call):
-            calls = _calls(held.removeprefix(self._begin)) or _calls_by_name(held)
-            if calls:
-                self.num_calls += len(calls)
-                return [*calls]
-        return [*self._text(held)]
+        return list(self._called(held, "") if self._is_in_call else self._text(held))
 
     def _take(self) -> Iterator[str | ToolCall]:
-        if self._form == LLAMA:
-            # Only an output that begins with a brace may be a call.
-            if self._held.strip() and not self._held.lstrip().startswith("{"):
+        while True:
+            if not self._is_in_call:
+                before, mark, behind = self._held.partition(self._begin)
+                if not mark:
+                    break
+                self._held, self._is_in_call = behind, True
+                yield from self._text(before.rstrip())
+            if not self._end:
+                if self._form is not LLAMA or self._held.lstrip()[:1] in {"", "{"}:
+                    return
+                # Only an output that begins with a brace may be a call.
                 text, self._held = self._held, ""
                 yield text
-            return
-        while self._is_in_call or self._begin in self._held:
-            if not self._is_in_call:
-                before, _, behind = self._held.partition(self._begin)
-                self._held, self._is_in_call = self._begin + behind, True
-                yield from self._text(before.rstrip())
-            if self._form in SPECIAL_FORMS or _HERMES_END not in self._held:
                 return
-            inside, mark, self._held = self._held.partition(_HERMES_END)
-            self._is_in_call = False
-            calls = _calls(inside.removeprefix(self._begin))
-            self.num_calls += len(calls)
-            yield from calls
-            if not calls:
-                yield inside + mark
-        # White space before a call belongs to it.
-        certain = self._held[: len(self._held) - self._num_uncertain()].rstrip()
+            inside, mark, behind = self._held.partition(self._end)
+            if not mark:
+                return
+            self._held, self._is_in_call = behind, False
+            yield from self._called(inside, mark)
+        certain = self._held[: len(self._held) - num_uncertain(self._held, (self._begin,))].rstrip()
         self._held = self._held[len(certain) :]
         yield from self._text(certain)
+
+    def _called(self, inside: str, mark: str) -> Iterator[str | ToolCall]:
+        calls = self._form.read(inside, self._schemas)
+        self.num_calls += len(calls)
+        yield from calls or self._text(self._begin + inside + mark)
 
     def _text(self, text: str) -> Iterator[str]:
         if text and not (self.num_calls and not text.strip()):
             yield text
-
-    def _num_uncertain(self) -> int:
-        """The characters at the end that may begin a mark or an end token."""
-        marks = (self._begin, *self._special_texts)
-        longest = max(map(len, marks))
-        for size in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-size:]
-            if any(mark.startswith(tail) for mark in marks):
-                return size
-        return 0
-
-
-def _calls(text: str) -> list[ToolCall]:
-    """Return the calls in JSON: one, an array, or several behind semicolons; none if it is anything else."""
-    try:
-        found = msgspec.json.decode(text, type=_Call | list[_Call])
-        return [_call(one) for one in (found if isinstance(found, list) else [found])]
-    except (ValueError, RecursionError):
-        pass
-    parts = text.split(";")
-    if len(parts) == 1:
-        return []
-    calls = [_calls(part) if ";" not in part else [] for part in parts]
-    return [one for some in calls for one in some] if all(calls) else []
-
-
-def _calls_by_name(text: str) -> list[ToolCall]:
-    """Return Mistral's newer calls; none if one cannot be read."""
-    calls = []
-    for part in text.split(_BEGIN[MISTRAL])[1:]:
-        named, _, arguments = part.partition(_ARGUMENTS)
-        name = named.partition(_CALL_ID)[0].strip()
-        call = call_of(name, arguments) if name else None
-        if call is None:
-            return []
-        calls.append(call)
-    return calls
-
-
-def call_of(name: str, arguments: str) -> ToolCall | None:
-    """Return a call with its arguments as the model wrote them; None if they are no JSON object."""
-    try:
-        read = msgspec.json.decode(arguments, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return None
-    return ToolCall(name, msgspec.json.encode(read).decode())
-
-
-def _call(found: _Call) -> ToolCall:
-    arguments = found.arguments if found.arguments is not None else found.parameters
-    return ToolCall(found.name, msgspec.json.encode(arguments or {}).decode())

@@ -21,7 +21,10 @@ from headway_gateway.openai.bodies import (
     MadeCall,
     MessageBody,
     ResponsesBody,
+    TokenizeBody,
+    Tool,
 )
+from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_proto import generation_pb2 as api
@@ -59,19 +62,20 @@ COMPLETION_NAMES = (
     ("token_ids.ids", "prompt"),
     ("text", "prompt"),
 )
-CHAT_NAMES = (
-    ("sampling.logprobs", "top_logprobs"),
-    *_COMMON_NAMES,
+CHAT_PROMPT_NAMES = (
     ("chat.messages", "messages"),
     ("chat.tools", "tools"),
     ("chat.variables", "chat_template_kwargs"),
     ("chat", "messages"),
 )
+CHAT_NAMES = (("sampling.logprobs", "top_logprobs"), *_COMMON_NAMES, *CHAT_PROMPT_NAMES)
+FORCED_CALL_NAMES = (("sampling.json_schema", "tools"), *CHAT_NAMES)
 RESPONSES_NAMES = (
     ("sampling.max_tokens", "max_output_tokens"),
     ("sampling.json_schema", "text.format.schema"),
     *_COMMON_NAMES,
     ("chat.messages", "input"),
+    ("chat.variables", "chat_template_kwargs"),
     ("chat", "input"),
 )
 """Pairs of prefixes: ours, the caller's."""
@@ -149,30 +153,68 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
         raise invalid_argument("top_logprobs", f"{body.top_logprobs} is not allowed without logprobs true")
     if body.logprobs:
         request.sampling.logprobs = body.top_logprobs or 0
-    add_messages(request.chat, body.messages)
-    if offers_tools(body):
-        request.chat.tools = msgspec.json.encode(body.tools).decode()
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-    if variables:
-        request.chat.variables = msgspec.json.encode(variables).decode()
+    add_chat(request.chat, body)
+    if forced := forced_tools(body):
+        if request.sampling.WhichOneof("constraint") is not None:
+            raise invalid_argument("tool_choice", "a call is not allowed together with another constraint")
+        most = 1 if body.parallel_tool_calls is False else None
+        try:
+            request.sampling.json_schema = msgspec.json.encode(schema_of_calls(forced, most)).decode()
+        except RecursionError:
+            raise invalid_argument("tools", "their schemas are nested too deeply; allowed: 300 levels") from None
+    elif body.parallel_tool_calls is False:
+        raise invalid_argument(
+            "parallel_tool_calls", "False is not allowed, since the model decides; allowed: true, or a forced call"
+        )
     return request
 
 
-def offers_tools(body: ChatBody) -> bool:
-    """Return whether the model may call a tool.
+def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
+    """Add all that a chat's prompt depends on.
 
     Raises:
         CallRefusedError: INVALID_ARGUMENT.
     """
-    if isinstance(body.tool_choice, dict) or body.tool_choice not in {None, "auto", "none"}:
-        raise invalid_argument(
-            "tool_choice", f"{shown(body.tool_choice)} is not allowed; allowed: auto, none; or a response_format"
-        )
-    if body.parallel_tool_calls is False:
-        raise invalid_argument("parallel_tool_calls", "False is not allowed, since the model decides; allowed: true")
-    return bool(body.tools) and body.tool_choice != "none"
+    add_messages(chat, body.messages or ())
+    forced_tools(body)
+    if tools := offered_tools(body):
+        chat.tools = msgspec.json.encode(tools).decode()
+    add_variables(chat, body.chat_template_kwargs, body.reasoning_effort)
+
+
+def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | None) -> None:
+    """Add variables of the template."""
+    variables = {**(given or {}), **({} if effort is None else {"reasoning_effort": effort})}
+    if variables:
+        chat.variables = msgspec.json.encode(variables).decode()
+
+
+def offered_tools(body: ChatBody | TokenizeBody) -> list[Tool]:
+    """Return the tools that the model may call."""
+    return [] if body.tool_choice == "none" else body.tools or []
+
+
+def forced_tools(body: ChatBody | TokenizeBody) -> list[Tool]:
+    """Return those of which it must call one; none if it need not.
+
+    Raises:
+        CallRefusedError: INVALID_ARGUMENT.
+    """
+    tools, choice = offered_tools(body), body.tool_choice
+    if choice in (None, "auto", "none"):
+        return []
+    if not tools:
+        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed without tools; allowed: auto, none")
+    if choice == "required":
+        found = tools
+    else:
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        found = [tool for tool in tools if tool.function.name == name]
+    if not found:
+        allowed = "auto, none, required, or the function of a tool"
+        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed; allowed: {allowed}")
+    return found
 
 
 def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRequest:
@@ -192,8 +234,29 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
     if isinstance(body.input, str):
         request.chat.messages.add(role="user", content=body.input)
     else:
-        add_messages(request.chat, body.input)
+        add_messages(request.chat, _messages(body.input))
+    add_variables(
+        request.chat, body.chat_template_kwargs, body.reasoning.effort if body.reasoning is not None else None
+    )
     return request
+
+
+def _messages(items: Iterable[InputMessage]) -> Iterable[MessageBody]:
+    """A thought belongs to the answer behind it."""
+    thought: str | None = None
+    for place, item in enumerate(items):
+        if item.type == "reasoning":
+            thought = (thought or "") + _text(item.content)
+            continue
+        if item.role is None:
+            raise invalid_argument(f"input[{place}].role", "it is missing")
+        if thought is not None and item.role != "assistant":
+            yield MessageBody("assistant", "", reasoning_content=thought)
+            thought = None
+        yield MessageBody(item.role, item.content, reasoning_content=thought)
+        thought = None
+    if thought is not None:
+        yield MessageBody("assistant", "", reasoning_content=thought)
 
 
 class EmbedPart(NamedTuple):
@@ -239,11 +302,11 @@ def _embed_request(body: EmbeddingsBody, tenant: str | None, inputs: Iterable[st
     return request
 
 
-def add_messages(chat: api.Chat, messages: Iterable[MessageBody | InputMessage]) -> None:
+def add_messages(chat: api.Chat, messages: Iterable[MessageBody]) -> None:
     """Add messages; the texts of one are joined by newlines."""
     chat.SetInParent()
     for place, message in enumerate(messages):
-        more = _more(message, place) if isinstance(message, MessageBody) else {}
+        more = _more(message, place)
         if message.content is None and "tool_calls" not in more:
             raise invalid_argument(f"messages[{place}].content", "it is missing; allowed: a text")
         text = "" if message.content is None else _text(message.content)
@@ -316,7 +379,11 @@ def names_of(body: Body, tenant: str | None) -> dict[str, Any]:
 
 
 def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest:
-    request = api.GenerateRequest(**names_of(body, tenant), itl_slo_ms=body.itl_slo_ms or 0)
+    request = api.GenerateRequest(
+        **names_of(body, tenant),
+        itl_slo_ms=body.itl_slo_ms or 0,
+        keep_special_tokens=body.skip_special_tokens is False,
+    )
     sampling = request.sampling
     if body.store:
         raise invalid_argument("store", "True is not allowed, since nothing is stored; allowed: false or unset")

@@ -19,6 +19,7 @@ import jinja2.utils
 import msgspec
 
 from headway_gateway.text.bounded_process import limit_this_process, serve
+from headway_gateway.text.tools_in_templates import ToolsInTemplate, ToolsNotShownError
 from headway_proto.wording import one_line, shown
 
 MAX_MEMORY_BYTES = 1 << 30
@@ -112,6 +113,16 @@ class _Compiled:
         parsed = dialect.parse(source)
         self.generate = dialect.from_string(parsed).generate
         self._names = names_read(parsed)
+        self._tools = ToolsInTemplate(source, self._names)
+
+    def chat(self, given: Messages) -> dict[str, Any]:
+        """Return the variables of a chat."""
+        tools = json.loads(given.tools) if given.tools else None
+        try:
+            return {**self._tools.variables(given.messages, tools), "add_generation_prompt": True}
+        except ToolsNotShownError:
+            read = ", ".join(sorted(self._names))
+            raise jinja2.TemplateError(f"it does not show tools; it reads {read or 'none'}") from None
 
     def check_names(self, given: Iterable[str], own: Container[str]) -> None:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
@@ -133,13 +144,9 @@ class Renderer:
         """Return the text, up to the assistant's answer."""
         parts = []
         num_characters = 0
-        own = {
-            "messages": [_message(*message) for message in chat.messages],
-            "tools": json.loads(chat.tools) if chat.tools else None,
-            "add_generation_prompt": True,
-        }
-        given = json.loads(chat.variables) if chat.variables else {}
         template = self._for_tools if chat.tools else self._template
+        own = template.chat(chat)
+        given = json.loads(chat.variables) if chat.variables else {}
         template.check_names(given, own)
         for part in template.generate({"documents": None, **self._special, **given, **own}):
             num_characters += len(part)
@@ -147,10 +154,6 @@ class Renderer:
                 raise OverflowError
             parts.append(part)
         return "".join(parts)
-
-
-def _message(role: str, content: str, more: str = "") -> dict[str, Any]:
-    return {"role": role, "content": content, **(json.loads(more) if more else {})}
 
 
 def main() -> None:

@@ -72,6 +72,9 @@ class TextModel:
         self.vocab_size = _width(tokenizer)
         """See ``_width``."""
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        added = tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = frozenset(token.content for token in added if token.special)
+        """The texts of tokens that are left out of an output's text unless they are asked for."""
 
     @property
     def has_chat_template(self) -> bool:

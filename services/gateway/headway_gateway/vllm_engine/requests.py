@@ -101,6 +101,7 @@ def translate(request: vllm.GenerateRequest, metadata: Mapping[str, str]) -> api
         tenant=metadata.get(TENANT_METADATA_KEY, ""),
         ttft_slo_ms=int(metadata.get(TTFT_SLO_METADATA_KEY, "0")),
         itl_slo_ms=int(metadata.get(ITL_SLO_METADATA_KEY, "0")),
+        keep_special_tokens=not request.sampling_params.skip_special_tokens,
     )
     kind = request.WhichOneof("input")
     if kind == "tokenized":

@@ -64,12 +64,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         native = translate(request, metadata)
         try:
             with self._abortable(request.request_id, native.tenant):
-                await self._generation.generate(
-                    native,
-                    context,
-                    AnswerWriter(request, context.write).write,
-                    keeps_special_tokens=not request.sampling_params.skip_special_tokens,
-                )
+                await self._generation.generate(native, context, AnswerWriter(request, context.write).write)
         except CallRefusedError as refusal:
             raise in_callers_words(refusal) from refusal
 

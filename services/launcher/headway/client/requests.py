@@ -71,6 +71,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int
     best_of: int
     echo: bool
+    keep_special_tokens: bool
     request_id: str
     priority: Literal["realtime", "high", "normal", "low"]
     ttft_slo_ms: int
@@ -118,7 +119,16 @@ _SCALAR_SAMPLING_OPTIONS = (
     "n",
     "best_of",
 )
-_REQUEST_OPTIONS = ("request_id", "ttft_slo_ms", "itl_slo_ms", "tenant", "model", "adapter", "echo")
+_REQUEST_OPTIONS = (
+    "request_id",
+    "ttft_slo_ms",
+    "itl_slo_ms",
+    "tenant",
+    "model",
+    "adapter",
+    "echo",
+    "keep_special_tokens",
+)
 CONSTRAINT_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice")
 """A request has at most one of these."""
 

@@ -84,13 +84,13 @@ class Scheduler:
         self.pinned_prefixes = PinnedPrefixes(limits)
         self._requests = self._state.requests
         self._shed: list[FinishedEvent] = []
-        self._is_distrusted = False
-        """Whether this epoch's executor was found in another state than it should be in."""
         self._begin(capacity, epoch, None)
 
     def _begin(self, capacity: ExecutorCapacity, number: int, former: Swapping | None) -> None:
         """``former``: whose books go on if the executor's host pool does."""
         state, limits = self._state, self.limits
+        self._is_distrusted = False
+        """Whether this epoch's executor was found in another state than it should be in."""
         state.serve(capacity)
         offload = state.offload if limits.enable_prefix_caching else None
         books = books_for(capacity, former, keeps_prefixes=offload is not None)
@@ -267,7 +267,7 @@ class Scheduler:
         admitted = self.admission.take_admitted()
         if not same_model:
             self.pinned_prefixes.clear()
-        self._begin_again(capacity, epoch)
+        self._begin(capacity, epoch, self.moving.recall(trusts_host=not self._is_distrusted))
         finished = []
         for request in self.requests():
             request.forget_executor()
@@ -277,18 +277,9 @@ class Scheduler:
                 finished.append(self._endings.finish(request, FinishReason.ERROR, error=message))
         return StepEvents(admitted=admitted, finished=tuple(finished))
 
-    def _begin_again(self, capacity: ExecutorCapacity, number: int) -> None:
-        self.moving.recall()
-        former: Swapping | None = self.swapping
-        if self._is_distrusted:
-            # Its tables were others than ours, so what it copied to the host may be anything.
-            self.moving.forget_stored_by(self.epoch)
-            former, self._is_distrusted = None, False
-        self._begin(capacity, number, former)
-
     def release_all(self) -> list[Request]:
         """The executor is lost, with all that it computed: give up every request, by arrival, and all that was in flight."""
-        self._begin_again(self.capacity, self.epoch)
+        self._begin(self.capacity, self.epoch, self.moving.recall(trusts_host=not self._is_distrusted))
         return self.moving.release_all()
 
     # ------------------------------------------------------------------------------------------------- for operators

@@ -14,6 +14,7 @@ from headway_scheduler.core.admission.door import limit_of
 from headway_scheduler.core.admission.intake import enter
 from headway_scheduler.core.admission.running_requests import RunningRequests
 from headway_scheduler.core.memory.epoch import Epoch
+from headway_scheduler.core.memory.swapping import Swapping
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.counters import WasteReason
 from headway_scheduler.core.state.request import Request, RequestStatus
@@ -86,10 +87,12 @@ class Moving:
             self._let_go(request)
         return requests
 
-    def recall(self) -> None:
+    def recall(self, *, trusts_host: bool) -> Swapping | None:
         """The executor is lost: send every running request back to its place in the queue.
 
-        What the host holds of requests is kept for them, and so is what steps without an answer were to fetch.
+        What the host holds of requests is kept for them, and so is what steps without an answer were to fetch. If the
+        executor's tables were others than ours (not ``trusts_host``), what it has copied there may be anything: that is
+        given up. Returns whose books may go on.
         """
         rows, swapping = self._epoch.rows, self._epoch.swapping
         for row in rows.live_rows().tolist():
@@ -105,12 +108,12 @@ class Moving:
         for step in self._epoch.in_flight:
             if step.transfers is not None:
                 self._undo(step.transfers)
-
-    def forget_stored_by(self, epoch: int) -> None:
-        """Use nothing that this epoch has copied to the host for the requests that are here."""
+        if trusts_host:
+            return swapping
         for request in self._state.requests.values():
-            if request.stored is not None and request.stored.epoch == epoch:
+            if request.stored is not None and request.stored.epoch == self._epoch.number:
                 request.forget_stored()
+        return None
 
     def _undo(self, transfers: StepTransfers) -> None:
         """No answer will come to a step with these transfers."""

@@ -1,0 +1,45 @@
+"""The schema of calls that a request forces: an array, which every model can be bound to, whatever form it was taught.
+
+Must not know: how the calls are read.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway_gateway.openai.bodies import Tool
+
+
+def schema_of_calls(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
+    """Return the JSON schema of one or more calls of these tools; ``most`` bounds their number."""
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_call(tool.function.name, place) for place, tool in enumerate(tools)]},
+        "$defs": {
+            f"{place}": _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{place}")
+            for place, tool in enumerate(tools)
+        },
+    }
+    return schema if most is None else schema | {"maxItems": most}
+
+
+def _call(name: str, place: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """References within a schema, from where the schema is now."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, root) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved

@@ -1,0 +1,300 @@
+"""Calls of tools and thoughts over HTTP, in the forms of published chat templates, which here are shortened.
+
+The marks are special tokens. The model writes what the template makes of such a message, so a chat that goes on repeats it.
+"""
+
+# ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from e2e.running_server import eventually
+from e2e.test_gateway_serving import DEMO, stage
+from fake_scheduler import MODEL, FakeScheduler
+from headway_gateway.text.tokenization import TextModel, load_text_model
+from headway_proto.columns import decode_column
+from headway_proto.ingress import Submit
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}, "hours": {"type": "integer"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}},
+]
+ARGUMENTS = {"at": "sun", "hours": 3}
+SHOWN = '{"at": "sun", "hours": 3}'
+
+
+class Family(NamedTuple):
+    """``template`` makes ``written`` of a message of the model with two calls, between a user's and an answer to a call."""
+
+    template: str
+    marks: str
+    """Special tokens, between spaces."""
+    written: str
+    content: str | None = None
+    thought: str | None = None
+
+
+FAMILIES = {
+    "DeepSeek V3": Family(
+        "{{ tools | tojson }}{% for m in messages %}{% if m['role'] == 'assistant' and m['tool_calls'] is defined %}"
+        "{{ (m['content'] or '') + '<｜tool▁calls▁begin｜>' }}{% for t in m['tool_calls'] %}{{ ('' if loop.first else '\n') + "
+        "'<｜tool▁call▁begin｜>' + t['type'] + '<｜tool▁sep｜>' + t['function']['name'] + '\n```json\n' + "
+        "t['function']['arguments'] + '\n```<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜tool▁calls▁end｜>' }}"
+        "{% else %}{{ '|' + m['content'] }}{% endif %}{% endfor %}",
+        "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>",
+        f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{SHOWN}\n```<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>go\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I look.",
+    ),
+    "DeepSeek V3.1": Family(
+        "{{ tools | tojson }}{% for m in messages %}{% if m['role'] == 'assistant' and m['tool_calls'] is defined %}"
+        "{% if m['reasoning_content'] is defined %}<think>{{ m['reasoning_content'] }}</think>{% endif %}"
+        "{% for t in m['tool_calls'] %}{% if loop.first %}{{ (m['content'] or '') + '<｜tool▁calls▁begin｜>' }}{% endif %}"
+        "{{ '<｜tool▁call▁begin｜>' + t['function']['name'] + '<｜tool▁sep｜>' + t['function']['arguments'] + "
+        "'<｜tool▁call▁end｜>' }}{% endfor %}{{ '<｜tool▁calls▁end｜>' }}"
+        "{% else %}{{ '|' + m['content'] }}{% endif %}{% endfor %}",
+        "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>",
+        f"<think>Hm.</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{SHOWN}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>go<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        thought="Hm.",
+    ),
+    "Command R7B": Family(
+        "{% for tool in tools or [] %}{{ tool['function'] | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}"
+        "<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>[\n{% for tc in m.tool_calls %}"
+        '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ tc[\'function\'][\'name\'] }}", "parameters": '
+        "{{ tc['function']['arguments'] | tojson }}}{{ ',\n' if not loop.last else '\n' }}{% endfor %}]<|END_ACTION|>"
+        "{% elif m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|>",
+        '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", '
+        f'"parameters": {SHOWN}}},\n    {{"tool_call_id": "1", "tool_name": "go", "parameters": {{}}}}\n]<|END_ACTION|>',
+        thought="Hm.",
+    ),
+    "Phi-4-mini": Family(
+        "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not "
+        "none %}{{ message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}{% else %}{{ '<|' + message['role'] "
+        "+ '|>' + message['content'] }}{% endif %}{% endfor %}",
+        "<|tool_call|> <|/tool_call|>",
+        f'<|tool_call|>[{{"name": "look", "arguments": {SHOWN}}}, {{"name": "go", "arguments": {{}}}}]<|/tool_call|>',
+    ),
+    "Qwen3-Coder": Family(
+        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ '|' + (m.content or '') }}"
+        "{% for call in m.tool_calls or [] %}{% set call = call.function %}{{ '\n<tool_call>\n<function=' + call.name + '>\n' }}"
+        "{% for name, value in call.arguments | items %}{{ '<parameter=' + name + '>\n' }}{{ value | string }}"
+        "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}{% endfor %}",
+        "",
+        "I look.\n<tool_call>\n<function=look>\n<parameter=at>\nsun\n</parameter>\n<parameter=hours>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=go>\n</function>\n</tool_call>",
+        "I look.",
+    ),
+    "Magistral": Family(
+        "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'assistant' %}[THINK]{{ m.reasoning_content }}[/THINK]"
+        "{{ m.content }}{% for t in m.tool_calls %}{{ '[TOOL_CALLS]' + t['function']['name'] + '[ARGS]' + "
+        "t['function']['arguments'] | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        "[THINK] [/THINK] [TOOL_CALLS] [ARGS]",
+        f"[THINK]Hm.[/THINK]I look.[TOOL_CALLS]look[ARGS]{SHOWN}[TOOL_CALLS]go[ARGS]{{}}",
+        "I look.",
+        "Hm.",
+    ),
+}
+
+
+def model_with(directory: Path, template: str, marks: str = "") -> TextModel:
+    shutil.copytree(DEMO, directory)
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(marks.split())
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return load_text_model(directory)
+
+
+class Door(NamedTuple):
+    """``write`` makes the model write a text and end; ``prompt`` returns the last request's prompt."""
+
+    client: openai.AsyncOpenAI
+    http: aiohttp.ClientSession
+    scheduler: FakeScheduler
+    text_model: TextModel
+
+    def write(self, text: str) -> None:
+        ids = [*self.text_model.encode(text), 0]
+
+        def next_token(submit: Submit, index: int) -> int:
+            return ids[index]
+
+        self.scheduler.next_token = next_token
+
+    def prompt_ids(self) -> list[int]:
+        return decode_column(self.scheduler.submits[-1].token_ids).tolist()
+
+    def prompt(self) -> str:
+        return self.text_model._tokenizer.decode(self.prompt_ids(), skip_special_tokens=False)
+
+
+@asynccontextmanager
+async def door(text_model: TextModel) -> AsyncIterator[Door]:
+    model = msgspec.structs.replace(MODEL, vocab_size=4200)
+    async with (
+        stage(text_model, http_address="127.0.0.1:0") as on,
+        FakeScheduler(on.ingress, model=model) as scheduler,
+        openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{on.server.http_port}/v1", api_key="none", max_retries=0
+        ) as client,
+        aiohttp.ClientSession(f"http://127.0.0.1:{on.server.http_port}") as http,
+    ):
+        await eventually(lambda: on.server.client.can_serve)
+        yield Door(client, http, scheduler, text_model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_calls_come_out_and_go_back_in_the_familys_form(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
+        at.write(family.written)
+        request: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
+        choice = (await at.client.chat.completions.create(**request, tools=TOOLS)).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (family.content, "tool_calls")
+        assert getattr(choice.message, "reasoning_content", None) == family.thought
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
+        assert calls == [("look", ARGUMENTS), ("go", {})]
+        assert '"look"' in at.prompt() or "lookgo" in at.prompt()
+        stream = await at.client.chat.completions.create(**request, tools=TOOLS, stream=True)
+        deltas = [chunk.choices[0] async for chunk in stream]
+        streamed = [call.function for one in deltas for call in one.delta.tool_calls or ()]
+        assert [(call.name, json.loads(call.arguments)) for call in streamed] == calls
+        assert "".join(one.delta.content or "" for one in deltas) == (family.content or "")
+        assert "".join(getattr(one.delta, "reasoning_content", None) or "" for one in deltas) == (family.thought or "")
+        assert deltas[-1].finish_reason == "tool_calls"
+        answered = {"role": "tool", "content": "round", "tool_call_id": choice.message.tool_calls[0].id}
+        going_on = {**request, "messages": [*request["messages"], choice.message, answered]}
+        await at.client.chat.completions.create(**going_on, tools=TOOLS)
+        _, written, behind = at.prompt().partition(family.written)
+        assert written
+        assert "round" in behind
+        # As many tokens as the chat's prompt has, and the same.
+        messages = [*request["messages"], choice.message.model_dump(exclude_none=True), answered]
+        async with at.http.post("/tokenize", json={"messages": messages, "tools": TOOLS}) as answer:
+            assert (await answer.json())["tokens"] == at.prompt_ids()
+
+
+async def test_answers_have_no_marks(tmp_path: Path) -> None:
+    for name, written in (
+        ("Command R7B", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>"),
+        ("Command R7B", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"),
+        ("Magistral", "[THINK]Hm.[/THINK]Yes."),
+    ):
+        text_model = model_with(tmp_path / f"{name} {len(written)}", FAMILIES[name].template, FAMILIES[name].marks)
+        async with door(text_model) as at:
+            at.write(written)
+            request: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99, "model": ""}
+            answer = (await at.client.chat.completions.create(**request)).choices[0].message
+            assert answer.content == "Yes."
+            assert getattr(answer, "reasoning_content", None) == ("Hm." if "Hm." in written else None)
+            whole = await at.client.chat.completions.create(
+                **request, extra_body={"separate_reasoning": False, "skip_special_tokens": False}
+            )
+            assert whole.choices[0].message.content == written + "<|endoftext|>"
+
+
+CHANNELS = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}{% endfor %}{{ reasoning_effort }}<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+MARKS = "<|channel|> <|message|> <|end|> <|start|> <|return|>"
+
+
+async def test_a_response_has_thoughts_as_items_of_their_own(tmp_path: Path) -> None:
+    async with door(model_with(tmp_path / "model", CHANNELS, MARKS)) as at:
+        at.write(f"{THOUGHT}<|channel|>final<|message|>Yes.")
+        request: dict[str, Any] = {
+            "model": "fake",
+            "input": "x",
+            "max_output_tokens": 99,
+            "reasoning": {"effort": "low"},
+        }
+        made = await at.client.responses.create(**request)
+        assert at.prompt() == "user:xlow<|channel|>final<|message|>"
+        thought, message = made.output
+        assert thought.type == "reasoning"
+        assert [part.text for part in thought.content or ()] == ["Hm."]
+        assert (made.output_text, message.id.startswith("msg_"), thought.id.startswith("rs_")) == ("Yes.", True, True)
+        async with at.client.responses.stream(**request) as stream:
+            events = [event async for event in stream]
+        assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "Hm."
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Yes."
+        final = events[-1].response
+        assert [item.type for item in final.output] == ["reasoning", "message"]
+        assert [item.content[0].text for item in final.output] == ["Hm.", "Yes."]
+        done = [(event.output_index, event.item.type) for event in events if event.type == "response.output_item.done"]
+        assert done == [(0, "reasoning"), (1, "message")]
+        # What came out goes in again.
+        await at.client.responses.create(
+            **{**request, "input": [{"role": "user", "content": "x"}, *made.output, {"role": "user", "content": "y"}]}
+        )
+        assert at.prompt().startswith("user:xassistant:Yes.Hm.user:ylow")
+        await at.client.responses.create(**{**request, "input": [thought]})
+        assert at.prompt().startswith("assistant:Hm.low")
+        whole = await at.client.responses.create(**request, extra_body={"separate_reasoning": False})
+        assert whole.output_text == "analysisHm.assistantfinalYes."
+        for written, kinds in ((THOUGHT.partition(".")[0], ["reasoning"]), ("", ["message"])):
+            at.write(written)
+            cut = await at.client.responses.create(**request)
+            assert [item.type for item in cut.output] == kinds
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\].role: it is missing"):
+            await at.client.responses.create(**{**request, "input": [{"content": "x"}]})
+
+
+async def test_a_thought_that_the_template_begins_behind_a_users_message_alone(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if messages[-1].role == 'user' %}<think>{% endif %}"
+        "{{ '</think>' if x else '' }}"
+    )
+    async with door(model_with(tmp_path / "model", template)) as at:
+        asked = {"role": "user", "content": "x"}
+        for messages, written, thought in (
+            ([asked], "Hm.</think>Yes.", "Hm."),
+            ([asked, {"role": "tool", "content": "y"}], "Yes.", None),
+        ):
+            at.write(written)
+            made = await at.client.chat.completions.create(model="", messages=messages, max_tokens=99)
+            assert made.choices[0].message.content == "Yes."
+            assert getattr(made.choices[0].message, "reasoning_content", None) == thought
+
+
+async def test_tokenize_takes_all_that_a_prompt_depends_on(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}{{ messages[0].content }}{{ thinking }}{{ reasoning_effort }}<tool_call>"
+    async with door(model_with(tmp_path / "model", template)) as at:
+        at.write("Yes.")
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+        for more in (
+            {"tools": TOOLS},
+            {"tools": TOOLS, "tool_choice": "none"},
+            {"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "low"},
+        ):
+            async with at.http.post("/v1/chat/completions", json=chat | more | {"max_tokens": 9}) as answer:
+                assert answer.status == 200, await answer.text()
+            async with at.http.post("/tokenize", json=chat | more) as answer:
+                assert (await answer.json())["tokens"] == at.prompt_ids()
+        for wrong, field in (
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+            ({"tools": [{"type": "search"}]}, "tools[0].type"),
+            ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ):
+            async with at.http.post("/tokenize", json=chat | wrong) as answer:
+                assert (await answer.json())["error"]["param"] == field
+        async with at.http.post("/tokenize", json={"prompt": "x", "tools": TOOLS}) as answer:
+            assert (await answer.json())["error"]["param"] == "tools"
