@@ -12,7 +12,8 @@ import pytest
 
 from headway.__main__ import main
 from headway.flags.settings import ConfigurationError
-from headway.running.health import UNREACHABLE, Target, client_certificate, health_of, root_certificates
+from headway.running import readiness
+from headway.running.health import UNREACHABLE, Health, Target, client_certificate, health_of, root_certificates
 
 
 def _openssl(*words: str | Path) -> None:
@@ -118,3 +119,18 @@ def test_root_certificates_without_a_certificate(certificates, tmp_path):
     commented = tmp_path / "commented"
     commented.write_bytes("Zürich\n".encode() + (certificates / "server").read_bytes())
     assert root_certificates(str(commented), "--root-certificates") == commented.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("listens", "reason", "names_target", "told"),
+    [
+        (True, "certificate has expired", False, ": certificate has expired"),
+        (True, "", False, ""),
+        (True, "", True, ": here:1 does not serve"),
+        (False, "no server", True, ": here:1 does not serve"),
+    ],
+)
+def test_serve_tells_why_its_own_gateway_cannot_be_asked(monkeypatch, listens, reason, names_target, told):
+    monkeypatch.setattr(readiness, "listens", lambda _: listens)
+    monkeypatch.setattr(readiness, "health_of", lambda _: Health(UNREACHABLE, reason))
+    assert readiness._why([Target(address="here:1")], [], names_target=names_target) == told
