@@ -23,11 +23,15 @@ def check_output_files(paths: Mapping[str, str]) -> None:
 
 
 def check_pictures(flag: str, path: str) -> None:
-    """Check that matplotlib is there for a picture.
+    """Check the name of a picture, and that matplotlib is there.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: it is not, or the name's ending promises something else.
     """
+    if Path(path).suffix.lower() not in {"", ".png"}:
+        raise ConfigurationError(
+            f"{flag}: {shown(path)} is not allowed; allowed: a name that ends in .png, or without an ending"
+        )
     if path and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(f"{flag}: this host lacks matplotlib; leave {flag} out, or {install_advice('bench')}")
 

@@ -1,6 +1,10 @@
 """``headway bench`` against real processes: what it reports is what the server says of itself."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -59,6 +63,32 @@ def test_refusals_are_counted_and_a_picture_is_drawn(address, tmp_path):
     assert "WARNING" in printed
     assert "RESOURCE_EXHAUSTED" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_leaves_what_was_measured(address, processes, tmp_path):
+    result = tmp_path / "result.json"
+    load = ("--num-requests", "2000", "--users", "4", "--prompt-tokens", "8", "--output-tokens", "2")
+    words = ("--address", address, *load, "--processes", str(processes), "--json", str(result))
+    process = subprocess.Popen([sys.executable, "-m", "headway", "bench", *words], stdout=subprocess.PIPE, text=True)
+    time.sleep(4.0)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    totals = json.loads(result.read_text())["totals"]
+    assert 0 < totals["num_ok"] == totals["num_requests"] < 2000
+    assert totals["num_unmeasured"] == 2000 - totals["num_ok"]
+    assert (
+        f"WARNING: cancelled: the figures are of what had ended; {totals['num_unmeasured']} requests are missing"
+        in printed
+    )
+
+
+def test_a_failed_request_is_exit_1(address):
+    flags = ("--num-requests", "4", "--users", "4", "--prompt-tokens", "8", "--output-tokens", "uniform:1,400")
+    done = finished("bench", "--address", address, *flags, "--timeout-s", "2", timeout_s=60.0)
+    assert done.process.returncode == 1
+    assert "TIMEOUT" in "".join(done.out)
 
 
 def test_a_capacity_is_found(address, tmp_path):

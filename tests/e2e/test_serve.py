@@ -130,17 +130,32 @@ def test_a_second_signal_kills_at_once():
         assert not any(child.is_running() for child in children)
 
 
-def test_a_stop_lets_a_running_stream_finish():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_lets_a_running_stream_finish(number):
     with command("serve", *SIMULATED, "--backend-option", "step_base_us=20000") as server:
         address = server.wait_for_ready()
         with Client(address) as client:
             stream = client.generate(PROMPT, max_tokens=50, ignore_eos=True)
             next(stream)
-            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(number)
             result = stream.result()
         assert len(result.token_ids) == 50
         assert result.completions[0].finish_reason == "length"
         assert server.wait() == 0
+
+
+def test_nohup_is_heard():
+    script = 'trap "" HUP; exec "$0" -m headway serve "$@"'
+    words = ["sh", "-c", script, sys.executable, *SIMULATED]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            assert "headway is ready" in process.stdout.readline()
+            process.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.0)
+        finally:
+            process.terminate()
+        assert process.wait(20) == 0
 
 
 def test_the_processes_alone_in_any_order_over_tcp():
@@ -227,6 +242,7 @@ def test_health_and_generate_commands(tmp_path: Path):
         assert message.startswith("headway generate: INVALID_ARGUMENT: sampling.temperature")
     gone = finished("health", address)
     assert (gone.process.returncode, gone.out) == (1, ["UNREACHABLE\n"])
+    assert gone.err == [f"headway health: UNAVAILABLE: no server at {address} (Connection refused)\n"]
     unreachable = finished("generate", "--address", address, "--prompt", "x")
     assert unreachable.process.returncode == 1
     assert len(unreachable.err) == 1
@@ -250,7 +266,9 @@ def test_tls_and_a_token(tmp_path: Path):
         port = server.wait_for_ready().rpartition(":")[2]
         health = ("health", f"127.0.0.1:{port}", "--root-certificates", str(certificate))
         assert finished(*health, "--token-file", str(token)).out == ["SERVING\n"]
-        assert finished(*health).out == ["UNREACHABLE\n"]
+        nameless = finished(*health)
+        assert nameless.out == ["UNREACHABLE\n"]
+        assert nameless.err == ["headway health: UNAUTHENTICATED: authorization is missing; send: Bearer TOKEN\n"]
         generate = ("generate", "--address", f"localhost:{port}", "--prompt", "hi", "--max-tokens", "3")
         trusting = (*generate, "--root-certificates", str(certificate))
         assert finished(*trusting, "--token-file", str(token)).process.returncode == 0

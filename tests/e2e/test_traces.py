@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
@@ -169,6 +170,20 @@ def test_a_refusal_and_a_stop_string_are_traced_too(tmp_path: Path) -> None:
         assert names.count("chat demo_model") == 1
         assert names.count("schedule") == names.count("prefill") == names.count("decode") == 2
         assert len({span.trace_id for _, span in kept.spans}) == 2
+
+
+def test_a_call_over_http_is_not_told_as_grpcs(tmp_path: Path) -> None:
+    with receiver() as (kept, endpoint):
+        settings = {"otel_endpoint": endpoint, "http_address": "127.0.0.1:0"}
+        with running(tmp_path, DEMO, SimulatedBackend(), CONFIG, LIMITS, **settings) as served:
+            url = f"http://127.0.0.1:{served.http_port}/v1/completions"
+            response = httpx2.post(url, json={"prompt": "x", "max_tokens": 3}, headers=dict(TRACEPARENT), timeout=30)
+            assert response.status_code == 200
+        _, root = by_name(kept)["text_completion demo_model"]
+        assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, CALLERS_SPAN)
+        values = values_of(root)
+        assert (values["network.protocol.name"], values["server.port"]) == ("http", served.http_port)
+        assert [name for name in values if name.startswith("rpc.")] == []
 
 
 def test_vectors_and_scores_are_traced_by_input(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from headway.flags.configuration import Given, Layer, add_setting_flags, build, given_by_flags
 from headway.flags.settings import ConfigurationError, settings_of
 from headway_lab.bench.capacity import Look, Search, Trial, find_capacity
+from headway_lab.bench.figures import num_failed
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.report import (
     as_csv,
@@ -31,6 +32,7 @@ from headway_lab.workload.options import check_rate
 from headway_proto.wording import shown
 
 FAILED_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
 LOAD, CAPACITY = "load", "capacity"
 _WARM_UP_SHARE = 10
 _TIMES_AS_LONG = (1, 2, 4, 8)
@@ -84,6 +86,8 @@ def _for_capacity(given: Layer) -> Layer:
 async def _load_session(options: BenchOptions) -> int:
     result = await bench(options)
     info, totals, requests = result.info, result.totals, result.requests
+    if totals.num_unmeasured and not requests:
+        raise KeyboardInterrupt
     heading = title(info, result.load)
     sys.stdout.write(f"{heading}\n\n{text(info, totals, options.max_late_ms)}")
     sys.stdout.flush()
@@ -97,7 +101,9 @@ async def _load_session(options: BenchOptions) -> int:
         from headway_lab.bench.picture import draw
 
         write_output("--png", options.png, lambda path: draw(path, heading, requests))
-    if not totals.num_ok:
+    if totals.num_unmeasured:
+        return INTERRUPTED_EXIT_CODE
+    if not totals.num_ok or num_failed(totals):
         return FAILED_EXIT_CODE
     if options.require_rate and not (totals.steady is not None and totals.steady.reaches(options.require_rate)):
         return FAILED_EXIT_CODE
@@ -114,6 +120,8 @@ async def _capacity_session(options: BenchOptions) -> int:
         for times in _TIMES_AS_LONG:
             load = at_rate(options, rate, next(numbers), times)
             totals = (await bench(load, f"requests at {rate:.2f}/s")).totals
+            if totals.num_unmeasured:
+                raise KeyboardInterrupt
             if totals.keeps_up is not None:
                 break
         return Look(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,7 +23,7 @@ from headway_lab.bench.pipe_messages import (
     from_client,
 )
 from headway_lab.bench.records import RequestRecord
-from headway_lab.bench.share import ShareResult, run_share
+from headway_lab.bench.share import ShareResult, go_on_after_cancellation, run_share
 from headway_lab.bench.target import Target, TargetError
 from headway_lab.workload.load import Load
 
@@ -35,7 +36,7 @@ OnProgress = Callable[[int], None]
 async def run_load(
     options: BenchOptions, load: Load, target: Target, context_length: int, on_progress: OnProgress
 ) -> ShareResult:
-    """Send the load; return records by number.
+    """Send the load; return records by number. A cancellation ends the load, and what was measured is returned.
 
     Raises:
         TargetError: a client process failed.
@@ -49,6 +50,7 @@ async def run_load(
         lags_s=[lag for result in results for lag in result.lags_s],
         cpu_s=max(result.cpu_s for result in results),
         wall_s=max(result.wall_s for result in results),
+        is_whole=all(result.is_whole for result in results),
     )
 
 
@@ -80,7 +82,14 @@ async def _run_processes(options: BenchOptions, context_length: int, on_progress
         at_s = asyncio.get_running_loop().time() + _HEAD_START_S
         for client in clients:
             client.send(Begin(at_s=at_s))
-        return await asyncio.gather(*(client.result(ended) for client in clients))
+        results = asyncio.gather(*(client.result(ended) for client in clients))
+        try:
+            return await asyncio.shield(results)
+        except asyncio.CancelledError:
+            go_on_after_cancellation()
+            for client in clients:
+                client.interrupt()
+            return await results
     finally:
         await asyncio.gather(*(client.end() for client in clients))
 
@@ -98,6 +107,7 @@ class _ClientProcess:
             *(sys.executable, "-m", "headway_lab.bench.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent: it asks for what was measured
         )
         return cls(index, process)
 
@@ -118,6 +128,11 @@ class _ClientProcess:
                     ended(self._index, num_ended)
                 case Done(result=result):
                     return result
+
+    def interrupt(self) -> None:
+        """End the share early."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
 
     async def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

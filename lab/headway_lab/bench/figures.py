@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway_lab.bench.records import RequestRecord, ServerTimings
+from headway_lab.bench.records import OK, TOO_MUCH_LOAD, RequestRecord, ServerTimings
 from headway_lab.bench.share import ShareResult
 from headway_lab.bench.steady import SteadyPart, steady_part
 from headway_lab.measurement import GroupTotals, Measurement, RequestFigures, TimeColumns, Totals
@@ -55,6 +55,8 @@ class BenchTotals(Totals, frozen=True, kw_only=True):
     """A run in figures. Users who wait for answers have no asked, arriving or achieved rate."""
 
     num_ok: int
+    num_unmeasured: int
+    """Requests that had not ended, or were not sent, when Ctrl-C ended the load."""
     num_shorter: int
     """Answers that ended before the requested length."""
     statuses: dict[str, int]
@@ -90,7 +92,7 @@ class BenchFigures:
         self._planned = {request.number: request for request in load.requests}
         first = load.options.warmup_requests
         self._measured = {record.number: record for record in result.records if record.number >= first}
-        self._times = Measurement(self._planned, _times_of(list(self._measured.values())))
+        self._times = Measurement(self._planned, _times_of(list(self._measured.values()), max(self._planned) + 1))
 
     def requests(self) -> list[BenchedRequest]:
         """Return the measured requests."""
@@ -113,6 +115,7 @@ class BenchFigures:
         return BenchTotals(
             num_requests=len(records),
             num_ok=len(ok),
+            num_unmeasured=0 if self._result.is_whole else len(self._planned) - len(self._result.records),
             num_shorter=sum(record.num_output_tokens < self._of(record).num_output_tokens for record in ok),
             statuses=dict(sorted(Counter(record.status for record in records.values()).items())),
             window_s=window_s,
@@ -196,8 +199,8 @@ class BenchFigures:
         )
 
 
-def _times_of(records: Sequence[RequestRecord]) -> TimeColumns:
-    count = max((record.number for record in records), default=-1) + 1
+def _times_of(records: Sequence[RequestRecord], count: int) -> TimeColumns:
+    """``count`` requests were planned."""
     arrival_s, first_token_s, end_s = np.full((3, count), np.nan)
     is_answered = np.zeros(count, dtype=np.bool_)
     gaps = [gaps_of(record) for record in records]
@@ -248,6 +251,11 @@ def _num_tokens_after(record: RequestRecord, start_s: float) -> int:
     # Tokens that only the server counts came in the same time as the others.
     total = sum(record.chunk_tokens)
     return seen if record.num_output_tokens <= total or not total else round(seen * record.num_output_tokens / total)
+
+
+def num_failed(totals: BenchTotals) -> int:
+    """Return how many requests had neither an answer nor a refusal for too much load, which is a result of its own."""
+    return sum(count for status, count in totals.statuses.items() if status not in {OK, *TOO_MUCH_LOAD})
 
 
 def by_status(statuses: Mapping[str, int]) -> str:

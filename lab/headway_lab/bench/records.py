@@ -12,6 +12,8 @@ DISCONNECTED = "DISCONNECTED"
 CUT_SHORT = "CUT_SHORT"
 MALFORMED = "MALFORMED"
 """Any other status is the server's own: the name of a gRPC code, or ``HTTP 429``."""
+TOO_MUCH_LOAD = frozenset({"RESOURCE_EXHAUSTED", "HTTP 429"})
+"""The statuses of a server that has too much to do."""
 
 
 class ServerTimings(msgspec.Struct, frozen=True, kw_only=True):

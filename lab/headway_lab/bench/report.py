@@ -135,6 +135,8 @@ def _notes(info: TargetInfo, totals: BenchTotals) -> list[str]:
 def warnings(totals: BenchTotals, max_late_ms: float) -> list[str]:
     """Return the reasons to doubt the figures."""
     lines = []
+    if totals.num_unmeasured:
+        lines.append(f"cancelled: the figures are of what had ended; {totals.num_unmeasured} requests are missing")
     if totals.num_ok < totals.num_requests:
         failed = {status: count for status, count in totals.statuses.items() if status != "OK"}
         lines.append(f"{totals.num_requests - totals.num_ok} requests were not answered: {by_status(failed)}")

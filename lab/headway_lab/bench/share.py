@@ -19,18 +19,23 @@ _GC_THRESHOLD = 200_000
 
 
 class ShareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A share's records, the event loop's ``lags_s``, and the busiest process's time."""
+    """A share's records, the event loop's ``lags_s``, and the busiest process's time.
+
+    ``is_whole`` is False after Ctrl-C: then requests that had not ended are missing.
+    """
 
     records: list[RequestRecord]
     lags_s: list[float]
     cpu_s: float
     wall_s: float
+    is_whole: bool = True
 
 
 async def run_share(
     target: Target, load: Load, *, start: float, timeout_s: float, on_end: Callable[[RequestRecord], None]
 ) -> ShareResult:
-    """Run from ``start`` (event loop's clock)."""
+    """Run from ``start`` (event loop's clock). A cancellation ends the share, and what was measured is returned."""
+    is_whole = True
     records: list[RequestRecord] = []
 
     def take(record: RequestRecord) -> None:
@@ -44,6 +49,9 @@ async def run_share(
         watching = asyncio.create_task(meter.watch())
         try:
             await Runner(target, load.arrivals(), timeout_s=timeout_s, on_end=take).run(start)
+        except asyncio.CancelledError:
+            go_on_after_cancellation()
+            is_whole = False
         finally:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -53,7 +61,15 @@ async def run_share(
             lags_s=meter.lags_s,
             cpu_s=time.process_time() - cpu_before,
             wall_s=clock() - started,
+            is_whole=is_whole,
         )
+
+
+def go_on_after_cancellation() -> None:
+    """Let this task await again, as if it had not been cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 @contextlib.contextmanager

@@ -21,14 +21,14 @@ def make_target(options: BenchOptions) -> Target:
 
 def _headway(options: BenchOptions) -> Target:
     from headway.client import Endpoint
-    from headway.running.health import client_certificate
+    from headway.running.health import client_certificate, root_certificates
     from headway_lab.bench.headway_target import HeadwayTarget
 
     certificate = client_certificate(options.client_certificate, options.client_key, "--client-certificate")
     endpoint = Endpoint(
         options.address,
         token=token_of_file(options.token_file, "--token-file") or None,
-        root_certificates=bytes_of_file(options.root_certificates, "--root-certificates"),
+        root_certificates=root_certificates(options.root_certificates, "--root-certificates"),
         client_certificate=(certificate.certificate, certificate.key) if certificate else None,
     )
     return HeadwayTarget(
@@ -65,7 +65,7 @@ def _tls(options: BenchOptions) -> ssl.SSLContext | None:
     try:
         context = ssl.create_default_context(cadata=trusted.decode("ascii") if trusted else None)
         if options.client_certificate:
-            context.load_cert_chain(options.client_certificate, options.client_key)
+            context.load_cert_chain(options.client_certificate, options.client_key, password="")
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"--root-certificates: {shown(options.root_certificates)} cannot be used: {error}"

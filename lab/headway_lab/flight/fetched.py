@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 
 from headway.client import Client, HeadwayError
-from headway.flags.settings import ConfigurationError, bytes_of_file, token_of_file
+from headway.flags.settings import ConfigurationError, token_of_file
+from headway.running.health import root_certificates
 from headway.terminal.progress import ProgressLine
 from headway_lab.flight.source import NoFlightLogError
 from headway_proto.admin_pb2 import ReadFlightLogResponse
@@ -27,7 +28,7 @@ def client_for(arguments: argparse.Namespace) -> Client:
     return Client(
         arguments.log,
         token=token_of_file(arguments.token_file, "--token-file") or None,
-        root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        root_certificates=root_certificates(arguments.root_certificates, "--root-certificates"),
     )
 
 

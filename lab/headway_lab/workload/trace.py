@@ -1,5 +1,6 @@
 """Requests from a trace file, whose lines docs/simulation.md describes. Must not know: how requests are served."""
 
+import codecs
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -67,7 +68,8 @@ def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[
 
 
 def _lines(path: str) -> Iterator[TraceLine]:
-    for number, text in enumerate((bytes_of_file(path, "--trace") or b"").splitlines(), start=1):
+    content = (bytes_of_file(path, "--trace") or b"").removeprefix(codecs.BOM_UTF8)
+    for number, text in enumerate(content.splitlines(), start=1):
         if not text.strip():
             continue
         try:

@@ -284,6 +284,8 @@ def _serve(config: ExecutorConfig, works: _Works, surface: _Surface, reading: Ni
 
     def turn() -> None:
         companions.turn()
+        if problem := works.channel.problem():
+            surface.log.warning("no link to the scheduler", step_address=config.step_address, reason=problem)
         if snapshots.wanted:
             snapshots.give(take_snapshot(works.info, cycle.statistics, companions.figures))
 

@@ -24,7 +24,7 @@ from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig, serves_vllm_engine, split_address, token_file
 from headway_gateway.figures.load_reports import LoadMonitor, add_load_reports
 from headway_gateway.figures.statistics import GatewayStatistics
-from headway_gateway.figures.tracing import Tracing
+from headway_gateway.figures.tracing import GRPC, HTTP, Tracing
 from headway_gateway.grpc_server.connection import Bounds
 from headway_gateway.grpc_server.server import GrpcServer, Surrounding
 from headway_gateway.link.link_keys import load_link_keys
@@ -141,7 +141,10 @@ class GatewayServer:
             _log.info("OpenAI API", port=self._http.port, tls=bool(self._config.tls_cert_file))
         host, _ = split_address(self._config.grpc_address)
         if self._tracing is not None:
-            self._tracing.server_address = f"{host}:{port}"
+            self._tracing.addresses[GRPC] = f"{host}:{port}"
+            if self._http is not None:
+                http_host, _ = split_address(self._config.http_address)
+                self._tracing.addresses[HTTP] = f"{http_host}:{self._http.port}"
         _log.info("listening", address=f"{host}:{port}", tls=bool(self._config.tls_cert_file))
         if self._metrics is not None:
             _log.info("metrics", port=self._metrics.port)

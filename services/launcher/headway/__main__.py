@@ -4,7 +4,10 @@ It imports a command's module only to run it, so ``headway scheduler`` needs nei
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,8 +20,11 @@ from headway_process.last_words import write_last_line
 from headway_process.lean_imports import one_blas_thread
 from headway_proto.wording import shown
 
+FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+
+_UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 # The extra that brings a module which this host may lack.
 _EXTRAS = {
@@ -76,18 +82,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with one_blas_thread():
             parser = parser_of(name)
-        return COMMANDS[name].run(parser.parse(rest))
+        code = COMMANDS[name].run(parser.parse(rest))
+        sys.stdout.flush()
+        return code
     except ConfigurationError as error:
         return _refuse(f"headway {name}", str(error), error.exit_code)
     except KeyboardInterrupt:
         # At any moment, also while modules are imported.
         sys.stderr.write(f"headway {name}: cancelled\n")
         return INTERRUPTED_EXIT_CODE
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _leave_stdout()
+        if error.errno == errno.EPIPE:  # whoever reads has seen enough, as head does
+            return FAILED_EXIT_CODE
+        return _refuse(f"headway {name}", f"the output cannot be written: {error.strerror}", FAILED_EXIT_CODE)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
         return _refuse(f"headway {name}", f"this host lacks {package}; {install_advice(_EXTRAS[package])}")
+
+
+def _leave_stdout() -> None:
+    """Otherwise Python writes what is left when it ends, and fails again."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def overview() -> str:

@@ -6,6 +6,7 @@ Owns: reading them. Must not know: whose keys they are.
 import struct
 from pathlib import Path
 
+from headway_process.token_files import refuse_if_anybody_writes
 from headway_proto.wording import shown
 
 _KEY_BYTES = 32
@@ -45,11 +46,15 @@ def load_key_pair(path: Path) -> tuple[bytes, bytes | None]:
     """Return public key and, if present, secret key in Z85.
 
     Raises:
-        ValueError: no readable file with a whole key.
+        ValueError: no readable file with a whole key, or everybody may write it.
     """
     import zmq.auth  # the launcher reads keys only if there are some
     from zmq.utils import z85
 
+    try:
+        refuse_if_anybody_writes(path.stat().st_mode)
+    except OSError as error:
+        raise ValueError(error.strerror or "no such file") from None
     try:
         public, secret = zmq.auth.load_certificate(path)
         are_whole = all(len(z85.decode(key)) == _KEY_BYTES for key in (public, secret) if key is not None)

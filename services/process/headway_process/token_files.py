@@ -25,8 +25,7 @@ def text_of_token_file(path: Path, most_bytes: int) -> str:
         raise ValueError(error.strerror or type(error).__name__) from None
     if not stat.S_ISREG(mode):
         raise ValueError("no regular file")
-    if mode & stat.S_IWOTH:
-        raise ValueError(f"mode {stat.S_IMODE(mode):04o}, so every user of this machine may change it: chmod o-w")
+    refuse_if_anybody_writes(mode)
     if len(content) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")
     if b"\0" in content:
@@ -37,3 +36,13 @@ def text_of_token_file(path: Path, most_bytes: int) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
+
+
+def refuse_if_anybody_writes(mode: int) -> None:
+    """Check a file that says who is let in; ``mode`` as ``stat`` gives it.
+
+    Raises:
+        ValueError: every user of this machine may change it.
+    """
+    if mode & stat.S_IWOTH:
+        raise ValueError(f"mode {stat.S_IMODE(mode):04o}, so every user of this machine may change it: chmod o-w")

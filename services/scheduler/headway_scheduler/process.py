@@ -22,6 +22,7 @@ from headway_process.logs import make_logger
 from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
+from headway_process.stop_signals import stop_signals
 from headway_proto.wording import shown
 from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.config import SchedulerConfig
@@ -199,8 +200,8 @@ class _StopSignals:
     def __init__(self, parent: int | None) -> None:
         self.count = 0
         self._parent = parent
-        signal.signal(signal.SIGTERM, self._count)
-        signal.signal(signal.SIGINT, self._count)
+        for number in stop_signals():
+            signal.signal(number, self._count)
 
     def _count(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame

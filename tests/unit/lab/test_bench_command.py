@@ -22,6 +22,7 @@ from headway_process.installation import install_advice
         (("--prompt-tokens", "x"), "--prompt-tokens: 'x' is not allowed"),
         (("--warmup-requests", "512"), "--warmup-requests: 512 is not allowed"),
         (("--json", "/nowhere/at/all.json"), "--json: '/nowhere/at/all.json' is not allowed"),
+        (("--png", "a.svg"), "--png: 'a.svg' is not allowed; allowed: a name that ends in .png, or without an ending"),
         (("--client-certificate", "a"), "--client-certificate: is not allowed alone; allowed: with --client-key"),
         (("--token-file", "/nowhere"), "--token-file: cannot read '/nowhere'"),
         (("--trace", "/nowhere"), "--trace: cannot read '/nowhere'"),

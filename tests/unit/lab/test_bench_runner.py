@@ -3,10 +3,11 @@
 import asyncio
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
-from headway_lab.bench.figures import BenchFigures
+from headway_lab.bench.figures import BenchFigures, num_failed
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.records import OK, TIMEOUT, RequestFailed
 from headway_lab.bench.report import text, warnings
@@ -248,3 +249,34 @@ def test_warm_up_is_left_out():
     assert totals.num_requests == 36
     assert totals.ttft_ms.p99 < 150
     assert len(BenchFigures(load, result, 1).requests()) == 36
+
+
+def test_a_cancelled_share_has_what_was_measured():
+    load = make_load(BenchOptions(output_tokens="5", prompt_tokens="8", users=2, num_requests=50), CONTEXT)
+
+    async def cancelled():
+        running = asyncio.create_task(
+            run_share(FakeTarget(wait=lambda _: 1.0), load, start=1.0, timeout_s=100.0, on_end=lambda _: None)
+        )
+        await asyncio.sleep(8.0)
+        running.cancel()
+        return await running
+
+    result = run_in_virtual_time(cancelled())
+    totals = totals_of(load, result)
+    assert not result.is_whole
+    assert 0 < totals.num_ok == len(result.records) < 50
+    assert totals.num_unmeasured == 50 - len(result.records)
+    assert warnings(totals, 1e9)[0].startswith("WARNING: cancelled: the figures are of what had ended; ")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "failed"),
+    [(["OK"], 0), (["OK", "RESOURCE_EXHAUSTED", "HTTP 429"], 0), (["OK", "TIMEOUT", "UNAVAILABLE", "HTTP 500"], 3)],
+)
+def test_what_failed_is_neither_answered_nor_refused_for_too_much_load(statuses, failed):
+    load, result = bench(FakeTarget(wait=lambda _: 1.0), users=1, num_requests=len(statuses))
+    records = [
+        msgspec.structs.replace(record, status=status) for record, status in zip(result.records, statuses, strict=True)
+    ]
+    assert num_failed(totals_of(load, msgspec.structs.replace(result, records=records))) == failed

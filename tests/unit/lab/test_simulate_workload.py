@@ -190,3 +190,10 @@ def test_a_bad_trace_is_answered_with_its_line(tmp_path, text, message):
     with pytest.raises(ConfigurationError, match=message) as caught:
         read_trace(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 2}\n', "utf-8-sig")
+    requests, _ = read_trace(str(trace))
+    assert [request.num_prompt_tokens for request in requests] == [3]

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import httpx2
+import msgspec
 import pytest
 
 from headway.batch.answers_file import AnswersFile, AnswersLostError
@@ -81,7 +82,8 @@ LINES = [BatchLine(number, f"line-{number}", "/v1/completions", b"{}") for numbe
 
 
 def answer_to(line: BatchLine) -> dict[str, object]:
-    return {"custom_id": line.custom_id, "response": {"status_code": 200 + line.number // 5, "text": "é" * line.number}}
+    response = {"status_code": 200 + line.number // 5, "text": "é" * line.number}
+    return {"id": line.answer_id, "custom_id": line.custom_id, "response": response}
 
 
 class TestAnswersFile:
@@ -111,6 +113,16 @@ class TestAnswersFile:
             answers.append(answer_to(LINES[1]))
             with pytest.raises(ConfigurationError, match="answers to other requests"):
                 answers.resume(LINES)
+
+    @pytest.mark.parametrize("change", [{"body": b'{"prompt":"x"}'}, {"url": "/v1/embeddings"}])
+    def test_a_line_that_has_changed_under_its_name_is_not_passed_over(self, tmp_path: Path, change) -> None:
+        with AnswersFile(tmp_path / "out") as answers:
+            answers.append(answer_to(LINES[0]))
+        changed = [msgspec.structs.replace(LINES[0], **change), *LINES[1:]]
+        with AnswersFile(tmp_path / "out") as answers:
+            with pytest.raises(ConfigurationError, match=r"answers to other requests \(its line 1\)"):
+                answers.resume(changed)
+            assert answers.resume(LINES).total() == 1
 
     def test_two_runs_do_not_write_one_file(self, tmp_path: Path) -> None:
         with AnswersFile(tmp_path / "out"), pytest.raises(ConfigurationError, match="written by another run"):

@@ -8,6 +8,11 @@ import pytest
 
 from headway.client.errors import error_of
 
+CLOSED = (
+    "closed the connection; if it speaks TLS, name its root certificates; if it asks for a client certificate, "
+    "name one that it trusts"
+)
+
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
@@ -23,7 +28,11 @@ def certificate(tmp_path_factory):
 @pytest.mark.parametrize(
     ("server_has", "trusted", "told"),
     [
-        ("own", None, "closed the connection; if it speaks TLS, name its root certificates"),
+        (
+            "own",
+            None,
+            CLOSED,
+        ),
         (None, "own", "does not speak TLS; allowed: no certificates"),
         (
             "own",

@@ -62,6 +62,20 @@ def test_one_constraint_at_a_time(capsys):
     assert capsys.readouterr().err == "headway generate: argument --regex: not allowed with argument --json\n"
 
 
+@pytest.mark.parametrize("flag", ["--prompt", "--file"])
+def test_no_prompt_is_left_out_in_silence(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        arguments(flag, "a", flag, "b")
+    assert f"{flag} is not allowed twice; allowed: once, and --file for many prompts" in capsys.readouterr().err
+    assert arguments("--prompt", "hi", "--top-p", "0.5", "--top-p", "0.9").top_p == 0.9
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text("one\ntwo\n", "utf-8-sig")
+    assert [job.prompt for job in jobs_of(arguments("--file", str(file)))] == ["one", "two"]
+
+
 def test_a_lines_constraint_is_instead_of_the_flags(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one", "json_schema": {"type": "null"}}\n{"prompt": "two"}\n')

@@ -1,5 +1,6 @@
 """``headway keys``: every process gets what it needs and nothing that is another's."""
 
+import errno
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -66,3 +67,17 @@ def test_git_takes_none_of_them_wherever_they_are_made(tmp_path):
 def test_this_repository_and_its_images_leave_secret_keys_out_even_copies():
     for name, line in ((".gitignore", "*.key_secret"), (".dockerignore", "**/*.key_secret")):
         assert line in (Path(__file__).resolve().parents[3] / name).read_text().splitlines()
+
+
+def test_a_full_disk_leaves_no_half_of_them(tmp_path, monkeypatch):
+    def full(directory, name):
+        if name == "gateway":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (directory / f"{name}.key").touch()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zmq.auth.create_certificates", full)
+        with pytest.raises(ConfigurationError, match="cannot be written: No space left on device"):
+            run(Namespace(directory=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+    run(Namespace(directory=str(tmp_path)))

@@ -256,14 +256,14 @@ def stranger() -> Iterator[str]:
 
 def test_another_server_at_the_gateways_address_is_not_taken_for_it(stranger, tmp_path, capfd):
     """As where somebody takes the port after it was found free: nobody says "ready", and the reason is the last line."""
-    assert health_of(Target(address=stranger)) == SERVING
+    assert health_of(Target(address=stranger)).status == SERVING
     plan = make_plan(
         parser_of("serve").parse(["--backend", "simulated", "--grpc-address", stranger, "--log-level", "error"]),
         {},
         tmp_path,
     )
     (target,) = plan.targets
-    assert health_of(target) == UNREACHABLE
+    assert health_of(target).status == UNREACHABLE
     readiness: list[str] = []
 
     async def when_ready(line: str, address: str) -> bool:

@@ -194,6 +194,13 @@ def test_an_executor_with_half_a_key_is_refused_in_one_line(keys: Path, name: st
             SchedulerChannel("tcp://127.0.0.1:1", str(keys / "executor"))
 
 
+@pytest.mark.parametrize("name", ["scheduler.key", "executor.key_secret"])
+def test_a_key_that_everybody_may_write_is_refused(keys: Path, name: str) -> None:
+    (keys / "executor" / name).chmod(0o646)
+    with pytest.raises(ValueError, match=r"mode 0646, so every user of this machine may change it: chmod o-w"):
+        SchedulerChannel("tcp://127.0.0.1:1", str(keys / "executor"))
+
+
 @pytest.mark.parametrize(
     "missing", ["scheduler.key_secret", "executors/executor.key,executors", "gateways/gateway.key,gateways"]
 )

@@ -14,24 +14,24 @@ from structlog.typing import FilteringBoundLogger
 from headway_executor.backend import DeviceLostError, RankLostError
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink
+from headway_process.stop_signals import stop_signals
 
 EXIT_OK = 0
 EXIT_BAD_CONFIGURATION = 2
 EXIT_BAD_MODEL_FILES = 3
 EXIT_DEVICE_LOST = 4
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOG_DRAIN_S = 0.5
 LAST_FRAMES_S = 0.5
 
 
 class StopRequest:
-    """SIGTERM or SIGINT, from now on; ``wake`` ends a wait."""
+    """A signal to stop, from now on; ``wake`` ends a wait."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.requested = False
         self._wake = wake
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, self._request)
 
     def _request(self, signum: int, frame: FrameType | None) -> None:
@@ -48,7 +48,7 @@ def exit_at_once_on_signals(leave: Callable[[], None] = lambda: None) -> None:
         leave()
         os._exit(EXIT_OK)
 
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, end)
 
 

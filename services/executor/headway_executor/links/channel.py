@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headway_executor.config import EXECUTOR_SECRET_KEY, SCHEDULER_PUBLIC_KEY
 from headway_executor.link_keys import LinkKeys
 from headway_process.addresses import check_ipc_directory
 from headway_process.link_keys import load_own_keys, load_public_key
+from headway_process.link_watch import LinkWatch
 from headway_proto.framing import MAX_FRAME_BYTES
 
 _HIGH_WATER_MARK = 1024
@@ -74,13 +76,20 @@ class DealerChannel:
         self._socket = self._context.socket(zmq.DEALER)
         try:
             configure_dealer(self._socket, address, keys, heartbeats_ms)
-            self._socket.connect(address)
+            self._connect(address)
         except BaseException:
             self.close()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
+
+    def _connect(self, address: str) -> None:
+        self._socket.connect(address)
+
+    def problem(self) -> str | None:
+        """Return why there is no link, if that is to be told now; a rank without its first one ends anyway."""
+        return None
 
     def watch(self, other: Any) -> None:
         """Let another socket end the ``wait``, too."""
@@ -133,6 +142,22 @@ class SchedulerChannel(DealerChannel):
         if curve_keys:
             scheduler_key = load_public_key(Path(curve_keys), SCHEDULER_PUBLIC_KEY)
             keys = LinkKeys(scheduler_key, *load_own_keys(Path(curve_keys), EXECUTOR_SECRET_KEY))
+        self._watch: LinkWatch | None = None
         super().__init__(address, keys, _HEARTBEATS_MS["ipc" if address.startswith("ipc:") else "tcp"])
         # Without a peer, sends are dropped: the first hello, too, and the next one comes much later.
         self._socket.poll(_FIRST_PEER_MS, zmq.POLLOUT)
+
+    def _connect(self, address: str) -> None:
+        self._watch = LinkWatch(self._socket, address, time.monotonic())
+        super()._connect(address)
+
+    def problem(self) -> str | None:
+        """See ``LinkWatch.look``."""
+        return self._watch.look(time.monotonic()) if self._watch is not None else None
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """See ``DealerChannel``."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        super().close(linger_s=linger_s)

@@ -179,7 +179,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     def _begin_trace(self, method: str, context: CallContext, arrived_at: float) -> RequestTrace:
         if self._tracing is None:
             return Untraced()
-        return self._tracing.begin(method, tuple(context.invocation_metadata() or ()), arrived_at)
+        return self._tracing.begin(method, context.peer(), context.invocation_metadata() or (), arrived_at)
 
     async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
         model = await self.serving_model(for_new_work=True)

@@ -6,7 +6,7 @@ thread exports, and drops spans beyond its queue.
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -39,6 +39,8 @@ _SERVER_FAULTS = frozenset(
 """A server's errors, by the gRPC conventions."""
 
 _log = structlog.get_logger("headway.gateway.traces")
+
+GRPC, HTTP = "grpc", "http"
 
 
 InputsRequest = api.EmbedRequest | api.ScoreRequest
@@ -114,7 +116,7 @@ class Tracing:
 
     Args:
         endpoint: http://HOST:PORT, or https://HOST:PORT.
-        server_address: HOST:PORT of the gateway.
+        server_address: HOST:PORT of the gateway's gRPC.
         sample_ratio: share of requests to trace, if the caller does not decide.
 
     Raises:
@@ -134,8 +136,8 @@ class Tracing:
                 f"otel_endpoint: {shown(endpoint)} needs OpenTelemetry; allowed: '', or {install_advice('traces')}"
             ) from None
         _use_our_log()
-        self.server_address = server_address
-        """HOST:PORT; set again once the port is known."""
+        self.addresses = {GRPC: server_address, HTTP: server_address}
+        """HOST:PORT by protocol; set again once the ports are known."""
         self._propagator = TraceContextTextMapPropagator()
         exporter = OTLPSpanExporter(
             endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT_S
@@ -151,14 +153,21 @@ class Tracing:
             provider.add_span_processor(self._processor)
             self._providers[service] = provider
 
-    def begin(self, method: str, metadata: Sequence[tuple[str, str | bytes]], arrived_at: float) -> RequestTrace:
-        """Return the trace of a call of ``method``."""
+    def begin(
+        self, method: str, peer: str, metadata: Iterable[tuple[str, str | bytes]], arrived_at: float
+    ) -> RequestTrace:
+        """Return the trace of a call of ``method``; ``peer`` names the connection."""
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
         parent = self._propagator.extract(carrier)
         tracers = {name: provider.get_tracer("headway") for name, provider in self._providers.items()}
-        host, _, port = self.server_address.rpartition(":")
-        server = {"rpc.method": method, "server.address": host, "server.port": int(port)}
-        return _Traced(tracers, parent, arrived_at, server)
+        protocol = HTTP if peer.startswith(HTTP) else GRPC
+        host, _, port = self.addresses[protocol].rpartition(":")
+        call: dict[str, Any] = {"server.address": host, "server.port": int(port)}
+        if protocol == GRPC:
+            call |= {"rpc.system": "grpc", "rpc.service": "headway.v1.Generation", "rpc.method": method}
+        else:
+            call |= {"network.protocol.name": "http", "http.request.method": "POST"}
+        return _Traced(tracers, parent, arrived_at, method, call)
 
     def close(self) -> None:
         """Send the rest. This blocks."""
@@ -166,24 +175,22 @@ class Tracing:
 
 
 class _Traced:
-    def __init__(self, tracers: "dict[str, Tracer]", parent: Any, arrived_at: float, server: dict[str, Any]) -> None:
+    def __init__(
+        self, tracers: "dict[str, Tracer]", parent: Any, arrived_at: float, method: str, call: dict[str, Any]
+    ) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._clock = _WallClock()
         self._tracers = tracers
         self._root = tracers["gateway"].start_span(
-            server["rpc.method"].lower(),
+            method.lower(),
             context=parent,
             kind=SpanKind.SERVER,
             start_time=self._clock.ns(arrived_at),
-            attributes={
-                "rpc.system": "grpc",
-                "rpc.service": "headway.v1.Generation",
-                "gen_ai.provider.name": "headway",
-                **server,
-            },
+            attributes={"gen_ai.provider.name": "headway", **call},
         )
+        self._is_grpc = "rpc.system" in call
         self._context = set_span_in_context(self._root)
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, self._context)
@@ -270,7 +277,8 @@ class _Traced:
         from opentelemetry.trace import Status, StatusCode
 
         code = _status_of(error)
-        self._root.set_attribute("rpc.grpc.status_code", code.value[0])
+        if self._is_grpc:
+            self._root.set_attribute("rpc.grpc.status_code", code.value[0])
         if code is not grpc.StatusCode.OK:
             self._root.set_attribute("error.type", code.name)
         if code in _SERVER_FAULTS:

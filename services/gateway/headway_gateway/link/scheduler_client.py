@@ -17,6 +17,7 @@ from headway_gateway.link.ingress_link import IngressLink, LinkPhase
 from headway_gateway.link.link_keys import LinkKeys
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_process.addresses import check_ipc_directory
+from headway_process.link_watch import LinkWatch
 from headway_proto.framing import MAX_FRAME_BYTES
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, ModelInfo
 from headway_proto.operations import AdminCall, AdminReply
@@ -65,6 +66,7 @@ class SchedulerClient:
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        self._watch: LinkWatch | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -189,6 +191,7 @@ class SchedulerClient:
         if self._keys is not None:
             socket.curve_serverkey = self._keys.scheduler_public
             socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+        self._watch = LinkWatch(socket, self._address, time.monotonic())
         socket.connect(self._address)
         self._socket = socket
         self._loop.add_reader(socket.fileno(), self._pump)
@@ -198,6 +201,9 @@ class SchedulerClient:
             return
         assert self._loop is not None
         self._loop.remove_reader(self._socket.fileno())
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._socket.close(linger=linger_ms)
         self._socket = None
         self._outgoing.clear()
@@ -210,6 +216,8 @@ class SchedulerClient:
         if not self._pump_scheduled:  # everything that has arrived was received, so this is real silence
             self._link.tick(time.monotonic())
             self._after_link()
+        if self._watch is not None and (problem := self._watch.look(time.monotonic())):
+            _log.warning("no link to the scheduler", ingress_address=self._address, reason=problem)
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
 
     def _pump(self) -> None:

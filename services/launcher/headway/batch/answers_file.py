@@ -31,6 +31,7 @@ class _Response(msgspec.Struct):
 class _Answered(msgspec.Struct):
     """What a line of the file must have."""
 
+    id: str
     custom_id: str
     response: _Response
 
@@ -84,7 +85,7 @@ class AnswersFile:
             if not content.endswith(b"\n"):
                 break
             line, answer = next(expected, None), _answered(content)
-            if line is None or answer is None or answer.custom_id != line.custom_id:
+            if line is None or answer is None or (answer.id, answer.custom_id) != (line.answer_id, line.custom_id):
                 raise ConfigurationError(
                     f"{shown(self._part)} has answers to other requests (its line {statuses.total() + 1}); "
                     "allowed: answers to this input, or no such file"

@@ -49,6 +49,11 @@ class BatchLine(msgspec.Struct, frozen=True):
     url: str
     body: bytes
 
+    @property
+    def answer_id(self) -> str:
+        """The ``id`` of its answer: its number and a digest, so that a run that goes on knows a request that has changed."""
+        return f"batch_req_{self.number}_{_digest(f'{self.url} '.encode() + self.body).hex()}"
+
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
     """Yield the requests of a file.
@@ -76,7 +81,7 @@ def check(path: Path) -> int:
     places: dict[bytes, int] = {}
     for line in read_lines(path):
         # Of millions of lines, a digest takes less room than a name.
-        first = places.setdefault(_digest(line.custom_id), line.number)
+        first = places.setdefault(_digest(line.custom_id.encode()), line.number)
         if first != line.number:
             raise _wrong(path, line.number, f"custom_id: {shown(line.custom_id)} is that of line {first} too")
     if not places:
@@ -109,13 +114,13 @@ def _whole_body(request: _Request) -> bytes:
     if "stream" in body and bytes(body["stream"]) not in {b"false", b"null"}:
         raise ValueError("stream: true is not allowed; allowed: unset")
     if request.url in _SEEDED and bytes(body.get("seed", b"null")) == b"null":
-        seed = int.from_bytes(_digest(request.custom_id)[:4], "big") >> 1
+        seed = int.from_bytes(_digest(request.custom_id.encode())[:4], "big") >> 1
         body["seed"] = msgspec.Raw(b"%d" % seed)
     return msgspec.json.encode(body)
 
 
-def _digest(custom_id: str) -> bytes:
-    return hashlib.blake2b(custom_id.encode(), digest_size=12).digest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=12).digest()
 
 
 def _wrong(path: Path, number: int, problem: str) -> ConfigurationError:

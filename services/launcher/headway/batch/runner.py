@@ -130,7 +130,7 @@ class Server:
 
 def _record(line: BatchLine, response: httpx2.Response) -> dict[str, Any]:
     return {
-        "id": f"batch_req_{line.number}",
+        "id": line.answer_id,
         "custom_id": line.custom_id,
         "response": {
             "status_code": response.status_code,

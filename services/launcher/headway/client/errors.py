@@ -89,11 +89,18 @@ _NO_CONNECTION = re.compile(r"last error: \w+: (?:ipv[46]:)?(\S+): Failed to con
 
 
 # The same beginning, where one side speaks TLS and the other does not, or its certificate is not trusted.
-_NOT_UNDERSTOOD = re.compile(r"last error: \w+: (?:ipv[46]:)?(\S+): (?:Socket closed|.*handshake failed.*)$", re.DOTALL)
+_NOT_UNDERSTOOD = re.compile(
+    r"last error: \w+: (?:ipv[46]:)?(\S+): (?:Socket closed|.*reset by peer.*|.*handshake failed.*)$", re.DOTALL
+)
+_CLOSED = (
+    "closed the connection; if it speaks TLS, name its root certificates; if it asks for a client certificate, name one "
+    "that it trusts"
+)
 _TLS_FAULTS = {
     "WRONG_VERSION_NUMBER": "does not speak TLS; allowed: no certificates",
     "CERTIFICATE_VERIFY_FAILED": "shows a certificate that is not trusted here; allowed: root certificates that have signed it",
-    "Socket closed": "closed the connection; if it speaks TLS, name its root certificates",
+    "Socket closed": _CLOSED,
+    "reset by peer": _CLOSED,
 }
 
 

@@ -104,7 +104,7 @@ class Member:
         target = Target(
             address=probe.address, health_name=probe.health_name, certificates=probe.certificates, token=probe.token
         )
-        return await asyncio.to_thread(health_of, target) == SERVING
+        return (await asyncio.to_thread(health_of, target)).status == SERVING
 
     async def status(self, probe: Probe) -> dict[str, Any]:
         """Return the figures of the scheduler that scaling needs; empty if the gateway does not answer."""

@@ -3,8 +3,8 @@
 import argparse
 
 from headway.client import DEFAULT_ADDRESS, DEFAULT_RETRY_S, AsyncClient
-from headway.flags.settings import ConfigurationError, bytes_of_file, token_of_file
-from headway.running.health import client_certificate
+from headway.flags.settings import ConfigurationError, token_of_file
+from headway.running.health import client_certificate, root_certificates
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def client_of(arguments: argparse.Namespace, retry_s: float = DEFAULT_RETRY_S) -
     return AsyncClient(
         arguments.address,
         token=token_of_file(arguments.token_file, "--token-file") or None,
-        root_certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        root_certificates=root_certificates(arguments.root_certificates, "--root-certificates"),
         client_certificate=(shown_to_server.certificate, shown_to_server.key) if shown_to_server else None,
         retry_s=retry_s,
     )

@@ -65,15 +65,31 @@ class JobLine(SamplingOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt: str
 
 
+class _Once(argparse.Action):
+    """What is to be answered is no setting, of which the last one wins: nobody means the first to be left out."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            parser.error(f"{option_string} is not allowed twice; allowed: once, and --file for many prompts")
+        setattr(namespace, self.dest, values)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "prompt", nargs="?", default=argparse.SUPPRESS, metavar="TEXT", help="the same as --prompt TEXT"
     )
-    source.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is streamed")
+    source.add_argument("--prompt", action=_Once, metavar="TEXT", help="one prompt; its answer is streamed")
     source.add_argument(
         "--file",
+        action=_Once,
         metavar="FILE",
         help="many prompts, run at once: one per line, or, in a .jsonl file, objects such as "
         '{"prompt": "...", "max_tokens": 32}; - reads lines from stdin',
@@ -182,7 +198,7 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
 def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
     flags = {"json_schema": "--json-schema", "grammar": "--grammar"}
     return {
-        name: (bytes_of_file(file, flag) or b"").decode("utf-8", "replace")
+        name: (bytes_of_file(file, flag) or b"").decode("utf-8-sig", "replace")
         for name, flag in flags.items()
         if (file := getattr(arguments, name, None)) is not None
     }
@@ -203,7 +219,7 @@ def _job(prompt: str, options: dict[str, Any], *, is_chat: bool) -> Job:
 def _lines(file: str) -> list[str]:
     if file == "-":
         return sys.stdin.read().splitlines()
-    return (bytes_of_file(file, "--file") or b"").decode("utf-8", "replace").splitlines()
+    return (bytes_of_file(file, "--file") or b"").decode("utf-8-sig", "replace").splitlines()
 
 
 def _parsed(line: str, number: int, file: str) -> JobLine:

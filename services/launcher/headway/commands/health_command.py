@@ -3,8 +3,11 @@
 import argparse
 import sys
 
-from headway.flags.settings import bytes_of_file, token_of_file
-from headway.running.health import SERVING, Target, client_certificate, health_of
+from headway.flags.settings import ConfigurationError, token_of_file
+from headway.running.health import SERVING, Target, client_certificate, health_of, root_certificates
+from headway_proto.wording import shown
+
+MAX_PORT = 65535
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +26,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if the server serves."""
+    host, _, port = arguments.address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT):
+        raise ConfigurationError(f"{shown(arguments.address)} is not allowed; allowed: HOST:PORT")
+    if not arguments.timeout > 0:
+        raise ConfigurationError(f"--timeout: {arguments.timeout:g} is not allowed; allowed: above 0 seconds")
     target = Target(
         address=arguments.address,
-        certificates=bytes_of_file(arguments.root_certificates, "--root-certificates"),
+        certificates=root_certificates(arguments.root_certificates, "--root-certificates"),
         token=token_of_file(arguments.token_file, "--token-file"),
         client=client_certificate(arguments.client_certificate, arguments.client_key, "--client-certificate"),
     )
-    status = health_of(target, timeout_s=arguments.timeout)
-    sys.stdout.write(f"{status}\n")
-    return 0 if status == SERVING else 1
+    health = health_of(target, timeout_s=arguments.timeout)
+    sys.stdout.write(f"{health.status}\n")
+    if health.reason:
+        sys.stderr.write(f"headway health: {health.reason}\n")
+    return 0 if health.status == SERVING else 1

@@ -45,17 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_keys(directory: Path) -> None:
-    """Make a CURVE pair for each process, and exchange public keys.
+    """Make a CURVE pair for each process, and exchange public keys. A failure leaves none of them.
 
     Raises:
         FileExistsError: a directory exists already.
         OSError: writing failed.
     """
     inherited_umask = os.umask(0o077)
+    made: list[Path] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in (SCHEDULER, *CLIENTS):
             (directory / name).mkdir()
+            made.append(directory / name)
             # This comes first, so that no key is added to a repository meanwhile.
             (directory / name / ".gitignore").write_text("*\n")
             zmq.auth.create_certificates(directory / name, name)
@@ -64,5 +66,9 @@ def make_keys(directory: Path) -> None:
             admitted.mkdir()
             shutil.copy(directory / name / f"{name}.key", admitted)
             shutil.copy(directory / SCHEDULER / f"{SCHEDULER}.key", directory / name)
+    except BaseException:
+        for one in made:
+            shutil.rmtree(one, ignore_errors=True)
+        raise
     finally:
         os.umask(inherited_umask)

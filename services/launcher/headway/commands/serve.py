@@ -19,6 +19,7 @@ from headway.running.readiness import wait_until_serving
 from headway.running.socket_directory import socket_directory
 from headway_executor.checkpoint.reading_ahead import read_ahead
 from headway_process.log_sink import LogSink
+from headway_process.stop_signals import stop_signals
 
 _LOG_DRAIN_S = 0.5
 
@@ -74,7 +75,7 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
 
 def _deliver_signals(runner: FleetRunner) -> None:
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in stop_signals():
         loop.add_signal_handler(signum, runner.ask_to_stop, signum)
 
 

@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> None:
     if not end_with_parent() or launcher_is_gone(os.environ):
         return
     gateways = [Target(address=address) for address in arguments[0].split(",")]
-    while not any(health_of(gateway) == SERVING for gateway in gateways):
+    while not any(health_of(gateway).status == SERVING for gateway in gateways):
         time.sleep(_POLL_INTERVAL_S)
     from smg.cli import main as run_smg
 

@@ -68,16 +68,40 @@ def client_certificate(certificate_file: str | None, key_file: str | None, origi
         return None
     certificate, key = bytes_of_file(certificate_file, origin), bytes_of_file(key_file, origin)
     try:
-        ssl.create_default_context().load_cert_chain(certificate_file, key_file)
+        # For an encrypted key OpenSSL would ask the terminal for its password, and wait.
+        ssl.create_default_context().load_cert_chain(certificate_file, key_file, password="")
     except OSError:
         raise ConfigurationError(
-            f"{origin}: {shown(certificate_file)} cannot be used; allowed: a PEM certificate with its private key"
+            f"{origin}: {shown(certificate_file)} cannot be used; allowed: a PEM certificate with its private key, not encrypted"
         ) from None
     return ClientCertificate(certificate or b"", key or b"", certificate_file, key_file)
 
 
-def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
-    """Return SERVING, NOT_SERVING, ..., or UNREACHABLE."""
+def root_certificates(path: str | None, origin: str) -> bytes | None:
+    """Read the certificates (PEM) to trust, if a file is named.
+
+    Raises:
+        ConfigurationError: the file is unreadable, or has no certificate.
+    """
+    trusted = bytes_of_file(path, origin)
+    if trusted is None:
+        return None
+    try:
+        _trusting(trusted)
+    except OSError:
+        raise ConfigurationError(f"{origin}: {shown(path)} cannot be used; allowed: PEM certificates") from None
+    return trusted
+
+
+class Health(msgspec.Struct, frozen=True):
+    """SERVING, NOT_SERVING, ..., or UNREACHABLE and ``reason``, one line."""
+
+    status: str
+    reason: str = ""
+
+
+def health_of(target: Target, *, timeout_s: float = 2.0) -> Health:
+    """Ask a server once."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -86,9 +110,33 @@ def health_of(target: Target, *, timeout_s: float = 2.0) -> str:
             response = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # absent from its stubs
                 health_pb2.HealthCheckRequest(service=target.health_name), timeout=timeout_s, metadata=target.metadata
             )
-    except (grpc.RpcError, OSError):
-        return UNREACHABLE
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+    except grpc.RpcError as error:
+        return Health(UNREACHABLE, _reason_of_call(error, target, timeout_s))
+    except OSError as error:
+        return Health(UNREACHABLE, _reason_of_connection(error, target, timeout_s))
+    return Health(str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)))
+
+
+def _reason_of_call(error: "grpc.RpcError", target: Target, timeout_s: float) -> str:
+    import grpc
+
+    from headway.client.errors import error_of
+
+    known = error_of(error)
+    if known.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer from {target.reachable_address} within {timeout_s:g} s"
+    return str(known)
+
+
+def _reason_of_connection(error: OSError, target: Target, timeout_s: float) -> str:
+    address = target.reachable_address
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the server at {address} shows a certificate that is not trusted here: {error.verify_message}"
+    if isinstance(error, TimeoutError):
+        return f"no answer from {address} within {timeout_s:g} s"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS with the server at {address}: {(error.reason or str(error)).replace('_', ' ').lower()}"
+    return f"no server at {address} ({error.strerror or error})"
 
 
 def listens(target: Target, *, timeout_s: float = 1.0) -> bool:
@@ -151,11 +199,11 @@ def _channel(target: Target, timeout_s: float) -> "Iterator[grpc.Channel]":
 
 def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> str:
     """Return a name in the server's certificate, which must be one of ours."""
-    context = ssl.create_default_context(cadata=certificates.decode("ascii"))
+    context = _trusting(certificates)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if target.client:
-        context.load_cert_chain(target.client.certificate_file, target.client.key_file)
+        context.load_cert_chain(target.client.certificate_file, target.client.key_file, password="")
     with (
         _connected(target, timeout_s) as connection,
         context.wrap_socket(connection) as secured,
@@ -163,6 +211,11 @@ def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> st
         certificate = secured.getpeercert() or {}
     names = [str(entry[1]) for entry in certificate.get("subjectAltName", ())]
     return names[0].replace("*", "headway", 1) if names else ""
+
+
+def _trusting(certificates: bytes) -> ssl.SSLContext:
+    """What is not ASCII is a comment between the certificates."""
+    return ssl.create_default_context(cadata=certificates.decode("ascii", "ignore") or "none")
 
 
 def _connected(target: Target, timeout_s: float) -> socket.socket:

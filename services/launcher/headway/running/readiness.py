@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headway.running.health import Target, listens, model_of, serves_within
+from headway.running.health import Target, health_of, listens, model_of, serves_within
 
 if TYPE_CHECKING:
     from headway_proto import generation_pb2
@@ -43,7 +43,8 @@ async def wait_until_serving(
             continue
         now = time.monotonic()
         if now >= next_word:
-            report(f"not ready after {now - started:.0f} s{_why(waiting if len(targets) > 1 else (), late())}")
+            reason = await asyncio.to_thread(_why, waiting, late(), names_target=len(targets) > 1)
+            report(f"not ready after {now - started:.0f} s{reason}")
             next_word = now + PROGRESS_INTERVAL_S
         await asyncio.sleep(max(0.0, asked + POLL_INTERVAL_S - now))  # asking may have been the wait
     assert model is not None
@@ -51,9 +52,14 @@ async def wait_until_serving(
     return readiness_line([target.address for target in targets], model, took_s, num_executors=len(executors))
 
 
-def _why(waiting: Sequence[Target], late: Sequence[str]) -> str:
+def _why(waiting: Sequence[Target], late: Sequence[str], *, names_target: bool) -> str:
     if waiting:
-        return f": {waiting[0].address} does not serve"
+        # A gateway that listens and cannot be asked will not be ready by itself: an expired certificate, for example.
+        reason = health_of(waiting[0]).reason if listens(waiting[0]) else ""
+        if reason:
+            return f": {reason}"
+        if names_target:
+            return f": {waiting[0].address} does not serve"
     return f": no sign of {', '.join(late)}" if late else ""
 
 
