@@ -149,7 +149,7 @@ class Door(NamedTuple):
 
 @asynccontextmanager
 async def door(text_model: TextModel) -> AsyncIterator[Door]:
-    model = msgspec.structs.replace(MODEL, vocab_size=4200)
+    model = msgspec.structs.replace(MODEL, vocab_size=4200, supports_constraints=True)
     async with (
         stage(text_model, http_address="127.0.0.1:0") as on,
         FakeScheduler(on.ingress, model=model) as scheduler,
@@ -256,6 +256,80 @@ async def test_a_response_has_thoughts_as_items_of_their_own(tmp_path: Path) -> 
             assert [item.type for item in cut.output] == kinds
         with pytest.raises(openai.BadRequestError, match=r"input\[0\].role: it is missing"):
             await at.client.responses.create(**{**request, "input": [{"content": "x"}]})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_response_has_calls_as_items_of_their_own(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
+        at.write(family.written)
+        request: dict[str, Any] = {
+            "model": "fake",
+            "input": [{"role": "user", "content": "x"}],
+            "max_output_tokens": 400,
+        }
+        made = await at.client.responses.create(**request, tools=tools)
+        calls = [item for item in made.output if item.type == "function_call"]
+        kinds = ["reasoning"] * bool(family.thought) + ["message"] * bool(family.content)
+        assert [item.type for item in made.output] == [*kinds, "function_call", "function_call"]
+        assert [(call.name, json.loads(call.arguments), call.status) for call in calls] == [
+            ("look", ARGUMENTS, "completed"),
+            ("go", {}, "completed"),
+        ]
+        assert len({call.call_id for call in calls} | {call.id for call in calls}) == 4
+        assert made.output_text == (family.content or "")
+        assert (made.tool_choice, [tool.name for tool in made.tools]) == ("auto", ["look", "go"])
+        assert '"look"' in at.prompt() or "lookgo" in at.prompt()
+        async with at.client.responses.stream(**request, tools=tools) as stream:
+            events = [event async for event in stream]
+        final = events[-1].response
+        assert [(one.name, json.loads(one.arguments)) for one in final.output if one.type == "function_call"] == [
+            (call.name, json.loads(call.arguments)) for call in calls
+        ]
+        deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert [event.delta for event in deltas] == [event.arguments for event in done]
+        assert [event.name for event in done] == ["look", "go"]
+        assert [event.item_id for event in done] == [one.id for one in final.output if one.type == "function_call"]
+        outputs = [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "round"}]
+        await at.client.responses.create(
+            **{**request, "input": [*request["input"], *made.output, *outputs]}, tools=tools
+        )
+        _, written, behind = at.prompt().partition(family.written)
+        assert written
+        assert "round" in behind
+
+
+async def test_calls_of_a_response_may_be_forced_and_its_items_are_checked(tmp_path: Path) -> None:
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    async with door(model_with(tmp_path / "model", "{{ tools | tojson }}{{ messages[0].content }}")) as at:
+        request: dict[str, Any] = {"model": "fake", "input": "x", "max_output_tokens": 99}
+        with pytest.raises(openai.BadRequestError, match="no form of calls that is known"):
+            await at.client.responses.create(**request, tools=tools)
+        at.write('[{"name": "go", "parameters": {}}]')
+        for choice in ("required", {"type": "function", "name": "go"}):
+            made = await at.client.responses.create(
+                **request, tools=tools, tool_choice=choice, parallel_tool_calls=False
+            )
+            (call,) = made.output
+            assert (call.type, call.name, call.arguments) == ("function_call", "go", "{}")
+            assert not made.parallel_tool_calls
+            assert at.scheduler.submits[-1].sampling.constraint is not None
+        for wrong, field in (
+            ({"tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
+            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"input": [{"type": "function_call", "call_id": "a", "name": "go"}]}, "input[0].arguments"),
+            (
+                {"input": [{"type": "function_call", "call_id": "a", "name": "go", "arguments": "["}]},
+                "input[0].arguments",
+            ),
+            ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+            ({"input": [{"role": "user", "content": "x", "call_id": "a"}]}, "input[0].call_id"),
+        ):
+            async with at.http.post("/v1/responses", json=request | {"tools": tools} | wrong) as answer:
+                assert answer.status == 400
+                assert (await answer.json())["error"]["param"] == field
 
 
 async def test_a_thought_that_the_template_begins_behind_a_users_message_alone(tmp_path: Path) -> None:

@@ -205,15 +205,19 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a response's input, or a thought, which has no role.
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of a response's input: a message, a thought, a call of the model, or what came of one.
 
     One of an earlier response has the last fields; they do nothing.
     """
 
-    content: str | list[ContentPart]
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: str | None = None
-    type: Literal["message", "reasoning"] = "message"
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
     summary: NoItems | None = None
     encrypted_content: None = None
     id: str | None = None
@@ -227,10 +231,28 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
 
 
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
+    """As ``Tool``, in one object."""
+
+    type: Literal["function"]
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+    @property
+    def function(self) -> Function:
+        """Return it as a chat has it."""
+        return Function(self.name, self.description, self.parameters, self.strict)
+
+
 class ResponsesBody(GenerationBody, kw_only=True):
     """``POST /v1/responses``: text in, text out, nothing kept."""
 
-    input: str | list[InputMessage]
+    input: str | list[InputItem]
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     instructions: str | None = None
     max_output_tokens: UInt32 | None = None
     text: TextConfig | None = None

@@ -33,7 +33,6 @@ from headway_gateway.openai.translation import (
     offered_tools,
 )
 from headway_gateway.requests.validation import MAX_CONTINUATIONS
-from headway_gateway.statuses import invalid_argument
 from headway_gateway.wall_clock import now
 from headway_proto import generation_pb2 as api
 
@@ -338,12 +337,7 @@ class Chats:
         answer_id = f"chatcmpl-{call.request_id}"
         num_choices = min(1 if body.n is None else body.n, MAX_CONTINUATIONS)
         tally = Tally()
-        wanted = _wanted(body, request)
-        if wanted.tools is not None and not (wanted.is_forced or self._piece_maker.knows_calls):
-            raise invalid_argument(
-                "tools",
-                "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
-            )
+        wanted = wanted_of(body, request)
         pieces = await self._piece_maker.make(num_choices, wanted, request, model)
         names = FORCED_CALL_NAMES if wanted.is_forced else CHAT_NAMES
 
@@ -363,15 +357,11 @@ class Chats:
         await call.answer(msgspec.json.encode(answer))
 
 
-def _wanted(body: ChatBody, request: api.GenerateRequest) -> Wanted:
+def wanted_of(body: ChatBody | ResponsesBody, request: api.GenerateRequest) -> Wanted:
+    """Return what is divided from the outputs. A constraint leaves no room for thoughts."""
     tools = offered_tools(body)
     return Wanted(
-        thoughts=divides_thoughts(body, request),
-        tools={tool.function.name: tool.function.parameters for tool in tools} if tools else None,
+        thoughts=body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None,
+        tools={tool.name: tool.parameters for tool in tools} if tools else None,
         is_forced=bool(forced_tools(body)),
     )
-
-
-def divides_thoughts(body: ChatBody | ResponsesBody, request: api.GenerateRequest) -> bool:
-    """Return whether thoughts are divided from the answer. A constraint leaves no room for them."""
-    return body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None

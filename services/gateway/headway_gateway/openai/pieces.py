@@ -9,6 +9,7 @@ from headway_gateway.openai.marks import num_uncertain
 from headway_gateway.openai.thinking import ThinkingText, Thought, thoughts_of
 from headway_gateway.openai.tool_calls import FORCED, Schemas, ToolCall, ToolText, form_of
 from headway_gateway.requests.validation import most_prompt_tokens
+from headway_gateway.statuses import invalid_argument
 from headway_gateway.text.encoding_lanes import size_of_chat
 from headway_gateway.text.tokenization import Message, PromptError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
@@ -86,11 +87,6 @@ class PieceMaker:
         self._thought_form = thoughts_of(text_model.template_source) or thoughts_of(for_tools)
         self._begins_inside: dict[str, bool] = {}
 
-    @property
-    def knows_calls(self) -> bool:
-        """Whether the template has a form of calls that is known."""
-        return self._has_channels or self._call_form is not None
-
     def _has_special_marks(self, wanted: Wanted) -> bool:
         """Whether a mark of what is wanted is a special token."""
         marks: set[str] = set()
@@ -106,7 +102,15 @@ class PieceMaker:
         """Return one for each of ``count`` outputs of a chat; none if their text stays whole.
 
         The request then keeps special tokens if some of them are marks.
+
+        Raises:
+            CallRefusedError: tools are offered, and the template has no form of calls that is known.
         """
+        if wanted.tools is not None and not (wanted.is_forced or self._has_channels or self._call_form is not None):
+            raise invalid_argument(
+                "tools",
+                "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
+            )
         thoughts = self._thought_form if wanted.thoughts else None
         if wanted.tools is None and thoughts is None and not (wanted.thoughts and self._has_channels):
             return []

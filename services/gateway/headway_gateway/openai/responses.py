@@ -1,21 +1,22 @@
-"""``POST /v1/responses``: text in, text out, whole or as events; nothing is kept.
+"""``POST /v1/responses``: text and calls in, text and calls out, whole or as events; nothing is kept.
 
 Must not know: how chats are rendered, how a generation runs.
 """
 
+import secrets
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
-from headway_gateway.openai.bodies import ResponsesBody, read
-from headway_gateway.openai.chats import ChatReader, TokenBytes, TokenEntry, divides_thoughts
+from headway_gateway.openai.bodies import ResponsesBody, ResponseTool, read
+from headway_gateway.openai.chats import ChatReader, TokenBytes, TokenEntry, wanted_of
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
-from headway_gateway.openai.pieces import Piece, PieceMaker, Wanted
+from headway_gateway.openai.pieces import Piece, PieceMaker
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
-from headway_gateway.openai.translation import RESPONSES_NAMES, responses_request
+from headway_gateway.openai.translation import FORCED_RESPONSE_NAMES, RESPONSES_NAMES, responses_request
 from headway_gateway.wall_clock import now
 
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -52,7 +53,17 @@ class OutputThought(msgspec.Struct, tag_field="type", tag="reasoning"):
     summary: list[Any] = []
 
 
-OutputItem: TypeAlias = OutputMessage | OutputThought
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A call of a tool. ``arguments`` is JSON."""
+
+    id: str
+    status: _Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem: TypeAlias = OutputMessage | OutputThought | OutputCall
 
 
 class ReasoningTokens(msgspec.Struct):
@@ -95,20 +106,29 @@ class Response(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
     previous_response_id: None = None
     parallel_tool_calls: bool = False
-    tool_choice: Literal["none"] = "none"
-    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "none"
+    tools: list[ResponseTool] = []
     store: Literal[False] = False
     object: Literal["response"] = "response"
 
 
+class _Item:
+    """An item that grows. ``call``: its name and id, if it is one."""
+
+    def __init__(self, kind: type[OutputItem], call: tuple[str, str] = ("", "")) -> None:
+        self.kind = kind
+        self.name, self.call_id = call
+        self.texts: list[str] = []
+
+
 class ResponseOutput:
-    """Gathers thoughts and messages, in the order in which they come."""
+    """Gathers thoughts, messages and calls, in the order in which they come."""
 
     def __init__(self, frame: Response, tally: Tally) -> None:
         """``frame`` is a response without output."""
         self._frame = frame
         self._tally = tally
-        self._items: list[tuple[type[OutputItem], list[str]]] = []
+        self._items: list[_Item] = []
         self._reason = ""
 
     async def begin(self) -> None:
@@ -116,15 +136,21 @@ class ResponseOutput:
 
     async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:  # noqa: ARG002
         """See ``ChatSink``."""
-        assert not isinstance(piece, ToolCall), "a response has no tools"
-        kind = OutputThought if isinstance(piece, Thought) else OutputMessage
-        if not self._items or self._items[-1][0] is not kind:
-            await self.end_item("completed")
-            self._items.append((kind, []))
-            await self.begin_item()
-        text = piece.text if isinstance(piece, Thought) else piece
-        self._items[-1][1].append(text)
+        if isinstance(piece, ToolCall):
+            await self._begin(_Item(OutputCall, (piece.name, f"call_{secrets.token_hex(12)}")))
+            text = piece.arguments
+        else:
+            kind = OutputThought if isinstance(piece, Thought) else OutputMessage
+            if not self._items or self._items[-1].kind is not kind:
+                await self._begin(_Item(kind))
+            text = piece.text if isinstance(piece, Thought) else piece
+        self._items[-1].texts.append(text)
         await self.add_text(text)
+
+    async def _begin(self, item: _Item) -> None:
+        await self.end_item("completed")
+        self._items.append(item)
+        await self.begin_item()
 
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
@@ -148,10 +174,12 @@ class ResponseOutput:
 
     def item(self, place: int, status: _Status, *, has_content: bool = True) -> OutputItem:
         """Return an item as it is now."""
-        kind, texts = self._items[place]
+        item = self._items[place]
         name = self._frame.id.removeprefix("resp_") + (f"-{place}" if place else "")
-        text = "".join(texts)
-        if kind is OutputThought:
+        text = "".join(item.texts)
+        if item.kind is OutputCall:
+            return OutputCall(f"fc_{name}", status, item.call_id, item.name, text if has_content else "")
+        if item.kind is OutputThought:
             return OutputThought(f"rs_{name}", status, [ThoughtText(text)] if has_content else [])
         return OutputMessage(f"msg_{name}", status, [OutputText(text)] if has_content else [])
 
@@ -193,10 +221,11 @@ class StreamedResponse(ResponseOutput):
         """See ``ResponseOutput``."""
         place = len(self._items) - 1
         item = self.item(place, "in_progress", has_content=False)
-        await self._send(
-            self._event("response.output_item.added", output_index=place, item=item),
-            self._part_event("response.content_part.added", part=self.item(place, "in_progress").content[0]),
-        )
+        events = [self._event("response.output_item.added", output_index=place, item=item)]
+        whole = self.item(place, "in_progress")
+        if not isinstance(whole, OutputCall):
+            events.append(self._part_event("response.content_part.added", part=whole.content[0]))
+        await self._send(*events)
 
     async def add_text(self, text: str) -> None:
         """See ``ResponseOutput``."""
@@ -209,11 +238,14 @@ class StreamedResponse(ResponseOutput):
             return
         place = len(self._items) - 1
         item = self.item(place, status)
-        await self._send(
-            self._text_event("done", text=item.content[0].text),
-            self._part_event("response.content_part.done", part=item.content[0]),
-            self._event("response.output_item.done", output_index=place, item=item),
-        )
+        if isinstance(item, OutputCall):
+            events = [self._text_event("done", name=item.name, arguments=item.arguments)]
+        else:
+            events = [
+                self._text_event("done", text=item.content[0].text),
+                self._part_event("response.content_part.done", part=item.content[0]),
+            ]
+        await self._send(*events, self._event("response.output_item.done", output_index=place, item=item))
 
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
@@ -222,14 +254,20 @@ class StreamedResponse(ResponseOutput):
         await self._send(self._event(f"response.{whole.status}", response=whole))
 
     def _text_event(self, what: str, **fields: Any) -> bytes:
-        if self._items[-1][0] is OutputThought:
+        kind = self._items[-1].kind
+        if kind is OutputCall:
+            return self._item_event(f"response.function_call_arguments.{what}", **fields)
+        if kind is OutputThought:
             return self._part_event(f"response.reasoning_text.{what}", **fields)
         return self._part_event(f"response.output_text.{what}", logprobs=[], **fields)
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
         place = len(self._items) - 1
         item_id = self.item(place, "in_progress", has_content=False).id
-        return self._event(kind, item_id=item_id, output_index=place, content_index=0, **fields)
+        return self._event(kind, item_id=item_id, output_index=place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
@@ -268,13 +306,17 @@ class Responses:
             max_output_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
+            tools=body.tools or [],
+            tool_choice=body.tool_choice or ("auto" if body.tools else "none"),
+            parallel_tool_calls=bool(body.tools) and body.parallel_tool_calls is not False,
         )
         tally = Tally()
-        wanted = Wanted(thoughts=divides_thoughts(body, request))
+        wanted = wanted_of(body, request)
         output = StreamedResponse(call, frame, tally) if body.stream else ResponseOutput(frame, tally)
         pieces = await self._piece_maker.make(1, wanted, request, model)
         reader = ChatReader(output, tally, self._token_bytes, wants_logprobs=False, pieces=pieces)
-        await run(self._generation, call, [(request, reader.write)], names=RESPONSES_NAMES)
+        names = FORCED_RESPONSE_NAMES if wanted.is_forced else RESPONSES_NAMES
+        await run(self._generation, call, [(request, reader.write)], names=names)
         if body.stream:
             await call.end_events()
         else:

@@ -6,17 +6,17 @@ Must not know: how the calls are read.
 from collections.abc import Sequence
 from typing import Any
 
-from headway_gateway.openai.bodies import Tool
+from headway_gateway.openai.bodies import Function
 
 
-def schema_of_calls(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
+def schema_of_calls(tools: Sequence[Function], most: int | None) -> dict[str, Any]:
     """Return the JSON schema of one or more calls of these tools; ``most`` bounds their number."""
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call(tool.function.name, place) for place, tool in enumerate(tools)]},
+        "items": {"anyOf": [_call(tool.name, place) for place, tool in enumerate(tools)]},
         "$defs": {
-            f"{place}": _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{place}")
+            f"{place}": _moved(tool.parameters or {"type": "object"}, f"#/$defs/{place}")
             for place, tool in enumerate(tools)
         },
     }

@@ -4,20 +4,22 @@ It checks only what the other side has no words for; ranges are checked behind i
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from headway_gateway.openai.bodies import (
     NOTHING,
     Body,
+    CalledFunction,
     ChatBody,
     ChoicesBody,
     CompletionBody,
     ContentPart,
     EmbeddingsBody,
+    Function,
     GenerationBody,
-    InputMessage,
+    InputItem,
     MadeCall,
     MessageBody,
     ResponsesBody,
@@ -50,6 +52,15 @@ _PLAIN_SAMPLING = (
     *("min_tokens", "ignore_eos", "regex", "grammar"),
 )
 _CONSTRAINTS = ("regex", "grammar", "choice")
+_ITEM_FIELDS = {
+    "message": {"role", "content"},
+    "reasoning": {"content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+}
+"""What each item of a response's input must have."""
+
+ToolsBody: TypeAlias = ChatBody | TokenizeBody | ResponsesBody
 
 _COMMON_NAMES = (
     ("sampling.json_schema", "response_format.json_schema.schema"),
@@ -75,9 +86,11 @@ RESPONSES_NAMES = (
     ("sampling.json_schema", "text.format.schema"),
     *_COMMON_NAMES,
     ("chat.messages", "input"),
+    ("chat.tools", "tools"),
     ("chat.variables", "chat_template_kwargs"),
     ("chat", "input"),
 )
+FORCED_RESPONSE_NAMES = (("sampling.json_schema", "tools"), *RESPONSES_NAMES)
 """Pairs of prefixes: ours, the caller's."""
 
 
@@ -154,6 +167,11 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
     if body.logprobs:
         request.sampling.logprobs = body.top_logprobs or 0
     add_chat(request.chat, body)
+    _force_calls(request, body)
+    return request
+
+
+def _force_calls(request: api.GenerateRequest, body: ChatBody | ResponsesBody) -> None:
     if forced := forced_tools(body):
         if request.sampling.WhichOneof("constraint") is not None:
             raise invalid_argument("tool_choice", "a call is not allowed together with another constraint")
@@ -166,7 +184,6 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
         raise invalid_argument(
             "parallel_tool_calls", "False is not allowed, since the model decides; allowed: true, or a forced call"
         )
-    return request
 
 
 def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
@@ -176,10 +193,14 @@ def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
         CallRefusedError: INVALID_ARGUMENT.
     """
     add_messages(chat, body.messages or ())
+    _add_tools(chat, body)
+    add_variables(chat, body.chat_template_kwargs, body.reasoning_effort)
+
+
+def _add_tools(chat: api.Chat, body: ToolsBody) -> None:
     forced_tools(body)
     if tools := offered_tools(body):
-        chat.tools = msgspec.json.encode(tools).decode()
-    add_variables(chat, body.chat_template_kwargs, body.reasoning_effort)
+        chat.tools = msgspec.json.encode([Tool("function", function) for function in tools]).decode()
 
 
 def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | None) -> None:
@@ -189,12 +210,12 @@ def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | No
         chat.variables = msgspec.json.encode(variables).decode()
 
 
-def offered_tools(body: ChatBody | TokenizeBody) -> list[Tool]:
+def offered_tools(body: ToolsBody) -> list[Function]:
     """Return the tools that the model may call."""
-    return [] if body.tool_choice == "none" else body.tools or []
+    return [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
 
 
-def forced_tools(body: ChatBody | TokenizeBody) -> list[Tool]:
+def forced_tools(body: ToolsBody) -> list[Function]:
     """Return those of which it must call one; none if it need not.
 
     Raises:
@@ -208,9 +229,11 @@ def forced_tools(body: ChatBody | TokenizeBody) -> list[Tool]:
     if choice == "required":
         found = tools
     else:
-        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        function: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
+        if not isinstance(body, ResponsesBody):
+            function = function.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        found = [tool for tool in tools if tool.function.name == name]
+        found = [tool for tool in tools if tool.name == name]
     if not found:
         allowed = "auto, none, required, or the function of a tool"
         raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed; allowed: {allowed}")
@@ -235,28 +258,66 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
         request.chat.messages.add(role="user", content=body.input)
     else:
         add_messages(request.chat, _messages(body.input))
+    _add_tools(request.chat, body)
+    _force_calls(request, body)
     add_variables(
         request.chat, body.chat_template_kwargs, body.reasoning.effort if body.reasoning is not None else None
     )
     return request
 
 
-def _messages(items: Iterable[InputMessage]) -> Iterable[MessageBody]:
-    """A thought belongs to the answer behind it."""
-    thought: str | None = None
+def _messages(items: Iterable[InputItem]) -> Iterable[MessageBody]:
+    """Return the items as messages: a thought, an answer and calls behind each other are one of the model."""
+    answer: MessageBody | None = None
     for place, item in enumerate(items):
-        if item.type == "reasoning":
-            thought = (thought or "") + _text(item.content)
-            continue
-        if item.role is None:
-            raise invalid_argument(f"input[{place}].role", "it is missing")
-        if thought is not None and item.role != "assistant":
-            yield MessageBody("assistant", "", reasoning_content=thought)
-            thought = None
-        yield MessageBody(item.role, item.content, reasoning_content=thought)
-        thought = None
-    if thought is not None:
-        yield MessageBody("assistant", "", reasoning_content=thought)
+        _check_item(item, f"input[{place}]")
+        is_of_model = item.type in {"reasoning", "function_call"} or item.role == "assistant"
+        if answer is not None and not (is_of_model and _goes_on(answer, item)):
+            yield answer
+            answer = None
+        if is_of_model:
+            answer = answer or MessageBody("assistant", "")
+            _add_item(answer, item, f"input[{place}]")
+        elif item.type == "function_call_output":
+            yield MessageBody("tool", item.output, tool_call_id=item.call_id)
+        else:
+            assert item.role is not None
+            yield MessageBody(item.role, item.content)
+    if answer is not None:
+        yield answer
+
+
+def _check_item(item: InputItem, field: str) -> None:
+    wanted = _ITEM_FIELDS[item.type]
+    for name in ("role", "content", "call_id", "name", "arguments", "output"):
+        value = getattr(item, name)
+        if value is None and name in wanted:
+            raise invalid_argument(f"{field}.{name}", "it is missing")
+        if value is not None and name not in wanted:
+            raise invalid_argument(
+                f"{field}.{name}", f"it is not allowed in an item of type {item.type}; allowed: unset"
+            )
+
+
+def _goes_on(answer: MessageBody, item: InputItem) -> bool:
+    """Whether an item belongs to the model's message before it: a thought comes first, and calls last."""
+    if item.type == "function_call":
+        return True
+    return not answer.tool_calls and not answer.content
+
+
+def _add_item(answer: MessageBody, item: InputItem, field: str) -> None:
+    if item.type == "function_call":
+        assert item.call_id is not None
+        assert item.name is not None
+        assert item.arguments is not None
+        call = MadeCall(item.call_id, CalledFunction(item.name, item.arguments))
+        _arguments(call, f"{field}.arguments")
+        answer.tool_calls = [*(answer.tool_calls or ()), call]
+    elif item.type == "reasoning":
+        answer.reasoning_content = (answer.reasoning_content or "") + _text(item.content or "")
+    else:
+        answer.content = item.content
 
 
 class EmbedPart(NamedTuple):
