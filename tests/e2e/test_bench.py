@@ -70,7 +70,13 @@ def test_ctrl_c_leaves_what_was_measured(address, processes, tmp_path):
     result = tmp_path / "result.json"
     load = ("--num-requests", "2000", "--users", "4", "--prompt-tokens", "8", "--output-tokens", "2")
     words = ("--address", address, *load, "--processes", str(processes), "--json", str(result))
-    process = subprocess.Popen([sys.executable, "-m", "headway", "bench", *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "bench", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Whoever is started in the background of a shell ignores it, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (no thread holds a lock)
+    )
     time.sleep(4.0)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)

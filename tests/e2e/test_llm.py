@@ -55,11 +55,14 @@ def test_what_is_no_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
 
 
 def test_an_interrupt_ends_what_runs_and_the_next_call_works(llm: LLM) -> None:
+    # Whoever is started in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["x"] * 20, max_tokens=900, ignore_eos=True)
     timer.join()
+    signal.signal(signal.SIGINT, before)
     assert len(llm.generate(PROMPTS[0], max_tokens=2)) == 1
     with Client(llm.address) as client:
         wait_until(lambda: not client.status().num_running, 5, "the end of the requests")
