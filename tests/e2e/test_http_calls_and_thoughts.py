@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 import openai
+import openai.types.responses
+import pydantic
 import pytest
 from tokenizers import Tokenizer
 
@@ -330,6 +332,138 @@ async def test_calls_of_a_response_may_be_forced_and_its_items_are_checked(tmp_p
             async with at.http.post("/v1/responses", json=request | {"tools": tools} | wrong) as answer:
                 assert answer.status == 400
                 assert (await answer.json())["error"]["param"] == field
+
+
+class Look(pydantic.BaseModel):
+    """Look at it."""
+
+    at: str
+
+
+HERMES = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
+TWO_CALLS = '<tool_call>{"name": "Look", "arguments": {"at": "sun"}}</tool_call>' * 2
+
+
+async def test_what_clients_always_send_is_accepted_where_it_changes_nothing(tmp_path: Path) -> None:
+    async with door(model_with(tmp_path / "model", HERMES)) as at:
+        at.write("Yes.")
+        response: dict[str, Any] = {"input": "x", "max_output_tokens": 9}
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+        common = {"service_tier": "auto", "prompt_cache_retention": "24h"}
+        for path, body, harmless, wrong in (
+            (
+                "/v1/responses",
+                response,
+                {
+                    "include": ["reasoning.encrypted_content"],
+                    "truncation": "disabled",
+                    "background": False,
+                    "top_logprobs": 0,
+                    "text": {"verbosity": "medium"},
+                    "reasoning": {"summary": "auto"},
+                    "stream_options": {"include_obfuscation": False},
+                    "previous_response_id": None,
+                    "conversation": None,
+                    "prompt": None,
+                    "max_tool_calls": None,
+                },
+                {
+                    "include[0]": {"include": ["message.output_text.logprobs"]},
+                    "truncation": {"truncation": "auto"},
+                    "background": {"background": True},
+                    "top_logprobs": {"top_logprobs": 1},
+                    "text.verbosity": {"text": {"verbosity": "low"}},
+                    "reasoning.summary": {"reasoning": {"summary": "detailed"}},
+                    "previous_response_id": {"previous_response_id": "resp_1"},
+                },
+            ),
+            (
+                "/v1/chat/completions",
+                chat,
+                {"verbosity": "medium", "modalities": ["text"], "top_logprobs": 0, "parallel_tool_calls": False},
+                {
+                    "verbosity": {"verbosity": "high"},
+                    "modalities[1]": {"modalities": ["text", "audio"]},
+                    "service_tier": {"service_tier": "flex"},
+                    "stream_options.include_obfuscation": {"stream_options": {"include_obfuscation": True}},
+                },
+            ),
+        ):
+            async with at.http.post(path, json=body | common | harmless) as answer:
+                assert answer.status == 200, await answer.text()
+            for field, more in wrong.items():
+                async with at.http.post(path, json=body | more) as answer:
+                    assert (await answer.json())["error"]["param"] == field
+
+
+async def test_answers_are_what_the_clients_types_ask_for(tmp_path: Path) -> None:
+    any_event: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
+    form = {"format": {"type": "json_schema", "name": "Look", "schema": Look.model_json_schema()}}
+    async with door(model_with(tmp_path / "model", HERMES + "</think>")) as at:
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        for written, more in (
+            ("<think>Hm.</think>Yes." + TWO_CALLS, {"tools": tools}),
+            ('{"at": "sun"}', {"text": form}),
+        ):
+            at.write(written)
+            body = {"input": "x", "max_output_tokens": 200} | more
+            async with at.http.post("/v1/responses", json=body) as answer:
+                whole = openai.types.responses.Response.model_validate(await answer.json())
+            assert whole.text is not None
+            assert whole.text.to_dict() == more.get("text", {"format": {"type": "text"}})
+            async with at.http.post("/v1/responses", json=body | {"stream": True}) as answer:
+                events = [line[6:] for line in (await answer.text()).splitlines() if line.startswith("data: ")]
+            kinds = [any_event.validate_json(event).type for event in events]
+            assert kinds[-1] == "response.completed"
+
+
+async def test_parsed_answers_go_back_in(tmp_path: Path) -> None:
+    async with door(model_with(tmp_path / "model", HERMES)) as at:
+        asked: dict[str, Any] = {"role": "user", "content": "x"}
+        for written, wanted in (
+            (TWO_CALLS, {"tools": [openai.pydantic_function_tool(Look)]}),
+            ('{"at": "sun"}', {"response_format": Look}),
+        ):
+            at.write(written)
+            made = await at.client.chat.completions.parse(model="fake", messages=[asked], max_tokens=99, **wanted)
+            message = made.choices[0].message
+            calls = message.tool_calls or ()
+            parsed = [call.function.parsed_arguments for call in calls] or [message.parsed]
+            assert parsed == [Look(at="sun")] * len(parsed)
+            answers = [{"role": "tool", "tool_call_id": call.id, "content": "round"} for call in calls]
+            going_on: Any = [asked, message.to_dict(mode="json", warnings=False), *answers]
+            await at.client.chat.completions.create(model="fake", messages=going_on, max_tokens=99)
+
+
+async def test_one_call_alone_and_the_form_of_a_text_that_a_forced_call_leaves_out(tmp_path: Path) -> None:
+    tool: Any = openai.pydantic_function_tool(Look)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "other", "schema": {"type": "integer"}}}
+    async with door(model_with(tmp_path / "model", HERMES)) as at:
+        chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+        at.write(TWO_CALLS)
+        for parallel in (True, False):
+            more: dict[str, Any] = {"tools": [tool], "parallel_tool_calls": parallel}
+            made = await at.client.chat.completions.create(**chat, **more)
+            assert len(made.choices[0].message.tool_calls or ()) == 1 + parallel
+            stream = await at.client.chat.completions.create(**chat, **more, stream=True)
+            assert sum([len(chunk.choices[0].delta.tool_calls or ()) async for chunk in stream]) == 1 + parallel
+            response = await at.client.responses.create(
+                model="fake",
+                input="x",
+                max_output_tokens=200,
+                tools=[{"type": "function", **tool["function"]}],
+                parallel_tool_calls=parallel,
+            )
+            assert len(response.output) == 1 + parallel
+        at.write('[{"name": "Look", "parameters": {"at": "sun"}}]')
+        made = await at.client.chat.completions.create(
+            **chat, tools=[tool], tool_choice="required", response_format=form
+        )
+        assert [call.function.name for call in made.choices[0].message.tool_calls or ()] == ["Look"]
+        with pytest.raises(openai.BadRequestError, match="tool_choice: a call is not allowed together with another"):
+            await at.client.chat.completions.create(
+                **chat, tools=[tool], tool_choice="required", extra_body={"regex": "a"}
+            )
 
 
 async def test_a_thought_that_the_template_begins_behind_a_users_message_alone(tmp_path: Path) -> None:

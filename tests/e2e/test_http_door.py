@@ -264,15 +264,11 @@ async def test_tools_reach_the_template_and_calls_come_back(tmp_path: Path) -> N
                 ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
                 ({"tool_choice": "required"}, "tool_choice"),
                 ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
-                (
-                    {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-                    "tool_choice",
-                ),
-                ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+                ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "tool_choice"),
                 ({"tools": [{"type": "search"}]}, "tools[0].type"),
             ):
                 with pytest.raises(openai.BadRequestError) as refusal:
-                    await client.chat.completions.create(**request, **wrong)
+                    await client.chat.completions.create(**request, extra_body=wrong)
                 assert refusal.value.param == field
         chat = api.Chat(messages=[api.ChatMessage(role="user", content="x", more="[]")], tools="{}")
         with pytest.raises(grpc.aio.AioRpcError) as over_grpc:

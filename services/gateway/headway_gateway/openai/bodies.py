@@ -29,6 +29,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream has beside its text."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
     """The tokens so far in each event, as vLLM has it."""
 
@@ -64,11 +65,14 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class GenerationBody(Body, kw_only=True):
     """What every generation may have; names of ``headway.v1`` where OpenAI has none.
 
-    ``safety_identifier`` and ``prompt_cache_key`` do nothing: prefixes are found by their tokens.
+    ``safety_identifier``, ``prompt_cache_key`` and ``prompt_cache_retention`` do nothing: prefixes are found by their
+    tokens. Nor does ``service_tier``, which leaves the choice to the server.
     """
 
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     metadata: msgspec.Raw = NOTHING
     store: bool | None = None
     itl_slo_ms: UInt32 | None = None
@@ -129,6 +133,8 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """What a client made of ``arguments``, which it sends back."""
 
 
 class MadeCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -143,7 +149,8 @@ class MadeCall(msgspec.Struct, forbid_unknown_fields=True):
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     """A message of a chat. Only one with ``tool_calls`` may be without content.
 
-    Answers of this API and of others have the last fields, and clients send their messages back.
+    Answers of this API and of others have the last fields, and clients send their messages back; ``parsed`` is what they
+    made of the content.
     """
 
     role: str
@@ -156,6 +163,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     annotations: NoItems | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -174,6 +182,10 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     function: Function
 
 
+MediumVerbosity = Literal["medium"]
+"""OpenAI's default. A model is not told of another."""
+
+
 class ChatBody(ChoicesBody, kw_only=True):
     """``POST /v1/chat/completions``."""
 
@@ -187,15 +199,18 @@ class ChatBody(ChoicesBody, kw_only=True):
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
+    verbosity: MediumVerbosity | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
-class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of a response."""
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The form of a response. Answers have it, too."""
 
     format: "TextFormat | None" = None
+    verbosity: MediumVerbosity | None = None
 
 
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """As ``ResponseFormat``, in one object."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -226,9 +241,16 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """How much the model thinks, in words of its template."""
+    """How much the model thinks, in words of its template. Thoughts come as they are, in place of a summary."""
 
     effort: str | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What the stream of a response has."""
+
+    include_obfuscation: bool | None = None
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -247,7 +269,10 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
-    """``POST /v1/responses``: text in, text out, nothing kept."""
+    """``POST /v1/responses``: text in, text out, nothing kept. The last fields are as they would be if they were unset.
+
+    Thoughts come as they are, so ``include`` has nothing to add.
+    """
 
     input: str | list[InputItem]
     tools: list[ResponseTool] | None = None
@@ -259,6 +284,15 @@ class ResponsesBody(GenerationBody, kw_only=True):
     reasoning: ReasoningConfig | None = None
     separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
 
 
 class EmbeddingsBody(Body, kw_only=True):

@@ -158,9 +158,12 @@ class ChatReader:
         *,
         wants_logprobs: bool,
         pieces: Sequence[Pieces] = (),
+        one_call: bool = False,
     ) -> None:
-        """``pieces``: one for each output, if their text is divided."""
+        """``pieces``: one for each output, if their text is divided. ``one_call``: only the first call of an output counts."""
         self._sink = sink
+        self._one_call = one_call
+        self._called: set[int] = set()
         self._pieces = pieces
         self._tally = tally
         self._token_bytes = token_bytes
@@ -195,6 +198,10 @@ class ChatReader:
         if tokens:
             await self._sink.add(index, "", tokens)
         for piece in pieces:
+            if isinstance(piece, ToolCall):
+                if self._one_call and index in self._called:
+                    continue
+                self._called.add(index)
             await self._sink.add(index, piece, None)
 
     def _entry(self, entry: api.TokenLogprob) -> TokenEntry:
@@ -342,7 +349,14 @@ class Chats:
         names = FORCED_CALL_NAMES if wanted.is_forced else CHAT_NAMES
 
         async def run_into(sink: ChatSink) -> None:
-            reader = ChatReader(sink, tally, self._token_bytes, wants_logprobs=bool(body.logprobs), pieces=pieces)
+            reader = ChatReader(
+                sink,
+                tally,
+                self._token_bytes,
+                wants_logprobs=bool(body.logprobs),
+                pieces=pieces,
+                one_call=body.parallel_tool_calls is False,
+            )
             await run(self._generation, call, [(request, reader.write)], names=names)
 
         if body.stream:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
-from headway_gateway.openai.bodies import ResponsesBody, ResponseTool, read
+from headway_gateway.openai.bodies import ResponsesBody, ResponseTool, TextConfig, TextFormat, read
 from headway_gateway.openai.chats import ChatReader, TokenBytes, TokenEntry, wanted_of
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
@@ -66,6 +66,12 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
 OutputItem: TypeAlias = OutputMessage | OutputThought | OutputCall
 
 
+class InputTokensDetails(PromptTokensDetails):
+    """What the cache keeps is not counted."""
+
+    cache_write_tokens: int = 0
+
+
 class ReasoningTokens(msgspec.Struct):
     """Not told apart."""
 
@@ -76,7 +82,7 @@ class ResponseUsage(msgspec.Struct):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     total_tokens: int
     output_tokens_details: ReasoningTokens
@@ -108,6 +114,7 @@ class Response(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool = False
     tool_choice: str | dict[str, Any] = "none"
     tools: list[ResponseTool] = []
+    text: TextConfig
     store: Literal[False] = False
     object: Literal["response"] = "response"
 
@@ -193,7 +200,7 @@ class ResponseOutput:
             incomplete_details=Incomplete() if self._status == "incomplete" else None,
             usage=ResponseUsage(
                 input_tokens=self._tally.num_prompt,
-                input_tokens_details=PromptTokensDetails(self._tally.num_cached),
+                input_tokens_details=InputTokensDetails(self._tally.num_cached),
                 output_tokens=self._tally.num_output,
                 total_tokens=self._tally.num_prompt + self._tally.num_output,
                 output_tokens_details=ReasoningTokens(),
@@ -296,6 +303,8 @@ class Responses:
         body.request_id = call.request_id = body.request_id or new_id()
         request = responses_request(body, call.tenant)
         model = await self._generation.serving_model()
+        text = body.text or TextConfig()
+        text.format = text.format or TextFormat("text")
         frame = Response(
             id=f"resp_{call.request_id}",
             created_at=int(now().timestamp()),
@@ -309,12 +318,20 @@ class Responses:
             tools=body.tools or [],
             tool_choice=body.tool_choice or ("auto" if body.tools else "none"),
             parallel_tool_calls=bool(body.tools) and body.parallel_tool_calls is not False,
+            text=text,
         )
         tally = Tally()
         wanted = wanted_of(body, request)
         output = StreamedResponse(call, frame, tally) if body.stream else ResponseOutput(frame, tally)
         pieces = await self._piece_maker.make(1, wanted, request, model)
-        reader = ChatReader(output, tally, self._token_bytes, wants_logprobs=False, pieces=pieces)
+        reader = ChatReader(
+            output,
+            tally,
+            self._token_bytes,
+            wants_logprobs=False,
+            pieces=pieces,
+            one_call=body.parallel_tool_calls is False,
+        )
         names = FORCED_RESPONSE_NAMES if wanted.is_forced else RESPONSES_NAMES
         await run(self._generation, call, [(request, reader.write)], names=names)
         if body.stream:

@@ -23,6 +23,8 @@ from headway_gateway.openai.bodies import (
     MadeCall,
     MessageBody,
     ResponsesBody,
+    ResponseStreamOptions,
+    StreamOptions,
     TokenizeBody,
     Tool,
 )
@@ -162,7 +164,7 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
         )
     for limit in limits:
         request.sampling.max_tokens = limit
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid_argument("top_logprobs", f"{body.top_logprobs} is not allowed without logprobs true")
     if body.logprobs:
         request.sampling.logprobs = body.top_logprobs or 0
@@ -173,17 +175,14 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
 
 def _force_calls(request: api.GenerateRequest, body: ChatBody | ResponsesBody) -> None:
     if forced := forced_tools(body):
-        if request.sampling.WhichOneof("constraint") is not None:
+        # The form of an answer's text does not matter where there is no text.
+        if request.sampling.WhichOneof("constraint") not in {None, "json_schema", "json_object"}:
             raise invalid_argument("tool_choice", "a call is not allowed together with another constraint")
         most = 1 if body.parallel_tool_calls is False else None
         try:
             request.sampling.json_schema = msgspec.json.encode(schema_of_calls(forced, most)).decode()
         except RecursionError:
             raise invalid_argument("tools", "their schemas are nested too deeply; allowed: 300 levels") from None
-    elif body.parallel_tool_calls is False:
-        raise invalid_argument(
-            "parallel_tool_calls", "False is not allowed, since the model decides; allowed: true, or a forced call"
-        )
 
 
 def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
@@ -247,6 +246,14 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
         CallRefusedError: INVALID_ARGUMENT.
     """
     request = _generation(body, tenant)
+    _check_switch("background", body.background, "nothing is stored")
+    _check_stream(body.stream_options)
+    if body.previous_response_id is not None:
+        raise invalid_argument(
+            "previous_response_id",
+            f"{shown(body.previous_response_id)} is not allowed, since nothing is stored; allowed: unset, with the earlier "
+            "turns in input",
+        )
     if body.max_output_tokens is not None:
         request.sampling.max_tokens = body.max_output_tokens
     wanted = body.text.format if body.text is not None else None
@@ -446,8 +453,7 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
         keep_special_tokens=body.skip_special_tokens is False,
     )
     sampling = request.sampling
-    if body.store:
-        raise invalid_argument("store", "True is not allowed, since nothing is stored; allowed: false or unset")
+    _check_switch("store", body.store, "nothing is stored")
     given = [name for name in _CONSTRAINTS if getattr(body, name) is not None]
     if len(given) > 1:
         raise _one_constraint(given[1], given[0])
@@ -468,7 +474,18 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
     return request
 
 
+def _check_switch(name: str, value: bool | None, reason: str) -> None:
+    if value:
+        raise invalid_argument(name, f"True is not allowed, since {reason}; allowed: false or unset")
+
+
+def _check_stream(options: StreamOptions | ResponseStreamOptions | None) -> None:
+    if options is not None:
+        _check_switch("stream_options.include_obfuscation", options.include_obfuscation, "events are not padded")
+
+
 def _add_choices(request: api.GenerateRequest, body: ChoicesBody) -> None:
+    _check_stream(body.stream_options)
     if body.n is not None:
         request.sampling.n = body.n
     if body.response_format is not None:
