@@ -135,12 +135,21 @@ async def check_http(http: httpx2.AsyncClient, want: list[float], num_tokens: in
     answer = (await http.post("/v1/rerank", json=mixed)).json()
     assert [one["index"] for one in answer["results"]] == [order[0], order[0] + len(want)], "of equals, the first"
     assert answer["results"][0]["document"] == {"text": DOCUMENTS[order[0]]}
+    cut = body | {"max_tokens_per_doc": 4, "return_documents": True}
+    answer = (await http.post("/v2/rerank", json=cut)).json()
+    short = (
+        await http.post("/v2/rerank", json=body | {"documents": [" ".join(one.split()[:4]) for one in DOCUMENTS]})
+    ).json()
+    assert [one["relevance_score"] for one in answer["results"]] == [one["relevance_score"] for one in short["results"]]
+    assert answer["usage"] == short["usage"]
+    assert {one["document"]["text"] for one in answer["results"]} == set(DOCUMENTS), "whole, as they were sent"
     for wrong, field, words in (
         ({"documents": []}, "documents", "0 are not allowed; allowed: 1 to 1024"),
         ({"top_n": 0}, "top_n", "0 is not allowed"),
         ({"query": ""}, "query.text", "it is empty"),
         ({"documents": ["w5"] * 70 + ["w7 " * CONTEXT]}, "documents[70].text", "tokens; allowed: at most"),
-        ({"max_tokens_per_doc": 5}, "max_tokens_per_doc", "it is not known here"),
+        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc", "0 is not allowed"),
+        ({"rank_fields": []}, "rank_fields", "it is not known here"),
     ):
         refused = await http.post("/v1/rerank", json=body | wrong)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)

@@ -33,7 +33,7 @@ def make_application(
     piece_maker = PieceMaker(text_model)
     chats = Chats(generation, text_model.bytes_of_token, piece_maker)
     responses = Responses(generation, text_model.bytes_of_token, piece_maker)
-    reranking = Reranking(generation)
+    reranking = Reranking(generation, text_model.first_tokens)
     others = OtherEndpoints(generation, problem)
     routes = (
         Route("POST", "/v1/completions", completions.answer, GENERATE),

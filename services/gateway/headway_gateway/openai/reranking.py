@@ -3,6 +3,8 @@
 Must not know: how relevances are computed.
 """
 
+import asyncio
+from collections.abc import Callable
 from typing import Any, Literal
 
 import grpc
@@ -15,6 +17,7 @@ from headway_gateway.openai.outputs import new_id
 from headway_gateway.openai.translation import names_of
 from headway_gateway.requests.input_checks import MAX_INPUTS, is_reranker
 from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed
+from headway_gateway.text.tokenization import PromptError
 from headway_proto import generation_pb2 as api
 
 MAX_DOCUMENTS = 1024
@@ -27,12 +30,13 @@ class Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RerankBody(Body, kw_only=True):
-    """A query and documents. ``top_n``: how many results; unset: all."""
+    """A query and documents. ``top_n``: how many results; unset: all. Of longer documents the first tokens count."""
 
     query: str
     documents: list[str | Document]
     top_n: UInt32 | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: UInt32 | None = None
 
 
 class Relevance(msgspec.Struct):
@@ -63,8 +67,10 @@ class Ranking(msgspec.Struct):
 class Reranking:
     """The endpoint."""
 
-    def __init__(self, generation: GenerationServicer) -> None:
+    def __init__(self, generation: GenerationServicer, first_tokens: Callable[[str, int], str]) -> None:
+        """``first_tokens``: see ``TextModel.first_tokens``."""
         self._generation = generation
+        self._first_tokens = first_tokens
 
     async def answer(self, call: HttpCall, content: bytes) -> None:
         """Order the documents.
@@ -77,8 +83,9 @@ class Reranking:
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         if not 1 <= len(texts) <= MAX_DOCUMENTS:
             raise invalid_argument("documents", f"{len(texts)} are not allowed; allowed: 1 to {MAX_DOCUMENTS}")
-        if body.top_n == 0:
-            raise invalid_argument("top_n", "0 is not allowed; allowed: at least 1, or unset")
+        for name in ("top_n", "max_tokens_per_doc"):
+            if getattr(body, name) == 0:
+                raise invalid_argument(name, "0 is not allowed; allowed: at least 1, or unset")
         model = await self._generation.serving_model(for_new_work=True)
         if not is_reranker(model):
             raise CallRefusedError(
@@ -88,8 +95,10 @@ class Reranking:
             )
         scores: list[float] = []
         num_tokens = 0
+        most = body.max_tokens_per_doc
+        scored = texts if most is None else await asyncio.to_thread(self._cut, texts, most)
         for first in range(0, len(texts), MAX_INPUTS):
-            answer = await self._score(body, call, first, texts[first : first + MAX_INPUTS])
+            answer = await self._score(body, call, first, scored[first : first + MAX_INPUTS])
             scores += [one.relevance for one in answer.scores]
             num_tokens += answer.prompt_tokens
         best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
@@ -101,6 +110,12 @@ class Reranking:
         await call.answer(
             msgspec.json.encode(Ranking(f"rerank-{call.request_id}", body.model or model.name, results, usage))
         )
+
+    def _cut(self, texts: list[str], most: int) -> list[str]:
+        try:
+            return [self._first_tokens(text, most) for text in texts]
+        except PromptError as error:
+            raise invalid_argument("documents", str(error)) from error
 
     async def _score(self, body: RerankBody, call: HttpCall, first: int, texts: list[str]) -> Any:
         request = api.ScoreRequest(**names_of(body, call.tenant), prompt=api.Input(text=body.query))

@@ -28,6 +28,7 @@ _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens"
 _UNLIKE_CONTENTS = ("0", "A")
 _WORD_MARK = "\u2581"
 _MOST_SAID = 200
+_NOT_UNICODE = "the text holds a lone surrogate; allowed: valid Unicode"
 
 
 Message: TypeAlias = tuple[str, ...]
@@ -126,6 +127,18 @@ class TextModel:
             raise PromptError(f"it holds {shown(self.text_of_token(ids[-1]))}, which separates the texts of a pair")
         return ids
 
+    def first_tokens(self, text: str, most: int) -> str:
+        """Return what the first ``most`` tokens of a text stand for, without special tokens.
+
+        Raises:
+            PromptError: it is not valid Unicode.
+        """
+        try:
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise PromptError(_NOT_UNICODE) from error
+        return text if len(encoding.ids) <= most else text[: encoding.offsets[most][0]]
+
     def encode_chat(
         self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
     ) -> list[int]:
@@ -205,7 +218,7 @@ class TextModel:
             # The batch call leaves out character offsets, which are not needed here.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # the library's versions raise different errors
-            raise PromptError("the text holds a lone surrogate; allowed: valid Unicode") from error
+            raise PromptError(_NOT_UNICODE) from error
         return encoding
 
 
