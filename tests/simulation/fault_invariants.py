@@ -285,8 +285,9 @@ def bounded(engine: SchedulerEngine) -> None:
         require(core.num_in_flight <= _most_in_flight(core, limits), "BOUNDED", f"{core.num_in_flight} steps in flight")
         require(len(core.rows._free_rows) + core.rows.num_live == core.rows.max_rows, "BOUNDED", "rows are lost")
         num_waiting += core.num_waiting
-    # Those that ran may have to wait again, beside a full queue.
-    most = limits.max_num_waiting + sum(limits.max_num_seqs * _most_in_flight(core, limits) for core in cores)
+    # Those that ran may have to wait again, beside a full queue; and where requests leave, those that took their place.
+    places = 1 if len(cores) == 1 else 2
+    most = limits.max_num_waiting + places * sum(limits.max_num_seqs * _most_in_flight(core, limits) for core in cores)
     require(num_waiting <= most, "BOUNDED", f"{num_waiting} wait; allowed: {most}")
     waiting = [request for origin, request in placement._requests.items() if origin not in placement._homeless]
     waiting_counted(placement._waiting.room, waiting)
