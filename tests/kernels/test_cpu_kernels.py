@@ -609,6 +609,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.deep  # `make sanitize` looks at more
 def test_nothing_undefined_happens(tmp_path):
     """A library that stops the process at undefined behaviour, quick to compile and slow to run, runs to its end."""
     pytest.importorskip("ziglang")

@@ -15,7 +15,7 @@ import msgspec
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.families.bert import ENCODERS
+from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
 from headway_executor.models.families.cohere import read_cohere2
 from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3
 from headway_executor.models.families.gemma import read_gemma2
@@ -89,8 +89,11 @@ def read_model_config(directory: Path) -> ModelConfig:
     read = FAMILIES.get(re.sub(f"{_WITHOUT_HEAD}$", _SUFFIX, architecture_of(fields)))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
-        encoders = ", ".join(sorted(ENCODERS))
-        raise fields.refuse("architectures", f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}")
+        encoders = ", ".join(sorted(name.removesuffix(_WITHOUT_HEAD) for name in ENCODERS - RERANKERS.keys()))
+        raise fields.refuse(
+            "architectures",
+            f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}",
+        )
     _check_code(fields)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     config = read(fields)

@@ -9,17 +9,11 @@ from pathlib import Path
 from headway_executor.checkpoint.fields import CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.families.reading import architecture_of
 
-RERANKERS = {
-    "BertForSequenceClassification": "bert.",
-    "RobertaForSequenceClassification": "roberta.",
-    "XLMRobertaForSequenceClassification": "roberta.",
-}
+PAIRS_HEAD = "ForSequenceClassification"
+RERANKERS = {f"Bert{PAIRS_HEAD}": "bert.", f"Roberta{PAIRS_HEAD}": "roberta.", f"XLMRoberta{PAIRS_HEAD}": "roberta."}
 """Those with a head for pairs of texts, and what the names of their encoder's tensors begin with."""
 
-ROBERTA = frozenset(
-    {"RobertaModel", "XLMRobertaModel", "RobertaForSequenceClassification", "XLMRobertaForSequenceClassification"}
-)
-ENCODERS = ROBERTA | {"BertModel", "BertForSequenceClassification"}
+ENCODERS = {"BertModel", "RobertaModel", "XLMRobertaModel"} | RERANKERS.keys()
 """The architectures; those with another head are refused."""
 
 _SIGMOID, _IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
@@ -76,7 +70,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
     if hidden_size % num_heads:
         raise fields.refuse("num_attention_heads", f"a divisor of hidden_size {hidden_size}")
     architecture = architecture_of(fields)
-    is_roberta, scores_pairs = architecture in ROBERTA, architecture in RERANKERS
+    is_roberta, scores_pairs = "Roberta" in architecture, architecture in RERANKERS
     if scores_pairs:
         _require_one_label(fields)
     config = EncoderConfig(
