@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from headway_gateway.openai import thinking, tool_calls
 from headway_gateway.openai.harmony import MARKS, HarmonyText
 from headway_gateway.openai.pieces import MarkedText, Piece, Pieces
-from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm
+from headway_gateway.openai.thinking import ThinkingText, ThoughtForm
 from headway_gateway.openai.tool_calls import CallForm, ToolText
+from output_pieces import joined
 
 CALLS = {name: form for name, form in vars(tool_calls).items() if isinstance(form, CallForm)}
 THOUGHTS = {name: form for name, form in vars(thinking).items() if isinstance(form, ThoughtForm)}
@@ -31,17 +32,8 @@ COMMON = ("a", " ", "\n", "<", "[", "{", "}", "a < b", *ENDS)
 
 def pieces_of(made: Pieces, parts: list[str]) -> tuple[list[Piece], int]:
     """Return what comes out, with neighbours of one kind joined."""
-    joined: list[Piece] = []
-    for found in (*map(made.push, parts), made.finish()):
-        for piece in found:
-            last = joined[-1] if joined else None
-            if isinstance(piece, str) and isinstance(last, str):
-                joined[-1] = last + piece
-            elif isinstance(piece, Thought) and isinstance(last, Thought):
-                joined[-1] = Thought(last.text + piece.text)
-            else:
-                joined.append(piece)
-    return joined, made.num_calls
+    found = [piece for some in (*map(made.push, parts), made.finish()) for piece in some]
+    return joined(found), made.num_calls
 
 
 def require_no_difference(make: Callable[[], Pieces], words: list[str], cuts: list[int]) -> None:

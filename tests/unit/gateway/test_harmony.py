@@ -7,6 +7,7 @@ import pytest
 from headway_gateway.openai.harmony import HarmonyText, speaks_harmony
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
+from output_pieces import joined
 
 HM = "<|channel|>analysis<|message|>Hm < 3.<|end|><|start|>assistant"
 LOOK = ToolCall("look", '{"at":"a < b"}')
@@ -46,16 +47,7 @@ def test_messages_come_out_whatever_the_pieces(name: str) -> None:
             found += parser.push(text[place : place + size])
             place += size
         found += parser.finish()
-        joined: list[str | Thought | ToolCall] = []
-        for piece in found:
-            last = joined[-1] if joined else None
-            if isinstance(piece, str) and isinstance(last, str):
-                joined[-1] = last + piece
-            elif isinstance(piece, Thought) and isinstance(last, Thought):
-                joined[-1] = Thought(last.text + piece.text)
-            else:
-                joined.append(piece)
-        assert joined == expected
+        assert joined(found) == expected
         assert parser.num_calls == sum(isinstance(piece, ToolCall) for piece in expected)
 
 

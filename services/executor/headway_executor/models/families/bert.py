@@ -24,8 +24,7 @@ _DEFAULT_LABELS = 2
 class EncoderConfig:
     """``context``: the most tokens of an input. ``padding_id``: None where positions count from 0.
 
-    ``prefix``: of the encoder's tensors. ``scores_pairs``: it has the head of a reranker; ``is_logistic``: its score is
-    a probability.
+    ``prefix``: of the encoder's tensors. ``is_logistic``: a reranker's score is a probability.
     """
 
     vocab_size: int
@@ -38,8 +37,12 @@ class EncoderConfig:
     num_types: int
     padding_id: int | None
     prefix: str = ""
-    scores_pairs: bool = False
     is_logistic: bool = False
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether it has the head of a reranker, beside which the encoder's tensors have a name in front."""
+        return bool(self.prefix)
 
     @property
     def marks_parts(self) -> bool:
@@ -84,7 +87,6 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
         num_types=fields.integer("type_vocab_size", 2),
         padding_id=fields.integer("pad_token_id", 1, low=0) if is_roberta else None,
         prefix=RERANKERS.get(architecture, ""),
-        scores_pairs=scores_pairs,
         is_logistic=scores_pairs and _is_logistic(fields),
     )
     if config.context < 1:
