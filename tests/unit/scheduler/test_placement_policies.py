@@ -285,6 +285,22 @@ def test_hybrid_relieves_who_misses_its_gaps_if_another_has_slack() -> None:
     assert relieve(cells(kept, slack)) == []
 
 
+@pytest.mark.parametrize(
+    ("slack", "num_sent"),
+    [
+        ({"step_us": 4_000.0, "us_per_row": 1_000.0}, 3),
+        ({"step_us": 5_500.0, "us_per_row": 1_000.0}, 2),
+        ({"step_us": 6_000.0, "us_per_row": 1_500.0}, 1),
+        ({"step_us": 1_000.0, "num_running": 7}, 1),  # one row is free
+    ],
+)
+def test_as_many_leave_as_the_others_have_slack_for(slack: dict[str, Any], num_sent: int) -> None:
+    placement = placement_of("hybrid", 1, 2, 3, **TIGHT)
+    late = [late_cell(chosen(placement, cells((BOTH, Core()))).request) for _ in range(3)]
+    relieved = POLICIES["hybrid"].to_relieve(cells(*late, (DECODE, Core(**slack))))
+    assert [number for number, _ in relieved] == list(range(num_sent))
+
+
 @pytest.mark.parametrize(("num_left", "is_sent"), [(21, True), (20, False), (1, False)])
 def test_who_ends_within_an_interval_of_relief_is_not_copied(num_left: int, is_sent: bool) -> None:
     request = chosen(placement_of("hybrid", 1, **TIGHT), cells((BOTH, Core()))).request

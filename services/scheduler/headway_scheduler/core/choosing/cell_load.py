@@ -65,6 +65,8 @@ class CellLoad:
         self._decode_s = -1.0
         """Asked once per round: what is placed in it does not decode yet."""
         self._tightest_s: float | None = None
+        self._num_coming = 0
+        self._num_coming_tokens = 0
         self.read_anew()
 
     def read_anew(self) -> None:
@@ -76,6 +78,11 @@ class CellLoad:
         self._num_waiting_tokens = view.num_waiting_tokens
         self._num_free_blocks = view.num_free_blocks
         self._num_tokens_ahead = -1
+
+    def expect(self, request: Request) -> None:
+        """In this round, another cell was told to let this request go, for one like this."""
+        self._num_coming += 1
+        self._num_coming_tokens += len(request.token_ids)
 
     @property
     def is_idle(self) -> bool:
@@ -96,7 +103,7 @@ class CellLoad:
     def shortage_for(self, request: Request) -> Shortage | None:
         """Why it would not start soon here; None if it would."""
         num_tokens, num_waiting = len(request.token_ids), self._num_waiting
-        num_here = self.num_running + num_waiting
+        num_here = self.num_running + num_waiting + self._num_coming
         if not num_here:
             return None
         if num_here >= self._max_running:
@@ -104,7 +111,10 @@ class CellLoad:
         num_tokens += self._num_waiting_tokens
         if num_waiting and request.stored is None and num_tokens > self._max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, self._max_num_batched_tokens)
-        num_blocks, num_free_blocks = num_tokens // self.capacity.block_size + num_waiting + 1, self._num_free_blocks
+        num_blocks = (
+            (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_waiting + self._num_coming + 1
+        )
+        num_free_blocks = self._num_free_blocks
         return Shortage(Lack.BLOCKS, num_blocks, num_free_blocks) if num_blocks > num_free_blocks else None
 
     def may_make_room_for(self, request: Request) -> bool:
@@ -170,7 +180,9 @@ class CellLoad:
         """Whether a step with this row more is expected within ``share`` of its gap objective, if it has one."""
         if not request.itl_slo_ms:
             return True
-        return self._gaps.decode_s(more_rows=1, more_context=len(request.token_ids)) <= share * request.itl_slo_ms / 1e3
+        more_context = len(request.token_ids) + self._num_coming_tokens
+        step_s = self._gaps.decode_s(more_rows=1 + self._num_coming, more_context=more_context)
+        return step_s <= share * request.itl_slo_ms / 1e3
 
     def keeps_gaps_beside(self, request: Request, share: float = 1.0) -> bool:
         """Whether running requests decode within ``share`` of their gap objective, and keep it beside this prompt."""

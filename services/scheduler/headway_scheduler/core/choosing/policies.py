@@ -140,7 +140,11 @@ class Hybrid:
         found = []
         for cell in cells:
             request = cell.newest_decoding(RELIEVE_INTERVAL_S) if cell.misses_gaps() else None
-            if request is not None and any(other is not cell and _can_receive(other, request) for other in cells):
+            if request is None:
+                continue
+            receiver = next((other for other in cells if other is not cell and _can_receive(other, request)), None)
+            if receiver is not None:
+                receiver.expect(request)
                 found.append((cell.number, request))
         return found
 
