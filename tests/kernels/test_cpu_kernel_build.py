@@ -3,11 +3,15 @@
 import ctypes
 import importlib.metadata
 import importlib.util
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from headway_kernels.cpu.library import runs_here
 
 BUILD_FILE = Path(__file__).resolve().parents[2] / "kernels" / "headway_kernels" / "cpu" / "build.py"
 SOURCE = """
@@ -72,6 +76,25 @@ def compilations(build, monkeypatch):
 )
 def test_a_platform_has_its_variants(build, system, machine, libc, libraries):
     assert [variant.library for variant in build.variants_of(system, machine, libc)] == libraries
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "running"),
+    [
+        ("aarch64", ["neon"], ["neon"]),
+        ("arm64", ["neon"], ["neon"]),
+        ("x86_64", ["avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"], ["avx2"]),
+        ("AMD64", ["avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"], ["avx2"]),
+        ("x86_64", ["avx2"], []),
+        ("riscv64", ["avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"], []),
+    ],
+)
+def test_a_processor_runs_the_variants_of_its_architecture(monkeypatch, machine, features, running):
+    """Systems and libraries have several names for an architecture: torch calls an ``aarch64`` an ``arm64``."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(features, True))
+    variants = ["avx512", "avx2", "neon"]
+    assert [variant for variant in variants if runs_here(Path(f"libheadway_cpu.{variant}.so"))] == running
 
 
 def test_a_platform_without_variants_builds_nothing_and_says_so(build, sources, tmp_path, monkeypatch):

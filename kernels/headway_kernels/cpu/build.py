@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +101,11 @@ def variants_of(system: str, machine: str, libc: str) -> tuple[Variant, ...]:
 def variants_here() -> tuple[Variant, ...]:
     """The variants of this platform."""
     return variants_of(platform.system(), platform.machine(), platform.libc_ver()[0])
+
+
+def instruction_sets_here() -> Collection[str]:
+    """The variants for this processor's architecture. A processor need not have what each of them needs."""
+    return _INSTRUCTION_SETS.get(_ARCHITECTURES.get(platform.machine().lower(), ""), {})
 
 
 def read_sources(directory: Path) -> dict[str, bytes]:

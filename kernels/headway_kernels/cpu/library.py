@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway_kernels.cpu.build import instruction_sets_here
 from headway_kernels.cpu.coded_weight import CodedWeight, of_4_bits
 
 _DIRECTORY = Path(__file__).parent
@@ -27,8 +28,6 @@ _FEATURES = {
     "neon": (),
 }
 """The processor features of each variant, in torch's names; the best variant first."""
-
-_ARCHITECTURES = {"amx": "x86_64", "avx512": "x86_64", "avx2": "x86_64", "neon": "aarch64"}
 
 _PAIRS = ("avx512", "avx512_bf16")
 """The variant with an instruction for pairs of bfloat16s, and the feature that not all of its processors have."""
@@ -134,7 +133,7 @@ def runs_here(path: Path) -> bool:
     """Whether this processor and the system support a variant."""
     variant = variant_of(path)
     has = torch.cpu.get_capabilities()
-    if has.get("architecture") != _ARCHITECTURES[variant] or not all(has.get(name) for name in _FEATURES[variant]):
+    if variant not in instruction_sets_here() or not all(has.get(name) for name in _FEATURES[variant]):
         return False
     return variant not in _NEED_PERMISSION or _is_permitted(path)
 
