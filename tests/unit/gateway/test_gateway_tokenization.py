@@ -23,7 +23,7 @@ from headway_gateway.text.encoding_lanes import EncodingLanes
 from headway_gateway.text.template_process import ChatTemplate, TemplateError
 from headway_gateway.text.tokenization import PromptError, TextModel, TokenizerFilesError, load_text_model
 from headway_proto import generation_pb2 as api
-from unit.gateway.test_gateway_detokenization import byte_fallback, demo
+from unit.gateway.test_gateway_detokenization import byte_fallback, demo, metaspace
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 
@@ -74,6 +74,16 @@ def test_the_bytes_of_tokens_are_those_of_the_text(make):
     text = "the gap é日🙂\ufffd the"
     content = b"".join(map(model.bytes_of_token, model.encode(text)))
     assert content.decode().removeprefix(" ") == text, "SentencePiece begins with a space"
+
+
+@pytest.mark.parametrize("make", [byte_fallback, metaspace])
+def test_a_tokens_text_is_that_inside_a_text(make):
+    """Indentation is tokens of spaces alone. Some decoders drop one before a first word, or all."""
+    model = TextModel(make(), None)
+    for token, text in (("▁", " "), ("▁▁", "  "), ("▁gap", " gap"), ("the", "the")):
+        token_id = model._tokenizer.token_to_id(token)
+        assert model.text_of_token(token_id) == text
+        assert model.bytes_of_token(token_id) == text.encode()
 
 
 def test_a_lone_surrogate_is_refused():

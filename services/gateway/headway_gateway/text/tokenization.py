@@ -26,7 +26,8 @@ _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _UNLIKE_CONTENTS = ("0", "A")
-_WORD_MARK = "\u2581"
+_LETTERS = ("a", "\u2581a")
+"""Tokens of which every vocabulary of words has one, where \u2581 stands for a space."""
 _MOST_SAID = 200
 _NOT_UNICODE = "the text holds a lone surrogate; allowed: valid Unicode"
 
@@ -73,6 +74,9 @@ class TextModel:
         self.vocab_size = _width(tokenizer)
         """See ``_width``."""
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        # Some decoders drop a space before the first word, others put one between words.
+        letters = map(tokenizer.token_to_id, _LETTERS)
+        self._before_a_token = [token_id for token_id in letters if token_id is not None]
         added = tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = frozenset(token.content for token in added if token.special)
         """The texts of tokens that are left out of an output's text unless they are asked for."""
@@ -195,12 +199,9 @@ class TextModel:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def text_of_token(self, token_id: int) -> str:
-        """Return one token's text by itself. Special tokens have theirs; U+FFFD stands for a part of a character."""
-        detokenizer = self._make_detokenizer(keeps_special_tokens=True)
-        text = detokenizer.push((token_id,)) + detokenizer.finish()
-        # Some decoders drop the space before the first word.
-        begins_word = (self._tokenizer.id_to_token(token_id) or "").startswith(_WORD_MARK)
-        return f" {text}" if begins_word and not text.startswith(" ") else text
+        """Return one token's text inside a text. Special tokens have theirs; U+FFFD stands for a part of a character."""
+        detokenizer = self._make_detokenizer(keeps_special_tokens=True, behind=self._before_a_token)
+        return detokenizer.push((token_id,)) + detokenizer.finish()
 
     def bytes_of_token(self, token_id: int) -> bytes:
         """Return one token's text by itself in UTF-8, also if it is a part of a character."""
