@@ -127,7 +127,9 @@ class GrammarCompiler:
         try:
             known = _without_tokens_beyond(tokenizer, vocab_size)
             self._tokenizer = LLTokenizer(known, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        except Exception as error:  # A defective tokenizer makes the library raise many types.
+        except BaseException as error:  # A defective tokenizer makes the library raise many types.
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             raise TokenizerUnusableError(_reason(str(error))) from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=_FUEL_TO_BUILD,

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from headway_proto.grammars import MAX_CHOICES, ConstraintError, GrammarCompiler, TokenizerUnusableError
 from headway_proto.sampling import Constraint, SamplingParams, violations
@@ -205,6 +205,10 @@ def test_a_tokenizer_without_use_is_told() -> None:
         GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=())
     with pytest.raises(TokenizerUnusableError):
         GrammarCompiler("{}", vocab_size=VOCAB_SIZE, eos_token_ids=ENDS)
+    no_byte = Tokenizer(models.WordLevel({"<unk>": 0, "<0xZZ>": 1}, unk_token="<unk>"))
+    no_byte.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    with pytest.raises(TokenizerUnusableError, match="InvalidDigit"):  # The library panics, which is no Exception.
+        GrammarCompiler(no_byte.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids=ENDS)
 
 
 def test_an_added_token_that_the_model_lacks_takes_nothing_away() -> None:
