@@ -125,9 +125,11 @@ class GrammarCompiler:
             raise TokenizerUnusableError("the model has no token that ends an output")
         self.vocab_size = vocab_size
         try:
-            known = _without_tokens_beyond(tokenizer, vocab_size)
+            known = _for_library(tokenizer, vocab_size)
             self._tokenizer = LLTokenizer(known, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        except Exception as error:  # A defective tokenizer makes the library raise many types.
+        except BaseException as error:  # A defective tokenizer makes the library raise many types.
+            if not isinstance(error, Exception) and not _is_panic(error):
+                raise
             raise TokenizerUnusableError(_reason(str(error))) from error
         self._limits = LLParserLimits(
             initial_lexer_fuel=_FUEL_TO_BUILD,
@@ -164,18 +166,34 @@ class _AddedToken(msgspec.Struct):
     id: int
 
 
-class _AddedTokens(msgspec.Struct):
+class _TokenizerParts(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
+    pre_tokenizer: Any = None
 
 
-def _without_tokens_beyond(tokenizer: str, vocab_size: int) -> str:
-    """Drop added tokens that have no logit: the library refuses them, and no output has them."""
-    added = msgspec.json.decode(tokenizer, type=_AddedTokens).added_tokens
-    if all(token.id < vocab_size for token in added):
+def _for_library(tokenizer: str, vocab_size: int) -> str:
+    """Drop added tokens that have no logit: the library refuses them, and no output has them.
+
+    Nor does an output begin with the space that some tokenizers put before every text: the library would draw it.
+    """
+    known = msgspec.json.decode(tokenizer, type=_TokenizerParts)
+    has_space = any(step.get("add_prefix_space") for step in _byte_level_steps(known.pre_tokenizer))
+    if not has_space and all(token.id < vocab_size for token in known.added_tokens):
         return tokenizer
     fields = msgspec.json.decode(tokenizer)
-    fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < vocab_size]
+    fields["added_tokens"] = [token for token in fields.get("added_tokens", ()) if token["id"] < vocab_size]
+    for step in _byte_level_steps(fields.get("pre_tokenizer")):
+        step["add_prefix_space"] = False
     return msgspec.json.encode(fields).decode()
+
+
+def _byte_level_steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
+    """A sequence may hold others."""
+    if not isinstance(pre_tokenizer, dict):
+        return []
+    if pre_tokenizer.get("type") == "ByteLevel":
+        return [pre_tokenizer]
+    return [step for inner in pre_tokenizer.get("pretokenizers", ()) for step in _byte_level_steps(inner)]
 
 
 def _grammar_of(constraint: Constraint) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 import msgspec
+import numpy as np
 
 from headway_proto.wording import shown
 
@@ -62,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     constraint: Constraint | None = None
 
 
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _ABOVE_0 = math.ulp(0.0)
 _NUMBERS: tuple[tuple[str, float, float, str], ...] = (
     ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
@@ -89,10 +91,18 @@ def violations(sampling: SamplingParams, vocab_size: int) -> list[tuple[str, str
     ]
     if sampling.logit_bias or sampling.stop_token_ids:
         wrong += _wrong_tokens(sampling, vocab_size)
-    found = [(field, f"{shown(value)} is not allowed; allowed: {allowed}") for field, value, allowed in wrong]
+    found = [(field, f"{shown(_written(value))} is not allowed; allowed: {allowed}") for field, value, allowed in wrong]
     if sampling.constraint is not None:
         found += _constraint_violations(sampling.constraint, sampling.min_tokens)
     return found
+
+
+def _written(value: object) -> object:
+    """Return a number as its sender wrote it: over gRPC the nearest of 32 bits has come."""
+    if not isinstance(value, float) or not abs(value) <= _MOST_FLOAT32:
+        return value
+    nearest = np.float32(value)
+    return float(str(nearest)) if float(nearest) == value else value
 
 
 def _wrong_tokens(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, object, str]]:

@@ -14,6 +14,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tokenizers.decoders import Strip
 
 import headway
 from e2e.running_server import eventually
@@ -549,6 +550,18 @@ async def test_an_unexpected_error_never_shows_its_text():
         assert refusal.value.code is grpc.StatusCode.INTERNAL
         assert "executor" not in refusal.value.message
         assert refusal.value.message.startswith("internal error; see ")
+
+
+async def test_a_panic_of_a_library_ends_its_call(monkeypatch):
+    def panic(*_, **__):
+        Strip(" ", 1, 1).decode([" "])
+
+    async with served() as (on, _):
+        with monkeypatch.context() as broken:
+            broken.setattr(TextModel, "new_detokenizer", panic)
+            with pytest.raises(ServerError, match="internal error; see "):
+                await asyncio.wait_for(on.client.generate("x", max_tokens=2).result(), 5)
+        assert (await on.client.generate("x", max_tokens=2).result()).token_ids
 
 
 async def test_health_follows_scheduler_model_state_and_progress():

@@ -157,11 +157,16 @@ async def test_a_failure_in_the_middle_is_the_streams_last_event() -> None:
         assert "the row is broken" in error["message"]
 
 
-async def test_what_nobody_expected_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+class LikeAPanic(BaseException):
+    """As a library in Rust ends a call when it fails."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, LikeAPanic])
+async def test_what_nobody_expected_is_not_told(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
     async with door() as (on, _, url), aiohttp.ClientSession() as session:
 
         async def broken(*_: object, **__: object) -> None:
-            raise RuntimeError("a secret")
+            raise kind("a secret")
 
         monkeypatch.setattr(on.server._generation, "generate", broken)
         async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer:

@@ -72,8 +72,13 @@ def try_later(code: grpc.StatusCode, message: str, *, reason: str = "", after_s:
     return CallRefusedError(code, message, retry_after_s=after_s, reason=reason)
 
 
-def unexpected(error: Exception, method: str) -> CallRefusedError:
-    """Log an error whose text no client gets; return what it gets."""
+def unexpected(error: BaseException, method: str) -> CallRefusedError:
+    """Log an error whose text no client gets; return what it gets.
+
+    A panic of a library in Rust is no ``Exception``, and ends a call like one. What is to end the process is raised again.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
     error_id = secrets.token_hex(8)
     _log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=error)
     return CallRefusedError(grpc.StatusCode.INTERNAL, f"internal error; see {error_id} in the gateway's log")

@@ -56,7 +56,7 @@ def byte_fallback() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    pieces = ["<unk>", "▁the", "▁gap", "the", "▁", "s", "é", "你"]
+    pieces = ["<unk>", "▁the", "▁gap", "the", "▁", "s", "é", "你", "▁a", "▁▁"]
     tokenizer = Tokenizer(models.WordLevel({piece: place for place, piece in enumerate(pieces)}, unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer

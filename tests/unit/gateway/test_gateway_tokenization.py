@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 import headway
 from fake_scheduler import MODEL
@@ -23,7 +23,7 @@ from headway_gateway.text.encoding_lanes import EncodingLanes
 from headway_gateway.text.template_process import ChatTemplate, TemplateError
 from headway_gateway.text.tokenization import PromptError, TextModel, TokenizerFilesError, load_text_model
 from headway_proto import generation_pb2 as api
-from unit.gateway.test_gateway_detokenization import byte_fallback, demo
+from unit.gateway.test_gateway_detokenization import byte_fallback, demo, metaspace
 
 DEMO = Path(headway.__file__).parent / "demo_model"
 
@@ -68,12 +68,62 @@ def test_added_tokens_may_be_more_than_the_model_knows(directory):
         load_text_model(directory)
 
 
+def listed(content: str, **flags: bool) -> dict[str, object]:
+    plain = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    return {"content": content, **plain, **flags}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "shown"),
+    [
+        ({}, "a<|im_stop|>b", "a<|im_stop|>b"),
+        ({"eos_token": "<|im_stop|>"}, "a<|im_stop|>b", "ab"),
+        ({"pad_token": {"content": "<|im_stop|>", "special": False}}, "a<|im_stop|>b", "ab"),
+        ({"eos_token": "<nowhere>"}, "a<nowhere>b", "a<nowhere>b"),
+        ({"added_tokens_decoder": {"@0": listed("<|im_stop|>", special=True)}}, "a<|im_stop|>b", "ab"),
+        ({"added_tokens_decoder": {"@0": listed("<|im_stop|>", rstrip=True)}}, "a<|im_stop|>  b", "a<|im_stop|>b"),
+        ({"added_tokens_decoder": {"@0": listed("<|im_stop|>")}, "eos_token": "<|im_stop|>"}, "a<|im_stop|>b", "ab"),
+        ({"added_tokens_decoder": {"0": listed("<|endoftext|>")}}, "a<|endoftext|>b", "ab"),
+        ({"added_tokens_decoder": {"@2": listed("<b>"), "@1": listed("<a>", special=True)}}, "x<a>y<b>", "xy<b>"),
+        ({"added_tokens_decoder": {"@9": listed("<a>", special=True)}}, "x<a>y", "x<a>y"),
+        ({"added_tokens_decoder": {"x": 1, "1": 2, "2": {}, "9" * 5000: listed("<a>"), "@1": listed("<a>", special=3)}},
+         "x<a>y", "x<a>y"),
+        ({"added_tokens_decoder": [1]}, "x<a>y", "x<a>y"),
+    ],
+)  # fmt: skip
+def test_the_configuration_may_say_more_of_added_tokens(directory, config, text, shown):
+    """``@`` stands before an id counted from the first added token. transformers gives the same, except for malformed files."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    first = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([AddedToken("<|im_stop|>", special=False, normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    entries = config.get("added_tokens_decoder")
+    if isinstance(entries, dict):
+        ids = {str(first + int(key[1:])) if key[0] == "@" else key: entry for key, entry in entries.items()}
+        config = config | {"added_tokens_decoder": ids}
+    write_config(directory, **config)
+    model = load_text_model(directory)
+    ids = model.encode(text)
+    detokenizer = model.new_detokenizer()
+    assert detokenizer.push(ids) + detokenizer.finish() == model.decode(ids) == shown
+
+
 @pytest.mark.parametrize("make", [demo, byte_fallback])
 def test_the_bytes_of_tokens_are_those_of_the_text(make):
     model = TextModel(make(), None)
     text = "the gap é日🙂\ufffd the"
     content = b"".join(map(model.bytes_of_token, model.encode(text)))
     assert content.decode().removeprefix(" ") == text, "SentencePiece begins with a space"
+
+
+@pytest.mark.parametrize("make", [byte_fallback, metaspace])
+def test_a_tokens_text_is_that_inside_a_text(make):
+    """Indentation is tokens of spaces alone. Some decoders drop one before a first word, or all."""
+    model = TextModel(make(), None)
+    for token, text in (("▁", " "), ("▁▁", "  "), ("▁gap", " gap"), ("the", "the")):
+        token_id = model._tokenizer.token_to_id(token)
+        assert model.text_of_token(token_id) == text
+        assert model.bytes_of_token(token_id) == text.encode()
 
 
 def test_a_lone_surrogate_is_refused():

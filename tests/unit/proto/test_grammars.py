@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headway_proto.grammars import MAX_CHOICES, ConstraintError, GrammarCompiler, TokenizerUnusableError
 from headway_proto.sampling import Constraint, SamplingParams, violations
@@ -205,6 +205,10 @@ def test_a_tokenizer_without_use_is_told() -> None:
         GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=())
     with pytest.raises(TokenizerUnusableError):
         GrammarCompiler("{}", vocab_size=VOCAB_SIZE, eos_token_ids=ENDS)
+    no_byte = Tokenizer(models.WordLevel({"<unk>": 0, "<0xZZ>": 1}, unk_token="<unk>"))
+    no_byte.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    with pytest.raises(TokenizerUnusableError, match="InvalidDigit"):  # The library panics, which is no Exception.
+        GrammarCompiler(no_byte.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids=ENDS)
 
 
 def test_an_added_token_that_the_model_lacks_takes_nothing_away() -> None:
@@ -213,6 +217,16 @@ def test_an_added_token_that_the_model_lacks_takes_nothing_away() -> None:
     tokenizer.add_special_tokens(["<image>"])
     compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=width, eos_token_ids=ENDS)
     assert passes(compiler, Constraint("regex", "a+b"), "aab")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_space_that_the_tokenizer_puts_before_a_text_is_not_drawn(inside: bool) -> None:
+    """What must come next is tokenised by the library, and was not what the constraint wants."""
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    step = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), step]) if inside else step
+    compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids=ENDS)
+    assert passes(compiler, Constraint("regex", "hello[.]"), "hello.")
 
 
 def test_what_both_front_ends_check_of_a_constraint() -> None:

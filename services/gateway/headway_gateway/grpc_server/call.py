@@ -227,7 +227,7 @@ class Call:
             code = grpc.StatusCode.DEADLINE_EXCEEDED if self._is_late else grpc.StatusCode.CANCELLED
             self._finish(code, "the call was ended before its answer", ())
             raise
-        except Exception as error:  # noqa: BLE001  # a client never gets the text of an unexpected error
+        except BaseException as error:  # noqa: BLE001  # a client never gets the text of an unexpected error
             self._refuse(unexpected(error, self.method))
         finally:
             if self._timer is not None:

@@ -91,7 +91,7 @@ class Application:
             return refusal.code
         except (ClientGoneError, asyncio.CancelledError):
             raise
-        except Exception as error:  # noqa: BLE001  # a client never gets the text of an unexpected error
+        except BaseException as error:  # noqa: BLE001  # a client never gets the text of an unexpected error
             await call.refuse(unexpected(error, method))
             return grpc.StatusCode.INTERNAL
         return grpc.StatusCode.OK

@@ -122,8 +122,8 @@ class LogprobColumns:
 
     def _next_offset(self, token_id: int, own: str, choice_text: str) -> int:
         before, more = self._offset, self._detokenizer.push((token_id,))
-        if not before and own.startswith(" ") and choice_text.startswith(f" {more}") and not more.startswith(" "):
-            more = f" {more}"  # a decoder drops the space before a first word, which does not stand behind a prompt
+        if not before and choice_text.startswith(own) and own.lstrip(" ") == more.lstrip(" "):
+            more = own  # some decoders drop spaces before a first word, and none of one that stands behind a prompt
         self._offset += len(more)
         # What this token completes may begin before it.
         return max(before, self._offset - len(own))

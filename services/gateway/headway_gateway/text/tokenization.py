@@ -5,11 +5,13 @@ its length.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from headway_gateway.text.detokenization import REPLACEMENT, Detokenizer, bytes_of_part, detokenizer_factory
 from headway_gateway.text.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
@@ -23,10 +25,14 @@ _TEMPLATE_DIRECTORY = "additional_chat_templates"
 _DEFAULT_TEMPLATE, _TOOLS_TEMPLATE = "default", "tool_use"
 _USED_TEMPLATES = (_DEFAULT_TEMPLATE, _TOOLS_TEMPLATE)
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_ADDED_TOKENS = "added_tokens_decoder"
+_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+_IS_ID = re.compile(r"[0-9]{1,10}")
 _SPECIAL_SUFFIX = "_token"
 _NAMED_SPECIAL_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _UNLIKE_CONTENTS = ("0", "A")
-_WORD_MARK = "\u2581"
+_LETTERS = ("a", "\u2581a")
+"""Tokens of which every vocabulary of words has one, where \u2581 stands for a space."""
 _MOST_SAID = 200
 _NOT_UNICODE = "the text holds a lone surrogate; allowed: valid Unicode"
 
@@ -73,6 +79,9 @@ class TextModel:
         self.vocab_size = _width(tokenizer)
         """See ``_width``."""
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        # Some decoders drop a space before the first word, others put one between words.
+        letters = map(tokenizer.token_to_id, _LETTERS)
+        self._before_a_token = [token_id for token_id in letters if token_id is not None]
         added = tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = frozenset(token.content for token in added if token.special)
         """The texts of tokens that are left out of an output's text unless they are asked for."""
@@ -195,12 +204,9 @@ class TextModel:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def text_of_token(self, token_id: int) -> str:
-        """Return one token's text by itself. Special tokens have theirs; U+FFFD stands for a part of a character."""
-        detokenizer = self._make_detokenizer(keeps_special_tokens=True)
-        text = detokenizer.push((token_id,)) + detokenizer.finish()
-        # Some decoders drop the space before the first word.
-        begins_word = (self._tokenizer.id_to_token(token_id) or "").startswith(_WORD_MARK)
-        return f" {text}" if begins_word and not text.startswith(" ") else text
+        """Return one token's text inside a text. Special tokens have theirs; U+FFFD stands for a part of a character."""
+        detokenizer = self._make_detokenizer(keeps_special_tokens=True, behind=self._before_a_token)
+        return detokenizer.push((token_id,)) + detokenizer.finish()
 
     def bytes_of_token(self, token_id: int) -> bytes:
         """Return one token's text by itself in UTF-8, also if it is a part of a character."""
@@ -248,6 +254,7 @@ def load_text_model(directory: Path) -> TextModel:
     _require_width(directory, tokenizer)
     config = _read_config(directory / _CONFIG_FILE)
     special = _special_tokens(directory, config)
+    _complete_added_tokens(tokenizer, config, special.values())
     try:
         file, templates = _templates(directory, config)
         source = templates.get(_DEFAULT_TEMPLATE)
@@ -348,13 +355,59 @@ def _special_tokens(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     The file of older checkpoints wins, unless the configuration lists its added tokens.
     """
     entries = dict(config)
-    if "added_tokens_decoder" not in config:
+    if _ADDED_TOKENS not in config:
         entries |= _read_config(directory / _SPECIAL_TOKENS_FILE)
     named = {name: entry for name, entry in entries.items() if name.endswith(_SPECIAL_SUFFIX)}
     for more in map(entries.get, _NAMED_SPECIAL_TOKENS):
         named |= more if isinstance(more, dict) else {}
     contents = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _complete_added_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: Iterable[str]) -> None:
+    """As in transformers: the configuration may say more of added tokens, and what it names is special.
+
+    Fine-tuned checkpoints end with such tokens, which would stand in every output's text.
+    """
+    vocabulary = tokenizer.get_vocab()
+    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    width = max(vocabulary.values(), default=-1) + 1
+    changed: dict[str, AddedToken] = {}
+    for token_id, token in _listed_tokens(config):
+        known = added.get(token.content)
+        token.special = token.special or (known is not None and known.special)
+        if vocabulary.get(token.content, width) != token_id or repr(token) == repr(known):
+            continue  # an id that would leave a gap, or nothing new
+        changed[token.content] = token
+        if token.content not in vocabulary:
+            vocabulary[token.content], width = width, width + 1
+    for content in special:
+        if content in vocabulary:
+            token = changed.get(content) or added.get(content) or AddedToken(content, normalized=False)
+            if not token.special:
+                token.special = True
+                changed[content] = token
+    tokenizer.add_tokens(list(changed.values()))  # one call, since each sorts all tokens anew
+
+
+def _listed_tokens(config: dict[str, Any]) -> list[tuple[int, AddedToken]]:
+    entries = config.get(_ADDED_TOKENS)
+    if not isinstance(entries, dict):
+        return []
+    listed = [
+        (int(token_id), AddedToken(entry["content"], **{flag: entry[flag] for flag in _TOKEN_FLAGS if flag in entry}))
+        for token_id, entry in entries.items()
+        if _IS_ID.fullmatch(token_id) and _is_added_token(entry)
+    ]
+    return sorted(listed, key=itemgetter(0))
+
+
+def _is_added_token(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        and all(isinstance(entry.get(flag, False), bool) for flag in _TOKEN_FLAGS)
+    )
 
 
 def _reason(error: Exception) -> str:
