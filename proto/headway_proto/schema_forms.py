@@ -1,0 +1,551 @@
+"""JSON schemas in the words of the grammar library: what it refuses or takes loosely, said in another way.
+
+Owns: which keywords have another way. Must not know: how a schema is compiled. A rewritten schema allows no output that
+the given one forbids. It allows less in two cases: names that ``propertyNames`` lists come in that order, each at most
+once, and the property of a ``discriminator`` is always there. What has no other way is left to the library, which
+refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the reference would lose its target.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import count, permutations
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+Schema = Any
+"""An object or a bool."""
+
+_OF_ONE = frozenset(
+    [
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ]
+)
+_OF_MANY = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+_BY_NAME = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
+_SAYS_NOTHING_OF_VALUES = frozenset(
+    [
+        "$anchor",
+        "$comment",
+        "$id",
+        "$schema",
+        "contentEncoding",
+        "contentMediaType",
+        "default",
+        "description",
+        "examples",
+        "id",
+        "readOnly",
+        "title",
+        "writeOnly",
+    ]
+)
+_OTHERS = frozenset(
+    [
+        "$dynamicAnchor",
+        "$dynamicRef",
+        "$recursiveAnchor",
+        "$recursiveRef",
+        "$ref",
+        "const",
+        "contentSchema",
+        "dependencies",
+        "dependentRequired",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "maxContains",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "maximum",
+        "minContains",
+        "minItems",
+        "minLength",
+        "minProperties",
+        "minimum",
+        "multipleOf",
+        "pattern",
+        "required",
+        "type",
+        "uniqueItems",
+        "x-guidance",
+    ]
+)
+_KEYWORDS = _OF_ONE | _OF_MANY | _BY_NAME | _SAYS_NOTHING_OF_VALUES | _OTHERS
+
+_ALL_TYPES = frozenset(["array", "boolean", "integer", "null", "number", "object", "string"])
+_FEW: Mapping[str, tuple[Any, ...]] = {"boolean": (False, True), "null": (None,)}
+"""All values of a type."""
+
+_ADDED = "#/$defs/"
+_MOST_BRANCHES = 256
+_MOST_HOPS = 6
+_MOST_WORK = 20_000
+_MOST_ARRAYS = 400
+
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_UUID = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
+
+
+def _whole(pattern: str) -> dict[str, Any]:
+    return {"pattern": f"^(?:{pattern})$"}
+
+
+def _base64(letters: str) -> dict[str, Any]:
+    one = f"[A-Za-z0-9{letters}]"
+    return _whole(f"(?:{one}{{4}})*(?:{one}{{2}}==|{one}{{3}}=)?")
+
+
+_FORMATS: Mapping[str, dict[str, Any]] = {
+    # The library also allows February 29 of every year, the year 0 and the 60th second, which few programs read.
+    "date": _whole(_DATE),
+    "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
+    "time": _whole(_TIME),
+    # Of Pydantic, zod and OpenAPI; no draft has them.
+    **{f"uuid{version}": _whole(_UUID % version) for version in range(1, 9)},
+    "base64": _base64("+/"),
+    "byte": _base64("+/"),
+    "base64url": _base64("_-"),
+    "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+    "url": {"format": "uri"},
+    # These say nothing of the text.
+    **{name: {} for name in ("binary", "directory-path", "file-path", "password", "path")},
+}
+_FORMATS_OF_DRAFTS = frozenset(
+    [
+        "duration",
+        "email",
+        "hostname",
+        "idn-email",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+        "unknown",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    ]
+)
+"""Those without another way, with the library's own ``unknown``."""
+
+
+def rewritten(schema: Schema) -> Schema:
+    """Return the schema as the library reads it; the given one stays as it is.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    return _Rewriting(schema).result() if isinstance(schema, dict) else schema
+
+
+class _TooMuchError(Exception):
+    """The search for branches that exclude each other costs too much."""
+
+
+class _Values(NamedTuple):
+    """What is known of the values that a schema allows.
+
+    ``literals``: all of them, each with its type, if they can be listed. ``names``: of all properties, if they can.
+    """
+
+    types: frozenset[str] = _ALL_TYPES
+    literals: frozenset[tuple[str, Any]] | None = None
+    required: frozenset[str] = frozenset()
+    properties: Mapping[str, "_Values"] = {}
+    names: frozenset[str] | None = None
+
+    def both(self, other: "_Values") -> "_Values":
+        shared = self.properties.keys() & other.properties.keys()
+        return _Values(
+            self.types & other.types,
+            _both(self.literals, other.literals),
+            self.required | other.required,
+            {
+                **self.properties,
+                **other.properties,
+                **{name: self.properties[name].both(other.properties[name]) for name in shared},
+            },
+            _both(self.names, other.names),
+        )
+
+    def either(self, other: "_Values") -> "_Values":
+        shared = self.properties.keys() & other.properties.keys()
+        return _Values(
+            self.types | other.types,
+            _either(self.literals, other.literals),
+            self.required & other.required,
+            {name: self.properties[name].either(other.properties[name]) for name in shared},
+            _either(self.names, other.names),
+        )
+
+    def excludes(self, other: "_Values") -> bool:
+        """Whether no value is of both."""
+        types = self.types & other.types
+        if self.literals is not None and other.literals is not None and not self.literals & other.literals:
+            return True
+        if types <= {"object"}:
+            return not types or any(self.of(name).excludes(other.of(name)) for name in self.required | other.required)
+        return False
+
+    def of(self, name: str) -> "_Values":
+        """What is known of a property."""
+        is_absent = self.names is not None and name not in self.names
+        return _NOTHING if is_absent else self.properties.get(name, _ANYTHING)
+
+
+_ANYTHING = _Values()
+_NOTHING = _Values(frozenset(), frozenset())
+
+
+def _both(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozenset[Any] | None:
+    return one & other if one is not None and other is not None else other if one is None else one
+
+
+def _either(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozenset[Any] | None:
+    return one | other if one is not None and other is not None else None
+
+
+class _Rewriting:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        parts = [part for part in _everything(root) if isinstance(part, dict)]
+        self._refs = {ref for part in parts if isinstance(ref := part.get("$ref"), str)}
+        self._pinned = {_unescaped(step) for ref in self._refs for step in ref.split("/")[1:]}
+        # With another base, a reference has another target.
+        self._is_one_document = not any(
+            isinstance(part.get(key), str) for part in parts if part is not root for key in ("$id", "id")
+        )
+        self._requirings: dict[tuple[str, str], str] = {}
+        """A definition's name for each reference with a property that it is to require."""
+        self._added: dict[str, Schema] = {}
+        self._targets = {id(self._target(ref)) for ref in self._refs}
+        self._work = 0
+
+    def result(self) -> Schema:
+        schema = self._schema(self._root)
+        added: dict[str, Schema] = {}
+        while len(added) < len(self._added):  # Each may add more.
+            for name, one in list(self._added.items())[len(added) :]:
+                added[name] = self._schema(one)
+        if added and isinstance(schema, dict):
+            schema["$defs"] = {**schema.get("$defs", {}), **added}
+        return schema
+
+    def _schema(self, given: Schema) -> Schema:
+        if not isinstance(given, dict):
+            return given
+        schema = self._with_discriminator(given)
+        schema = {key: value for key, value in schema.items() if key in _KEYWORDS or key in self._pinned}
+        if _is_any(schema.get("not")) and "not" not in self._pinned:
+            return False
+        self._drop_what_says_nothing(schema)
+        self._say_format(schema)
+        self._say_names(schema)
+        self._say_any_of(schema)
+        self._say_unique(schema)
+        return {key: self._beneath(key, value) for key, value in schema.items()}
+
+    def _beneath(self, key: str, value: Any) -> Any:
+        if key in _BY_NAME and isinstance(value, dict):
+            return {name: self._schema(one) for name, one in value.items()}
+        if key in _OF_MANY and isinstance(value, list):
+            return [self._schema(one) for one in value]
+        if key in _OF_ONE:
+            return self._schema(value)
+        return value if key in _KEYWORDS else self._elsewhere(value)
+
+    def _elsewhere(self, value: Any) -> Any:
+        """Rewrite the targets of references in what is no keyword, as in ``components``."""
+        if id(value) in self._targets:
+            return self._schema(value)
+        if isinstance(value, dict):
+            return {key: self._elsewhere(one) for key, one in value.items()}
+        return [self._elsewhere(one) for one in value] if isinstance(value, list) else value
+
+    def _drop_what_says_nothing(self, schema: dict[str, Any]) -> None:
+        if schema.get("uniqueItems") is False:
+            del schema["uniqueItems"]
+        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+            if schema.get(key) == {}:
+                del schema[key]
+        for key in ("unevaluatedItems", "unevaluatedProperties"):
+            if _is_any(schema.get(key)) and key not in self._pinned:
+                del schema[key]
+
+    def _say_format(self, schema: dict[str, Any]) -> None:
+        name = schema.get("format")
+        if not isinstance(name, str) or name in _FORMATS_OF_DRAFTS or not _types_of(schema) & {"string"}:
+            return
+        if "pattern" in schema and name not in {"date", "date-time", "time"}:
+            del schema["format"]  # zod writes its formats as patterns, and names them beside.
+            return
+        said = _FORMATS.get(name)
+        if said is None:
+            return
+        del schema["format"]
+        if not said.keys() & schema.keys():
+            schema.update(said)
+        elif isinstance(schema.get("allOf", []), list):
+            schema["allOf"] = [*schema.get("allOf", ()), said]
+
+    def _say_names(self, schema: dict[str, Any]) -> None:
+        """Say ``propertyNames`` with properties or a pattern."""
+        if "propertyNames" not in schema or self._pinned & {"additionalProperties", "propertyNames"}:
+            return
+        said = self._resolved(schema["propertyNames"])
+        meaning = said.keys() - _SAYS_NOTHING_OF_VALUES if isinstance(said, dict) else set()
+        if isinstance(said, dict) and meaning - {"type"}:
+            if "string" not in _types_of(said):
+                return
+            meaning.discard("type")
+        elif said is True or (isinstance(said, dict) and "string" in _types_of(said)):
+            del schema["propertyNames"]
+            return
+        rest = schema.get("additionalProperties", True)
+        own = schema.get("properties", {})
+        if "patternProperties" in schema or not isinstance(own, dict):
+            return
+        if meaning in ({"enum"}, {"const"}):
+            listed = said["enum"] if "enum" in said else [said["const"]]
+            if not isinstance(listed, list):
+                return
+            names = dict.fromkeys(name for name in listed if isinstance(name, str))
+            schema["properties"] = {name: value if name in names else False for name, value in own.items()} | {
+                name: rest for name in names if name not in own
+            }
+        elif not own and (pattern := _pattern_of(said, meaning)):
+            schema["patternProperties"] = {pattern: rest}
+        else:
+            return
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
+
+    def _say_any_of(self, schema: dict[str, Any]) -> None:
+        branches = schema.get("oneOf")
+        if (
+            not isinstance(branches, list)
+            or "anyOf" in schema
+            or "oneOf" in self._pinned
+            or len(branches) > _MOST_BRANCHES
+        ):
+            return
+        around = _Values(_types_of(schema))
+        try:
+            found = [self._values(branch, _MOST_HOPS).both(around) for branch in branches]
+        except _TooMuchError:
+            return
+        if all(one.excludes(other) for place, one in enumerate(found) for other in found[:place]):
+            del schema["oneOf"]
+            schema["anyOf"] = branches
+
+    def _say_unique(self, schema: dict[str, Any]) -> None:
+        """List the arrays of different items, if they are few."""
+        if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "enum" in schema:
+            return
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            return
+        if most in (0, 1):
+            del schema["uniqueItems"]
+            return
+        try:
+            listed = self._values(schema.get("items"), _MOST_HOPS, is_property=True).literals
+        except _TooMuchError:
+            return
+        if listed is None or "prefixItems" in schema or sum(_num_arrays(len(listed), most)) > _MOST_ARRAYS:
+            return
+        items = [value for _, value in sorted(listed, key=lambda one: (one[0], str(one[1])))]
+        sizes = range(max(least, 0), min(len(items), len(items) if most is None else most) + 1)
+        schema["enum"] = [list(some) for size in sizes for some in permutations(items, size)]
+        del schema["uniqueItems"]
+
+    def _with_discriminator(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Require the property that tells the branches apart, which Pydantic leaves out if it has a default."""
+        told = schema.get("discriminator")
+        name = told.get("propertyName") if isinstance(told, dict) else None
+        branches = schema.get("oneOf")
+        if not isinstance(name, str) or not isinstance(branches, list) or "oneOf" in self._pinned:
+            return schema
+        return {**schema, "oneOf": [self._requiring(branch, name) for branch in branches]}
+
+    def _requiring(self, branch: Schema, name: str) -> Schema:
+        body = self._resolved(branch)
+        if not isinstance(body, dict) or not isinstance(own := body.get("properties"), dict) or name not in own:
+            return branch
+        before = body.get("required", [])
+        if not isinstance(before, list) or name in before:
+            return branch
+        required = {**body, "required": [*before, name]}
+        if body is branch:
+            return required
+        if not isinstance(others := self._root.get("$defs", {}), dict):
+            return branch
+        for key in ("$defs", "definitions", "$schema", "$id", "id", "$anchor"):
+            required.pop(key, None)
+        added = self._requirings.get((branch["$ref"], name))
+        if added is None:
+            numbered = (f"required-{number}" for number in count(len(self._added)))
+            added = next(one for one in numbered if one not in others)
+            self._requirings[branch["$ref"], name] = added
+            self._added[added] = required
+        return {"$ref": _ADDED + added}
+
+    def _resolved(self, schema: Schema) -> Schema:
+        """Follow references without anything beside them."""
+        for _ in range(_MOST_HOPS):
+            if (
+                not isinstance(schema, dict)
+                or "$ref" not in schema
+                or schema.keys() - _SAYS_NOTHING_OF_VALUES - {"$ref"}
+            ):
+                return schema
+            schema = self._target(schema["$ref"])
+        return None
+
+    def _target(self, ref: object) -> Schema:
+        if not isinstance(ref, str) or not self._is_one_document or not (ref == "#" or ref.startswith("#/")):
+            return None
+        if (added := ref.removeprefix(_ADDED)) in self._added:
+            return self._added[added]
+        found: Any = self._root
+        for step in map(_unescaped, ref.split("/")[1:]):
+            if isinstance(found, dict):
+                found = found.get(step)
+            elif isinstance(found, list):
+                found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
+        return found
+
+    def _values(self, schema: Schema, hops: int, *, is_property: bool = False) -> _Values:
+        """Return what is known of a schema's values; of properties of properties nothing."""
+        self._work += 1
+        if self._work > _MOST_WORK:
+            raise _TooMuchError
+        if not isinstance(schema, dict) or not hops:
+            return _NOTHING if schema is False else _ANYTHING
+        found = _own_values(schema)
+        if "$ref" in schema:
+            found = found.both(self._values(self._target(schema["$ref"]), hops - 1, is_property=is_property))
+        for key in ("allOf", "anyOf", "oneOf"):
+            if isinstance(branches := schema.get(key), list) and branches:
+                several = [self._values(branch, hops - 1, is_property=is_property) for branch in branches]
+                joined = several[0]
+                for one in several[1:]:
+                    joined = joined.both(one) if key == "allOf" else joined.either(one)
+                found = found.both(joined)
+        own = schema.get("properties", {})
+        if is_property or not isinstance(own, dict):
+            return found
+        return found.both(
+            _Values(
+                required=_texts(schema.get("required")),
+                properties={name: self._values(one, hops - 1, is_property=True) for name, one in own.items()},
+                names=frozenset(own)
+                if schema.get("additionalProperties") is False and "patternProperties" not in schema
+                else None,
+            )
+        )
+
+
+def _everything(value: Any) -> Iterator[Any]:
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        yield part
+        if isinstance(part, dict):
+            rest.extend(part.values())
+        elif isinstance(part, list):
+            rest.extend(part)
+
+
+def _unescaped(step: str) -> str:
+    return unquote(step).replace("~1", "/").replace("~0", "~")
+
+
+def _types_of(schema: dict[str, Any]) -> frozenset[str]:
+    given = schema.get("type")
+    types = _ALL_TYPES if given is None else _texts([given] if isinstance(given, str) else given)
+    return types | {"integer"} if "number" in types else types
+
+
+def _texts(value: object) -> frozenset[str]:
+    return frozenset(one for one in value if isinstance(one, str)) if isinstance(value, list) else frozenset()
+
+
+def _is_any(schema: Schema) -> bool:
+    return schema is True or schema == {}
+
+
+def _num_arrays(num_items: int, most: int | None) -> Iterator[int]:
+    """Return how many arrays of different items there are, by size, up to more than matter."""
+    sizes = range(min(num_items, num_items if most is None else most, _MOST_ARRAYS) + 1)
+    return (math.perm(num_items, size) for size in sizes)
+
+
+def _own_values(schema: dict[str, Any]) -> _Values:
+    """Return what type, const and enum say."""
+    found = _Values(types := _types_of(schema))
+    if types <= _FEW.keys():
+        found = found.both(_listed([value for one in sorted(types) for value in _FEW[one]]))
+    if "const" in schema:
+        found = found.both(_listed([schema["const"]]))
+    if isinstance(listed := schema.get("enum"), list):
+        found = found.both(_listed(listed))
+    return found
+
+
+def _listed(values: list[Any]) -> _Values:
+    types = {_type_of(value) for value in values}
+    if types & {"array", "object"}:
+        return _Values(frozenset(types | {"integer"} if "number" in types else types))
+    # A number may be written as an integer or not.
+    literals = frozenset(("number" if _type_of(one) == "integer" else _type_of(one), one) for one in values)
+    return _Values(frozenset(types | {"integer", "number"} if types & {"integer", "number"} else types), literals)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kinds, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
+        if isinstance(value, kinds):
+            return name
+    return "object"
+
+
+def _pattern_of(names: dict[str, Any], meaning: set[str]) -> str:
+    """Return the pattern of all names of a schema, or ""."""
+    if meaning == {"pattern"} and isinstance(names["pattern"], str):
+        return names["pattern"]
+    if meaning == {"format"} and isinstance(names["format"], str):
+        if names["format"] == "uuid":
+            return f"^{_UUID.replace('%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}', '[0-9a-fA-F]{4}-[0-9a-fA-F]{4}')}$"
+        pattern = _FORMATS.get(names["format"], {}).get("pattern", "")
+        return str(pattern)
+    if meaning and meaning <= {"minLength", "maxLength"}:
+        least, most = names.get("minLength", 0), names.get("maxLength", "")
+        if all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in (least, most or 0)):
+            return f"^(?s:.){{{least},{most}}}$"
+    return ""
