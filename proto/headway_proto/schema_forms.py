@@ -92,6 +92,7 @@ _ADDED = "#/$defs/"
 _MOST_BRANCHES = 256
 _MOST_HOPS = 6
 _MOST_WORK = 20_000
+_MOST_CHOICES = 8
 _MOST_ARRAYS = 400
 
 _DAY = (
@@ -266,6 +267,7 @@ class _Rewriting:
         self._say_format(schema)
         self._say_names(schema)
         self._say_any_of(schema)
+        self._say_dependent(schema)
         self._say_unique(schema)
         return {key: self._beneath(key, value) for key, value in schema.items()}
 
@@ -289,9 +291,8 @@ class _Rewriting:
     def _drop_what_says_nothing(self, schema: dict[str, Any]) -> None:
         if schema.get("uniqueItems") is False:
             del schema["uniqueItems"]
-        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
-            if schema.get(key) == {}:
-                del schema[key]
+        if schema.get("dependentSchemas") == {}:
+            del schema["dependentSchemas"]
         for key in ("unevaluatedItems", "unevaluatedProperties"):
             if _is_any(schema.get(key)) and key not in self._pinned:
                 del schema[key]
@@ -307,10 +308,10 @@ class _Rewriting:
         if said is None:
             return
         del schema["format"]
-        if not said.keys() & schema.keys():
+        if said.keys() & schema.keys():
+            _also(schema, said)
+        else:
             schema.update(said)
-        elif isinstance(schema.get("allOf", []), list):
-            schema["allOf"] = [*schema.get("allOf", ()), said]
 
     def _say_names(self, schema: dict[str, Any]) -> None:
         """Say ``propertyNames`` with properties or a pattern."""
@@ -358,9 +359,20 @@ class _Rewriting:
             found = [self._values(branch, _MOST_HOPS).both(around) for branch in branches]
         except _TooMuchError:
             return
-        if all(one.excludes(other) for place, one in enumerate(found) for other in found[:place]):
+        if not all(one.excludes(other) for place, one in enumerate(found) for other in found[:place]):
+            branches = _required_alone(branches) if around.types == {"object"} else []
+        if branches:
             del schema["oneOf"]
             schema["anyOf"] = branches
+
+    def _say_dependent(self, schema: dict[str, Any]) -> None:
+        for key in ("dependencies", "dependentRequired"):
+            given = schema.get(key)
+            if not isinstance(given, dict) or len(given) > _MOST_CHOICES or not all(map(_are_texts, given.values())):
+                continue
+            del schema[key]
+            for name, others in given.items():
+                _also(schema, {"anyOf": [{"properties": {name: False}}, {"required": others}]})
 
     def _say_unique(self, schema: dict[str, Any]) -> None:
         """List the arrays of different items, if they are few."""
@@ -503,6 +515,38 @@ def _num_arrays(num_items: int, most: int | None) -> Iterator[int]:
     """Return how many arrays of different items there are, by size, up to more than matter."""
     sizes = range(min(num_items, num_items if most is None else most, _MOST_ARRAYS) + 1)
     return (math.perm(num_items, size) for size in sizes)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _also(schema: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add a schema that holds, too; what stands in the place of a list is left for the library to refuse."""
+    before = schema.get("allOf", [])
+    if isinstance(before, list):
+        schema["allOf"] = [*before, more]
+
+
+def _required_alone(branches: list[Schema]) -> list[Schema]:
+    """Return schemas of which any may hold, for objects of which one alone may; none if more than ``required`` counts."""
+    required = []
+    for branch in branches:
+        meaning = branch.keys() - _SAYS_NOTHING_OF_VALUES if isinstance(branch, dict) else None
+        if meaning != {"required"} or not _are_texts(branch["required"]):
+            return []
+        required.append(dict.fromkeys(branch["required"]))
+    if len(required) > _MOST_CHOICES:
+        return []
+    said = []
+    for place, names in enumerate(required):
+        lacking = [
+            [name for name in other if name not in names] for other in (*required[:place], *required[place + 1 :])
+        ]
+        if all(lacking):
+            others = [{"anyOf": [{"properties": {name: False}} for name in some]} for some in lacking]
+            said.append({"required": list(names), "allOf": others})
+    return said
 
 
 def _own_values(schema: dict[str, Any]) -> _Values:

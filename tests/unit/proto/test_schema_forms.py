@@ -135,6 +135,12 @@ ADDRESS = "4f6c1b9a-0d3e-4a57-9c1e-2b7a8d9e0f11"
         # others
         (COLORS | {"propertyNames": {"enum": ["red", "blue"]}, "properties": {"green": {}, "blue": {"maximum": 3}}},
          [{"blue": 3, "red": 9}], [{"green": 1}, {"blue": 4}]),
+        ({"type": "object", "properties": {"radius": {}, "length": {}, "width": {}}, "additionalProperties": False,
+          "oneOf": [{"required": ["radius"]}, {"required": ["length", "width"]}]},
+         [{"radius": 1}, {"radius": 1, "width": 2}, {"length": 1, "width": 2}],
+         [{}, {"length": 1}, {"radius": 1, "length": 1, "width": 2}]),
+        ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "dependentRequired": {"a": ["b"], "c": []}},
+         [{}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}], [{"a": 1}, {"a": 1, "c": 1}]),
         ({"type": "array", "items": {"type": "string"}, "uniqueItems": False}, [["a", "a"]], [[1]]),
         ({"type": "string", "format": "url"}, ["https://example.com/a?b#c"], ["no url"]),
         ({"oneOf": [{"$ref": "#/components/schemas/Cat"}, {"$ref": "#/components/schemas/Dog"}],
@@ -186,6 +192,9 @@ def test_dates_and_times_exist(compiler, kind, good, bad) -> None:
         ({"oneOf": [{"enum": [1, "a"]}, {"const": 1.0}]}, "^oneOf: "),
         ({"oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"a": {"const": 2}}}]}, "^oneOf"),
         ({"type": "object", "oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, "^oneOf"),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "^oneOf"),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"], "minProperties": 2}]}, "^oneOf"),
+        ({"dependencies": {"a": {"required": ["b"]}}}, "dependencies"),
         (of(set[str]), "uniqueItems"),
         ({"type": "array", "items": {"enum": list(range(6))}, "uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "null"}}, '"not"'),
@@ -228,7 +237,7 @@ def test_the_given_schema_stays_as_it_is_and_what_is_made_of_it_is_the_same_ever
 def test_schemas_that_are_none_are_the_librarys_to_refuse() -> None:
     """Each keyword with each kind of value, alone and behind a reference."""
     values = (None, True, 0, -1, 1.5, "x", "#", "#/x/0", [], [[]], [{}], {}, {"": {}}, {"x": 1}, ["a", {"a": []}])
-    keywords = ["$ref", "$defs", "additionalProperties", "allOf", "anyOf", "const", "discriminator", "enum", "format",
+    keywords = ["$ref", "$defs", "additionalProperties", "allOf", "anyOf", "const", "dependentRequired", "discriminator", "enum", "format",
                 "items", "maxItems", "minItems", "not", "oneOf", "pattern", "patternProperties", "properties",
                 "propertyNames", "required", "type", "uniqueItems"]  # fmt: skip
     draw = random.Random(3)
