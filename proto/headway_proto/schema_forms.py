@@ -94,6 +94,7 @@ _MOST_HOPS = 6
 _MOST_WORK = 20_000
 _MOST_CHOICES = 8
 _MOST_ARRAYS = 400
+_MOST_ARRAYS_IN_ALL = 4000
 
 _DAY = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -245,6 +246,7 @@ class _Rewriting:
         self._added: dict[str, Schema] = {}
         self._targets = {id(self._target(ref)) for ref in self._refs}
         self._work = 0
+        self._num_arrays = 0
 
     def result(self) -> Schema:
         schema = self._schema(self._root)
@@ -388,7 +390,10 @@ class _Rewriting:
             listed = self._values(schema.get("items"), _MOST_HOPS, is_property=True).literals
         except _TooMuchError:
             return
-        if listed is None or "prefixItems" in schema or sum(_num_arrays(len(listed), most)) > _MOST_ARRAYS:
+        if listed is None or "prefixItems" in schema:
+            return
+        self._num_arrays += (num_arrays := sum(_num_arrays(len(listed), most)))
+        if num_arrays > _MOST_ARRAYS or self._num_arrays > _MOST_ARRAYS_IN_ALL:
             return
         items = [value for _, value in sorted(listed, key=lambda one: (one[0], str(one[1])))]
         sizes = range(max(least, 0), min(len(items), len(items) if most is None else most) + 1)

@@ -261,8 +261,9 @@ def test_schemas_that_are_none_are_the_librarys_to_refuse() -> None:
         {"oneOf": [{"type": "object", "properties": {f"p{n}": {"const": n}}, "required": [f"p{n}"]} for n in range(250)]},
         {"type": "array", "uniqueItems": True, "items": {"enum": list(range(10**4))}},
         {"anyOf": [{"oneOf": [{"const": n} for n in range(200)]}] * 10},
+        {"anyOf": [{"type": "array", "uniqueItems": True, "items": {"enum": list(range(5))}}] * 900},
     ],
-    ids=["references", "objects", "items", "constants"],
+    ids=["references", "objects", "items", "constants", "sets"],
 )  # fmt: skip
 def test_the_search_is_bounded(schema) -> None:
     began = time.thread_time()
