@@ -89,12 +89,13 @@ _FEW: Mapping[str, tuple[Any, ...]] = {"boolean": (False, True), "null": (None,)
 """All values of a type."""
 
 _ADDED = "#/$defs/"
-_MOST_BRANCHES = 256
+_MOST_BRANCHES = 64
 _MOST_HOPS = 6
-_MOST_WORK = 20_000
+_MOST_WORK = 10_000
+_MOST_COMPARED = 100_000
 _MOST_CHOICES = 8
 _MOST_ARRAYS = 400
-_MOST_ARRAYS_IN_ALL = 4000
+_MOST_ARRAYS_IN_ALL = 1000
 
 _DAY = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -360,6 +361,8 @@ class _Rewriting:
         try:
             found = [self._values(branch, _MOST_HOPS).both(around) for branch in branches]
         except _TooMuchError:
+            return
+        if len(found) * sum(len(one.required) for one in found) > _MOST_COMPARED:
             return
         if not all(one.excludes(other) for place, one in enumerate(found) for other in found[:place]):
             branches = _required_alone(branches) if around.types == {"object"} else []
