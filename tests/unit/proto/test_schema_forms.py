@@ -117,6 +117,8 @@ ADDRESS = "4f6c1b9a-0d3e-4a57-9c1e-2b7a8d9e0f11"
         (of(dict[Annotated[str, pydantic.Field(min_length=2, max_length=4)], int]), [{"abcd": 1}], [{"a": 1}, {"abcde": 1}]),
         (of(dict[Annotated[str, pydantic.Field(max_length=255)], int]), [{"é" * 40: 1}], [{"e": None}]),
         (of(set[Literal["a", "b", "c"]]), [[], ["c", "a"], ["b", "c", "a"]], [["a", "a"], ["d"]]),
+        (of(set[Literal[1, 2]]), [[2, 1]], [[1, 1], [3]]),
+        ({"type": "array", "items": {"type": "string", "enum": ["a", 1]}, "uniqueItems": True}, [["a"]], [[1]]),
         (of(Annotated[set[bool], pydantic.Field(min_length=1)]), [[True], [False, True]], [[], [True, True]]),
         (of(Annotated[set[str], pydantic.Field(max_length=1)]), [[], ["x"]], [["x", "y"]]),
         (of(pydantic.UUID4), [ADDRESS], [ADDRESS.replace("-4", "-1")]),
