@@ -163,7 +163,14 @@ def rewritten(schema: Schema) -> Schema:
     Raises:
         RecursionError: it is nested too deeply.
     """
-    return _Rewriting(schema).result() if isinstance(schema, dict) else schema
+    if not isinstance(schema, dict):
+        return schema
+    rewriting = _Rewriting(schema)
+    found = rewriting.result()
+    if rewriting.requires_more and rewriting.leaves_one_of:
+        # What one branch no longer allows, the library could let pass through another.
+        return _Rewriting(schema, may_require=False).result()
+    return found
 
 
 class _TooMuchError(Exception):
@@ -234,8 +241,11 @@ def _either(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozens
 
 
 class _Rewriting:
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], *, may_require: bool = True) -> None:
         self._root = root
+        self._may_require = may_require
+        self.requires_more = False
+        self.leaves_one_of = False
         parts = [part for part in _everything(root) if isinstance(part, dict)]
         self._refs = {ref for part in parts if isinstance(ref := part.get("$ref"), str)}
         self._pinned = {_unescaped(step) for ref in self._refs for step in ref.split("/")[1:]}
@@ -263,7 +273,7 @@ class _Rewriting:
     def _schema(self, given: Schema) -> Schema:
         if not isinstance(given, dict):
             return given
-        schema = self._with_discriminator(given)
+        schema = self._with_discriminator(given) if self._may_require else given
         schema = {key: value for key, value in schema.items() if key in _KEYWORDS or key in self._pinned}
         if _is_any(schema.get("not")) and "not" not in self._pinned:
             return False
@@ -271,6 +281,7 @@ class _Rewriting:
         self._say_format(schema)
         self._say_names(schema)
         self._say_any_of(schema)
+        self.leaves_one_of |= "oneOf" in schema
         self._say_dependent(schema)
         self._say_unique(schema)
         return {key: self._beneath(key, value) for key, value in schema.items()}
@@ -415,20 +426,28 @@ class _Rewriting:
         branches = schema.get("oneOf")
         if not isinstance(name, str) or not isinstance(branches, list) or "oneOf" in self._pinned:
             return schema
-        return {**schema, "oneOf": [self._requiring(branch, name) for branch in branches]}
+        required = [self._requiring(branch, name) for branch in branches]
+        if None in required:
+            return schema
+        self.requires_more |= required != branches
+        return {**schema, "oneOf": required}
 
-    def _requiring(self, branch: Schema, name: str) -> Schema:
+    def _requiring(self, branch: Schema, name: str) -> Schema | None:
+        """Return the branch with a required property; None if it has none of that name."""
         body = self._resolved(branch)
+        if body is branch and isinstance(body, dict) and isinstance(inner := body.get("oneOf"), list):
+            parts = [self._requiring(one, name) for one in inner]
+            return None if None in parts else {**body, "oneOf": parts}
         if not isinstance(body, dict) or not isinstance(own := body.get("properties"), dict) or name not in own:
-            return branch
+            return None
         before = body.get("required", [])
-        if not isinstance(before, list) or name in before:
+        if not isinstance(before, list) or not isinstance(others := self._root.get("$defs", {}), dict):
+            return None
+        if name in before:
             return branch
         required = {**body, "required": [*before, name]}
         if body is branch:
             return required
-        if not isinstance(others := self._root.get("$defs", {}), dict):
-            return branch
         for key in ("$defs", "definitions", "$schema", "$id", "id", "$anchor"):
             required.pop(key, None)
         added = self._requirings.get((branch["$ref"], name))
