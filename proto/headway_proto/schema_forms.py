@@ -7,10 +7,13 @@ refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the re
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count, permutations
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
+
+from headway_proto.schema_formats import FORMATS, FORMATS_OF_DRAFTS, UUID_OF_VERSION
+from headway_proto.schema_values import ANYTHING, NOTHING, Values, own_values, texts_of, type_of, types_of
 
 Schema = Any
 """An object or a bool."""
@@ -84,10 +87,6 @@ _OTHERS = frozenset(
 )
 _KEYWORDS = _OF_ONE | _OF_MANY | _BY_NAME | _SAYS_NOTHING_OF_VALUES | _OTHERS
 
-_ALL_TYPES = frozenset(["array", "boolean", "integer", "null", "number", "object", "string"])
-_FEW: Mapping[str, tuple[Any, ...]] = {"boolean": (False, True), "null": (None,)}
-"""All values of a type."""
-
 _LISTING = frozenset(["const", "enum", "type"])
 _ADDED = "#/$defs/"
 _MOST_BRANCHES = 64
@@ -97,64 +96,6 @@ _MOST_COMPARED = 100_000
 _MOST_CHOICES = 8
 _MOST_ARRAYS = 400
 _MOST_ARRAYS_IN_ALL = 1000
-
-_DAY = (
-    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_UUID = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
-
-
-def _whole(pattern: str) -> dict[str, Any]:
-    return {"pattern": f"^(?:{pattern})$"}
-
-
-def _base64(letters: str) -> dict[str, Any]:
-    one = f"[A-Za-z0-9{letters}]"
-    return _whole(f"(?:{one}{{4}})*(?:{one}{{2}}==|{one}{{3}}=)?")
-
-
-_FORMATS: Mapping[str, dict[str, Any]] = {
-    # The library also allows February 29 of every year, the year 0 and the 60th second, which few programs read.
-    "date": _whole(_DATE),
-    "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
-    "time": _whole(_TIME),
-    # Of Pydantic, zod and OpenAPI; no draft has them.
-    **{f"uuid{version}": _whole(_UUID % version) for version in range(1, 9)},
-    "base64": _base64("+/"),
-    "byte": _base64("+/"),
-    "base64url": _base64("_-"),
-    "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
-    "url": {"format": "uri"},
-    # These say nothing of the text.
-    **{name: {} for name in ("binary", "directory-path", "file-path", "password", "path")},
-}
-_FORMATS_OF_DRAFTS = frozenset(
-    [
-        "duration",
-        "email",
-        "hostname",
-        "idn-email",
-        "idn-hostname",
-        "ipv4",
-        "ipv6",
-        "iri",
-        "iri-reference",
-        "json-pointer",
-        "regex",
-        "relative-json-pointer",
-        "unknown",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "uuid",
-    ]
-)
-"""Those without another way, with the library's own ``unknown``."""
 
 
 def rewritten(schema: Schema) -> Schema:
@@ -175,69 +116,6 @@ def rewritten(schema: Schema) -> Schema:
 
 class _TooMuchError(Exception):
     """The search for branches that exclude each other costs too much."""
-
-
-class _Values(NamedTuple):
-    """What is known of the values that a schema allows.
-
-    ``literals``: all of them, each with its type, if they can be listed. ``names``: of all properties, if they can.
-    """
-
-    types: frozenset[str] = _ALL_TYPES
-    literals: frozenset[tuple[str, Any]] | None = None
-    required: frozenset[str] = frozenset()
-    properties: Mapping[str, "_Values"] = {}
-    names: frozenset[str] | None = None
-
-    def both(self, other: "_Values") -> "_Values":
-        shared = self.properties.keys() & other.properties.keys()
-        return _Values(
-            self.types & other.types,
-            _both(self.literals, other.literals),
-            self.required | other.required,
-            {
-                **self.properties,
-                **other.properties,
-                **{name: self.properties[name].both(other.properties[name]) for name in shared},
-            },
-            _both(self.names, other.names),
-        )
-
-    def either(self, other: "_Values") -> "_Values":
-        shared = self.properties.keys() & other.properties.keys()
-        return _Values(
-            self.types | other.types,
-            _either(self.literals, other.literals),
-            self.required & other.required,
-            {name: self.properties[name].either(other.properties[name]) for name in shared},
-            _either(self.names, other.names),
-        )
-
-    def excludes(self, other: "_Values") -> bool:
-        """Whether no value is of both."""
-        types = self.types & other.types
-        if self.literals is not None and other.literals is not None and not self.literals & other.literals:
-            return True
-        if types <= {"object"}:
-            return not types or any(self.of(name).excludes(other.of(name)) for name in self.required | other.required)
-        return False
-
-    def of(self, name: str) -> "_Values":
-        """What is known of a property."""
-        is_absent = self.names is not None and name not in self.names
-        return _NOTHING if is_absent else self.properties.get(name, _ANYTHING)
-
-
-_ANYTHING = _Values()
-_NOTHING = _Values(frozenset(), frozenset())
-
-
-def _both(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozenset[Any] | None:
-    return one & other if one is not None and other is not None else other if one is None else one
-
-
-def _either(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozenset[Any] | None:
-    return one | other if one is not None and other is not None else None
 
 
 class _Rewriting:
@@ -314,12 +192,12 @@ class _Rewriting:
 
     def _say_format(self, schema: dict[str, Any]) -> None:
         name = schema.get("format")
-        if not isinstance(name, str) or name in _FORMATS_OF_DRAFTS or not _types_of(schema) & {"string"}:
+        if not isinstance(name, str) or name in FORMATS_OF_DRAFTS or not types_of(schema) & {"string"}:
             return
         if "pattern" in schema and name not in {"date", "date-time", "time"}:
             del schema["format"]  # zod writes its formats as patterns, and names them beside.
             return
-        said = _FORMATS.get(name)
+        said = FORMATS.get(name)
         if said is None:
             return
         del schema["format"]
@@ -335,10 +213,10 @@ class _Rewriting:
         said = self._resolved(schema["propertyNames"])
         meaning = said.keys() - _SAYS_NOTHING_OF_VALUES if isinstance(said, dict) else set()
         if isinstance(said, dict) and meaning - {"type"}:
-            if "string" not in _types_of(said):
+            if "string" not in types_of(said):
                 return
             meaning.discard("type")
-        elif said is True or (isinstance(said, dict) and "string" in _types_of(said)):
+        elif said is True or (isinstance(said, dict) and "string" in types_of(said)):
             del schema["propertyNames"]
             return
         rest = schema.get("additionalProperties", True)
@@ -369,7 +247,7 @@ class _Rewriting:
             or len(branches) > _MOST_BRANCHES
         ):
             return
-        around = _Values(_types_of(schema))
+        around = Values(types_of(schema))
         try:
             found = [self._values(branch, _MOST_HOPS).both(around) for branch in branches]
         except _TooMuchError:
@@ -408,8 +286,8 @@ class _Rewriting:
         items = self._resolved(schema.get("items"))
         if "items" in self._pinned or not isinstance(items, dict) or items.keys() - _LISTING - _SAYS_NOTHING_OF_VALUES:
             return
-        known = _own_values(items)
-        listed = [(kind, value) for kind, value in known.literals or () if _type_of(value) in known.types]
+        known = own_values(items)
+        listed = [(kind, value) for kind, value in known.literals or () if type_of(value) in known.types]
         self._num_arrays += (num_arrays := sum(_num_arrays(len(listed), most)))
         if known.literals is None or num_arrays > _MOST_ARRAYS or self._num_arrays > _MOST_ARRAYS_IN_ALL:
             return
@@ -483,14 +361,14 @@ class _Rewriting:
                 found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
         return found
 
-    def _values(self, schema: Schema, hops: int, *, is_property: bool = False) -> _Values:
+    def _values(self, schema: Schema, hops: int, *, is_property: bool = False) -> Values:
         """Return what is known of a schema's values; of properties of properties nothing."""
         self._work += 1
         if self._work > _MOST_WORK:
             raise _TooMuchError
         if not isinstance(schema, dict) or not hops:
-            return _NOTHING if schema is False else _ANYTHING
-        found = _own_values(schema)
+            return NOTHING if schema is False else ANYTHING
+        found = own_values(schema)
         if "$ref" in schema:
             found = found.both(self._values(self._target(schema["$ref"]), hops - 1, is_property=is_property))
         for key in ("allOf", "anyOf", "oneOf"):
@@ -504,8 +382,8 @@ class _Rewriting:
         if is_property or not isinstance(own, dict):
             return found
         return found.both(
-            _Values(
-                required=_texts(schema.get("required")),
+            Values(
+                required=texts_of(schema.get("required")),
                 properties={name: self._values(one, hops - 1, is_property=True) for name, one in own.items()},
                 names=frozenset(own)
                 if schema.get("additionalProperties") is False and "patternProperties" not in schema
@@ -527,16 +405,6 @@ def _everything(value: Any) -> Iterator[Any]:
 
 def _unescaped(step: str) -> str:
     return unquote(step).replace("~1", "/").replace("~0", "~")
-
-
-def _types_of(schema: dict[str, Any]) -> frozenset[str]:
-    given = schema.get("type")
-    types = _ALL_TYPES if given is None else _texts([given] if isinstance(given, str) else given)
-    return types | {"integer"} if "number" in types else types
-
-
-def _texts(value: object) -> frozenset[str]:
-    return frozenset(one for one in value if isinstance(one, str)) if isinstance(value, list) else frozenset()
 
 
 def _is_any(schema: Schema) -> bool:
@@ -581,44 +449,14 @@ def _required_alone(branches: list[Schema]) -> list[Schema]:
     return said
 
 
-def _own_values(schema: dict[str, Any]) -> _Values:
-    """Return what type, const and enum say."""
-    found = _Values(types := _types_of(schema))
-    if types <= _FEW.keys():
-        found = found.both(_listed([value for one in sorted(types) for value in _FEW[one]]))
-    if "const" in schema:
-        found = found.both(_listed([schema["const"]]))
-    if isinstance(listed := schema.get("enum"), list):
-        found = found.both(_listed(listed))
-    return found
-
-
-def _listed(values: list[Any]) -> _Values:
-    types = {_type_of(value) for value in values}
-    if types & {"array", "object"}:
-        return _Values(frozenset(types | {"integer"} if "number" in types else types))
-    # A number may be written as an integer or not.
-    literals = frozenset(("number" if _type_of(one) == "integer" else _type_of(one), one) for one in values)
-    return _Values(frozenset(types | {"integer", "number"} if types & {"integer", "number"} else types), literals)
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kinds, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
-        if isinstance(value, kinds):
-            return name
-    return "object"
-
-
 def _pattern_of(names: dict[str, Any], meaning: set[str]) -> str:
     """Return the pattern of all names of a schema, or ""."""
     if meaning == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
     if meaning == {"format"} and isinstance(names["format"], str):
         if names["format"] == "uuid":
-            return f"^{_UUID.replace('%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}', '[0-9a-fA-F]{4}-[0-9a-fA-F]{4}')}$"
-        pattern = _FORMATS.get(names["format"], {}).get("pattern", "")
+            return f"^{UUID_OF_VERSION.replace('%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}', '[0-9a-fA-F]{4}-[0-9a-fA-F]{4}')}$"
+        pattern = FORMATS.get(names["format"], {}).get("pattern", "")
         return str(pattern)
     if meaning and meaning <= {"minLength", "maxLength"}:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
