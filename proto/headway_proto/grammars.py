@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from headway_proto.sampling import CHOICE, GRAMMAR, JSON_OBJECT, JSON_SCHEMA, REGEX, Constraint
+from headway_proto.schema_forms import rewritten
 from headway_proto.schema_numbers import number_problem
 from headway_proto.wording import shown
 
@@ -33,7 +34,7 @@ _MAX_EARLEY_ITEMS = 50_000
 _MAX_LEXER_STATES = 20_000
 _MAX_GRAMMAR_SYMBOLS = 100_000
 _FUEL_TO_BUILD = 1_000_000
-_FUEL_PER_MASK = 100_000
+_FUEL_PER_MASK = 200_000
 _MOST_COMMON_MULTIPLE = 10_000
 
 _JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
@@ -41,6 +42,10 @@ _JSON_OVERRIDES: Any = {"lenient": False}
 """An unknown keyword is always an error."""
 
 _SCHEMA_WITHIN = re.compile(r"%json\s*")
+_MAY_OVERLAP = (
+    "oneOf: one value may be of several of its schemas; allowed: anyOf, or schemas that differ in type or in the const "
+    "or enum of a required property"
+)
 _DEAD_END = "NoExtension"
 """The library's error begins with this if no token is left."""
 
@@ -224,10 +229,11 @@ def _grammar_of(constraint: Constraint) -> str:
 
 
 def _json_grammar(schema: Any) -> str:
-    if schema is False:
-        raise ConstraintError("Unsatisfiable schema: it is false")
     try:
-        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, _JSON_DEFAULTS, _JSON_OVERRIDES)
+        known = rewritten(schema)
+        if known is False:
+            raise ConstraintError("Unsatisfiable schema: it is false")
+        return LLMatcher.grammar_from_json_schema({} if known is True else known, _JSON_DEFAULTS, _JSON_OVERRIDES)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(_reason(str(error))) from error
 
@@ -295,4 +301,6 @@ def _no_number(text: str) -> Any:
 
 def _reason(message: str) -> str:
     words = " ".join(message.replace("<non-verbose/>", "").split())
+    if "coerce_one_of" in words:
+        return _MAY_OVERLAP
     return words[:_MAX_REASON_CHARACTERS] or "no reason was given"

@@ -16,7 +16,7 @@ def schema_of_calls(tools: Sequence[Function], most: int | None) -> dict[str, An
         "minItems": 1,
         "items": {"anyOf": [_call(tool.name, place) for place, tool in enumerate(tools)]},
         "$defs": {
-            f"{place}": _moved(tool.parameters or {"type": "object"}, f"#/$defs/{place}")
+            f"{place}": _moved(_an_object(tool.parameters or {}), f"#/$defs/{place}")
             for place, tool in enumerate(tools)
         },
     }
@@ -30,6 +30,14 @@ def _call(name: str, place: int) -> dict[str, Any]:
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, also if the schema leaves it open; and their references begin at the whole schema."""
+    rest = {key: value for key, value in schema.items() if key != "$id"}
+    kinds = rest.get("type", ["object"])
+    is_open = "$ref" not in rest and isinstance(kinds, list) and "object" in kinds
+    return rest | {"type": "object"} if is_open else rest
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -1,0 +1,65 @@
+"""Formats of texts in JSON schemas, in words that the grammar library has.
+
+Owns: which formats mean something else than the library takes them for. Must not know: schemas around them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+UUID_OF_VERSION = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
+
+
+def _whole(pattern: str) -> dict[str, Any]:
+    return {"pattern": f"^(?:{pattern})$"}
+
+
+def _base64(letters: str) -> dict[str, Any]:
+    one = f"[A-Za-z0-9{letters}]"
+    return _whole(f"(?:{one}{{4}})*(?:{one}{{2}}==|{one}{{3}}=)?")
+
+
+FORMATS: Mapping[str, dict[str, Any]] = {
+    # The library also allows February 29 of every year, the year 0 and the 60th second, which few programs read.
+    "date": _whole(_DATE),
+    "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
+    "time": _whole(_TIME),
+    # Of Pydantic, zod and OpenAPI; no draft has them.
+    **{f"uuid{version}": _whole(UUID_OF_VERSION % version) for version in range(1, 9)},
+    "base64": _base64("+/"),
+    "byte": _base64("+/"),
+    "base64url": _base64("_-"),
+    "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+    "url": {"format": "uri"},
+    # These say nothing of the text.
+    **{name: {} for name in ("binary", "directory-path", "file-path", "password", "path")},
+}
+FORMATS_OF_DRAFTS = frozenset(
+    [
+        "duration",
+        "email",
+        "hostname",
+        "idn-email",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+        "unknown",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    ]
+)
+"""Those without another way, with the library's own ``unknown``."""
