@@ -19,6 +19,7 @@ from headway_process.collector import relax_collector
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
+from headway_process.open_files import raise_limit_of_open_files
 from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
@@ -58,6 +59,7 @@ def run(config: SchedulerConfig) -> int:
     snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
     try:
         config.validate()
+        raise_limit_of_open_files()
         endpoint = _metrics_endpoint(config, snapshots)
         recorder = make_recorder(config)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
