@@ -157,6 +157,9 @@ def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.Filt
     failure = engine.recorder.take_failure()
     if failure:
         log.warning("the flight recorder has stopped; serving goes on", reason=failure)
+    missing = engine.recorder.take_missing()
+    if missing:
+        log.warning("the flight recorder goes on", missing=missing)
 
 
 def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
