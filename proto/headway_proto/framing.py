@@ -27,6 +27,10 @@ class FramingError(ValueError):
     """An unusable frame; one line."""
 
 
+class OtherVersionError(FramingError):
+    """The sender speaks another version of the protocol."""
+
+
 class Frame(msgspec.Struct, frozen=True):
     """One received message."""
 
@@ -74,7 +78,8 @@ class FrameReader:
         """Decode one frame.
 
         Raises:
-            FramingError: wrong size, magic, version, length, checksum, kind or body.
+            OtherVersionError: the version is another.
+            FramingError: wrong size, magic, length, checksum, kind or body.
         """
         if not HEADER_BYTES <= len(data) <= self._max_bytes:
             raise FramingError(f"frame of {len(data)} bytes; allowed: {HEADER_BYTES} to {self._max_bytes}")
@@ -82,7 +87,7 @@ class FrameReader:
         if magic != MAGIC:
             raise FramingError(f"frame starts with {magic!r}; expected {MAGIC!r}")
         if version != PROTOCOL_VERSION:
-            raise FramingError(f"protocol version {version}; this side speaks {PROTOCOL_VERSION}")
+            raise OtherVersionError(f"protocol version {version} is not allowed; allowed: {PROTOCOL_VERSION}")
         if length != len(data) - HEADER_BYTES:
             raise FramingError(f"frame announces {length} body bytes and carries {len(data) - HEADER_BYTES}")
         payload = memoryview(data)[HEADER_BYTES:]

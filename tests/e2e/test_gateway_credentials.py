@@ -1,8 +1,11 @@
 """Who may call what: tokens, roles, tenants, certificates, and changing them while streams run."""
 
 import asyncio
+import contextlib
 import hashlib
 import signal
+import socket
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from headway.client import AsyncClient, AuthenticationError, OverloadedError, Un
 from headway_gateway import certificates as certificate_files
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig
+from headway_gateway.lost_connections import LostConnections
 from headway_proto import admin_pb2, admin_pb2_grpc
 from headway_proto import generation_pb2 as api
 
@@ -245,6 +249,58 @@ async def test_mutual_tls_beyond_loopback(start, ingress, certificates: Path) ->
             async with client(name, gateway.port) as unknown:
                 with pytest.raises(UnavailableError):
                     await unknown.model()
+
+
+async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway_gateway.lost_connections._INTERVAL_S", 0.3)
+    config = GatewayConfig(
+        model="any",
+        tls_cert_file=str(certificates / "localhost.pem"),
+        tls_key_file=str(certificates / "localhost.key"),
+        tls_client_ca_file=str(certificates / "ca.pem"),
+    )
+    context = LostConnections().context(CertificateFiles(config).context("h2"))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.read(1)
+        writer.close()
+
+    async def connect(tls: ssl.SSLContext | None) -> None:
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("localhost", port, ssl=tls)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.read()
+            writer.close()
+
+    def distrust() -> None:
+        with socket.create_connection(("localhost", port)) as plain, pytest.raises(ssl.SSLError):
+            ssl.create_default_context().wrap_socket(plain, server_hostname="localhost")  # asyncio would send no alert
+
+    stranger = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    with structlog.testing.capture_logs() as told:
+        server = await asyncio.start_server(serve, "localhost", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        await connect(None)
+        assert told[0]["new"] == {"TLS: http request": 1}
+        await asyncio.to_thread(distrust)
+        await connect(stranger)  # has no certificate
+        stranger.load_cert_chain(certificates / "stranger.pem", certificates / "stranger.key")
+        await connect(stranger)
+        stranger.load_cert_chain(certificates / "client.pem", certificates / "client.key")
+        await connect(stranger)
+        assert len(told) == 1
+        await asyncio.sleep(0.5)
+        server.close()
+    assert len(told) == 2
+    assert told[1]["total"] == 4
+    assert set(told[1]["new"]) == {
+        "TLS: tlsv1 alert unknown ca",
+        "TLS: peer did not return a certificate",
+        "TLS: certificate verify failed: unable to get local issuer certificate",
+    }
 
 
 async def test_authorities_that_cannot_be_used_exit_2(start, ingress, certificates: Path) -> None:  # noqa: F811

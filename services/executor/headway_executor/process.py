@@ -48,6 +48,7 @@ from headway_process.collector import relax_collector
 from headway_process.fleet_numbers import fleet_fields
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
+from headway_process.open_files import raise_limit_of_open_files
 from headway_process.parent import LAUNCHER_VARIABLE, end_with_parent
 from headway_process.pulse import pulse_of
 from headway_process.snapshots import Snapshots
@@ -153,6 +154,7 @@ def run(config: ExecutorConfig) -> int:
     with ExitStack() as stack:
         try:
             config.validate()
+            raise_limit_of_open_files()
             around = surroundings_of(config, os.environ)
             is_child = around.is_child
             if not around.place.is_alone:

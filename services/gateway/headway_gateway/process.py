@@ -18,6 +18,7 @@ from headway_process.collector import relax_collector
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import configure
+from headway_process.open_files import raise_limit_of_open_files
 from headway_process.parent import end_with_parent
 from headway_process.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
 
@@ -36,6 +37,7 @@ def run(config: GatewayConfig) -> int:
     configure("gateway", level=config.log_level, log_format=config.log_format, sink=sink)
     try:
         config.validate()
+        raise_limit_of_open_files()
         # gRPC's and the tokeniser's threads hand over to the event loop many times per request. With the default switch
         # interval each handover could wait 5 ms for the interpreter lock.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)

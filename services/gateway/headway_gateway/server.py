@@ -30,6 +30,7 @@ from headway_gateway.grpc_server.server import GrpcServer, Surrounding
 from headway_gateway.link.link_keys import load_link_keys
 from headway_gateway.link.scheduler_client import SchedulerClient
 from headway_gateway.listening import listening_sockets
+from headway_gateway.lost_connections import LostConnections
 from headway_gateway.operators.admin import AdminServicer
 from headway_gateway.operators.health import HealthReporter
 from headway_gateway.operators.metrics import GatewaySnapshot, families_of, take_snapshot
@@ -101,6 +102,7 @@ class GatewayServer:
         most_calls = config.max_concurrent_streams + _MOST_OTHER_CALLS
         self._open_calls = OpenCalls(most_calls)
         self._text_model = text_model
+        self._lost = LostConnections()
         self._http: HttpListener | None = None
         self._server = GrpcServer(
             self._surroundings(),
@@ -127,6 +129,8 @@ class GatewayServer:
             AddressInUseError: the address is taken or not this machine's.
             ValueError: certificate and key are unusable, or metrics cannot be served.
         """
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._lost.on_loop_exception)
         sockets = listening_sockets("grpc_address", self._config.grpc_address, reuse_port=self._config.reuse_port)
         port: int = sockets[0].getsockname()[1]
         self._http = self._http_listener()
@@ -270,4 +274,6 @@ class GatewayServer:
         return HttpListener(application, sockets, tls=self._tls("http/1.1"), slow_client_s=config.slow_client_s)
 
     def _tls(self, protocol: str) -> ssl.SSLContext | None:
-        return CertificateFiles(self._config).context(protocol) if self._config.tls_cert_file else None
+        if not self._config.tls_cert_file:
+            return None
+        return self._lost.context(CertificateFiles(self._config).context(protocol))

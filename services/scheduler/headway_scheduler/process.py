@@ -19,6 +19,7 @@ from headway_process.collector import relax_collector
 from headway_process.last_words import write_last_line
 from headway_process.log_sink import LogSink, notice_of
 from headway_process.logs import make_logger
+from headway_process.open_files import raise_limit_of_open_files
 from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
@@ -31,6 +32,8 @@ from headway_scheduler.flight.checkpoint import ForkingCheckpointer
 from headway_scheduler.flight.log import FlightLogWriter
 from headway_scheduler.flight.pieces import LogPieces
 from headway_scheduler.flight.recorder import FlightRecorder, NullRecorder
+from headway_scheduler.links.executor_link import ExecutorLink
+from headway_scheduler.links.ingress_link import IngressLinks
 from headway_scheduler.links.transport import Transport
 from headway_scheduler.metrics import SchedulerSnapshot, families_of, take_snapshot
 
@@ -42,6 +45,7 @@ EXIT_BAD_CONFIGURATION = 2
 _LONGEST_SLEEP_S = 0.25
 _LOG_DRAIN_S = 0.5
 _REJECTIONS_INTERVAL_S = 5.0
+_VERSIONS_INTERVAL_S = 30.0
 
 
 def run(config: SchedulerConfig) -> int:
@@ -58,6 +62,7 @@ def run(config: SchedulerConfig) -> int:
     snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
     try:
         config.validate()
+        raise_limit_of_open_files()
         endpoint = _metrics_endpoint(config, snapshots)
         recorder = make_recorder(config)
         transport = Transport(config.step_address, config.ingress_address, config.curve_keys)
@@ -121,6 +126,7 @@ def serve(
     """Receive, schedule, send, sleep. After a stop request, finish accepted work within ``grace_s`` seconds."""
     stop_by = float("inf")
     report_rejections_at = float("-inf")
+    versions_told: dict[str, float] = {}
     while True:
         now = time.monotonic()
         if pulse is not None:
@@ -145,6 +151,7 @@ def serve(
             snapshots.give(take_snapshot(engine, now))
         if now >= report_rejections_at and _log_guard(transport, log):
             report_rejections_at = now + _REJECTIONS_INTERVAL_S
+        _log_other_versions(engine, now, versions_told, log)
         transport.wait(min(_LONGEST_SLEEP_S, max(0.0, engine.next_deadline - time.monotonic())))
 
 
@@ -155,6 +162,9 @@ def _log_notices(engine: SchedulerEngine, now: float, log: structlog.typing.Filt
     failure = engine.recorder.take_failure()
     if failure:
         log.warning("the flight recorder has stopped; serving goes on", reason=failure)
+    missing = engine.recorder.take_missing()
+    if missing:
+        log.warning("the flight recorder goes on", missing=missing)
 
 
 def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger) -> bool:
@@ -165,6 +175,18 @@ def _log_guard(transport: Transport, log: structlog.typing.FilteringBoundLogger)
     for problem in problems:
         log.error("a key file was not read; its former key stays valid", reason=problem)
     return bool(rejections or problems)
+
+
+def _log_other_versions(
+    engine: SchedulerEngine, now: float, told: dict[str, float], log: structlog.typing.FilteringBoundLogger
+) -> None:
+    """``told``: when it was last told of each link. Peers try on and on. Those without a link are the first executor's."""
+    name: str
+    links: ExecutorLink | IngressLinks
+    for name, links in (("step", engine.fleet.links[0]), ("ingress", engine.gateways)):
+        if links.other_version and now - told.get(name, float("-inf")) >= _VERSIONS_INTERVAL_S:
+            log.error("a peer of another version of Headway is refused", link=name, reason=links.other_version)
+            links.other_version, told[name] = "", now
 
 
 def make_recorder(config: SchedulerConfig) -> NullRecorder:

@@ -128,8 +128,9 @@ def test_prometheus_reads_every_process_with_the_token_and_only_grafana_is_publi
     prometheus = yaml.safe_load((REPOSITORY / "observability" / "prometheus.yml").read_text())
     (job,) = prometheus["scrape_configs"]
     assert job["authorization"] == {"type": "Bearer", "credentials_file": "/run/metrics/token"}
-    targets = {target for entry in job["static_configs"] for target in entry["targets"]}
-    assert targets == {f"{service}:9464" for service in SERVICES}
+    # By name, since a name of several executors has an address for each.
+    (found,) = job["dns_sd_configs"]
+    assert (set(found["names"]), found["type"], found["port"]) == (set(SERVICES), "A", 9464)
     published = {name: service["ports"] for name, service in OBSERVE["services"].items() if "ports" in service}
     assert published == {"grafana": ["127.0.0.1:3000:3000"]}
     for name in ("prometheus", "grafana"):

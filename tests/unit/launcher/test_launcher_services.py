@@ -1,6 +1,7 @@
 """The launcher's view of the three services: what they share agrees, and how ``serve`` settles all of them."""
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -110,6 +111,13 @@ def test_a_mistake_in_any_service_stops_the_plan():
 
 def test_children_inherit_no_settings():
     assert without_settings({"HEADWAY_SERVE_MODEL": "x", "PATH": "y"}) == {"PATH": "y"}
+
+
+def test_without_a_temporary_directory_the_error_is_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(ConfigurationError, match=r"^TMPDIR: no temporary directory can be written to; allowed: "):
+        socket_directory().__enter__()
 
 
 def test_the_socket_directory_is_private_short_and_removed(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -266,6 +268,58 @@ def test_without_checkpoints_recording_stops_at_the_bound(tmp_path: Path):
     assert "no checkpoint allows deleting the oldest" in world.engine.recorder.take_failure()
     world.engine.recorder.close(world.now, world.engine.fleet)
     assert replay_from_disk(tmp_path)[1].num_steps > 10
+
+
+def test_recording_goes_on_when_there_is_room_again_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log = FlightLogWriter(tmp_path, MIB)
+    world = RecordedWorld(WORLD_LIMITS, CONFIG, num_gateways=1, seed=3)
+    world.record_into(log)
+    recorder = world.engine.recorder
+    world.ask_for(30)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(flight_log.os, "write", full)
+        disk.setattr(flight_log.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        world.ask_for(1)
+        wait_for(lambda: log.failure)
+        assert recorder.take_failure() == "No space left on device"
+        world.ask_for(1)  # from now on it looks for room
+        world.now += 100.0
+        world.ask_for(5)
+        assert log.life == 1
+        assert log.failure
+    world.now += 100.0
+    world.ask_for(30)
+    assert not log.failure
+    assert re.fullmatch(
+        r"the 2\d\d\.\d s before it are not recorded \(No space left on device\); life 1 ends before them",
+        missing := recorder.take_missing(),
+    )
+    assert recorder.take_missing() == recorder.take_failure() == ""
+    recorder.close(world.now, world.engine.fleet)
+    found, replay = replay_from_disk(tmp_path)
+    assert (found.life, found.notice) == (2, missing)
+    assert replay.core is not None
+    assert world.engine.fleet.cells[0].core is not None
+    assert replay.core.counters == world.engine.fleet.cells[0].core.counters
+    before = FlightLog(tmp_path / "000001-000000.flight")
+    assert len(list(before.records())) > 100
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for write in (full, lambda file, data: len(data) if len(data) == 8 else full()):
+        monkeypatch.setattr(flight_log.os, "write", write)
+        with pytest.raises(OSError, match="No space"):
+            flight_log.write_checkpoint(tmp_path / "000001-000001.checkpoint", b"state")
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_an_error(tmp_path: Path):

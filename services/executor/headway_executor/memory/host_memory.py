@@ -6,14 +6,15 @@ Owns: a container's limit, large tensors. Must not know: their use.
 import contextlib
 import math
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -47,12 +48,38 @@ def _in_huge_pages(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def free_host_bytes() -> int:
-    """Free main memory within the container's limit."""
-    free = _meminfo_available()
-    limit, used = _read_number(_CGROUP_LIMIT), _read_number(_CGROUP_USED)
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
+    """Free main memory within the limits of the container, the systemd unit, or whatever the process is in."""
+    return min((_meminfo_available(), *_left_in_groups()))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """A group is bound by those around it, too. In a container the path may be the host's: its own group is the root."""
+    for root, path, limit_name, used_name, cached_name in _own_groups():
+        for group in (path, *path.parents):
+            limit, used = _read_number(root / group / limit_name), _read_number(root / group / used_name)
+            if limit is not None and used is not None:
+                # Files that nobody reads at present go when memory is wanted.
+                yield max(0, limit - max(0, used - _statistic(root / group / "memory.stat", cached_name)))
+
+
+def _own_groups() -> Iterator[tuple[Path, Path, str, str, str]]:
+    """Yield where the process is, in version 2 or 1 of control groups, and the names of their files."""
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else ()
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        place = Path(path.lstrip("/"))
+        if not kinds:
+            yield _GROUPS, place, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            yield _GROUPS / "memory", place, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _statistic(path: Path, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
 
 
 def _meminfo_available() -> int:

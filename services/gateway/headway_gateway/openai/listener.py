@@ -17,6 +17,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headway_gateway.openai.application import Application
 
 _BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 64
+"""See the same of the gRPC server."""
 _MOST_HEAD_S = 10.0
 _MOST_HEAD_BYTES = 64 * 1024
 _CANCEL_GRACE_S = 1
@@ -47,7 +49,7 @@ class HttpListener:
             # A header must not change who the peer is.
             proxy_headers=False,
             server_header=False,
-            backlog=_BACKLOG,
+            backlog=_ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=_CANCEL_GRACE_S,
         )
         config.load()
@@ -95,6 +97,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
         self._has_started.set()
 
     async def until_started(self) -> None:

@@ -16,6 +16,7 @@ from headway.planning.plan import Plan, make_plan, without_settings
 from headway.planning.services import add_serve_flags
 from headway.running.fleet_runner import FleetRunner
 from headway.running.readiness import wait_until_serving
+from headway.running.service_manager import tell_ready, tell_stopping
 from headway.running.socket_directory import socket_directory
 from headway_executor.checkpoint.reading_ahead import read_ahead
 from headway_process.log_sink import LogSink
@@ -76,7 +77,12 @@ async def serve(plan: Plan, environment: Mapping[str, str], when_ready: WhenRead
 def _deliver_signals(runner: FleetRunner) -> None:
     loop = asyncio.get_running_loop()
     for signum in stop_signals():
-        loop.add_signal_handler(signum, runner.ask_to_stop, signum)
+        loop.add_signal_handler(signum, _stop, runner, signum)
+
+
+def _stop(runner: FleetRunner, signum: int) -> None:
+    tell_stopping()
+    runner.ask_to_stop(signum)
 
 
 async def _attend(plan: Plan, runner: FleetRunner, when_ready: WhenReady) -> None:
@@ -87,6 +93,7 @@ async def _attend(plan: Plan, runner: FleetRunner, when_ready: WhenReady) -> Non
         )
         for url in plan.http_urls:
             say(f"OpenAI API on {url}")
+        tell_ready(readiness_line)
         keep_serving = await when_ready(readiness_line, plan.targets[0].address)
     finally:
         if not keep_serving:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from headway.flags.settings import ConfigurationError
 from headway_process.addresses import MAX_IPC_PATH_BYTES
 
 _PREFIX = "headway-"
@@ -24,8 +25,16 @@ def socket_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, and remove it at the end.
 
     A Unix socket's path has at most 107 bytes, so the system's own directory replaces a long TMPDIR.
+
+    Raises:
+        ConfigurationError: no directory can be written to.
     """
-    parent = tempfile.gettempdir()
+    try:
+        parent = tempfile.gettempdir()
+    except OSError:
+        raise ConfigurationError(
+            "TMPDIR: no temporary directory can be written to; allowed: one that can, such as a tmpfs at /tmp"
+        ) from None
     if len(os.fsencode(parent + _LONGEST_NAME)) > MAX_IPC_PATH_BYTES:
         parent = "/tmp"  # noqa: S108  # mkdtemp below makes a fresh private directory in it
     remove_abandoned(Path(parent))

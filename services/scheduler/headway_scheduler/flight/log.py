@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import re
+import shutil
 import struct
 import threading
 import zlib
@@ -85,10 +86,10 @@ def framed(payload: bytes) -> bytes:
 
 
 class FlightLogWriter:
-    """Writes one life of a scheduler, on a separate thread.
+    """Writes the recordings of a scheduler, on a separate thread; each is a life.
 
     The directory keeps at most ``max_bytes``, earlier lives included. An error ends the recording; ``failure`` names
-    it.
+    it. ``begin_again`` begins another one.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -109,11 +110,30 @@ class FlightLogWriter:
         self.num_queued = 0
         self.written = Written(0, 0, len(SEGMENT_MAGIC))
         """Replaced as a whole: any thread may read it."""
-        self._file = _create(paths_of(directory, self.life, 0).segment)
+        self._is_over = False
+        self._file: int | None = _create(paths_of(directory, self.life, 0).segment)
+        self._start()
+
+    def _start(self) -> None:
         # Bounded, or a slow disk would fill the memory.
         self._queue: queue.Queue[bytes | SegmentPaths | None] = queue.Queue(maxsize=_QUEUED_BATCHES)
         self._thread = threading.Thread(target=self._run, name="flight log", daemon=True)
         self._thread.start()
+
+    def begin_again(self) -> bool:
+        """Begin another life if the last has failed and there is room for a segment. ``rotate`` begins its first one."""
+        if self._is_over or self._thread.is_alive():
+            return False
+        try:
+            if shutil.disk_usage(self.directory).free < self._segment_bytes:
+                return False
+            self.life = max((life for life, _ in segments_in(self.directory)), default=self.life) + 1
+        except OSError:
+            return False
+        self.segment, self.failure, self._segment_size = 0, "", 0
+        self.written = Written(self.num_queued, 0, len(SEGMENT_MAGIC))
+        self._start()
+        return True
 
     @property
     def is_segment_full(self) -> bool:
@@ -138,13 +158,15 @@ class FlightLogWriter:
         return paths
 
     def stop(self, reason: str) -> None:
-        """End the recording."""
+        """End the recording for good."""
+        self._is_over = True
         self.failure = self.failure or reason
 
     def close(self) -> None:
         """Write what is queued."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_CLOSE_S)
+        if not self.failure:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=_CLOSE_S)
         self._thread.join(timeout=_CLOSE_S)
 
     def _put(self, item: bytes | SegmentPaths) -> None:
@@ -161,20 +183,28 @@ class FlightLogWriter:
         try:
             while (item := self._queue.get()) is not None:
                 if self.failure:
-                    continue
+                    break
                 if isinstance(item, SegmentPaths):
                     self._begin_segment(item)
                 else:
                     self._write(item)
-            os.fsync(self._file)
+            self._close_file()
         except OSError as error:
             self.failure = error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            os.fsync(file)
         finally:
-            os.close(self._file)
+            os.close(file)
 
     def _begin_segment(self, paths: SegmentPaths) -> None:
-        os.fsync(self._file)
-        os.close(self._file)
+        self._close_file()
         self._file = _create(paths.segment)
         self.written = Written(self.written.num_items + 1, self.written.segment + 1, len(SEGMENT_MAGIC))
         self._keep_within_bound()
@@ -186,6 +216,7 @@ class FlightLogWriter:
         self._num_batches += 1
         if self._num_batches % _BATCHES_PER_LOOK == 0:
             self._keep_within_bound()  # a new checkpoint may exist
+        assert self._file is not None
         while view:
             view = view[os.write(self._file, view) :]
         self.written = Written(self.written.num_items + 1, self.written.segment, self.written.num_bytes + num_bytes)
@@ -223,9 +254,12 @@ def write_checkpoint(path: Path, payload: bytes) -> None:
         while view:
             view = view[os.write(file, view) :]
         os.fsync(file)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     finally:
         os.close(file)
-    partial.replace(path)
 
 
 def segments_in(directory: Path) -> list[tuple[int, int]]:
@@ -241,7 +275,12 @@ def is_start(directory: Path, life: int, segment: int) -> bool:
 
 def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    os.write(file, magic)
+    try:
+        os.write(file, magic)
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
     return file
 
 
@@ -249,7 +288,7 @@ def _create(path: Path, magic: bytes = SEGMENT_MAGIC) -> int:
 
 
 class FlightLog:
-    """One life of a log. ``notice`` reports a torn tail."""
+    """One life of a log."""
 
     def __init__(self, path: Path) -> None:
         """Open a directory's newest life, or a segment's.
@@ -269,9 +308,14 @@ class FlightLog:
         self._paths = [paths_of(directory, life, segment) for segment in wanted]
         self._decoder = msgspec.msgpack.Decoder(list[Record])
         self.life = life
-        self.notice = ""
+        self._torn = ""
         self.num_bytes_read = 0
         self.header = self._first_header()
+
+    @property
+    def notice(self) -> str:
+        """What is missing before the life, and at its end as far as it was read; or nothing."""
+        return "; ".join(filter(None, (self.header.missing, self._torn)))
 
     @property
     def num_bytes(self) -> int:
@@ -310,7 +354,7 @@ class FlightLog:
         if end < len(data):
             if not is_last:
                 raise FlightLogError(f"{path}: torn at byte {end}, and another segment follows")
-            self.notice = f"{path.name} is torn: its last {len(data) - end} bytes, from byte {end}, are left out"
+            self._torn = f"{path.name} is torn: its last {len(data) - end} bytes, from byte {end}, are left out"
         for offset, num_bytes, payload in _frames(path, data[:end]):
             try:
                 yield from self._decoder.decode(payload)
@@ -338,7 +382,8 @@ def _place_of(path: Path) -> tuple[Path, int]:
         raise FlightLogError(f"{path}: {error.strerror}") from None
     if not segments:
         raise FlightLogError(f"{path}: there is no flight log in it")
-    return path, segments[-1][0]
+    # A recording that went on has no start until its first checkpoint is written.
+    return path, max((life for life, segment in segments if is_start(path, life, segment)), default=segments[-1][0])
 
 
 def _read(path: Path, magic: bytes) -> memoryview:

@@ -50,11 +50,12 @@ from headway_scheduler.flight.records import (
 
 FLUSH_RECORDS = 64
 FLUSH_INTERVAL_S = 0.05
+_TRY_AGAIN_S = 10.0
 """``flush`` writes after so many records or seconds. A killed process loses about as much."""
 
 
 class Log(Protocol):
-    """Takes batches of records until ``failure`` says why not."""
+    """Takes batches of records until ``failure`` says why not, and again after ``begin_again``."""
 
     life: int
     segment: int
@@ -66,6 +67,9 @@ class Log(Protocol):
 
     def append(self, batch: bytes) -> None:
         """Take an encoded batch without waiting."""
+
+    def begin_again(self) -> bool:
+        """After a failure, begin another life where that is possible."""
 
     def close(self) -> None:
         """Write the rest."""
@@ -175,6 +179,10 @@ class NullRecorder:
         """Return once why recording ended; else ""."""
         return ""
 
+    def take_missing(self) -> str:
+        """Return once what is not recorded where recording went on; else ""."""
+        return ""
+
     def close(self, now: float, fleet: HasState | None) -> None:
         """Write the rest."""
 
@@ -211,6 +219,10 @@ class FlightRecorder(NullRecorder):
         self._idle_since = -1
         """The number of records after an idle turn; -1 if the last turn was not idle."""
         self._is_failure_reported = False
+        self._failed_at = 0.0
+        self._try_at = 0.0
+        self._missing = ""
+        self._is_missing_reported = True
         self._begin_segment()
 
     def of_cell(self, number: int) -> NullRecorder:
@@ -335,6 +347,8 @@ class FlightRecorder(NullRecorder):
         self._flush_at = now + FLUSH_INTERVAL_S
         if self._log.failure:
             pending.clear()
+            if not is_final:
+                self._go_on(now, fleet)
             return
         records = [_encodable(entry) if type(entry) is tuple else entry for entry in pending]
         self._log.append(self._encoder.encode(records))
@@ -352,6 +366,30 @@ class FlightRecorder(NullRecorder):
         self._is_failure_reported = True
         return self._log.failure
 
+    def take_missing(self) -> str:
+        if self._is_missing_reported:
+            return ""
+        self._is_missing_reported = True
+        return self._missing
+
+    def _go_on(self, now: float, fleet: HasState | None) -> None:
+        """Begin a recording at the present state, since what was not recorded cannot be replayed."""
+        if not self._is_failure_reported or fleet is None or self._checkpointer is None:
+            return
+        if not self._failed_at:
+            self._failed_at, self._try_at = now, now + _TRY_AGAIN_S
+        if now < self._try_at:
+            return
+        self._try_at = now + _TRY_AGAIN_S
+        reason, before, state = self._log.failure, self._log.life, fleet.state
+        if not state.cores or not self._log.begin_again():
+            return
+        gap_s = now - self._failed_at
+        self._missing = f"the {gap_s:.1f} s before it are not recorded ({reason}); life {before} ends before them"
+        self._failed_at, self._is_failure_reported, self._is_missing_reported = 0.0, False, False
+        self._checkpointer(state)
+        self._begin_segment()
+
     def close(self, now: float, fleet: HasState | None) -> None:
         self.flush(now, fleet, is_final=True)
         self._log.close()
@@ -365,7 +403,7 @@ class FlightRecorder(NullRecorder):
 
     def _begin_segment(self) -> None:
         records: list[Record] = [
-            Header(LOG_VERSION, self._headway_version, self._log.life, self._log.segment, self._limits)
+            Header(LOG_VERSION, self._headway_version, self._log.life, self._log.segment, self._limits, self._missing)
         ]
         if self._latest.cell:
             records.append(InCell(self._latest.cell))

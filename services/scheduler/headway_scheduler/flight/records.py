@@ -23,13 +23,14 @@ WHOLE_DECISION_BYTES = 64
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A segment's first record. ``life`` counts the processes that wrote into a directory."""
+    """A segment's first record. ``life`` counts recordings in a directory; ``missing`` says what is before one that went on."""
 
     version: int
     headway_version: str
     life: int
     segment: int
     limits: SchedulerLimits
+    missing: str = ""
 
 
 class EpochBegan(msgspec.Struct, frozen=True, array_like=True, tag=1):

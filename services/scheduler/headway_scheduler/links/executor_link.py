@@ -11,7 +11,7 @@ answers of the old one are ignored. The other side: ``headway_executor.links.ste
 import msgspec
 
 from headway_proto.adapters import AdapterChange, AdapterChanged
-from headway_proto.framing import Frame, FramingError
+from headway_proto.framing import Frame, FramingError, OtherVersionError
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,
@@ -108,6 +108,8 @@ class ExecutorLink:
         self.number = number
         self.outgoing: list[tuple[bytes, bytes]] = [] if outgoing is None else outgoing
         self.num_damaged_frames = 0
+        self.other_version = ""
+        """Why a peer that speaks another version was refused last; the owner empties it."""
         self._epochs = epochs or EpochNumbers(incarnation)
         self.epoch = self._epochs.newest_epoch
         self._reader = scheduler_frame_reader()
@@ -173,6 +175,8 @@ class ExecutorLink:
             frame = self._reader.decode(data)
         except FramingError as error:
             self.num_damaged_frames += 1
+            if peer != self._peer and isinstance(error, OtherVersionError):
+                self.other_version = str(error)
             return self.reopen(f"damaged frame: {error}", now) if peer == self._peer else []
         body = frame.body
         if isinstance(body, ExecutorHello):

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headway_proto.columns import FLOAT32, Int32Array, encode_columns
-from headway_proto.framing import Frame, FramingError
+from headway_proto.framing import Frame, FramingError, OtherVersionError
 from headway_proto.ingress import (
     HEARTBEAT_INTERVAL_S,
     MAX_UNACKNOWLEDGED_FRAMES,
@@ -168,6 +168,8 @@ class IngressLinks:
         self.incarnation = incarnation
         self.outgoing: list[tuple[bytes, bytes]] = []
         self.num_damaged_frames = 0
+        self.other_version = ""
+        """Why a peer that speaks another version was refused last; the owner empties it."""
         self._submit_credits = submit_credits
         self._reader = scheduler_frame_reader()
         self._links: dict[int, GatewayLink] = {}
@@ -201,6 +203,8 @@ class IngressLinks:
             frame = self._reader.decode(data)
         except FramingError as error:
             self.num_damaged_frames += 1
+            if link is None and isinstance(error, OtherVersionError):
+                self.other_version = str(error)
             return self._drop(link, f"damaged frame: {error}") if link else []
         body = frame.body
         if isinstance(body, GatewayHello):
