@@ -7,6 +7,7 @@ import msgspec
 from headway.flags.settings import ConfigurationError, bytes_of_file, token_of_file
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.target import Target
+from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
 
@@ -63,7 +64,7 @@ def _tls(options: BenchOptions) -> ssl.SSLContext | None:
     if trusted is None and not options.client_certificate:
         return None
     try:
-        context = ssl.create_default_context(cadata=trusted.decode("ascii") if trusted else None)
+        context = tls_context(cadata=trusted.decode("ascii") if trusted else None)
         if options.client_certificate:
             context.load_cert_chain(options.client_certificate, options.client_key, password="")
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headway_gateway.config import GatewayConfig
 from headway_process.late_logs import log_of
+from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
 _Signature = tuple[tuple[int, int, int], ...]
@@ -72,7 +73,7 @@ class CertificateFiles:
 
     def _read(self) -> ssl.SSLContext:
         config = self._config
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context = tls_context(ssl.Purpose.CLIENT_AUTH)
         try:
             # For an encrypted key OpenSSL would ask the terminal for its password, and wait.
             context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")

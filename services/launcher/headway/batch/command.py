@@ -23,6 +23,7 @@ from headway.commands.connection import check_patience
 from headway.flags.settings import ConfigurationError, token_of_file
 from headway.planning.model_source import ALLOWED, DEMO_MODEL
 from headway.terminal.progress import ProgressLine
+from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
 DEFAULT_CONCURRENCY = 256
@@ -176,7 +177,7 @@ def _tls(root_certificates: str | None) -> ssl.SSLContext | None:
     if root_certificates is None:
         return None
     try:
-        return ssl.create_default_context(cafile=root_certificates)
+        return tls_context(cafile=root_certificates)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"--root-certificates: {shown(root_certificates)} is unusable: {error}") from None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def _certified_name(target: Target, certificates: bytes, timeout_s: float) -> st
 
 def _trusting(certificates: bytes) -> ssl.SSLContext:
     """What is not ASCII is a comment between the certificates."""
-    return ssl.create_default_context(cadata=certificates.decode("ascii", "ignore") or "none")
+    return tls_context(cadata=certificates.decode("ascii", "ignore") or "none")
 
 
 def _connected(target: Target, timeout_s: float) -> socket.socket:
