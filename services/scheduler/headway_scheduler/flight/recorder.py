@@ -50,8 +50,10 @@ from headway_scheduler.flight.records import (
 
 FLUSH_RECORDS = 64
 FLUSH_INTERVAL_S = 0.05
-_TRY_AGAIN_S = 10.0
 """``flush`` writes after so many records or seconds. A killed process loses about as much."""
+
+_TRY_AGAIN_S = 10.0
+"""How often a log that could not be written is begun again."""
 
 
 class Log(Protocol):
