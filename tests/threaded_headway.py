@@ -33,12 +33,24 @@ from headway_scheduler.links.transport import Transport
 from headway_scheduler.process import serve as serve_scheduler
 
 
+class WatchedTransport(Transport):
+    """Tells whether the scheduler's loop has done its turn."""
+
+    is_waiting = False
+
+    def wait(self, timeout_s: float) -> None:
+        self.is_waiting = True
+        super().wait(timeout_s)
+        self.is_waiting = False
+
+
 @dataclass
 class RunningHeadway:
     """Where it listens, and the engine inside, to be looked at."""
 
     address: str
     engine: SchedulerEngine
+    transport: WatchedTransport
     http_port: int = 0
     """Of OpenAI's API, if it is served."""
 
@@ -47,7 +59,8 @@ class RunningHeadway:
         core = self.engine.fleet.cells[0].core
         assert core is not None
         limit = time.monotonic() + 5
-        while core.num_in_flight or core.num_unfinished:
+        # The loop comes last: only while it waits has it done all that an answer changes.
+        while core.num_in_flight or core.num_unfinished or not self.transport.is_waiting:
             assert time.monotonic() < limit, "work goes on without requests"
             time.sleep(0.001)
         return core
@@ -65,21 +78,21 @@ def running(
     """Serve ``model`` with an unopened ``backend``; ``directory`` holds the sockets, ``gateway`` is more of its settings."""
     with ExitStack() as stack:
         step, ingress = f"ipc://{directory}/step", f"ipc://{directory}/ingress"
-        engine = stack.enter_context(_scheduler(step, ingress, limits))
+        engine, transport = stack.enter_context(_scheduler(step, ingress, limits))
         stack.enter_context(_executor(step, backend, config))
         address, http_port = stack.enter_context(_gateway(ingress, model, gateway))
-        yield RunningHeadway(address, engine, http_port)
+        yield RunningHeadway(address, engine, transport, http_port)
 
 
 @contextmanager
-def _scheduler(step: str, ingress: str, limits: SchedulerLimits) -> Iterator[SchedulerEngine]:
-    transport = Transport(step, ingress)
+def _scheduler(step: str, ingress: str, limits: SchedulerLimits) -> Iterator[tuple[SchedulerEngine, WatchedTransport]]:
+    transport = WatchedTransport(step, ingress)
     engine = SchedulerEngine(limits, incarnation=secrets.randbits(62))
     stop = SimpleNamespace(count=0)
     thread = threading.Thread(target=serve_scheduler, args=(engine, transport, stop, 0.0, _silent_log()))
     thread.start()
     try:
-        yield engine
+        yield engine, transport
     finally:
         stop.count = 1
         thread.join()

@@ -104,3 +104,17 @@ def test_a_backend_without_vectors_refuses_it(tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(BackendConfigError, match="backend 'triton' is not allowed with a model without a head"):
         TritonBackend().open(BackendConfig(model=str(tmp_path), **SIZES))
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend])
+def test_it_proposes_nothing_to_another_model(tmp_path: Path, backend: type[TorchBackend | TritonBackend]) -> None:
+    make(tmp_path / "draft")
+    model_directory = tmp_path / "model"
+    make_model("qwen3").save_pretrained(model_directory)
+    tokenizer().save_pretrained(model_directory)
+    config = BackendConfig(
+        model=str(model_directory), speculation="draft", draft_model=str(tmp_path / "draft"), **SIZES
+    )
+    with pytest.raises(BackendConfigError, match=r"draft_model '.*/draft' is not allowed with a model without a head"):
+        backend().open(config)

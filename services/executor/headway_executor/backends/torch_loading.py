@@ -25,7 +25,7 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.forward import ForwardPass
 from headway_executor.models.loading import as_stored, check_tensors
-from headway_executor.models.model_settings import ModelSettings
+from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
 from headway_executor.models.part import ModelPart, part_of
 from headway_executor.models.rope import interleaved
 from headway_executor.models.stage import stage_of
@@ -79,22 +79,18 @@ def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConf
     """
     check_tensors(settings.model_config, checkpoint, config.quantization)
     model_config = as_stored(settings.model_config, checkpoint, config.warn)
-    if not model_config.has_head:
-        _check_without_head(config)
+    _check_head(model_config, config)
     return settings._replace(model_config=model_config)
 
 
-def _check_without_head(config: BackendConfig) -> None:
+def _check_head(model_config: ModelConfig, config: BackendConfig) -> None:
     """Lanes name no pooled rows, and nothing is drawn that could be proposed."""
     for field, value, allowed in (
         ("pipeline_parallel", config.place.pipeline_parallel, 1),
         ("speculation", config.speculation, "off"),
     ):
         if value != allowed:
-            raise BackendConfigError(
-                f"{field} {shown(value)} is not allowed with a model without a head, which makes vectors and no text; "
-                f"allowed: {allowed}"
-            )
+            require_head(model_config, f"{field} {shown(value)}", str(allowed))
 
 
 def load(
@@ -167,7 +163,9 @@ def draft_proposer(
         host_memory=lambda *_: None,
     )
     with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
-        forward = load(own, checked(checkpoint, draft, own), checkpoint, device)
+        found = checked(checkpoint, draft, msgspec.structs.replace(own, speculation="off"))
+        require_head_of_draft(found.model_config, config.draft_model)
+        forward = load(own, found, checkpoint, device)
     return DraftModel(
         DraftForward(forward, sampler),
         num_blocks=pool.num_blocks,

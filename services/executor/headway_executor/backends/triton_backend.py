@@ -32,7 +32,14 @@ from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import is_encoder
 from headway_executor.models.loading import as_stored, check_tensors, expected_tensors
-from headway_executor.models.model_settings import ModelSettings, device_of, draft_settings_of, settings_of
+from headway_executor.models.model_settings import (
+    ModelSettings,
+    device_of,
+    draft_settings_of,
+    require_head,
+    require_head_of_draft,
+    settings_of,
+)
 from headway_executor.models.part import whole
 from headway_executor.models.rope import halves
 from headway_executor.sampling.constraints.rows import ConstrainedRows, compiler_for
@@ -87,15 +94,12 @@ class TritonBackend:
                 )
             )
             settings = settings._replace(model_config=as_stored(model_config, weights, config.warn))
-            if not settings.model_config.has_head:
-                raise BackendConfigError(
-                    "backend 'triton' is not allowed with a model without a head, which makes vectors and no text; "
-                    "allowed: backend torch"
-                )
+            require_head(settings.model_config, "backend 'triton'", "backend torch")
             adapters = _adapters(config, settings.model_config, device)
             draft_files = None
             if draft is not None and draft_weights is not None:
                 found = as_stored(draft.model_config, draft_weights, config.warn)
+                require_head_of_draft(found, config.draft_model)
                 draft_files = ModelFiles(draft._replace(model_config=found), draft_weights)
             parts = DeviceParts(config, ModelFiles(settings, weights), runtime, adapters, draft_files)
             fingerprint = weights.fingerprint()

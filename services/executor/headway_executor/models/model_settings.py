@@ -80,6 +80,19 @@ def draft_settings_of(config: BackendConfig, model_config: ModelConfig, max_mode
     return ModelSettings(draft, dtype, min(max_model_len, draft.context))
 
 
+def require_head(model_config: ModelConfig, field: str, allowed: str) -> None:
+    """Raise ``BackendConfigError``, which names the ``field``: this model makes no text."""
+    if not model_config.has_head:
+        raise BackendConfigError(
+            f"{field} is not allowed with a model without a head, which makes vectors and no text; allowed: {allowed}"
+        )
+
+
+def require_head_of_draft(model_config: ModelConfig, draft_model: str) -> None:
+    """Raise ``BackendConfigError``: the draft model makes no text."""
+    require_head(model_config, f"draft_model {shown(draft_model)}", "one with a head")
+
+
 def _have_same_tokens(model: str, draft_model: str) -> bool:
     files = [Path(directory) / "tokenizer.json" for directory in (model, draft_model)]
     if not all(file.is_file() for file in files):
