@@ -17,6 +17,15 @@ SIMULATED = (
     *("--backend-option", f"step_base_us={STEP_MS * 1000:g}", "--backend-option", "verify_kv=false"),
 )
 
+HEARS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Whoever is started in the background of a shell ignores Ctrl-C, and so would its children. ``preexec_fn`` would fork this
+process as a whole, with threads of gRPC that do not bear it.
+"""
+
 
 @pytest.fixture(scope="module")
 def address():
@@ -71,11 +80,7 @@ def test_ctrl_c_leaves_what_was_measured(address, processes, tmp_path):
     load = ("--num-requests", "2000", "--users", "4", "--prompt-tokens", "8", "--output-tokens", "2")
     words = ("--address", address, *load, "--processes", str(processes), "--json", str(result))
     process = subprocess.Popen(
-        [sys.executable, "-m", "headway", "bench", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        # Whoever is started in the background of a shell ignores it, and so would this process.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (no thread holds a lock)
+        [sys.executable, "-c", HEARS_CTRL_C, "-m", "headway", "bench", *words], stdout=subprocess.PIPE, text=True
     )
     time.sleep(4.0)
     process.send_signal(signal.SIGINT)
