@@ -9,6 +9,7 @@ import msgspec
 
 from headway_executor.host.torch_build import cuda_advice
 from headway_process.installation import install_advice
+from headway_process.processors import num_usable_cores
 from headway_scheduler.compiled_core import runs_compiled
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -56,7 +57,7 @@ def describe_host() -> Host:
         python=platform.python_version(),
         headway=_version(("headway",)),
         processor=processor_name(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_all_cores,
+        num_cores=num_usable_cores(),
         num_all_cores=num_all_cores,
         memory_bytes=_memory_bytes(),
         runs_compiled_core=runs_compiled(),

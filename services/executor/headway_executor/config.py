@@ -68,7 +68,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[int, Meta(description="token budget of one step")] = 2048
     num_threads: Annotated[
         int,
-        Meta(description="threads of a CPU backend; 0: the model's size decides, at most one per core"),
+        Meta(
+            description="threads of a CPU backend; 0: the model's size decides, at most one per core, and no more than a container's CPU limit"
+        ),
     ] = 0
     seed: Annotated[int, Meta(description="seed of a backend's own random numbers, for example of random weights")] = 0
     speculation: Annotated[

@@ -6,6 +6,7 @@ import pytest
 
 from headway_executor.memory import host_memory
 from headway_executor.memory.host_memory import free_host_bytes
+from headway_process import control_groups
 
 GIB = 1 << 30
 
@@ -14,8 +15,8 @@ GIB = 1 << 30
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {64 * GIB // 1024} kB\n")
     monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "_ALL", tmp_path)
     return tmp_path
 
 

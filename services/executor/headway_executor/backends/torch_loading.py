@@ -4,7 +4,6 @@ Owns: what "auto" and 0 mean here. Must not know: steps, sampling.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +34,7 @@ from headway_executor.sampling.speculation.draft_model import DraftForward, Draf
 from headway_executor.setting_checks import TORCH, option_of
 from headway_kernels.cpu.library import CpuLibrary, load_library
 from headway_process.addresses import is_loopback
+from headway_process.processors import num_usable_cores
 from headway_proto.wording import shown
 
 _PARAMETERS_PER_THREAD = 16_000_000
@@ -181,8 +181,7 @@ def _check_threads(num_threads: int) -> None:
 
 def _threads_that_pay(num_parameters: int, num_ranks: int) -> int:
     """In a small model, threads wait longer than they work. A rank has cores of its own, and its part of the work."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, num_parameters // num_ranks // _PARAMETERS_PER_THREAD))
+    return max(1, min(num_usable_cores(num_ranks), num_parameters // num_ranks // _PARAMETERS_PER_THREAD))
 
 
 def _part(config: BackendConfig, model_config: ModelConfig, library: CpuLibrary | None) -> ModelPart:

@@ -12,9 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headway_process.control_groups import groups_around
+
 _MEMINFO = Path("/proc/meminfo")
-_OWN_GROUPS = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups: the files of limit and use, and what could be given back."""
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -53,25 +58,12 @@ def free_host_bytes() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """A group is bound by those around it, too. In a container the path may be the host's: its own group is the root."""
-    for root, path, limit_name, used_name, cached_name in _own_groups():
-        for group in (path, *path.parents):
-            limit, used = _read_number(root / group / limit_name), _read_number(root / group / used_name)
-            if limit is not None and used is not None:
-                # Files that nobody reads at present go when memory is wanted.
-                yield max(0, limit - max(0, used - _statistic(root / group / "memory.stat", cached_name)))
-
-
-def _own_groups() -> Iterator[tuple[Path, Path, str, str, str]]:
-    """Yield where the process is, in version 2 or 1 of control groups, and the names of their files."""
-    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else ()
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        place = Path(path.lstrip("/"))
-        if not kinds:
-            yield _GROUPS, place, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in kinds.split(","):
-            yield _GROUPS / "memory", place, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    for version, group in groups_around("memory"):
+        limit_name, used_name, cached_name = _NAMES[version]
+        limit, used = _read_number(group / limit_name), _read_number(group / used_name)
+        if limit is not None and used is not None:
+            # Files that nobody reads at present go when memory is wanted.
+            yield max(0, limit - max(0, used - _statistic(group / "memory.stat", cached_name)))
 
 
 def _statistic(path: Path, name: str) -> int:
