@@ -267,6 +267,7 @@ def test_without_checkpoints_recording_stops_at_the_bound(tmp_path: Path):
         world.ask_for(30)
     assert "no checkpoint allows deleting the oldest" in world.engine.recorder.take_failure()
     world.engine.recorder.close(world.now, world.engine.fleet)
+    assert not log._thread.is_alive(), "whoever closes it would wait for a thread that waits"
     assert replay_from_disk(tmp_path)[1].num_steps > 10
 
 

@@ -164,9 +164,8 @@ class FlightLogWriter:
 
     def close(self) -> None:
         """Write what is queued."""
-        if not self.failure:
-            with contextlib.suppress(queue.Full):
-                self._queue.put(None, timeout=_CLOSE_S)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, block=not self.failure, timeout=_CLOSE_S)
         self._thread.join(timeout=_CLOSE_S)
 
     def _put(self, item: bytes | SegmentPaths) -> None:
