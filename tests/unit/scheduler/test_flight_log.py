@@ -267,8 +267,14 @@ def test_without_checkpoints_recording_stops_at_the_bound(tmp_path: Path):
         world.ask_for(30)
     assert "no checkpoint allows deleting the oldest" in world.engine.recorder.take_failure()
     world.engine.recorder.close(world.now, world.engine.fleet)
-    assert not log._thread.is_alive(), "whoever closes it would wait for a thread that waits"
     assert replay_from_disk(tmp_path)[1].num_steps > 10
+
+
+def test_a_recording_that_was_ended_is_closed_at_once(tmp_path: Path):
+    log = FlightLogWriter(tmp_path, 6000)
+    log.stop("it is long enough")
+    log.close()
+    assert not log._thread.is_alive(), "whoever closes it would wait for a thread that waits"
 
 
 def test_recording_goes_on_when_there_is_room_again_and_says_what_is_missing(
