@@ -36,6 +36,7 @@ def run(name, *arguments, cwd):
     return done.stdout
 
 
+@pytest.mark.deep
 def test_torch_cpu(tmp_path):
     result = tmp_path / "result.json"
     load = ("--concurrency", "1,2", "--prompt", "8", "--output", "4", "--repetitions", "1", "--num-kv-blocks", "128")
@@ -68,6 +69,7 @@ def test_loss_of_codes(tmp_path):
     assert f"{coded['nats_per_token']:.5f}" in printed
 
 
+@pytest.mark.deep
 def test_adapters(tmp_path):
     result = tmp_path / "result.json"
     load = ("--rank", "2", "--requests", "2", "--output", "4", "--rounds", "1", "--model", str(DEMO_MODEL))
@@ -112,6 +114,7 @@ def test_cpu_products(tmp_path):
         assert all(rate > 0 and str(rate) in printed for rate in row["giga_operations_per_s"].values())
 
 
+@pytest.mark.deep
 def test_ranks(tmp_path):
     if not any(runs_here(path) for path in installed_variants()):
         pytest.skip("no CPU kernels that run here")
@@ -187,6 +190,7 @@ def test_scheduler_step_with_next_to_nothing(tmp_path, num_waiting, cancelled):
         assert figures["cancelled"] is None if cancelled is None else figures["cancelled"]["median_us"] > 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "load"), [("flight_recorder.py", ("--running", "1", "--rounds", "1"))])
 def test_a_single_step_is_enough(tmp_path, name, load):
     run(name, *load, "--steps", "1", cwd=tmp_path)
@@ -366,6 +370,7 @@ def test_goodput(tmp_path):
     assert point["gap_ms"] == points[2]["gap_ms"]
 
 
+@pytest.mark.deep
 def test_reliability_overhead(tmp_path):
     result = tmp_path / "result.json"
     sizes = ("--running", "4", "--steps", "20", "--round-trips", "50", "--rounds", "1")
