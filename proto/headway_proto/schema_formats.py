@@ -14,7 +14,9 @@ _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-UUID_OF_VERSION = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
+_UUID_WITH = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s-[0-9a-fA-F]{12}"
+UUID = _UUID_WITH % "[0-9a-fA-F]{4}-[0-9a-fA-F]{4}"
+"""The pattern of a UUID of any version."""
 
 
 def _whole(pattern: str) -> dict[str, Any]:
@@ -32,7 +34,10 @@ FORMATS: Mapping[str, dict[str, Any]] = {
     "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
     "time": _whole(_TIME),
     # Of Pydantic, zod and OpenAPI; no draft has them.
-    **{f"uuid{version}": _whole(UUID_OF_VERSION % version) for version in range(1, 9)},
+    **{
+        f"uuid{version}": _whole(_UUID_WITH % f"{version}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}")
+        for version in range(1, 9)
+    },
     "base64": _base64("+/"),
     "byte": _base64("+/"),
     "base64url": _base64("_-"),

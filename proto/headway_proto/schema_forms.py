@@ -12,7 +12,8 @@ from itertools import count, permutations
 from typing import Any
 from urllib.parse import unquote
 
-from headway_proto.schema_formats import FORMATS, FORMATS_OF_DRAFTS, UUID_OF_VERSION
+from headway_proto.schema_formats import FORMATS, FORMATS_OF_DRAFTS, UUID
+from headway_proto.schema_numbers import objects_within
 from headway_proto.schema_values import ANYTHING, NOTHING, Values, own_values, texts_of, type_of, types_of
 
 Schema = Any
@@ -124,7 +125,7 @@ class _Rewriting:
         self._may_require = may_require
         self.requires_more = False
         self.leaves_one_of = False
-        parts = [part for part in _everything(root) if isinstance(part, dict)]
+        parts = list(objects_within(root))
         self._refs = {ref for part in parts if isinstance(ref := part.get("$ref"), str)}
         self._pinned = {_unescaped(step) for ref in self._refs for step in ref.split("/")[1:]}
         # With another base, a reference has another target.
@@ -392,17 +393,6 @@ class _Rewriting:
         )
 
 
-def _everything(value: Any) -> Iterator[Any]:
-    rest = [value]
-    while rest:
-        part = rest.pop()
-        yield part
-        if isinstance(part, dict):
-            rest.extend(part.values())
-        elif isinstance(part, list):
-            rest.extend(part)
-
-
 def _unescaped(step: str) -> str:
     return unquote(step).replace("~1", "/").replace("~0", "~")
 
@@ -455,9 +445,8 @@ def _pattern_of(names: dict[str, Any], meaning: set[str]) -> str:
         return names["pattern"]
     if meaning == {"format"} and isinstance(names["format"], str):
         if names["format"] == "uuid":
-            return f"^{UUID_OF_VERSION.replace('%d[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}', '[0-9a-fA-F]{4}-[0-9a-fA-F]{4}')}$"
-        pattern = FORMATS.get(names["format"], {}).get("pattern", "")
-        return str(pattern)
+            return f"^{UUID}$"
+        return str(FORMATS.get(names["format"], {}).get("pattern", ""))
     if meaning and meaning <= {"minLength", "maxLength"}:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         if all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in (least, most or 0)):

@@ -49,7 +49,7 @@ _ALLOWED = "allowed: integers from -2^53 to 2^53, and decimals of at most 15 dig
 def number_problem(text: str) -> str:
     """Return the first such number in the JSON ``text``, with its keyword, or ""."""
     schema = json.loads(text, parse_float=_decimal)
-    parts = list(map(_with_numbers_for_ends, _parts(schema)))
+    parts = list(map(_with_numbers_for_ends, objects_within(schema)))
     for part in parts:
         for keyword, value in part.items():
             problem = _problem(keyword, value, is_integer=part.get("type") == "integer")
@@ -67,7 +67,8 @@ def _decimal(text: str) -> Decimal:
         return Decimal("Infinity")
 
 
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+def objects_within(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object of a schema, itself included, whatever it means there."""
     return (value for value in _values(schema) if isinstance(value, dict))
 
 

@@ -3,9 +3,8 @@
 import errno
 import socket
 
+from headway_gateway.accepting import BACKLOG
 from headway_proto.wording import shown
-
-_BACKLOG = 2048
 
 
 class AddressInUseError(Exception):
@@ -21,7 +20,7 @@ def listening_sockets(field: str, address: str, *, reuse_port: bool) -> list[soc
     try:
         bound = _bound_sockets(address, reuse_port=reuse_port)
         for listening in bound:
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
             listening.setblocking(False)
     except OSError as error:
         raise AddressInUseError(

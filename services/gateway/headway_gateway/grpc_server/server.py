@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
+from headway_gateway.accepting import ACCEPTED_AT_ONCE, BACKLOG
 from headway_gateway.grpc_server.call import Behaviour, Call
 from headway_gateway.grpc_server.connection import Bounds, Connection, Stream
 from headway_gateway.grpc_server.header_blocks import Headers
@@ -20,9 +21,6 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Surrounding: TypeAlias = Callable[[Behaviour, str], Behaviour]
 """Puts something around the behaviour of a method, which it is told: once, not for each call."""
 
-_BACKLOG = 2048
-_ACCEPTED_AT_ONCE = 64
-"""asyncio takes so many in a row, and without a file descriptor left it fails, and complains, as often."""
 _TLS_HANDSHAKE_S = 10.0
 _CLOSE_S = 0.5
 
@@ -65,11 +63,11 @@ class GrpcServer:
                     lambda: Connection(functools.partial(self._open, _Heads()), self._bounds, self._connections),
                     sock=listening,
                     ssl=tls,
-                    backlog=_ACCEPTED_AT_ONCE,
+                    backlog=ACCEPTED_AT_ONCE,
                     ssl_handshake_timeout=_TLS_HANDSHAKE_S if tls else None,
                 )
             )
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls; cancel what has not ended within ``grace_s`` seconds."""

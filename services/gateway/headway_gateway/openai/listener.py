@@ -14,11 +14,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headway_gateway.accepting import ACCEPTED_AT_ONCE, BACKLOG
 from headway_gateway.openai.application import Application
 
-_BACKLOG = 2048
-_ACCEPTED_AT_ONCE = 64
-"""See the same of the gRPC server."""
 _MOST_HEAD_S = 10.0
 _MOST_HEAD_BYTES = 64 * 1024
 _CANCEL_GRACE_S = 1
@@ -49,7 +47,7 @@ class HttpListener:
             # A header must not change who the peer is.
             proxy_headers=False,
             server_header=False,
-            backlog=_ACCEPTED_AT_ONCE,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=_CANCEL_GRACE_S,
         )
         config.load()
@@ -98,7 +96,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
         self._has_started.set()
 
     async def until_started(self) -> None:

@@ -80,7 +80,7 @@ class CellLoad:
         self._num_tokens_ahead = -1
 
     def expect(self, request: Request) -> None:
-        """In this round, another cell was told to let this request go, for one like this."""
+        """Another cell lets this request go in this round: it is likely to come here."""
         self._num_coming += 1
         self._num_coming_tokens += len(request.token_ids)
 
@@ -103,7 +103,8 @@ class CellLoad:
     def shortage_for(self, request: Request) -> Shortage | None:
         """Why it would not start soon here; None if it would."""
         num_tokens, num_waiting = len(request.token_ids), self._num_waiting
-        num_here = self.num_running + num_waiting + self._num_coming
+        num_before = num_waiting + self._num_coming
+        num_here = self.num_running + num_before
         if not num_here:
             return None
         if num_here >= self._max_running:
@@ -111,9 +112,7 @@ class CellLoad:
         num_tokens += self._num_waiting_tokens
         if num_waiting and request.stored is None and num_tokens > self._max_num_batched_tokens:
             return Shortage(Lack.TOKENS, num_tokens, self._max_num_batched_tokens)
-        num_blocks = (
-            (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_waiting + self._num_coming + 1
-        )
+        num_blocks = (num_tokens + self._num_coming_tokens) // self.capacity.block_size + num_before + 1
         num_free_blocks = self._num_free_blocks
         return Shortage(Lack.BLOCKS, num_blocks, num_free_blocks) if num_blocks > num_free_blocks else None
 
