@@ -26,6 +26,7 @@ BUILDERS := kernels/headway_kernels/cpu/build.py services/scheduler/headway_sche
 # A run of pytest that finds nothing to do for ARGS ends with 5. What it makes of the tests' sources it keeps, also where the
 # environment forbids Python to keep bytecode: else each worker of each run makes it anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# Two of these at a time: each waits for three quarters of its time, so that both have the processor to themselves.
 ALONE := tests/chaos tests/e2e
 # Of tests/e2e, what starts processes but looks at no clock.
 NO_CLOCK := $(patsubst %,tests/e2e/test_%.py,adapters bad_model_files batch demo documentation embeddings extreme_numbers fleet flight_log \
@@ -104,8 +105,8 @@ demo: $(if $(wildcard $(READY)),$(READY) kernels core)  ## serve the demo model,
 	@$(BIN)/headway demo $(ARGS)
 
 test: lint kernels core  ## all checks and all tests
-	$(say) 'pytest: what looks at real processes and clocks, one after the other'
-	@$(PYTEST) $(ALONE) $(NO_CLOCK:%=--ignore=%) $(ARGS) || test $$? = 5
+	$(say) 'pytest: what looks at real processes and clocks'
+	@$(PYTEST) -n 2 --dist worksteal $(ALONE) $(NO_CLOCK:%=--ignore=%) $(ARGS) || test $$? = 5
 	$(say) 'pytest: the rest, on every core'
 	@$(PYTEST) -n $(WORKERS) --dist worksteal $(BESIDE) $(NO_CLOCK) $(ARGS) || test $$? = 5
 

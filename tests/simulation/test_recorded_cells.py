@@ -55,7 +55,7 @@ def test_every_order(order: str) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (2, 3))])
 def test_an_executor_is_killed_and_returns(seed: int, victim: int) -> None:
     world = RecordedCells(2, seed, beats=25)
     submit_some(world, 40)
