@@ -41,7 +41,10 @@ _JSON_DEFAULTS: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}
 _JSON_OVERRIDES: Any = {"lenient": False}
 """An unknown keyword is always an error."""
 
-_SCHEMA_WITHIN = re.compile(r"%json\s*")
+_SCHEMA_WITHIN = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|(%json\s*)')
+"""Behind what a literal or a comment may hold, the first group begins a schema."""
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+_EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _MAY_OVERLAP = (
     "oneOf: one value may be of several of its schemas; allowed: anyOf, or schemas that differ in type or in the const "
     "or enum of a required property"
@@ -219,22 +222,30 @@ def _grammar_of(constraint: Constraint) -> str:
     if constraint.kind == REGEX:
         return LLMatcher.grammar_from_regex(constraint.text)
     if constraint.kind == GRAMMAR:
-        for text, schema in _schemas_within(constraint.text):
-            _check_numbers(text, schema)
+        grammar = _with_known_schemas(constraint.text)
         try:
-            return grammar_from("grammar", constraint.text)
+            return grammar_from("grammar", grammar)
         except (ValueError, RecursionError) as error:
             raise ConstraintError(_reason(str(error))) from error
     raise ConstraintError(f"{shown(constraint.kind)} is not a kind of constraint")
 
 
 def _json_grammar(schema: Any) -> str:
+    return LLMatcher.grammar_from_json_schema(_in_library_words(schema))
+
+
+def _in_library_words(schema: Any) -> str:
+    """Return the schema as the library reads it, with what is asked of its JSON."""
     try:
         known = rewritten(schema)
         if known is False:
             raise ConstraintError("Unsatisfiable schema: it is false")
-        return LLMatcher.grammar_from_json_schema({} if known is True else known, _JSON_DEFAULTS, _JSON_OVERRIDES)
-    except (ValueError, RecursionError) as error:
+        fields = {} if known is True else known
+        own = fields.get("x-guidance", {})
+        if isinstance(own, dict):  # Else the library says so.
+            fields = fields | {"x-guidance": {**_JSON_DEFAULTS, **own, **_JSON_OVERRIDES}}
+        return json.dumps(fields, ensure_ascii=False)
+    except RecursionError as error:
         raise ConstraintError(_reason(str(error))) from error
 
 
@@ -243,12 +254,20 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _schemas_within(grammar: str) -> Iterator[tuple[str, Any]]:
-    for found in _SCHEMA_WITHIN.finditer(grammar):
-        begin = found.end()
-        with suppress(ValueError, RecursionError):  # The library reports it.
-            schema, end = json.JSONDecoder(parse_constant=_no_number).raw_decode(grammar, begin)
-            yield grammar[begin:end], schema
+def _with_known_schemas(grammar: str) -> str:
+    """Return a grammar with its schemas in the library's words."""
+    parts, end = [], 0
+    while found := _SCHEMA_WITHIN.search(grammar, end):
+        begin, behind = found.end(), found.end()
+        parts.append(grammar[end:begin])
+        if found[1] is not None:
+            with suppress(ValueError, RecursionError):  # The library reports it.
+                schema, behind = json.JSONDecoder(parse_constant=_no_number).raw_decode(grammar, begin)
+        if behind > begin:
+            _check_numbers(grammar[begin:behind], schema)
+            parts.append(_in_library_words(schema))
+        end = behind
+    return "".join((*parts, grammar[end:]))
 
 
 def _check_numbers(text: str, schema: Any) -> None:
@@ -300,7 +319,7 @@ def _no_number(text: str) -> Any:
 
 
 def _reason(message: str) -> str:
-    words = " ".join(message.replace("<non-verbose/>", "").split())
+    words = " ".join(_PLACE.sub("", _EXCERPT.sub("", message.replace("<non-verbose/>", ""))).split())
     if "coerce_one_of" in words:
         return _MAY_OVERLAP
     return words[:_MAX_REASON_CHARACTERS] or "no reason was given"

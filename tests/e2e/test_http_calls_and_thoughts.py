@@ -23,8 +23,10 @@ from tokenizers import Tokenizer
 from e2e.running_server import eventually
 from e2e.test_gateway_serving import DEMO, stage
 from fake_scheduler import MODEL, FakeScheduler
+from headway_gateway.openai.thinking import thoughts_of
 from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto.columns import decode_column
+from headway_proto.grammars import ConstraintError, GrammarCompiler
 from headway_proto.ingress import Submit
 
 TOOLS = [
@@ -193,6 +195,89 @@ async def test_calls_come_out_and_go_back_in_the_familys_form(tmp_path: Path, na
         messages = [*request["messages"], choice.message.model_dump(exclude_none=True), answered]
         async with at.http.post("/tokenize", json={"messages": messages, "tools": TOOLS}) as answer:
             assert (await answer.json())["tokens"] == at.prompt_ids()
+
+
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "integer"}}}
+
+
+def lets_pass(at: Door, text: str) -> bool:
+    """Whether the constraint of the last request lets the model write a text and end."""
+    constraint = at.scheduler.submits[-1].sampling.constraint
+    assert constraint is not None
+    tokenizer = at.text_model._tokenizer
+    size = tokenizer.get_vocab_size()
+    compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=size, eos_token_ids=[0])
+    matcher = compiler.compile(constraint).matcher()
+    try:
+        matcher.accept([*tokenizer.encode(text).ids, 0])
+    except ConstraintError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_an_answer_in_a_form_may_have_a_thought_before_it_or_be_calls(tmp_path: Path, name: str) -> None:
+    family, form = FAMILIES[name], thoughts_of(FAMILIES[name].template)
+    calls = family.written.replace(family.content or "", "").lstrip()  # Other text is none of the form.
+    thought = form.begin + "Hm." + form.end if form is not None else ""
+    forced = thought + '[{"name": "go", "parameters": {}}]'
+    async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
+
+        async def answer(written: str, choice: Any = "auto") -> Any:
+            at.write(written)
+            made = await at.client.chat.completions.create(
+                model="fake",
+                messages=[{"role": "user", "content": "x"}],
+                tools=TOOLS,
+                tool_choice=choice,
+                response_format=FORM,
+                max_tokens=400,
+            )
+            assert lets_pass(at, written)
+            assert not lets_pass(at, "I look.")
+            return made.choices[0].message
+
+        made = await answer(calls)
+        assert [call.function.name for call in made.tool_calls] == ["look", "go"]
+        assert made.content is None
+        for written, content, names in ((f"{thought}7", "7", []), (forced, None, ["go"])):
+            made = await answer(written, "required" if names else "auto")
+            assert [call.function.name for call in made.tool_calls or ()] == names
+            assert made.content == content
+            assert getattr(made, "reasoning_content", None) == ("Hm." if thought else None)
+        assert not lets_pass(at, "7")  # A call is forced.
+
+
+async def test_a_constraint_binds_all_of_an_output_that_is_not_to_be_divided(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think></think>' if x == 'none' else '<think>' if x }}"
+    )
+    async with door(model_with(tmp_path / "model", template)) as at:
+        chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 99}
+        thought, inside, own = "<think>Hm.</think>7", "Hm.</think>7", {"grammar": 'start: "7"'}
+        for more, may_be in (
+            ({"response_format": FORM}, {"7", thought}),
+            ({"response_format": FORM, "separate_reasoning": False}, {"7"}),
+            ({"response_format": FORM, "chat_template_kwargs": {"x": "none"}}, {"7"}),
+            ({"response_format": FORM, "chat_template_kwargs": {"x": "some"}}, {inside, thought}),
+            ({"regex": "[7]"}, {"7", thought}),
+            ({"choice": ["7", "8"]}, {"7", thought}),
+            (own, {"7"}),
+        ):
+            at.write(inside if inside in may_be else max(may_be, key=len))
+            made = await at.client.chat.completions.create(**chat, extra_body=more)
+            assert made.choices[0].message.content == "7"
+            assert {text for text in ("7", thought, inside) if lets_pass(at, text)} == may_be, more
+        refused = {"name": "n", "schema": {"not": {"type": "string"}}}
+        with pytest.raises(openai.BadRequestError, match="schema: Unimplemented keys") as caught:
+            await at.client.chat.completions.create(
+                **chat, response_format={"type": "json_schema", "json_schema": refused}
+            )
+        assert caught.value.param == "response_format.json_schema.schema"
+        form: Any = {"format": {"type": "json_schema", **refused}}
+        with pytest.raises(openai.BadRequestError, match="schema: Unimplemented keys") as caught:
+            await at.client.responses.create(model="fake", input="x", text=form)
+        assert caught.value.param == "text.format.schema"
 
 
 async def test_answers_have_no_marks(tmp_path: Path) -> None:

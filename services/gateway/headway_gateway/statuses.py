@@ -89,7 +89,7 @@ def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> Call
     if not refusal.violations:
         return refusal
     names = tuple(names)
-    made = invalid_arguments({_callers_name(field, names): description for field, description in refusal.violations})
+    made = invalid_arguments({callers_name(field, names): description for field, description in refusal.violations})
     return CallRefusedError(
         refusal.code,
         made.message,
@@ -99,7 +99,8 @@ def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> Call
     )
 
 
-def _callers_name(field: str, names: Iterable[tuple[str, str]]) -> str:
+def callers_name(field: str, names: Iterable[tuple[str, str]]) -> str:
+    """Return the caller's name of one of our fields; see ``renamed``."""
     for ours, theirs in names:
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)

@@ -346,7 +346,7 @@ class Chats:
         tally = Tally()
         wanted = wanted_of(body, request)
         pieces = await self._piece_maker.make(num_choices, wanted, request, model)
-        names = FORCED_CALL_NAMES if wanted.is_forced else CHAT_NAMES
+        names = wanted.names(CHAT_NAMES, FORCED_CALL_NAMES)
 
         async def run_into(sink: ChatSink) -> None:
             reader = ChatReader(
@@ -372,10 +372,11 @@ class Chats:
 
 
 def wanted_of(body: ChatBody | ResponsesBody, request: api.GenerateRequest) -> Wanted:
-    """Return what is divided from the outputs. A constraint leaves no room for thoughts."""
-    tools = offered_tools(body)
+    """Return what is divided from the outputs. A grammar of the caller's own leaves no room for thoughts."""
+    tools, constraint = offered_tools(body), request.sampling.WhichOneof("constraint")
     return Wanted(
-        thoughts=body.separate_reasoning is not False and request.sampling.WhichOneof("constraint") is None,
+        thoughts=body.separate_reasoning is not False and constraint != "grammar",
         tools={tool.name: tool.parameters for tool in tools} if tools else None,
         is_forced=bool(forced_tools(body)),
+        constraint=constraint,
     )

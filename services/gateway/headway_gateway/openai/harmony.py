@@ -62,7 +62,7 @@ class HarmonyText:
         if self._is_undecided:
             if any(may_begin(self._held, first) for first in _FIRST):
                 return
-            # A constraint leaves no room for channels.
+            # A grammar of the caller's own leaves no room for channels.
             self._is_undecided, self._is_in_head = False, self._held.startswith(_FIRST)
         while True:
             if self._is_in_head:

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from headway_gateway.openai.answer_grammar import Marks, Room, bound_by, channelled_grammar, marked_grammar
 from headway_gateway.openai.harmony import MARKS, HarmonyText, speaks_harmony
 from headway_gateway.openai.marks import num_uncertain
-from headway_gateway.openai.thinking import ThinkingText, Thought, thoughts_of
+from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm, thoughts_of
 from headway_gateway.openai.tool_calls import FORCED, Schemas, ToolCall, ToolText, form_of
 from headway_gateway.requests.validation import most_prompt_tokens
-from headway_gateway.statuses import invalid_argument
+from headway_gateway.statuses import callers_name, invalid_argument
 from headway_gateway.text.encoding_lanes import size_of_chat
 from headway_gateway.text.tokenization import Message, PromptError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
@@ -74,6 +75,15 @@ class Wanted(NamedTuple):
     """Those that are offered."""
     is_forced: bool = False
     """A constraint makes the output calls."""
+    constraint: str | None = None
+    """The kind of the constraint that binds the answer."""
+
+    def names(
+        self, ours_and_theirs: Sequence[tuple[str, str]], if_forced: Sequence[tuple[str, str]]
+    ) -> Sequence[tuple[str, str]]:
+        """Return the caller's names of the fields (see ``renamed``), also where a grammar stands for the constraint."""
+        names = if_forced if self.is_forced else ours_and_theirs
+        return (("sampling.grammar", callers_name(f"sampling.{self.constraint}", names)), *names)
 
 
 class PieceMaker:
@@ -85,7 +95,7 @@ class PieceMaker:
         self._has_channels = speaks_harmony(for_tools)
         self._call_form = form_of(for_tools)
         self._thought_form = thoughts_of(text_model.template_source) or thoughts_of(for_tools)
-        self._begins_inside: dict[str, bool] = {}
+        self._marks_at_end: dict[str, str] = {}
 
     def _has_special_marks(self, wanted: Wanted) -> bool:
         """Whether a mark of what is wanted is a special token."""
@@ -101,7 +111,7 @@ class PieceMaker:
     async def make(self, count: int, wanted: Wanted, request: api.GenerateRequest, model: ModelInfo) -> list[Pieces]:
         """Return one for each of ``count`` outputs of a chat; none if their text stays whole.
 
-        The request then keeps special tokens if some of them are marks.
+        The request then keeps special tokens if some of them are marks, and a constraint leaves room for thoughts and calls.
 
         Raises:
             CallRefusedError: tools are offered, and the template has no form of calls that is known.
@@ -117,11 +127,23 @@ class PieceMaker:
         request.keep_special_tokens |= self._has_special_marks(wanted)
         end_ids = (*model.eos_token_ids, *request.sampling.stop_token_ids)
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
+        bound, marks = bound_by(request.sampling), Marks(self._text_model.token_named, model.eos_token_ids)
         if self._has_channels and not wanted.is_forced:
             calls = wanted.tools is not None
+            if bound is not None:
+                request.sampling.grammar = channelled_grammar(bound, marks, calls=calls)
             return [HarmonyText(divides_thoughts=wanted.thoughts, calls=calls, ends=ends) for _ in range(count)]
         form = FORCED if wanted.is_forced else self._call_form
-        begins_inside = thoughts is not None and await self._prompt_ends_with(thoughts.begin, request.chat, model)
+        at_end = "" if thoughts is None else await self._mark_at_end(thoughts, request.chat, model)
+        begins_inside = thoughts is not None and at_end == thoughts.begin
+        room = Room(
+            thoughts if begins_inside or not at_end else None,
+            begins_inside,
+            None if wanted.is_forced or wanted.tools is None else form,
+            tuple(wanted.tools or ()),
+        )
+        if bound is not None and (room.thoughts is not None or room.calls is not None):
+            request.sampling.grammar = marked_grammar(bound, room, marks)
         return [
             MarkedText(
                 None if thoughts is None else ThinkingText(thoughts, has_begun=begins_inside),
@@ -131,20 +153,23 @@ class PieceMaker:
             for _ in range(count)
         ]
 
-    async def _prompt_ends_with(self, mark: str, chat: api.Chat, model: ModelInfo) -> bool:
-        """Some templates begin the thought themselves; others do so if a variable says so, or behind a user's message alone."""
+    async def _mark_at_end(self, form: ThoughtForm, chat: api.Chat, model: ModelInfo) -> str:
+        """Return the mark of thoughts that the prompt ends with, or "".
+
+        Some templates begin the thought themselves; others do so, or leave it out, if a variable says so, or behind a
+        user's message alone.
+        """
         if chat.messages and chat.messages[-1].role != "user":
             messages = [(one.role, one.content, one.more) for one in chat.messages]
-            text = await self._rendered(messages, chat.tools, chat.variables, model)
-            return (text or "").rstrip().endswith(mark)
-        if chat.variables not in self._begins_inside:
+            return _mark_behind(await self._rendered(messages, chat.tools, chat.variables, model) or "", form)
+        if chat.variables not in self._marks_at_end:
             text = await self._rendered([("user", "0")], "", chat.variables, model)
             if text is None:
-                return False
-            if len(self._begins_inside) >= _MOST_KEPT:
-                self._begins_inside.clear()
-            self._begins_inside[chat.variables] = text.rstrip().endswith(mark)
-        return self._begins_inside[chat.variables]
+                return ""
+            if len(self._marks_at_end) >= _MOST_KEPT:
+                self._marks_at_end.clear()
+            self._marks_at_end[chat.variables] = _mark_behind(text, form)
+        return self._marks_at_end[chat.variables]
 
     async def _rendered(self, messages: Sequence[Message], tools: str, variables: str, model: ModelInfo) -> str | None:
         """Return nothing if it is refused, as it will be again, and None if another time may be better."""
@@ -156,3 +181,7 @@ class PieceMaker:
             return None
         except PromptError:
             return ""
+
+
+def _mark_behind(text: str, form: ThoughtForm) -> str:
+    return next((mark for mark in (form.begin, form.end) if text.rstrip().endswith(mark)), "")

@@ -332,7 +332,7 @@ class Responses:
             pieces=pieces,
             one_call=body.parallel_tool_calls is False,
         )
-        names = FORCED_RESPONSE_NAMES if wanted.is_forced else RESPONSES_NAMES
+        names = wanted.names(RESPONSES_NAMES, FORCED_RESPONSE_NAMES)
         await run(self._generation, call, [(request, reader.write)], names=names)
         if body.stream:
             await call.end_events()

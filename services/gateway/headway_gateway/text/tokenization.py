@@ -208,6 +208,10 @@ class TextModel:
         detokenizer = self._make_detokenizer(keeps_special_tokens=True, behind=self._before_a_token)
         return detokenizer.push((token_id,)) + detokenizer.finish()
 
+    def token_named(self, text: str) -> int | None:
+        """Return the token with this text in the vocabulary, such as a special token; None if there is none."""
+        return self._tokenizer.token_to_id(text)
+
     def bytes_of_token(self, token_id: int) -> bytes:
         """Return one token's text by itself in UTF-8, also if it is a part of a character."""
         text = self.text_of_token(token_id)

@@ -1,0 +1,192 @@
+"""Thoughts before an answer that a constraint binds, and calls instead of it, in the forms that templates teach."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from headway_gateway.openai.answer_grammar import Marks, Room, bound_by, channelled_grammar, marked_grammar
+from headway_gateway.openai.thinking import COHERE, OLDER_GRANITE, USUAL
+from headway_gateway.openai.tool_calls import HERMES, LLAMA, MISTRAL
+from headway_proto import generation_pb2 as api
+from headway_proto.grammars import ConstraintError, GrammarCompiler
+from headway_proto.sampling import Constraint
+from model_core import demo_model
+
+END = 0
+MARKS = (
+    "<think> </think> <tool_call> </tool_call> [TOOL_CALLS] <|channel|> <|message|> <|end|> <|start|> <|constrain|> <|call|> "
+    "<|START_THINKING|> <|END_THINKING|> <|START_RESPONSE|> <|END_RESPONSE|>"
+)
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+ANSWER = '{"a": 1}'
+SCHEMA_OF_ANSWER = api.SamplingParams(json_schema=SCHEMA)
+FORM_OF_JSON = f"%json {SCHEMA}"
+
+
+class Outputs:
+    """Whether a model may write a text, token by token, and end there; with marks that are tokens or plain text."""
+
+    def __init__(self, marks: str) -> None:
+        self._tokenizer = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
+        self._tokenizer.add_special_tokens(marks.split())
+        self._size = self._tokenizer.get_vocab_size()
+        self._compiler = GrammarCompiler(self._tokenizer.to_str(), vocab_size=self._size, eos_token_ids=[END])
+        self.marks = Marks(self._tokenizer.token_to_id, [END])
+
+    def may_be(self, grammar: str, text: str) -> bool:
+        matcher = self._compiler.compile(Constraint("grammar", grammar)).matcher()
+        for token_id in (*self._tokenizer.encode(text).ids, END):
+            words = self._compiler.new_mask()
+            matcher.fill_mask(words)
+            legal = np.unpackbits(words.view(np.uint8), count=self._size, bitorder="little")
+            if not legal[token_id]:
+                return False
+            matcher.accept((token_id,))
+        return True
+
+
+@pytest.fixture(scope="module", params=[MARKS, ""], ids=["tokens", "text"])
+def outputs(request) -> Outputs:
+    return Outputs(request.param)
+
+
+def judged(outputs: Outputs, grammar: str, good: list[str], bad: list[str]) -> None:
+    found = {text: outputs.may_be(grammar, text) for text in [*good, *bad]}
+    assert found == dict.fromkeys(good, True) | dict.fromkeys(bad, False)
+
+
+ROOMS = {
+    "thought": (
+        Room(USUAL),
+        [ANSWER, f"<think>Hm {{.</think>{ANSWER}", f"<think>\nHm.\n</think>\n\n{ANSWER}"],
+        [
+            "",
+            "Hm.",
+            "<think>Hm.",
+            "<think>Hm.</think>Yes.",
+            f"Hm.</think>{ANSWER}",
+            "<think></think>" + "\n" * 9 + ANSWER,
+        ],
+    ),
+    "inside a thought": (
+        Room(USUAL, begins_inside=True),
+        [f"Hm.</think>{ANSWER}", f"</think>\n\n{ANSWER}"],
+        ["Hm.", "Hm.</think>", f"Hm.</think>x{ANSWER}"],
+    ),
+    "marked answer": (
+        Room(COHERE),
+        [
+            ANSWER,
+            f"<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>{ANSWER}<|END_RESPONSE|>",
+            f"<|START_RESPONSE|>{ANSWER}",
+        ],
+        ["<|START_RESPONSE|>Yes.<|END_RESPONSE|>", f"<|START_RESPONSE|>{ANSWER}<|END_RESPONSE|>x"],
+    ),
+    "marks of words": (
+        Room(OLDER_GRANITE),
+        [ANSWER, f"Here is my thought process:\n\nHm.\n\nHere is my response:\n\n{ANSWER}"],
+        [f"Here is my response:{ANSWER}", "Here is my thought process: Hm. Here is my response: Yes."],
+    ),
+    "calls": (
+        Room(None, calls=HERMES, names=("look",)),
+        [ANSWER, '<tool_call>\n{"name": "look"}\n</tool_call>\n<tool_call>{}</tool_call>', "\n<tool_call>"],
+        ["Yes.", f"<think>Hm.</think>{ANSWER}", '{"name": "look"}', f"{ANSWER}<tool_call>"],
+    ),
+    "calls behind a thought": (
+        Room(USUAL, calls=MISTRAL, names=("look",)),
+        [f"<think>Hm.</think>{ANSWER}", "<think>Hm.</think>[TOOL_CALLS]look{}", "[TOOL_CALLS]look{}"],
+        ["<think>Hm.</think>look{}"],
+    ),
+    "calls without marks": (
+        Room(None, calls=LLAMA, names=("look", "go")),
+        [ANSWER, '{"name": "go", "parameters": {"at": ["x"]}}'],
+        ['{"name": "come", "parameters": {}}', '{"name": "go"}', '{"name": "go", "parameters": 1}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_there_is_room_for_what_the_form_has_and_for_nothing_else(outputs: Outputs, name: str) -> None:
+    room, good, bad = ROOMS[name]
+    judged(outputs, marked_grammar(FORM_OF_JSON, room, outputs.marks), good, bad)
+
+
+def test_channels(outputs: Outputs) -> None:
+    thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
+    answers = [
+        f"<|channel|>final<|message|>{ANSWER}",
+        f"{thought}{thought}<|channel|>final<|message|>{ANSWER}",
+        f"{thought}<|channel|>final <|constrain|>json<|message|>{ANSWER}",
+    ]
+    calls = [
+        f"{thought}<|channel|>commentary to=functions.look <|constrain|>json<|message|>{{}}",
+        f"{thought} to=functions.look<|channel|>commentary<|message|>{{}}",
+    ]
+    bad = [
+        ANSWER,
+        thought,
+        f"{thought}{ANSWER}",
+        "<|channel|>final<|message|>Yes.",
+        "<|channel|>commentary<|message|>Yes.",
+    ]
+    judged(outputs, channelled_grammar(FORM_OF_JSON, outputs.marks, calls=True), [*answers, *calls], bad)
+    judged(outputs, channelled_grammar(FORM_OF_JSON, outputs.marks, calls=False), answers, [*calls, *bad])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "good", "bad"),
+    [
+        (SCHEMA_OF_ANSWER, ANSWER, '{"a": "1"}'),
+        (api.SamplingParams(json_schema='{"type": "string", "pattern": "^a/\\"b$"}'), '"a/\\"b"', '"a/b"'),
+        (api.SamplingParams(json_object=True), '{"b": [1]}', "[1]"),
+        (api.SamplingParams(regex='a/b\\/c\nd\\\\|e[/"]+'), "a/b/c\nd\\", "a/b"),
+        (api.SamplingParams(regex='a/b\\/c\nd\\\\|e[/"]+'), 'e/"/', "e"),
+        (api.SamplingParams(choice=api.Choice(choices=['"yes"\n', "no", "no"])), '"yes"\n', "yes"),
+    ],
+)
+def test_each_kind_binds_the_answer(sampling: api.SamplingParams, good: str, bad: str) -> None:
+    bound = bound_by(sampling)
+    assert bound is not None
+    outputs = Outputs(MARKS)
+    grammar = marked_grammar(bound, Room(USUAL), outputs.marks)
+    judged(outputs, grammar, [good, f"<think>Hm.</think>\n{good}"], [bad, f"<think>Hm.</think>\n{bad}"])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        api.SamplingParams(),
+        api.SamplingParams(json_schema="{"),
+        api.SamplingParams(json_schema="[" * 100_000),
+        api.SamplingParams(json_object=False),
+        api.SamplingParams(grammar='start: "a"'),
+        api.SamplingParams(choice=api.Choice()),
+    ],
+    ids=["none", "no JSON", "nested deeply", "no object", "own grammar", "no choice"],
+)
+def test_what_binds_the_whole_output_or_is_wrong_stays_as_it_is(sampling: api.SamplingParams) -> None:
+    assert bound_by(sampling) is None
+
+
+def test_a_schema_within_means_what_it_means_alone_and_its_faults_are_told_alike() -> None:
+    outputs = Outputs(MARKS)
+    # A tagged union that llguidance refuses as it stands, and white space.
+    union = {"oneOf": [{"properties": {"k": {"const": kind}}, "required": ["k"], "type": "object"} for kind in "ab"]}
+    grammar = marked_grammar(f"%json {json.dumps(union)}", Room(USUAL), outputs.marks)
+    judged(outputs, grammar, ['{"k": "a"}', '<think>"%json 1"</think>{"k":"b"}'], ['{"k":  "a"}', '{"k": "c"}'])
+    for schema, told in (
+        ('{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+        ("false", "Unsatisfiable schema: it is false"),
+        ('{"multipleOf": 12345.678}', "multipleOf: their least common multiple exceeds"),
+    ):
+        for constraint in (
+            Constraint("json_schema", schema),
+            Constraint("grammar", marked_grammar(f"%json {schema}", Room(USUAL), outputs.marks)),
+        ):
+            with pytest.raises(ConstraintError) as caught:
+                outputs._compiler.compile(constraint)
+            assert str(caught.value).startswith(told)
