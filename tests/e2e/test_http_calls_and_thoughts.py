@@ -152,8 +152,8 @@ class Door(NamedTuple):
 
 
 @asynccontextmanager
-async def door(text_model: TextModel) -> AsyncIterator[Door]:
-    model = msgspec.structs.replace(MODEL, vocab_size=4200, supports_constraints=True)
+async def door(text_model: TextModel, *, supports_constraints: bool = True) -> AsyncIterator[Door]:
+    model = msgspec.structs.replace(MODEL, vocab_size=4200, supports_constraints=supports_constraints)
     async with (
         stage(text_model, http_address="127.0.0.1:0") as on,
         FakeScheduler(on.ingress, model=model) as scheduler,
@@ -246,6 +246,44 @@ async def test_an_answer_in_a_form_may_have_a_thought_before_it_or_be_calls(tmp_
             assert made.content == content
             assert getattr(made, "reasoning_content", None) == ("Hm." if thought else None)
         assert not lets_pass(at, "7")  # A call is forced.
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_calls_of_strict_tools_follow_their_schemas_without_being_forced(tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    tools: Any = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
+        at.write(family.written)
+        chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
+        choice = (await at.client.chat.completions.create(**chat, tools=tools)).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls or ()] == ["look", "go"]
+        if name == "Qwen3-Coder":  # Values of markup are not bound.
+            assert at.scheduler.submits[-1].sampling.constraint is None
+            return
+        assert lets_pass(at, family.written)
+        assert lets_pass(at, "No call.")
+        assert not lets_pass(at, family.written.replace("look", "come"))
+        assert not lets_pass(at, family.written.replace("3", '"3"'))
+        tools[1]["function"]["parameters"] = {"type": "object", "not": {"required": ["a"]}}
+        with pytest.raises(openai.BadRequestError, match="tools: Unimplemented keys") as caught:
+            await at.client.chat.completions.create(**chat, tools=tools)
+        assert caught.value.param == "tools"
+        tools[1]["function"]["strict"] = False
+        await at.client.chat.completions.create(**chat, tools=tools)
+        await at.client.chat.completions.create(**chat, tools=tools, extra_body={"grammar": 'start: "7"'})
+        assert lets_pass(at, "7")
+        assert not lets_pass(at, family.written)
+
+
+async def test_strict_tools_are_taken_where_nothing_can_be_bound(tmp_path: Path) -> None:
+    async with door(model_with(tmp_path / "model", HERMES), supports_constraints=False) as at:
+        at.write(TWO_CALLS)
+        tool: Any = openai.pydantic_function_tool(Look)
+        assert tool["function"]["strict"] is True
+        made = await at.client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=200, tools=[tool]
+        )
+        assert len(made.choices[0].message.tool_calls or ()) == 2
 
 
 async def test_a_constraint_binds_all_of_an_output_that_is_not_to_be_divided(tmp_path: Path) -> None:

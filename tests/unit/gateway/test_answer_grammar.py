@@ -1,14 +1,31 @@
 """Thoughts before an answer that a constraint binds, and calls instead of it, in the forms that templates teach."""
 
+# ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
+
 import json
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from headway_gateway.openai.answer_grammar import Marks, Room, bound_by, channelled_grammar, marked_grammar
+from headway_gateway.openai.answer_grammar import Room, bound_by, channelled_grammar, marked_grammar
+from headway_gateway.openai.bodies import Function
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.thinking import COHERE, OLDER_GRANITE, USUAL
-from headway_gateway.openai.tool_calls import HERMES, LLAMA, MISTRAL
+from headway_gateway.openai.tool_calls import (
+    COHERE as COMMAND,
+)
+from headway_gateway.openai.tool_calls import (
+    DEEPSEEK,
+    FUNCTION_GEMMA,
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PHI,
+    QWEN_CODER,
+    CallForm,
+)
 from headway_proto import generation_pb2 as api
 from headway_proto.grammars import ConstraintError, GrammarCompiler
 from headway_proto.sampling import Constraint
@@ -17,13 +34,17 @@ from model_core import demo_model
 END = 0
 MARKS = (
     "<think> </think> <tool_call> </tool_call> [TOOL_CALLS] <|channel|> <|message|> <|end|> <|start|> <|constrain|> <|call|> "
-    "<|START_THINKING|> <|END_THINKING|> <|START_RESPONSE|> <|END_RESPONSE|>"
+    "<|START_THINKING|> <|END_THINKING|> <|START_RESPONSE|> <|END_RESPONSE|> <|tool_call|> <|/tool_call|> <|START_ACTION|> "
+    "<|END_ACTION|> [ARGS] [CALL_ID] <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> "
+    "<｜tool▁calls▁end｜>"
 )
 SCHEMA = (
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
 )
 ANSWER = '{"a": 1}'
 SCHEMA_OF_ANSWER = api.SamplingParams(json_schema=SCHEMA)
+LOOSE = Function("look", parameters={"type": "object", "properties": {"at": {"enum": ["sun", "moon"]}}})
+STRICT = Function("look", parameters=LOOSE.parameters, strict=True)
 FORM_OF_JSON = f"%json {SCHEMA}"
 
 
@@ -92,17 +113,17 @@ ROOMS = {
         [f"Here is my response:{ANSWER}", "Here is my thought process: Hm. Here is my response: Yes."],
     ),
     "calls": (
-        Room(None, calls=HERMES, names=("look",)),
+        Room(None, calls=HERMES, tools=(LOOSE,)),
         [ANSWER, '<tool_call>\n{"name": "look"}\n</tool_call>\n<tool_call>{}</tool_call>', "\n<tool_call>"],
         ["Yes.", f"<think>Hm.</think>{ANSWER}", '{"name": "look"}', f"{ANSWER}<tool_call>"],
     ),
     "calls behind a thought": (
-        Room(USUAL, calls=MISTRAL, names=("look",)),
+        Room(USUAL, calls=MISTRAL, tools=(LOOSE,)),
         [f"<think>Hm.</think>{ANSWER}", "<think>Hm.</think>[TOOL_CALLS]look{}", "[TOOL_CALLS]look{}"],
         ["<think>Hm.</think>look{}"],
     ),
     "calls without marks": (
-        Room(None, calls=LLAMA, names=("look", "go")),
+        Room(None, calls=LLAMA, tools=(LOOSE, Function("go"))),
         [ANSWER, '{"name": "go", "parameters": {"at": ["x"]}}'],
         ['{"name": "come", "parameters": {}}', '{"name": "go"}', '{"name": "go", "parameters": 1}'],
     ),
@@ -133,8 +154,97 @@ def test_channels(outputs: Outputs) -> None:
         "<|channel|>final<|message|>Yes.",
         "<|channel|>commentary<|message|>Yes.",
     ]
-    judged(outputs, channelled_grammar(FORM_OF_JSON, outputs.marks, calls=True), [*answers, *calls], bad)
-    judged(outputs, channelled_grammar(FORM_OF_JSON, outputs.marks, calls=False), answers, [*calls, *bad])
+    judged(outputs, channelled_grammar(FORM_OF_JSON, [LOOSE], outputs.marks), [*answers, *calls], bad)
+    judged(outputs, channelled_grammar(FORM_OF_JSON, [], outputs.marks), answers, [*calls, *bad])
+
+
+SUN, WRONG = '{"at": "sun"}', '{"at": "star"}'
+STRICT_FORMS = {
+    "Hermes": (HERMES, '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>', 2),
+    "Phi": (PHI, '<|tool_call|>[{{"name": "{name}", "arguments": {arguments}}}]<|/tool_call|>', 2),
+    "Granite": (GRANITE, '<|tool_call|>[{{"name": "{name}", "arguments": {arguments}}}]', 1),
+    "Command": (
+        COMMAND,
+        '<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "{name}", "parameters": {arguments}}}\n]<|END_ACTION|>',
+        2,
+    ),
+    "Mistral": (MISTRAL, '[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}, "id": "abcdefghi"}}]', 1),
+    "newer Mistral": (MISTRAL, "[TOOL_CALLS]{name}[ARGS]{arguments}", 2),
+    "Mistral with ids": (MISTRAL, "[TOOL_CALLS]{name}[CALL_ID]abc123XYZ[ARGS]{arguments}", 2),
+    "DeepSeek V3": (
+        DEEPSEEK,
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>\n"
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>go\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        2,
+    ),
+    "DeepSeek V3.1": (
+        DEEPSEEK,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRICT_FORMS)
+def test_calls_of_strict_tools_follow_their_schemas_and_all_other_text_is_free(name: str) -> None:
+    form, call, most = STRICT_FORMS[name]
+    outputs = Outputs(MARKS)
+    look, wrong, unknown = (
+        call.format(name=called, arguments=arguments)
+        for called, arguments in (("look", SUN), ("look", WRONG), ("come", SUN))
+    )
+    go = call.format(name="go", arguments='{"any": [1]}')
+    tools = (STRICT, Function("go"))
+    grammar = marked_grammar(None, Room(USUAL, calls=form, tools=tools), outputs.marks)
+    assert grammar is not None
+    free = ["", "Yes.", "{}", f"<think>Hm {form.begin} Hm.</think>Yes.", f"<think>Hm.</think>\n{look}"]
+    good = [
+        *free,
+        look,
+        f"I look.\n{look}",
+        go,
+        *([look + go] if most > 1 else []),
+        *([f"{look} {look}"] if form.end else []),
+    ]
+    bad = [wrong, unknown, f"I look. {wrong}", form.begin, *([f"{look}{wrong}"] if most > 1 else [f"{look} And."])]
+    judged(outputs, grammar, good, bad)
+    bound = marked_grammar(FORM_OF_JSON, Room(None, calls=form, tools=tools), outputs.marks)
+    assert bound is not None
+    judged(outputs, bound, [ANSWER, look, go], ["Yes.", wrong, f"I look. {look}", ANSWER + look])
+    # Of tools that are not strict nothing is asked.
+    assert marked_grammar(None, Room(USUAL, calls=form, tools=(LOOSE,)), outputs.marks) is None
+
+
+def test_calls_of_strict_tools_in_channels() -> None:
+    outputs = Outputs(MARKS)
+    thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
+    spoken = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>"
+    calls = {
+        arguments: [
+            f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{arguments}",
+            f" to=functions.look<|channel|>commentary json<|message|>{arguments}",
+            f"<|channel|>commentary to=functions.look<|message|>{arguments}",
+        ]
+        for arguments in (SUN, WRONG)
+    }
+    tools = (STRICT, Function("go"))
+    free, bound = (channelled_grammar(form, tools, outputs.marks) for form in (None, FORM_OF_JSON))
+    assert free is not None
+    assert bound is not None
+    good = [f"{final}Yes, {{.", final + ANSWER, *(before + call for before in ("", thought) for call in calls[SUN])]
+    bad = [thought, "Yes.", *calls[WRONG], thought + calls[WRONG][0], f"{final}Yes.{calls[SUN][0]}"]
+    judged(outputs, free, [*good, thought + spoken + calls[SUN][0], f"{spoken}{final}Yes."], bad)
+    judged(outputs, bound, good[1:], [*bad, good[0], spoken + calls[SUN][0]])
+    assert channelled_grammar(None, [LOOSE], outputs.marks) is None
+
+
+@pytest.mark.parametrize("form", [LLAMA, QWEN_CODER, FUNCTION_GEMMA])
+def test_forms_without_rules_leave_calls_as_they_are(form: CallForm) -> None:
+    assert marked_grammar(None, Room(USUAL, calls=form, tools=(STRICT,)), Outputs(MARKS).marks) is None
+    assert marked_grammar(None, Room(None, calls=HERMES, tools=(STRICT,)), Outputs("").marks) is None
 
 
 @pytest.mark.parametrize(

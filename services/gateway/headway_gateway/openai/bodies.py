@@ -167,7 +167,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function for the model. ``strict`` does nothing."""
+    """A function for the model. ``strict``: the arguments of calls follow its parameters."""
 
     name: str
     description: str | None = None

@@ -373,10 +373,10 @@ class Chats:
 
 def wanted_of(body: ChatBody | ResponsesBody, request: api.GenerateRequest) -> Wanted:
     """Return what is divided from the outputs. A grammar of the caller's own leaves no room for thoughts."""
-    tools, constraint = offered_tools(body), request.sampling.WhichOneof("constraint")
+    constraint = request.sampling.WhichOneof("constraint")
     return Wanted(
         thoughts=body.separate_reasoning is not False and constraint != "grammar",
-        tools={tool.name: tool.parameters for tool in tools} if tools else None,
+        tools=offered_tools(body),
         is_forced=bool(forced_tools(body)),
         constraint=constraint,
     )

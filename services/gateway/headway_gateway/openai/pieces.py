@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from headway_gateway.openai.answer_grammar import Marks, Room, bound_by, channelled_grammar, marked_grammar
+from headway_gateway.openai.answer_grammar import Room, bound_by, channelled_grammar, marked_grammar
+from headway_gateway.openai.bodies import Function
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import MARKS, HarmonyText, speaks_harmony
 from headway_gateway.openai.marks import num_uncertain
 from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm, thoughts_of
-from headway_gateway.openai.tool_calls import FORCED, Schemas, ToolCall, ToolText, form_of
+from headway_gateway.openai.tool_calls import FORCED, ToolCall, ToolText, form_of
 from headway_gateway.requests.validation import most_prompt_tokens
 from headway_gateway.statuses import callers_name, invalid_argument
 from headway_gateway.text.encoding_lanes import size_of_chat
@@ -71,7 +73,7 @@ class Wanted(NamedTuple):
     """What is divided from an output's text."""
 
     thoughts: bool
-    tools: Schemas | None = None
+    tools: Sequence[Function] = ()
     """Those that are offered."""
     is_forced: bool = False
     """A constraint makes the output calls."""
@@ -83,7 +85,8 @@ class Wanted(NamedTuple):
     ) -> Sequence[tuple[str, str]]:
         """Return the caller's names of the fields (see ``renamed``), also where a grammar stands for the constraint."""
         names = if_forced if self.is_forced else ours_and_theirs
-        return (("sampling.grammar", callers_name(f"sampling.{self.constraint}", names)), *names)
+        bound = "tools" if self.constraint is None else callers_name(f"sampling.{self.constraint}", names)
+        return (("sampling.grammar", bound), *names)
 
 
 class PieceMaker:
@@ -100,38 +103,40 @@ class PieceMaker:
     def _has_special_marks(self, wanted: Wanted) -> bool:
         """Whether a mark of what is wanted is a special token."""
         marks: set[str] = set()
-        if self._has_channels and not wanted.is_forced and (wanted.thoughts or wanted.tools is not None):
+        if self._has_channels and not wanted.is_forced and (wanted.thoughts or wanted.tools):
             marks |= set(MARKS)
         if self._thought_form is not None and wanted.thoughts:
             marks |= set(self._thought_form)
-        if self._call_form is not None and wanted.tools is not None and not wanted.is_forced:
+        if self._call_form is not None and wanted.tools and not wanted.is_forced:
             marks |= {self._call_form.begin, self._call_form.end}
         return not marks.isdisjoint(self._text_model.special_tokens)
 
     async def make(self, count: int, wanted: Wanted, request: api.GenerateRequest, model: ModelInfo) -> list[Pieces]:
         """Return one for each of ``count`` outputs of a chat; none if their text stays whole.
 
-        The request then keeps special tokens if some of them are marks, and a constraint leaves room for thoughts and calls.
+        The request then keeps special tokens if some of them are marks. Its constraint leaves room for thoughts and calls, and
+        calls of strict tools follow their schemas.
 
         Raises:
             CallRefusedError: tools are offered, and the template has no form of calls that is known.
         """
-        if wanted.tools is not None and not (wanted.is_forced or self._has_channels or self._call_form is not None):
+        if wanted.tools and not (wanted.is_forced or self._has_channels or self._call_form is not None):
             raise invalid_argument(
                 "tools",
                 "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
             )
         thoughts = self._thought_form if wanted.thoughts else None
-        if wanted.tools is None and thoughts is None and not (wanted.thoughts and self._has_channels):
+        if not wanted.tools and thoughts is None and not (wanted.thoughts and self._has_channels):
             return []
         request.keep_special_tokens |= self._has_special_marks(wanted)
         end_ids = (*model.eos_token_ids, *request.sampling.stop_token_ids)
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
         bound, marks = bound_by(request.sampling), Marks(self._text_model.token_named, model.eos_token_ids)
+        may_bind = bound is not None or (wanted.constraint is None and model.supports_constraints)
         if self._has_channels and not wanted.is_forced:
-            calls = wanted.tools is not None
-            if bound is not None:
-                request.sampling.grammar = channelled_grammar(bound, marks, calls=calls)
+            if may_bind:
+                _bind(request, channelled_grammar(bound, wanted.tools, marks))
+            calls = bool(wanted.tools)
             return [HarmonyText(divides_thoughts=wanted.thoughts, calls=calls, ends=ends) for _ in range(count)]
         form = FORCED if wanted.is_forced else self._call_form
         at_end = "" if thoughts is None else await self._mark_at_end(thoughts, request.chat, model)
@@ -139,15 +144,16 @@ class PieceMaker:
         room = Room(
             thoughts if begins_inside or not at_end else None,
             begins_inside,
-            None if wanted.is_forced or wanted.tools is None else form,
-            tuple(wanted.tools or ()),
+            form if wanted.tools and not wanted.is_forced else None,
+            wanted.tools,
         )
-        if bound is not None and (room.thoughts is not None or room.calls is not None):
-            request.sampling.grammar = marked_grammar(bound, room, marks)
+        if may_bind and not room.is_empty:
+            _bind(request, marked_grammar(bound, room, marks))
+        schemas = {tool.name: tool.parameters for tool in wanted.tools}
         return [
             MarkedText(
                 None if thoughts is None else ThinkingText(thoughts, has_begun=begins_inside),
-                None if wanted.tools is None or form is None else ToolText(form, wanted.tools),
+                ToolText(form, schemas) if wanted.tools and form is not None else None,
                 ends,
             )
             for _ in range(count)
@@ -181,6 +187,11 @@ class PieceMaker:
             return None
         except PromptError:
             return ""
+
+
+def _bind(request: api.GenerateRequest, grammar: str | None) -> None:
+    if grammar is not None:
+        request.sampling.grammar = grammar
 
 
 def _mark_behind(text: str, form: ThoughtForm) -> str:

@@ -83,8 +83,8 @@ def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
 def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
     """V3.1 has the name before the separator. V3 and R1 have ``function`` there, and the arguments as a block of code."""
     calls = []
-    for part in text.split(_DEEPSEEK_CALL)[1:]:
-        name, _, arguments = part.partition(_DEEPSEEK_CALL_END)[0].partition(_DEEPSEEK_SEPARATOR)
+    for part in text.split(DEEPSEEK_CALL)[1:]:
+        name, _, arguments = part.partition(DEEPSEEK_CALL_END)[0].partition(DEEPSEEK_SEPARATOR)
         if name.strip() == "function" and not arguments.lstrip().startswith("{"):
             name, _, arguments = arguments.partition("\n")
         arguments = arguments.strip().removeprefix("```json").removesuffix("```")
@@ -118,8 +118,8 @@ def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
 
 
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
-_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -1,43 +1,66 @@
-"""The schema of calls that a request forces: an array, which every model can be bound to, whatever form it was taught.
-
-Must not know: how the calls are read.
-"""
+"""The schemas of calls in JSON, as a request forces them or a template's form has them. Must not know: how calls are read."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway_gateway.openai.bodies import Function
 
 
-def schema_of_calls(tools: Sequence[Function], most: int | None) -> dict[str, Any]:
-    """Return the JSON schema of one or more calls of these tools; ``most`` bounds their number."""
+class CallKeys(NamedTuple):
+    """The keys of a call in JSON. An id comes first or last, and may be left out."""
+
+    name: str = "name"
+    arguments: str = "parameters"
+    first_id: str = ""
+    last_id: str = ""
+
+
+FORCED_KEYS = CallKeys()
+
+
+def schema_of_calls(tools: Sequence[Function], most: int | None, keys: CallKeys = FORCED_KEYS) -> dict[str, Any]:
+    """Return the JSON schema of an array of calls of these tools, one or more; ``most`` bounds their number.
+
+    Every model can be bound to it, whatever form it was taught.
+    """
+    one = schema_of_call(tools, keys)
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call(tool.name, place) for place, tool in enumerate(tools)]},
-        "$defs": {
-            f"{place}": _moved(_an_object(tool.parameters or {}), f"#/$defs/{place}")
-            for place, tool in enumerate(tools)
-        },
+        "items": {"anyOf": one["anyOf"]},
+        "$defs": one["$defs"],
     }
     return schema if most is None else schema | {"maxItems": most}
 
 
-def _call(name: str, place: int) -> dict[str, Any]:
+def schema_of_call(tools: Sequence[Function], keys: CallKeys) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of these tools."""
     return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
+        "anyOf": [_call(tool.name, place, keys) for place, tool in enumerate(tools)],
+        "$defs": {
+            f"{place}": _moved(schema_of_arguments(tool), f"#/$defs/{place}") for place, tool in enumerate(tools)
+        },
     }
 
 
-def _an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, also if the schema leaves it open; and their references begin at the whole schema."""
-    rest = {key: value for key, value in schema.items() if key != "$id"}
+def schema_of_arguments(tool: Function) -> dict[str, Any]:
+    """Return the schema of a tool's arguments: an object, also if the tool leaves that open."""
+    schema = tool.parameters or {}
+    rest = {key: value for key, value in schema.items() if key != "$id"}  # References begin at the whole schema.
     kinds = rest.get("type", ["object"])
     is_open = "$ref" not in rest and isinstance(kinds, list) and "object" in kinds
     return rest | {"type": "object"} if is_open else rest
+
+
+def _call(name: str, place: int, keys: CallKeys) -> dict[str, Any]:
+    ids = {key: {"type": "string", "maxLength": 40} for key in (keys.first_id, keys.last_id) if key}
+    first = {key: value for key, value in ids.items() if key == keys.first_id}
+    return {
+        "type": "object",
+        "properties": first | {keys.name: {"const": name}, keys.arguments: {"$ref": f"#/$defs/{place}"}} | ids,
+        "required": [keys.name, keys.arguments],
+        "additionalProperties": False,
+    }
 
 
 def _moved(schema: Any, root: str) -> Any:
