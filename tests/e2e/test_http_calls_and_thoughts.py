@@ -220,32 +220,42 @@ async def test_an_answer_in_a_form_may_have_a_thought_before_it_or_be_calls(tmp_
     family, form = FAMILIES[name], thoughts_of(FAMILIES[name].template)
     calls = family.written.replace(family.content or "", "").lstrip()  # Other text is none of the form.
     thought = form.begin + "Hm." + form.end if form is not None else ""
-    forced = thought + '[{"name": "go", "parameters": {}}]'
+    has_rules = name != "Qwen3-Coder"  # What has none is forced to an array.
+    forced = (calls, ["look", "go"]) if has_rules else ('[{"name": "go", "parameters": {}}]', ["go"])
     async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
 
-        async def answer(written: str, choice: Any = "auto") -> Any:
+        async def answer(written: str, **more: Any) -> Any:
             at.write(written)
             made = await at.client.chat.completions.create(
                 model="fake",
                 messages=[{"role": "user", "content": "x"}],
                 tools=TOOLS,
-                tool_choice=choice,
                 response_format=FORM,
+                **more,
                 max_tokens=400,
             )
-            assert lets_pass(at, written)
             assert not lets_pass(at, "I look.")
             return made.choices[0].message
 
         made = await answer(calls)
+        assert lets_pass(at, calls)
         assert [call.function.name for call in made.tool_calls] == ["look", "go"]
         assert made.content is None
-        for written, content, names in ((f"{thought}7", "7", []), (forced, None, ["go"])):
-            made = await answer(written, "required" if names else "auto")
+        for written, content, names in ((f"{thought}7", "7", []), (forced[0], None, forced[1])):
+            made = await answer(written, tool_choice="required" if names else "auto")
+            assert lets_pass(at, written)
             assert [call.function.name for call in made.tool_calls or ()] == names
             assert made.content == content
             assert getattr(made, "reasoning_content", None) == ("Hm." if thought else None)
-        assert not lets_pass(at, "7")  # A call is forced.
+        assert not lets_pass(at, "7")
+        if has_rules:
+            # Both are called.
+            for more in (
+                {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+                {"tool_choice": "required", "parallel_tool_calls": False},
+            ):
+                await answer(calls, **more)
+                assert not lets_pass(at, calls)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -284,6 +294,41 @@ async def test_strict_tools_are_taken_where_nothing_can_be_bound(tmp_path: Path)
             model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=200, tools=[tool]
         )
         assert len(made.choices[0].message.tool_calls or ()) == 2
+
+
+async def test_in_channels_answers_follow_their_form_and_calls_their_schemas(tmp_path: Path) -> None:
+    template = (
+        "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}{# <|channel|><|message|> #}"
+    )
+    marks = "<|channel|> <|message|> <|end|> <|start|> <|constrain|>"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer, call = "<|channel|>final<|message|>7", f" to=functions.look<|channel|>commentary json<|message|>{SHOWN}"
+    other = call.replace("sun", "moon").replace("look", "go")
+    tools: Any = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    look: Any = {"type": "function", "function": {"name": "look"}}
+    async with door(model_with(tmp_path / "model", template, marks)) as at:
+        for more, may_be in (
+            ({"response_format": FORM}, [answer]),
+            ({"response_format": FORM, "tools": tools}, [answer, call, other]),
+            ({"tools": TOOLS, "tool_choice": "required"}, [call, other]),
+            ({"tools": TOOLS, "tool_choice": look}, [call]),
+        ):
+            for written in may_be:
+                at.write(thought + written)
+                made = await at.client.chat.completions.create(
+                    model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=200, **more
+                )
+                message = made.choices[0].message
+                names = [one.function.name for one in message.tool_calls or ()]
+                assert names == {answer: [], call: ["look"], other: ["go"]}[written]
+                assert message.content == ("7" if written == answer else None)
+                assert message.reasoning_content == "Hm."
+                assert lets_pass(at, thought + written)
+                assert lets_pass(at, written)
+            for text in (call, answer, other):
+                assert lets_pass(at, text) == (text in may_be), more
+            assert not lets_pass(at, answer.replace("7", "x"))
+            assert not lets_pass(at, call.replace("3", '"3"'))
 
 
 async def test_a_constraint_binds_all_of_an_output_that_is_not_to_be_divided(tmp_path: Path) -> None:

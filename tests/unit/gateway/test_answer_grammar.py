@@ -154,8 +154,13 @@ def test_channels(outputs: Outputs) -> None:
         "<|channel|>final<|message|>Yes.",
         "<|channel|>commentary<|message|>Yes.",
     ]
-    judged(outputs, channelled_grammar(FORM_OF_JSON, [LOOSE], outputs.marks), [*answers, *calls], bad)
-    judged(outputs, channelled_grammar(FORM_OF_JSON, [], outputs.marks), answers, [*calls, *bad])
+    judged(
+        outputs,
+        channelled_grammar(FORM_OF_JSON, Room(tools=[LOOSE]), outputs.marks, thinks=True),
+        [*answers, *calls],
+        bad,
+    )
+    judged(outputs, channelled_grammar(FORM_OF_JSON, Room(), outputs.marks, thinks=True), answers, [*calls, *bad])
 
 
 SUN, WRONG = '{"at": "sun"}', '{"at": "star"}'
@@ -174,8 +179,8 @@ STRICT_FORMS = {
     "DeepSeek V3": (
         DEEPSEEK,
         (
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>\n"
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>go\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>"
         ),
         2,
     ),
@@ -213,6 +218,14 @@ def test_calls_of_strict_tools_follow_their_schemas_and_all_other_text_is_free(n
     bound = marked_grammar(FORM_OF_JSON, Room(None, calls=form, tools=tools), outputs.marks)
     assert bound is not None
     judged(outputs, bound, [ANSWER, look, go], ["Yes.", wrong, f"I look. {look}", ANSWER + look])
+    for most_calls in (None, 1):
+        room = Room(USUAL, calls=form, tools=tools, is_forced=True, most_calls=most_calls)
+        forced = marked_grammar(None, room, outputs.marks)
+        assert forced is not None
+        good = [look, go, f"<think>Hm.</think>\n{look}"] if most_calls is None or "go<" not in call else [go]
+        several = [look + go] if most > 1 else []
+        bad = ["", "Yes.", wrong, unknown, f"I look. {look}", f"{look} And."]
+        judged(outputs, forced, good + several * (most_calls is None), bad + several * (most_calls == 1))
     # Of tools that are not strict nothing is asked.
     assert marked_grammar(None, Room(USUAL, calls=form, tools=(LOOSE,)), outputs.marks) is None
 
@@ -231,14 +244,25 @@ def test_calls_of_strict_tools_in_channels() -> None:
         for arguments in (SUN, WRONG)
     }
     tools = (STRICT, Function("go"))
-    free, bound = (channelled_grammar(form, tools, outputs.marks) for form in (None, FORM_OF_JSON))
+    free, bound = (
+        channelled_grammar(form, Room(tools=tools), outputs.marks, thinks=True) for form in (None, FORM_OF_JSON)
+    )
     assert free is not None
     assert bound is not None
     good = [f"{final}Yes, {{.", final + ANSWER, *(before + call for before in ("", thought) for call in calls[SUN])]
     bad = [thought, "Yes.", *calls[WRONG], thought + calls[WRONG][0], f"{final}Yes.{calls[SUN][0]}"]
     judged(outputs, free, [*good, thought + spoken + calls[SUN][0], f"{spoken}{final}Yes."], bad)
     judged(outputs, bound, good[1:], [*bad, good[0], spoken + calls[SUN][0]])
-    assert channelled_grammar(None, [LOOSE], outputs.marks) is None
+    assert channelled_grammar(None, Room(tools=[LOOSE]), outputs.marks, thinks=True) is None
+    forced, at_once = (
+        channelled_grammar(None, Room(tools=tools, is_forced=True), outputs.marks, thinks=thinks)
+        for thinks in (True, False)
+    )
+    assert forced is not None
+    assert at_once is not None
+    calls_alone = [call for call in good if SUN in call]
+    judged(outputs, forced, calls_alone, [*bad, f"{final}Yes.", spoken + calls[SUN][0]])
+    judged(outputs, at_once, calls[SUN], [*bad, thought + calls[SUN][0]])
 
 
 @pytest.mark.parametrize("form", [LLAMA, QWEN_CODER, FUNCTION_GEMMA])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks, text
-from headway_gateway.openai.strict_calls import channelled_calls, rules_of_calls
+from headway_gateway.openai.strict_calls import channelled_calls, has_rules, rules_of_calls
 from headway_gateway.openai.thinking import ThoughtForm
 from headway_gateway.openai.tool_calls import CallForm
 from headway_proto import generation_pb2 as api
@@ -23,11 +23,12 @@ _LINE_BREAKS = r"WS: /\n{0,4}/"
 """As models put between a thought and an answer; never without end."""
 _ENDS_A_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
 _SAID = {"/": r"\/", "\n": r"\n"}
+_THOUGHT, _ANY_BEFORE = '"analysis"', '("analysis" | "commentary")'
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 
 
 class Room(NamedTuple):
-    """What a constraint leaves room for."""
+    """What an output has room for beside its answer."""
 
     thoughts: ThoughtForm | None = None
     begins_inside: bool = False
@@ -35,10 +36,13 @@ class Room(NamedTuple):
     calls: CallForm | None = None
     tools: Sequence[Function] = ()
     """What may be called; arguments follow the schemas of those that are strict."""
+    is_forced: bool = False
+    """Calls come in place of an answer; ``calls`` has rules then."""
+    most_calls: int | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether a constraint may bind the whole output."""
+        """Whether there is room for an answer alone."""
         return self.thoughts is None and self.calls is None
 
 
@@ -69,39 +73,49 @@ def marked_grammar(bound: str | None, room: Room, marks: Marks) -> str | None:
 
     ``bound`` is as from ``bound_by``; if it is None, calls alone are bound.
     """
-    calls = _strict_calls(room, marks)
-    several = "+" if calls and room.calls is not None and room.calls.end else ""
-    rules = [_LINE_BREAKS]
-    if bound is not None:
-        answer = "bound"
-        rules.append(f"bound: {bound}")
-        if room.calls is not None:
-            answer += f" | (WS call){several}"
-            calls = calls or [_any_calls(room, marks)]
-    elif calls and room.calls is not None:
-        answer = "said (call said)*" if several else "said call?"
-        rules.append(marks.without("said", room.calls.begin))
-    else:
+    is_strict = room.calls is not None and any(tool.strict for tool in room.tools) and has_rules(room.calls, marks)
+    if (bound is None and not is_strict) or room.is_empty:
         return None
+    rules, answer = [_LINE_BREAKS], "bound"
+    if bound is not None:
+        rules.append(f"bound: {bound}")
+    if room.calls is not None:
+        may_repeat = is_strict and bool(room.calls.end) and room.most_calls != 1
+        calls = "WS call (WS call)*" if may_repeat else "WS call"
+        if room.is_forced:
+            answer = calls
+        elif bound is not None:
+            answer = f"bound | {calls}"
+        else:
+            answer = "said (call said)*" if may_repeat else "said call?"
+            rules.append(marks.without("said", room.calls.begin))
+        if is_strict:
+            rules += rules_of_calls(room.calls, _with_their_schemas(room.tools), marks, room.most_calls)
+        else:
+            rules.append(_any_calls(room.calls, room.tools, marks))
     begin = "answer"
     if (thoughts := room.thoughts) is not None:
         if thoughts.answer_begin and bound is not None:
             answer += f" | {marks.said(thoughts.answer_begin)} WS bound WS ({marks.said(thoughts.answer_end)})?"
         rules.append(marks.up_to("thought", thoughts.end))
         begin = "thought WS answer" if room.begins_inside else f"(WS {marks.said(thoughts.begin)} thought WS)? answer"
-    return "\n".join((f"start: {begin}", f"answer: {answer}", *rules, *calls))
+    return "\n".join((f"start: {begin}", f"answer: {answer}", *rules))
 
 
-def channelled_grammar(bound: str | None, tools: Sequence[Function], marks: Marks) -> str | None:
-    """Return the grammar of an output in the channels of gpt-oss (see ``harmony``), or None if it may be any text."""
-    is_strict = any(tool.strict for tool in tools)
+def channelled_grammar(bound: str | None, room: Room, marks: Marks, *, thinks: bool) -> str | None:
+    """Return the grammar of an output in the channels of gpt-oss (see ``harmony``), or None if it may be any text.
+
+    An output is one call at most. Without ``thinks`` there is room for an answer or a call alone.
+    """
+    tools, is_strict = room.tools, any(tool.strict for tool in room.tools)
     if bound is None and not is_strict:
         return None
     channel, message = marks.said(_CHANNEL), marks.said(_MESSAGE)
-    before = '"analysis"' if bound is not None else '("analysis" | "commentary")'
+    is_free = bound is None and not room.is_forced
+    before = "before*" if thinks or is_free else ""
     rules = [
-        "start: before* (answer | call)" if tools else "start: before* answer",
-        f'before: {channel} {before} {message} up_to_end {marks.said(_START)} "assistant"',
+        f"start: {before} {'call' if room.is_forced else '(answer | call)' if tools else 'answer'}",
+        f'before: {channel} {_ANY_BEFORE if is_free else _THOUGHT} {message} up_to_end {marks.said(_START)} "assistant"',
         marks.up_to("up_to_end", "<|end|>"),
         f'answer: {channel} "final" (/ ?/ {marks.said("<|constrain|>")} /[a-z]+/)? {message} bound',
         marks.without("bound", _CHANNEL, _START) if bound is None else f"bound: {bound}",
@@ -113,24 +127,18 @@ def channelled_grammar(bound: str | None, tools: Sequence[Function], marks: Mark
     return "\n".join(rules)
 
 
-def _strict_calls(room: Room, marks: Marks) -> list[str]:
-    if room.calls is None or not any(tool.strict for tool in room.tools):
-        return []
-    return rules_of_calls(room.calls, _with_their_schemas(room.tools), marks)
-
-
 def _with_their_schemas(tools: Sequence[Function]) -> list[Function]:
     """Arguments of a tool that is not strict may be any."""
     return [tool if tool.strict else Function(tool.name) for tool in tools]
 
 
-def _any_calls(room: Room, marks: Marks) -> str:
-    if room.calls is not None and room.calls.begin:
-        return f"call: {marks.said(room.calls.begin)} <[*]>*"
+def _any_calls(form: CallForm, tools: Sequence[Function], marks: Marks) -> str:
+    if form.begin:
+        return f"call: {marks.said(form.begin)} <[*]>*"
     # The whole output is a call.
     schema = {
         "type": "object",
-        "properties": {"name": {"enum": [tool.name for tool in room.tools]}, "parameters": {"type": "object"}},
+        "properties": {"name": {"enum": [tool.name for tool in tools]}, "parameters": {"type": "object"}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

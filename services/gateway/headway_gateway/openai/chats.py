@@ -377,6 +377,7 @@ def wanted_of(body: ChatBody | ResponsesBody, request: api.GenerateRequest) -> W
     return Wanted(
         thoughts=body.separate_reasoning is not False and constraint != "grammar",
         tools=offered_tools(body),
-        is_forced=bool(forced_tools(body)),
+        forced=forced_tools(body),
+        one_call=body.parallel_tool_calls is False,
         constraint=constraint,
     )

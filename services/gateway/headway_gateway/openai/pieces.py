@@ -9,8 +9,9 @@ from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import MARKS, HarmonyText, speaks_harmony
 from headway_gateway.openai.marks import num_uncertain
+from headway_gateway.openai.strict_calls import has_rules
 from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm, thoughts_of
-from headway_gateway.openai.tool_calls import FORCED, ToolCall, ToolText, form_of
+from headway_gateway.openai.tool_calls import FORCED, CallForm, ToolCall, ToolText, form_of
 from headway_gateway.requests.validation import most_prompt_tokens
 from headway_gateway.statuses import callers_name, invalid_argument
 from headway_gateway.text.encoding_lanes import size_of_chat
@@ -75,8 +76,9 @@ class Wanted(NamedTuple):
     thoughts: bool
     tools: Sequence[Function] = ()
     """Those that are offered."""
-    is_forced: bool = False
-    """A constraint makes the output calls."""
+    forced: Sequence[Function] = ()
+    """Those of which one must be called."""
+    one_call: bool = False
     constraint: str | None = None
     """The kind of the constraint that binds the answer."""
 
@@ -84,7 +86,7 @@ class Wanted(NamedTuple):
         self, ours_and_theirs: Sequence[tuple[str, str]], if_forced: Sequence[tuple[str, str]]
     ) -> Sequence[tuple[str, str]]:
         """Return the caller's names of the fields (see ``renamed``), also where a grammar stands for the constraint."""
-        names = if_forced if self.is_forced else ours_and_theirs
+        names = if_forced if self.forced else ours_and_theirs
         bound = "tools" if self.constraint is None else callers_name(f"sampling.{self.constraint}", names)
         return (("sampling.grammar", bound), *names)
 
@@ -100,64 +102,89 @@ class PieceMaker:
         self._thought_form = thoughts_of(text_model.template_source) or thoughts_of(for_tools)
         self._marks_at_end: dict[str, str] = {}
 
-    def _has_special_marks(self, wanted: Wanted) -> bool:
+    def _has_special_marks(self, wanted: Wanted, form: CallForm | None) -> bool:
         """Whether a mark of what is wanted is a special token."""
         marks: set[str] = set()
-        if self._has_channels and not wanted.is_forced and (wanted.thoughts or wanted.tools):
+        if self._has_channels and (wanted.thoughts or wanted.tools):
             marks |= set(MARKS)
         if self._thought_form is not None and wanted.thoughts:
             marks |= set(self._thought_form)
-        if self._call_form is not None and wanted.tools and not wanted.is_forced:
-            marks |= {self._call_form.begin, self._call_form.end}
+        if form is not None:
+            marks |= {form.begin, form.end}
         return not marks.isdisjoint(self._text_model.special_tokens)
+
+    def _form_of_calls(self, wanted: Wanted, marks: Marks) -> CallForm | None:
+        """Return the form that calls will have; None if there are none, or if they are in channels.
+
+        Raises:
+            CallRefusedError: tools are offered, and the template has no form of calls that is known.
+        """
+        if not wanted.tools or self._has_channels:
+            return None
+        form = self._call_form
+        if wanted.forced and (form is None or not has_rules(form, marks)):
+            return FORCED
+        if form is None:
+            raise invalid_argument(
+                "tools",
+                "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
+            )
+        return form
 
     async def make(self, count: int, wanted: Wanted, request: api.GenerateRequest, model: ModelInfo) -> list[Pieces]:
         """Return one for each of ``count`` outputs of a chat; none if their text stays whole.
 
         The request then keeps special tokens if some of them are marks. Its constraint leaves room for thoughts and calls, and
-        calls of strict tools follow their schemas.
+        calls that are forced, or are of strict tools, follow their schemas.
 
         Raises:
             CallRefusedError: tools are offered, and the template has no form of calls that is known.
         """
-        if wanted.tools and not (wanted.is_forced or self._has_channels or self._call_form is not None):
-            raise invalid_argument(
-                "tools",
-                "this model's chat template has no form of calls that is known; allowed: unset, or a forced tool_choice",
-            )
+        marks = Marks(self._text_model.token_named, model.eos_token_ids)
+        form = self._form_of_calls(wanted, marks)
         thoughts = self._thought_form if wanted.thoughts else None
         if not wanted.tools and thoughts is None and not (wanted.thoughts and self._has_channels):
             return []
-        request.keep_special_tokens |= self._has_special_marks(wanted)
+        request.keep_special_tokens |= self._has_special_marks(wanted, form)
         end_ids = (*model.eos_token_ids, *request.sampling.stop_token_ids)
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
-        bound, marks = bound_by(request.sampling), Marks(self._text_model.token_named, model.eos_token_ids)
-        may_bind = bound is not None or (wanted.constraint is None and model.supports_constraints)
-        if self._has_channels and not wanted.is_forced:
-            if may_bind:
-                _bind(request, channelled_grammar(bound, wanted.tools, marks))
+        room = await self._room(wanted, form, request.chat, model)
+        # An array of forced calls, which every model can be bound to, is a constraint already.
+        bound = None if room.is_forced else bound_by(request.sampling)
+        if bound is not None or room.is_forced or (wanted.constraint is None and model.supports_constraints):
+            grammar = (
+                channelled_grammar(bound, room, marks, thinks=wanted.thoughts)
+                if self._has_channels
+                else marked_grammar(bound, room, marks)
+            )
+            if grammar is not None:
+                request.sampling.grammar = grammar
+        if self._has_channels:
             calls = bool(wanted.tools)
             return [HarmonyText(divides_thoughts=wanted.thoughts, calls=calls, ends=ends) for _ in range(count)]
-        form = FORCED if wanted.is_forced else self._call_form
-        at_end = "" if thoughts is None else await self._mark_at_end(thoughts, request.chat, model)
-        begins_inside = thoughts is not None and at_end == thoughts.begin
-        room = Room(
-            thoughts if begins_inside or not at_end else None,
-            begins_inside,
-            form if wanted.tools and not wanted.is_forced else None,
-            wanted.tools,
-        )
-        if may_bind and not room.is_empty:
-            _bind(request, marked_grammar(bound, room, marks))
         schemas = {tool.name: tool.parameters for tool in wanted.tools}
         return [
             MarkedText(
-                None if thoughts is None else ThinkingText(thoughts, has_begun=begins_inside),
-                ToolText(form, schemas) if wanted.tools and form is not None else None,
+                None if thoughts is None else ThinkingText(thoughts, has_begun=room.begins_inside),
+                None if form is None else ToolText(form, schemas),
                 ends,
             )
             for _ in range(count)
         ]
+
+    async def _room(self, wanted: Wanted, form: CallForm | None, chat: api.Chat, model: ModelInfo) -> Room:
+        """Return what an output has room for beside its answer. All that is forced is strict."""
+        thoughts = self._thought_form if wanted.thoughts else None
+        at_end = "" if thoughts is None else await self._mark_at_end(thoughts, chat, model)
+        begins_inside = thoughts is not None and at_end == thoughts.begin
+        return Room(
+            thoughts if begins_inside or not at_end else None,
+            begins_inside,
+            None if form is FORCED else form,
+            [Function(tool.name, parameters=tool.parameters, strict=True) for tool in wanted.forced] or wanted.tools,
+            is_forced=bool(wanted.forced) and form is not FORCED,
+            most_calls=1 if wanted.one_call else None,
+        )
 
     async def _mark_at_end(self, form: ThoughtForm, chat: api.Chat, model: ModelInfo) -> str:
         """Return the mark of thoughts that the prompt ends with, or "".
@@ -187,11 +214,6 @@ class PieceMaker:
             return None
         except PromptError:
             return ""
-
-
-def _bind(request: api.GenerateRequest, grammar: str | None) -> None:
-    if grammar is not None:
-        request.sampling.grammar = grammar
 
 
 def _mark_behind(text: str, form: ThoughtForm) -> str:

@@ -34,38 +34,43 @@ def channelled_calls(tools: Tools, marks: Marks) -> list[str]:
     return rules + _arguments(tools)
 
 
-def rules_of_calls(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
-    """Return rules, of which ``call`` is one call or more with the marks around; none for a form without rules.
+def has_rules(form: CallForm, marks: Marks) -> bool:
+    """Return whether a form has rules. Its first mark must be a token: a text could not be kept from holding another."""
+    return form in _RULES and marks.token_id(form.begin) is not None
 
-    Nor are there any if the first mark is no token, since a text could not be kept from holding it.
+
+def rules_of_calls(form: CallForm, tools: Tools, marks: Marks, most: int | None = None) -> list[str]:
+    """Return rules, of which ``call`` is one call or more with the marks around; ``most`` bounds how many.
+
+    The form must have rules.
     """
-    make = _RULES.get(form)
-    return [] if make is None or marks.token_id(form.begin) is None else make(form, tools, marks)
+    return _RULES[form](form, tools, marks, most)
 
 
-def _marked_json(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
+def _marked_json(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:  # noqa: ARG001 (it is one)
     return [f"call: {marks.said(form.begin)} {_AROUND_JSON} {_json(schema_of_call(tools, _KEYS))} {_end(form, marks)}"]
 
 
-def _marked_array(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
-    return [f"call: {marks.said(form.begin)} {_array(tools, _KEYS)} {_end(form, marks)}"]
+def _marked_array(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
+    return [f"call: {marks.said(form.begin)} {_array(tools, _KEYS, most)} {_end(form, marks)}"]
 
 
-def _of_cohere(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
-    return [f"call: {marks.said(form.begin)} {_array(tools, _KEYS_OF_COHERE)} {_end(form, marks)}"]
+def _of_cohere(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
+    return [f"call: {marks.said(form.begin)} {_array(tools, _KEYS_OF_COHERE, most)} {_end(form, marks)}"]
 
 
-def _of_mistral(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
+def _of_mistral(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
     """An array; or in newer models names, each behind a mark, perhaps with an id."""
     begin = marks.said(form.begin)
     to_arguments = f"({marks.said('[CALL_ID]')} /[a-zA-Z0-9]{{1,40}}/)? {marks.said('[ARGS]')}"
     named = [
         f"call{place}: {begin} {text(tool.name)} {to_arguments} arguments{place}" for place, tool in enumerate(tools)
     ]
-    return [f"call: {begin} {_array(tools, _KEYS)} | ({_any_of(tools)})+", *named, *_arguments(tools)]
+    named_calls = f"({_any_of(tools)}){'' if most == 1 else '+'}"
+    return [f"call: {begin} {_array(tools, _KEYS, most)} | {named_calls}", *named, *_arguments(tools)]
 
 
-def _of_deepseek(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
+def _of_deepseek(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
     """V3.1 has the name before the separator, V3 and R1 behind it."""
     begin, end = marks.said(tool_calls.DEEPSEEK_CALL), marks.said(tool_calls.DEEPSEEK_CALL_END)
     separator = marks.said(tool_calls.DEEPSEEK_SEPARATOR)
@@ -74,11 +79,11 @@ def _of_deepseek(form: CallForm, tools: Tools, marks: Marks) -> list[str]:
         f' | "function" {separator} {text(tool.name)} "\\n```json\\n" arguments{place} "\\n```"'
         for place, tool in enumerate(tools)
     ]
-    call = f"call: {marks.said(form.begin)} ({begin} ({_any_of(tools)}) {end} {_AROUND_JSON})+ {marks.said(form.end)}"
-    return [call, *named, *_arguments(tools)]
+    calls = f"({begin} ({_any_of(tools)}) {end} {_AROUND_JSON}){'' if most == 1 else '+'}"
+    return [f"call: {marks.said(form.begin)} {calls} {marks.said(form.end)}", *named, *_arguments(tools)]
 
 
-_RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks], list[str]]] = {
+_RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[str]]] = {
     tool_calls.HERMES: _marked_json,
     tool_calls.PHI: _marked_array,
     tool_calls.GRANITE: _marked_array,
@@ -96,8 +101,8 @@ def _arguments(tools: Tools) -> list[str]:
     return [f"arguments{place}: {_json(schema_of_arguments(tool))}" for place, tool in enumerate(tools)]
 
 
-def _array(tools: Tools, keys: CallKeys) -> str:
-    return f"{_AROUND_JSON} {_json(schema_of_calls(tools, None, keys))}"
+def _array(tools: Tools, keys: CallKeys, most: int | None) -> str:
+    return f"{_AROUND_JSON} {_json(schema_of_calls(tools, most, keys))}"
 
 
 def _end(form: CallForm, marks: Marks) -> str:
