@@ -290,10 +290,14 @@ async def test_strict_tools_are_taken_where_nothing_can_be_bound(tmp_path: Path)
         at.write(TWO_CALLS)
         tool: Any = openai.pydantic_function_tool(Look)
         assert tool["function"]["strict"] is True
-        made = await at.client.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=200, tools=[tool]
-        )
+        chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+        made = await at.client.chat.completions.create(**chat, tools=[tool])
         assert len(made.choices[0].message.tool_calls or ()) == 2
+    async with door(model_with(tmp_path / "bound", HERMES, "<tool_call> </tool_call>")) as at:
+        at.write(TWO_CALLS)
+        for more, is_bound in (({}, True), ({"min_tokens": 2}, False), ({"ignore_eos": True}, False)):
+            await at.client.chat.completions.create(**chat | {"max_tokens": 2}, tools=[tool], extra_body=more)
+            assert (at.scheduler.submits[-1].sampling.constraint is not None) == is_bound
 
 
 async def test_in_channels_answers_follow_their_form_and_calls_their_schemas(tmp_path: Path) -> None:

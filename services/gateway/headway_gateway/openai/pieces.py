@@ -151,7 +151,11 @@ class PieceMaker:
         room = await self._room(wanted, form, request.chat, model)
         # An array of forced calls, which every model can be bound to, is a constraint already.
         bound = None if room.is_forced else bound_by(request.sampling)
-        if bound is not None or room.is_forced or (wanted.constraint is None and model.supports_constraints):
+        if (
+            bound is not None
+            or room.is_forced
+            or (wanted.constraint is None and _may_be_bound(request.sampling, model))
+        ):
             grammar = (
                 channelled_grammar(bound, room, marks, thinks=wanted.thoughts)
                 if self._has_channels
@@ -214,6 +218,11 @@ class PieceMaker:
             return None
         except PromptError:
             return ""
+
+
+def _may_be_bound(sampling: api.SamplingParams, model: ModelInfo) -> bool:
+    """Whether an output that was to be free can be: the end of a grammar is an end."""
+    return model.supports_constraints and not (sampling.min_tokens or sampling.ignore_eos)
 
 
 def _mark_behind(text: str, form: ThoughtForm) -> str:
