@@ -355,6 +355,7 @@ BAD = {
     ),
     "two constraints": ({"prompt": "x", "regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     "store": ({"prompt": "x", "store": True}, "store"),
+    "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "priority": ({"prompt": "x", "priority": "urgent" * 500}, "priority"),
     "id": ({"prompt": "x", "request_id": "a\r\nb: c"}, "request_id"),
     "tenant": ({"prompt": "x", "tenant": "t" * 129}, "tenant"),
@@ -424,6 +425,24 @@ async def test_a_word_of_no_list_is_refused_with_the_list(http) -> None:
         "priority: 'urgent' is not allowed; allowed: high, low, normal, realtime",
         "response_format.type: 'yaml' is not allowed; allowed: json_object, json_schema, text",
     ]
+
+
+async def test_what_does_not_fit_is_told_in_the_words_that_clients_look_for(http) -> None:
+    """By the code, or by these words of the message, they shorten their prompt and come again."""
+    long, huge = "x " * 2000, "x" * 90_000
+    for path, body, field in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": huge}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 1024}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1024}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/responses", {"input": long}, "input"),
+        ("/v1/embeddings", {"input": ["x", huge]}, "input[1].text"),
+    ):
+        async with http.post(path, json=body) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+        assert "this model's maximum context length is 1024 here" in error["message"]
 
 
 async def test_an_id_comes_back_and_is_one_live_requests(http, native) -> None:

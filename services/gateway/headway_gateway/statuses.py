@@ -61,6 +61,21 @@ def invalid_argument(field: str, description: str) -> CallRefusedError:
     return invalid_arguments({field: description})
 
 
+def beyond_context(field: str, description: str, context: int) -> CallRefusedError:
+    """Make an INVALID_ARGUMENT about a field that does not fit into so many tokens.
+
+    The reason is OpenAI's code for it, by which clients know that a shorter prompt would do. Many look for its words in
+    place of the code.
+    """
+    description = f"{description}, since this model's maximum context length is {context} here"
+    return CallRefusedError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"{field}: {description}",
+        violations=[(field, description)],
+        reason="context_length_exceeded",
+    )
+
+
 def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
     """Make an INVALID_ARGUMENT about several fields."""
     message = "; ".join(f"{field}: {description}" for field, description in violations.items())

@@ -25,12 +25,11 @@ from headway_gateway.openai.outputs import (
 from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces, Wanted
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
+from headway_gateway.openai.tool_choice import forced_tools, offered_tools
 from headway_gateway.openai.translation import (
     CHAT_NAMES,
     FORCED_CALL_NAMES,
     chat_request,
-    forced_tools,
-    offered_tools,
 )
 from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.wall_clock import now

@@ -4,7 +4,7 @@ It checks only what the other side has no words for; ranges are checked behind i
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,7 +17,6 @@ from headway_gateway.openai.bodies import (
     CompletionBody,
     ContentPart,
     EmbeddingsBody,
-    Function,
     GenerationBody,
     InputItem,
     MadeCall,
@@ -28,6 +27,7 @@ from headway_gateway.openai.bodies import (
     TokenizeBody,
     Tool,
 )
+from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
 from headway_gateway.statuses import CallRefusedError, invalid_argument
@@ -61,8 +61,6 @@ _ITEM_FIELDS = {
     "function_call_output": {"call_id", "output"},
 }
 """What each item of a response's input must have."""
-
-ToolsBody: TypeAlias = ChatBody | TokenizeBody | ResponsesBody
 
 _COMMON_NAMES = (
     ("sampling.json_schema", "response_format.json_schema.schema"),
@@ -209,36 +207,6 @@ def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | No
         chat.variables = msgspec.json.encode(variables).decode()
 
 
-def offered_tools(body: ToolsBody) -> list[Function]:
-    """Return the tools that the model may call."""
-    return [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
-
-
-def forced_tools(body: ToolsBody) -> list[Function]:
-    """Return those of which it must call one; none if it need not.
-
-    Raises:
-        CallRefusedError: INVALID_ARGUMENT.
-    """
-    tools, choice = offered_tools(body), body.tool_choice
-    if choice in (None, "auto", "none"):
-        return []
-    if not tools:
-        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed without tools; allowed: auto, none")
-    if choice == "required":
-        found = tools
-    else:
-        function: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
-        if not isinstance(body, ResponsesBody):
-            function = function.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        found = [tool for tool in tools if tool.name == name]
-    if not found:
-        allowed = "auto, none, required, or the function of a tool"
-        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed; allowed: {allowed}")
-    return found
-
-
 def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRequest:
     """Return the request.
 
@@ -289,7 +257,7 @@ def _messages(items: Iterable[InputItem]) -> Iterable[MessageBody]:
             yield MessageBody("tool", item.output, tool_call_id=item.call_id)
         else:
             assert item.role is not None
-            yield MessageBody(item.role, item.content)
+            yield MessageBody(item.role, item.content, name=item.name)
     if answer is not None:
         yield answer
 
@@ -300,7 +268,7 @@ def _check_item(item: InputItem, field: str) -> None:
         value = getattr(item, name)
         if value is None and name in wanted:
             raise invalid_argument(f"{field}.{name}", "it is missing")
-        if value is not None and name not in wanted:
+        if value is not None and name not in wanted and (item.type, name) != ("message", "name"):
             raise invalid_argument(
                 f"{field}.{name}", f"it is not allowed in an item of type {item.type}; allowed: unset"
             )
