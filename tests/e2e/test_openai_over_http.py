@@ -256,6 +256,55 @@ async def test_constraints(client) -> None:
     assert chosen.choices[0].text in {"yes", "no"}
 
 
+async def test_constraints_in_the_words_of_other_servers(http) -> None:
+    """Of vLLM, and of llama.cpp."""
+    schema = {"enum": ["yes"]}
+    asked: dict[str, list[dict]] = {
+        '"yes"': [
+            {"structured_outputs": {"json": schema}},
+            {"structured_outputs": {"json": json.dumps(schema), "regex": None, "json_object": False}},
+            {"response_format": {"type": "json_object", "schema": schema}},
+        ],
+        "yes": [
+            {"structured_outputs": {"regex": "yes"}},
+            {"structured_outputs": {"choice": ["yes"]}},
+            {"structured_outputs": {"grammar": 'start: "yes"'}},
+        ],
+    }
+    for said, bodies in asked.items():
+        for body in bodies:
+            async with http.post("/v1/completions", json={"prompt": PROMPT} | body) as answer:
+                assert (await answer.json())["choices"][0]["text"] == said, body
+    body = {"messages": CHAT, "structured_outputs": {"json_object": True}, "max_tokens": 40, "logprobs": True}
+    async with http.post("/v1/chat/completions", json=body) as answer:
+        assert (await answer.json())["choices"][0]["message"]["content"].startswith("{")
+    for wrong, field in (
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend"),
+        ({"structured_outputs": {"json": {"type": 1}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {"type": 1}}}, "response_format.schema"),
+        # What is not followed is refused.
+        ({"response_format": {"type": "text", "schema": schema}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema", "schema": schema}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": schema}}},
+            "response_format.json_schema.schema",
+        ),
+    ):
+        async with http.post("/v1/completions", json={"prompt": PROMPT} | wrong) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, field), error
+    for form, field in (({"type": "text", "schema": schema}, "schema"), ({"type": "json_schema"}, "schema")):
+        async with http.post("/v1/responses", json={"input": "x", "text": {"format": form}}) as answer:
+            assert (await answer.json())["error"]["param"] == f"text.format.{field}"
+
+
 UNIT = {"$defs": {"Unit": {"enum": ["C", "F"]}}, "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
 LOOK = {"name": "look", "parameters": {"type": "object", "additionalProperties": False, **UNIT}}
 GO = {"name": "go", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
@@ -349,6 +398,10 @@ BAD = {
     "stops": ({"prompt": "x", "stop": ["a"] * 5}, "stop"),
     "empty stop": ({"prompt": "x", "stop": ""}, "stop[0]"),
     "schema": ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    "schema that is not UTF-8": (
+        b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["\xff"]}}}}',
+        "response_format.json_schema.schema",
+    ),
     "wrong schema": (
         {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
         "response_format.json_schema.schema",

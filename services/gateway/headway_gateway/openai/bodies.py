@@ -45,10 +45,21 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an output."""
+    """The form of an output. Objects may have a ``schema``, as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: msgspec.Raw = NOTHING
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """A constraint, as vLLM has it. ``json`` is a schema, or a text that holds one."""
+
+    json: msgspec.Raw = NOTHING
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +107,7 @@ class GenerationBody(Body, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChoicesBody(GenerationBody, kw_only=True):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway_gateway.openai.bodies import (
-    NOTHING,
     Body,
     CalledFunction,
     ChatBody,
@@ -27,10 +26,11 @@ from headway_gateway.openai.bodies import (
     TokenizeBody,
     Tool,
 )
+from headway_gateway.openai.constraints import constrain, constraint_of
 from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
-from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
 from headway_proto.wording import shown
 
@@ -51,9 +51,8 @@ _PRIORITIES = {
 }
 _PLAIN_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos", "regex", "grammar"),
+    *("min_tokens", "ignore_eos"),
 )
-_CONSTRAINTS = ("regex", "grammar", "choice")
 _ITEM_FIELDS = {
     "message": {"role", "content"},
     "reasoning": {"content"},
@@ -62,14 +61,9 @@ _ITEM_FIELDS = {
 }
 """What each item of a response's input must have."""
 
-_COMMON_NAMES = (
-    ("sampling.json_schema", "response_format.json_schema.schema"),
-    ("sampling.json_object", "response_format"),
-    ("sampling.", ""),
-)
 COMPLETION_NAMES = (
     ("sampling.prompt_logprobs", "logprobs"),
-    *_COMMON_NAMES,
+    ("sampling.", ""),
     ("token_ids.ids", "prompt"),
     ("text", "prompt"),
 )
@@ -79,19 +73,16 @@ CHAT_PROMPT_NAMES = (
     ("chat.variables", "chat_template_kwargs"),
     ("chat", "messages"),
 )
-CHAT_NAMES = (("sampling.logprobs", "top_logprobs"), *_COMMON_NAMES, *CHAT_PROMPT_NAMES)
-FORCED_CALL_NAMES = (("sampling.json_schema", "tools"), *CHAT_NAMES)
+CHAT_NAMES = (("sampling.logprobs", "top_logprobs"), ("sampling.", ""), *CHAT_PROMPT_NAMES)
 RESPONSES_NAMES = (
     ("sampling.max_tokens", "max_output_tokens"),
-    ("sampling.json_schema", "text.format.schema"),
-    *_COMMON_NAMES,
+    ("sampling.", ""),
     ("chat.messages", "input"),
     ("chat.tools", "tools"),
     ("chat.variables", "chat_template_kwargs"),
     ("chat", "input"),
 )
-FORCED_RESPONSE_NAMES = (("sampling.json_schema", "tools"), *RESPONSES_NAMES)
-"""Pairs of prefixes: ours, the caller's."""
+"""Pairs of prefixes: ours, the caller's. Those of ``constraint_names`` come before them."""
 
 
 def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.GenerateRequest]:
@@ -224,9 +215,6 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
         )
     if body.max_output_tokens is not None:
         request.sampling.max_tokens = body.max_output_tokens
-    wanted = body.text.format if body.text is not None else None
-    if wanted is not None:
-        _add_form(request.sampling, wanted.type, wanted, "text.format.")
     if body.instructions is not None:
         request.chat.messages.add(role="system", content=body.instructions)
     if isinstance(body.input, str):
@@ -422,16 +410,13 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
     )
     sampling = request.sampling
     _check_switch("store", body.store, "nothing is stored")
-    given = [name for name in _CONSTRAINTS if getattr(body, name) is not None]
-    if len(given) > 1:
-        raise _one_constraint(given[1], given[0])
+    constraint = constraint_of(body)
+    if constraint is not None:
+        constrain(sampling, constraint)
     for name in _PLAIN_SAMPLING:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
-    if body.choice is not None:
-        sampling.choice.SetInParent()
-        sampling.choice.choices.extend(body.choice)
     if body.seed is not None:
         sampling.seed = _seed(body.seed)
     for stop in [body.stop] if isinstance(body.stop, str) else body.stop or ():
@@ -456,26 +441,6 @@ def _add_choices(request: api.GenerateRequest, body: ChoicesBody) -> None:
     _check_stream(body.stream_options)
     if body.n is not None:
         request.sampling.n = body.n
-    if body.response_format is not None:
-        wanted = body.response_format
-        _add_form(request.sampling, wanted.type, wanted.json_schema, "response_format.json_schema")
-
-
-def _add_form(sampling: api.SamplingParams, kind: str, source: object, field: str) -> None:
-    before = sampling.WhichOneof("constraint")
-    if before is not None and kind != "text":
-        raise _one_constraint(field.rpartition(".")[0], before)
-    if kind == "json_object":
-        sampling.json_object = True
-    elif kind == "json_schema":
-        schema = getattr(source, "schema", NOTHING)
-        if bytes(schema) == bytes(NOTHING):
-            raise invalid_argument(f"{field.rstrip('.')}.schema", "it is missing")
-        sampling.json_schema = bytes(schema).decode()
-
-
-def _one_constraint(field: str, other: str) -> CallRefusedError:
-    return invalid_argument(field, f"not allowed together with {other}; allowed: one of them")
 
 
 def _seed(seed: int) -> int:
