@@ -373,6 +373,7 @@ async def test_what_clients_always_send_is_accepted_where_it_changes_nothing(tmp
                     "context_management": None,
                     "moderation": None,
                     "prompt_cache_options": {"mode": "implicit"},
+                    "client_metadata": {"session_id": "x"},
                     "input": [
                         {"role": "user", "name": "bob", "content": [{"type": "input_text", "text": "x", **BREAKPOINT}]},
                         {
@@ -514,6 +515,23 @@ async def test_answers_are_what_the_clients_types_ask_for(tmp_path: Path) -> Non
                 events = [line[6:] for line in (await answer.text()).splitlines() if line.startswith("data: ")]
             kinds = [any_event.validate_json(event).type for event in events]
             assert kinds[-1] == "response.completed"
+
+
+async def test_what_an_answer_has_beside_its_content_may_be_repeated_in_a_part(tmp_path: Path) -> None:
+    """So OpenAI's agents for JavaScript send an answer back."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{{ m.reasoning_content }}|{{ m.tool_calls | length }}{% endfor %}"
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "go", "arguments": "{}"}}
+    beside = {"role": "assistant", "refusal": None, "tool_calls": [call], "reasoning_content": "Hm."}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I go.", **beside}], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "gone"},
+    ]
+    async with door(model_with(tmp_path / "model", template)) as at:
+        at.write("Yes.")
+        async with at.http.post("/v1/chat/completions", json={"messages": messages}) as answer:
+            assert answer.status == 200, await answer.text()
+        assert at.prompt() == "<user>x||0<assistant>I go.|Hm.|1<tool>gone||0"
 
 
 async def test_parsed_answers_go_back_in(tmp_path: Path) -> None:

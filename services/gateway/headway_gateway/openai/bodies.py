@@ -135,13 +135,21 @@ NoItems = Annotated[list[Any], Meta(max_length=0)]
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message: text only. The last fields do nothing; answers have two of them, and clients send those back."""
+    """A piece of a message: text only. ``annotations`` and ``logprobs`` are of answers, which clients send back.
+
+    In ``role`` and behind it, OpenAI's agents for JavaScript repeat what an answer has beside its content; all but the
+    thoughts they have in the message, too.
+    """
 
     type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
     annotations: NoItems | None = None
     logprobs: NoItems | None = None
     prompt_cache_breakpoint: msgspec.Raw = NOTHING
+    role: Literal["assistant"] | None = None
+    refusal: None = None
+    tool_calls: msgspec.Raw = NOTHING
+    reasoning_content: str | None = None
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -331,6 +339,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
     access_programs: None = None
     background_options: None = None
     image: None = None
+    client_metadata: msgspec.Raw = NOTHING
+    """Codex's."""
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None

@@ -338,14 +338,12 @@ def add_messages(chat: api.Chat, messages: Iterable[MessageBody]) -> None:
 
 
 def _more(message: MessageBody, place: int) -> dict[str, Any]:
-    more: dict[str, Any] = {}
-    for key in ("tool_call_id", "name", "reasoning_content"):
-        value = getattr(message, key)
-        if value is not None:
-            more[key] = value
+    thought = _thought(message)
+    given = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": thought}
+    more: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if message.tool_calls:
-        if message.reasoning_content and not message.content:
-            more["thinking"] = message.reasoning_content  # gpt-oss's name; its template refuses it beside content
+        if thought and not message.content:
+            more["thinking"] = thought  # gpt-oss's name; its template refuses it beside content
         more["tool_calls"] = [
             {
                 "id": call.id,
@@ -359,6 +357,12 @@ def _more(message: MessageBody, place: int) -> dict[str, Any]:
             for number, call in enumerate(message.tool_calls)
         ]
     return more
+
+
+def _thought(message: MessageBody) -> str | None:
+    parts = message.content if isinstance(message.content, list) else ()
+    thoughts = (message.reasoning_content, *(part.reasoning_content for part in parts))
+    return next((thought for thought in thoughts if thought is not None), None)
 
 
 def _arguments(call: MadeCall, field: str) -> dict[str, Any]:
