@@ -516,6 +516,10 @@ HERMES = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.conte
 TWO_CALLS = '<tool_call>{"name": "Look", "arguments": {"at": "sun"}}</tool_call>' * 2
 
 
+A_CALL = {"type": "function_call", "call_id": "a", "name": "Look", "arguments": "{}"}
+BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
 async def test_what_clients_always_send_is_accepted_where_it_changes_nothing(tmp_path: Path) -> None:
     async with door(model_with(tmp_path / "model", HERMES)) as at:
         at.write("Yes.")
@@ -532,12 +536,28 @@ async def test_what_clients_always_send_is_accepted_where_it_changes_nothing(tmp
                     "background": False,
                     "top_logprobs": 0,
                     "text": {"verbosity": "medium"},
-                    "reasoning": {"summary": "auto"},
+                    "reasoning": {"summary": "auto", "generate_summary": None},
                     "stream_options": {"include_obfuscation": False},
                     "previous_response_id": None,
                     "conversation": None,
                     "prompt": None,
                     "max_tool_calls": None,
+                    "context_management": None,
+                    "moderation": None,
+                    "prompt_cache_options": {"mode": "implicit"},
+                    "client_metadata": {"session_id": "x"},
+                    "input": [
+                        {"role": "user", "name": "bob", "content": [{"type": "input_text", "text": "x", **BREAKPOINT}]},
+                        {
+                            **A_CALL,
+                            "id": "fc_1",
+                            "status": "completed",
+                            "namespace": None,
+                            "caller": None,
+                            "async": False,
+                        },
+                        {"type": "function_call_output", "call_id": "a", "output": "y"},
+                    ],
                 },
                 {
                     "include[0]": {"include": ["message.output_text.logprobs"]},
@@ -547,13 +567,26 @@ async def test_what_clients_always_send_is_accepted_where_it_changes_nothing(tmp
                     "text.verbosity": {"text": {"verbosity": "low"}},
                     "reasoning.summary": {"reasoning": {"summary": "detailed"}},
                     "previous_response_id": {"previous_response_id": "resp_1"},
+                    "moderation": {"moderation": {}},
+                    "input[0].async": {"input": [{**A_CALL, "async": True}]},
+                    "input[0].name": {"input": [{"type": "reasoning", "content": "x", "name": "bob"}]},
                 },
             ),
             (
                 "/v1/chat/completions",
                 chat,
-                {"verbosity": "medium", "modalities": ["text"], "top_logprobs": 0, "parallel_tool_calls": False},
                 {
+                    "verbosity": "medium",
+                    "modalities": ["text"],
+                    "top_logprobs": 0,
+                    "parallel_tool_calls": False,
+                    **dict.fromkeys(("functions", "function_call", "audio", "moderation", "prediction")),
+                    "web_search_options": None,
+                    "prompt_cache_options": {"mode": "implicit"},
+                    "messages": [{"role": "user", "content": [{"type": "text", "text": "x", **BREAKPOINT}]}],
+                },
+                {
+                    "functions": {"functions": []},
                     "verbosity": {"verbosity": "high"},
                     "modalities[1]": {"modalities": ["text", "audio"]},
                     "service_tier": {"service_tier": "flex"},
@@ -566,6 +599,73 @@ async def test_what_clients_always_send_is_accepted_where_it_changes_nothing(tmp
             for field, more in wrong.items():
                 async with at.http.post(path, json=body | more) as answer:
                     assert (await answer.json())["error"]["param"] == field
+
+
+async def test_some_of_the_tools_may_be_allowed(tmp_path: Path) -> None:
+    """The others are as if they were not there."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99, "tools": TOOLS}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    response: dict[str, Any] = {"input": "x", "max_output_tokens": 99, "tools": flat}
+    go, nowhere = ({"type": "function", "function": {"name": name}} for name in ("go", "nowhere"))
+    async with door(model_with(tmp_path / "model", HERMES)) as at:
+        for mode in ("auto", "required"):
+            at.write('[{"name": "go", "parameters": {}}]' if mode == "required" else TWO_CALLS.replace("Look", "go"))
+            allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [go]}}
+            async with at.http.post("/v1/chat/completions", json=chat | {"tool_choice": allowed}) as answer:
+                (choice,) = (await answer.json())["choices"]
+            assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"go"}
+            assert ('"go"' in at.prompt(), '"look"' in at.prompt()) == (True, False)
+            constraint = at.scheduler.submits[-1].sampling.constraint
+            assert (constraint is not None, "look" in str(constraint)) == (mode == "required", False)
+            allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "go"}]}
+            async with at.http.post("/v1/responses", json=response | {"tool_choice": allowed}) as answer:
+                made = await answer.json()
+            assert {item["name"] for item in made["output"]} == {"go"}
+            assert made["tool_choice"] == allowed
+            assert '"look"' not in at.prompt()
+        for wrong in (
+            {"mode": "auto", "tools": []},
+            {"mode": "auto", "tools": [go, nowhere]},
+            {"mode": "maybe", "tools": [go]},
+            {"mode": "auto", "tools": ["go"]},
+            {"mode": "auto", "tools": [go], "more": 1},
+            [],
+        ):
+            for path, body, choice in (
+                ("/v1/chat/completions", chat, {"type": "allowed_tools", "allowed_tools": wrong}),
+                ("/v1/chat/completions", chat, {"type": "allowed_tools", **dict(wrong)}),
+                ("/v1/responses", response, {"type": "allowed_tools", "allowed_tools": wrong}),
+                ("/v1/responses", response, {"type": "allowed_tools", **dict(wrong)}),
+            ):
+                async with at.http.post(path, json=body | {"tool_choice": choice}) as answer:
+                    assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tool_choice"), choice
+
+
+async def test_an_item_that_is_named_alone_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """So the AI SDK sends what it has had, unless it is told that nothing is stored."""
+    async with door(model_with(tmp_path / "model", HERMES)) as at:
+        named = {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]}
+        async with at.http.post("/v1/responses", json=named) as answer:
+            error = (await answer.json())["error"]
+    assert error["param"] == "input[1].type"
+    assert error["message"].startswith(
+        "input[1].type: 'item_reference' is not allowed, since nothing is stored: send the"
+    )
+
+
+async def test_the_tokens_of_a_response_are_counted_before_it_is_made(tmp_path: Path) -> None:
+    async with door(model_with(tmp_path / "model", HERMES)) as at:
+        at.write("Yes.")
+        tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        request: dict[str, Any] = {"model": "fake", "instructions": "i", "input": "x", "tools": tools}
+        counted = await at.client.responses.input_tokens.count(**request)
+        made = await at.client.responses.create(**request)
+        assert made.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+        with pytest.raises(openai.NotFoundError):
+            await at.client.responses.input_tokens.count(model="gpt", input="x")
+        with pytest.raises(openai.BadRequestError, match="input: 1000000 characters cannot fit"):
+            await at.client.responses.input_tokens.count(model="fake", input="x" * 1_000_000)
 
 
 async def test_answers_are_what_the_clients_types_ask_for(tmp_path: Path) -> None:
@@ -587,6 +687,23 @@ async def test_answers_are_what_the_clients_types_ask_for(tmp_path: Path) -> Non
                 events = [line[6:] for line in (await answer.text()).splitlines() if line.startswith("data: ")]
             kinds = [any_event.validate_json(event).type for event in events]
             assert kinds[-1] == "response.completed"
+
+
+async def test_what_an_answer_has_beside_its_content_may_be_repeated_in_a_part(tmp_path: Path) -> None:
+    """So OpenAI's agents for JavaScript send an answer back."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{{ m.reasoning_content }}|{{ m.tool_calls | length }}{% endfor %}"
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "go", "arguments": "{}"}}
+    beside = {"role": "assistant", "refusal": None, "tool_calls": [call], "reasoning_content": "Hm."}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I go.", **beside}], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "gone"},
+    ]
+    async with door(model_with(tmp_path / "model", template)) as at:
+        at.write("Yes.")
+        async with at.http.post("/v1/chat/completions", json={"messages": messages}) as answer:
+            assert answer.status == 200, await answer.text()
+        assert at.prompt() == "<user>x||0<assistant>I go.|Hm.|1<tool>gone||0"
 
 
 async def test_parsed_answers_go_back_in(tmp_path: Path) -> None:

@@ -256,6 +256,55 @@ async def test_constraints(client) -> None:
     assert chosen.choices[0].text in {"yes", "no"}
 
 
+async def test_constraints_in_the_words_of_other_servers(http) -> None:
+    """Of vLLM, and of llama.cpp."""
+    schema = {"enum": ["yes"]}
+    asked: dict[str, list[dict]] = {
+        '"yes"': [
+            {"structured_outputs": {"json": schema}},
+            {"structured_outputs": {"json": json.dumps(schema), "regex": None, "json_object": False}},
+            {"response_format": {"type": "json_object", "schema": schema}},
+        ],
+        "yes": [
+            {"structured_outputs": {"regex": "yes"}},
+            {"structured_outputs": {"choice": ["yes"]}},
+            {"structured_outputs": {"grammar": 'start: "yes"'}},
+        ],
+    }
+    for said, bodies in asked.items():
+        for body in bodies:
+            async with http.post("/v1/completions", json={"prompt": PROMPT} | body) as answer:
+                assert (await answer.json())["choices"][0]["text"] == said, body
+    body = {"messages": CHAT, "structured_outputs": {"json_object": True}, "max_tokens": 40, "logprobs": True}
+    async with http.post("/v1/chat/completions", json=body) as answer:
+        assert (await answer.json())["choices"][0]["message"]["content"].startswith("{")
+    for wrong, field in (
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend"),
+        ({"structured_outputs": {"json": {"type": 1}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {"type": 1}}}, "response_format.schema"),
+        # What is not followed is refused.
+        ({"response_format": {"type": "text", "schema": schema}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema", "schema": schema}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": schema}}},
+            "response_format.json_schema.schema",
+        ),
+    ):
+        async with http.post("/v1/completions", json={"prompt": PROMPT} | wrong) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, field), error
+    for form, field in (({"type": "text", "schema": schema}, "schema"), ({"type": "json_schema"}, "schema")):
+        async with http.post("/v1/responses", json={"input": "x", "text": {"format": form}}) as answer:
+            assert (await answer.json())["error"]["param"] == f"text.format.{field}"
+
+
 UNIT = {"$defs": {"Unit": {"enum": ["C", "F"]}}, "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
 LOOK = {"name": "look", "parameters": {"type": "object", "additionalProperties": False, **UNIT}}
 GO = {"name": "go", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
@@ -349,12 +398,17 @@ BAD = {
     "stops": ({"prompt": "x", "stop": ["a"] * 5}, "stop"),
     "empty stop": ({"prompt": "x", "stop": ""}, "stop[0]"),
     "schema": ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    "schema that is not UTF-8": (
+        b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["\xff"]}}}}',
+        "response_format.json_schema.schema",
+    ),
     "wrong schema": (
         {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
         "response_format.json_schema.schema",
     ),
     "two constraints": ({"prompt": "x", "regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
     "store": ({"prompt": "x", "store": True}, "store"),
+    "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "priority": ({"prompt": "x", "priority": "urgent" * 500}, "priority"),
     "id": ({"prompt": "x", "request_id": "a\r\nb: c"}, "request_id"),
     "tenant": ({"prompt": "x", "tenant": "t" * 129}, "tenant"),
@@ -424,6 +478,24 @@ async def test_a_word_of_no_list_is_refused_with_the_list(http) -> None:
         "priority: 'urgent' is not allowed; allowed: high, low, normal, realtime",
         "response_format.type: 'yaml' is not allowed; allowed: json_object, json_schema, text",
     ]
+
+
+async def test_what_does_not_fit_is_told_in_the_words_that_clients_look_for(http) -> None:
+    """By the code, or by these words of the message, they shorten their prompt and come again."""
+    long, huge = "x " * 2000, "x" * 90_000
+    for path, body, field in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": huge}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 1024}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1024}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/responses", {"input": long}, "input"),
+        ("/v1/embeddings", {"input": ["x", huge]}, "input[1].text"),
+    ):
+        async with http.post(path, json=body) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+        assert "this model's maximum context length is 1024 here" in error["message"]
 
 
 async def test_an_id_comes_back_and_is_one_live_requests(http, native) -> None:

@@ -28,7 +28,7 @@ NEEDED = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input"
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 40), st.integers(), st.floats(), st.text(max_size=10),
-    st.sampled_from([10**400, 1 << 63, 1 << 64, 1e308, "\ud800", "auto", "json_schema", "text", "high", "user", "\0"]),
+    st.sampled_from([10**400, 1 << 63, 1 << 64, 1e308, "\ud800", "auto", "json_schema", "allowed_tools", "text", "high", "user", "\0"]),
 )  # fmt: skip
 jsons = st.recursive(
     scalars,
@@ -36,7 +36,9 @@ jsons = st.recursive(
         st.lists(inner, max_size=4),
         st.dictionaries(st.text(max_size=6), inner, max_size=4),
         st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "schema", "json_schema"]), inner, max_size=4
+            st.sampled_from(["role", "content", "type", "text", "schema", "json_schema", "json", "mode", "tools"]),
+            inner,
+            max_size=4,
         ),
     ),
 )

@@ -61,6 +61,21 @@ def invalid_argument(field: str, description: str) -> CallRefusedError:
     return invalid_arguments({field: description})
 
 
+def beyond_context(field: str, description: str, context: int) -> CallRefusedError:
+    """Make an INVALID_ARGUMENT about a field that does not fit into so many tokens.
+
+    The reason is OpenAI's code for it, by which clients know that a shorter prompt would do. Many look for its words in
+    place of the code.
+    """
+    description = f"{description}, since this model's maximum context length is {context} here"
+    return CallRefusedError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"{field}: {description}",
+        violations=[(field, description)],
+        reason="context_length_exceeded",
+    )
+
+
 def invalid_arguments(violations: Mapping[str, str]) -> CallRefusedError:
     """Make an INVALID_ARGUMENT about several fields."""
     message = "; ".join(f"{field}: {description}" for field, description in violations.items())
@@ -89,7 +104,7 @@ def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> Call
     if not refusal.violations:
         return refusal
     names = tuple(names)
-    made = invalid_arguments({callers_name(field, names): description for field, description in refusal.violations})
+    made = invalid_arguments({_callers_name(field, names): description for field, description in refusal.violations})
     return CallRefusedError(
         refusal.code,
         made.message,
@@ -99,8 +114,7 @@ def renamed(refusal: CallRefusedError, names: Iterable[tuple[str, str]]) -> Call
     )
 
 
-def callers_name(field: str, names: Iterable[tuple[str, str]]) -> str:
-    """Return the caller's name of one of our fields; see ``renamed``."""
+def _callers_name(field: str, names: Iterable[tuple[str, str]]) -> str:
     for ours, theirs in names:
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)

@@ -143,6 +143,18 @@ def test_a_template_that_knows_of_no_content_but_measures_it_gets_an_empty_one(t
     assert rendered_with(tmp_path / "a", template, CALLED) == "01"
 
 
+def test_a_developer_is_the_system_to_a_template_that_does_not_know_it(tmp_path: Path) -> None:
+    messages = [("developer", "Be brief."), ("user", "x")]
+    of_any_role = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    of_known_roles = (
+        "{% for m in messages %}{% if m.role in ['system', 'user'] %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert rendered_with(tmp_path / "a", of_any_role, messages) == "<system>Be brief.<user>x"
+    assert rendered_with(tmp_path / "b", of_known_roles, messages) == "Be brief.x"
+    knows = of_any_role + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert rendered_with(tmp_path / "c", knows, messages) == "<developer>Be brief.<user>x!"
+
+
 def test_tools_of_deepseek_are_in_the_systems_message_as_its_card_says(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ '<' + m['role'] + '>' + (m['content'] or '') }}{% for tool in m['tool_calls'] %}"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ PriorityName = Literal["realtime", "high", "normal", "low"]
 NOTHING = msgspec.Raw(b"null")
 """JSON that is not there."""
 
+_WHY = {"'item_reference'": ", since nothing is stored: send the item itself"}
 _AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
@@ -44,10 +45,21 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an output."""
+    """The form of an output. Objects may have a ``schema``, as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: msgspec.Raw = NOTHING
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """A constraint, as vLLM has it. ``json`` is a schema, or a text that holds one."""
+
+    json: msgspec.Raw = NOTHING
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,13 +77,14 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class GenerationBody(Body, kw_only=True):
     """What every generation may have; names of ``headway.v1`` where OpenAI has none.
 
-    ``safety_identifier``, ``prompt_cache_key`` and ``prompt_cache_retention`` do nothing: prefixes are found by their
-    tokens. Nor does ``service_tier``, which leaves the choice to the server.
+    ``safety_identifier`` does nothing, nor do those of ``prompt_cache``: prefixes are found by their tokens. Nor does
+    ``service_tier``, which leaves the choice to the server.
     """
 
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_options: msgspec.Raw = NOTHING
     service_tier: Literal["auto", "default"] | None = None
     metadata: msgspec.Raw = NOTHING
     store: bool | None = None
@@ -94,6 +107,7 @@ class GenerationBody(Body, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChoicesBody(GenerationBody, kw_only=True):
@@ -110,6 +124,7 @@ class CompletionBody(ChoicesBody, kw_only=True):
 
     prompt: str | list[str | list[Int32] | Int32]
     best_of: UInt32 | None = None
+    suffix: Literal[""] | None = None
     echo: bool | None = None
     logprobs: UInt32 | None = None
     prompt_logprobs: UInt32 | None = None
@@ -120,12 +135,21 @@ NoItems = Annotated[list[Any], Meta(max_length=0)]
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A piece of a message: text only. The last fields are of answers, which clients send back."""
+    """A piece of a message: text only. ``annotations`` and ``logprobs`` are of answers, which clients send back.
+
+    In ``role`` and behind it, OpenAI's agents for JavaScript repeat what an answer has beside its content; all but the
+    thoughts they have in the message, too.
+    """
 
     type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
     annotations: NoItems | None = None
     logprobs: NoItems | None = None
+    prompt_cache_breakpoint: msgspec.Raw = NOTHING
+    role: Literal["assistant"] | None = None
+    refusal: None = None
+    tool_calls: msgspec.Raw = NOTHING
+    reasoning_content: str | None = None
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -182,12 +206,22 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     function: Function
 
 
+_ToolBody = TypeVar("_ToolBody")
+
+
+class AllowedTools(msgspec.Struct, Generic[_ToolBody], forbid_unknown_fields=True):
+    """The tools that may be called, by their names; the others are as if they were not there."""
+
+    mode: Literal["auto", "required"]
+    tools: list[_ToolBody]
+
+
 MediumVerbosity = Literal["medium"]
 """OpenAI's default. A model is not told of another."""
 
 
 class ChatBody(ChoicesBody, kw_only=True):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``. The last fields are as they would be if they were unset."""
 
     messages: list[MessageBody]
     tools: list[Tool] | None = None
@@ -201,6 +235,12 @@ class ChatBody(ChoicesBody, kw_only=True):
     top_logprobs: UInt32 | None = None
     verbosity: MediumVerbosity | None = None
     modalities: list[Literal["text"]] | None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    moderation: None = None
+    prediction: None = None
+    web_search_options: None = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -238,6 +278,9 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: str | None = None
+    namespace: None = None
+    caller: None = None
+    is_async: Literal[False] | None = msgspec.field(name="async", default=None)
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -245,6 +288,7 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
+    generate_summary: None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -290,6 +334,13 @@ class ResponsesBody(GenerationBody, kw_only=True):
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
+    context_management: None = None
+    moderation: None = None
+    access_programs: None = None
+    background_options: None = None
+    image: None = None
+    client_metadata: msgspec.Raw = NOTHING
+    """Codex's."""
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
@@ -361,7 +412,8 @@ def _wrong_field(content: bytes, message: str, kind: type) -> CallRefusedError:
             return invalid_argument(field or "body", f"it is not allowed ({problem[:200]})")
     else:
         allowed = expected["allowed"].replace("`", "").replace(" | ", " or ")
-    return invalid_argument(field or "body", f"{_value_at(content, path)} is not allowed; allowed: {allowed}")
+    value = _value_at(content, path)
+    return invalid_argument(field or "body", f"{value} is not allowed{_WHY.get(value, '')}; allowed: {allowed}")
 
 
 def _choices(kind: type, path: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ChatBody, ResponsesBody, read
+from headway_gateway.openai.constraints import constraint_names
 from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
@@ -25,12 +26,10 @@ from headway_gateway.openai.outputs import (
 from headway_gateway.openai.pieces import Piece, PieceMaker, Pieces, Wanted
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
+from headway_gateway.openai.tool_choice import forced_tools, offered_tools
 from headway_gateway.openai.translation import (
     CHAT_NAMES,
-    FORCED_CALL_NAMES,
     chat_request,
-    forced_tools,
-    offered_tools,
 )
 from headway_gateway.requests.validation import MAX_CONTINUATIONS
 from headway_gateway.wall_clock import now
@@ -346,7 +345,7 @@ class Chats:
         tally = Tally()
         wanted = wanted_of(body, request)
         pieces = await self._piece_maker.make(num_choices, wanted, request, model)
-        names = wanted.names(CHAT_NAMES, FORCED_CALL_NAMES)
+        names = (*constraint_names(body, is_forced=bool(wanted.forced)), *CHAT_NAMES)
 
         async def run_into(sink: ChatSink) -> None:
             reader = ChatReader(

@@ -10,6 +10,7 @@ import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import CompletionBody, read
+from headway_gateway.openai.constraints import constraint_names
 from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
@@ -316,7 +317,7 @@ class Completions:
             self._generation,
             call,
             [(request, reader.write) for request, reader in zip(requests, readers, strict=True)],
-            names=COMPLETION_NAMES,
+            names=(*constraint_names(body), *COMPLETION_NAMES),
         )
         return readers
 

@@ -39,6 +39,7 @@ def make_application(
         Route("POST", "/v1/completions", completions.answer, GENERATE),
         Route("POST", "/v1/chat/completions", chats.answer, GENERATE),
         Route("POST", "/v1/responses", responses.answer, GENERATE),
+        Route("POST", "/v1/responses/input_tokens", others.input_tokens, GENERATE),
         Route("POST", "/v1/embeddings", others.embeddings, GENERATE),
         *(Route("POST", path, reranking.answer, GENERATE) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("GET", "/v1/models", others.models, GENERATE),

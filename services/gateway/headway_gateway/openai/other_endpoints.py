@@ -9,10 +9,16 @@ import grpc
 import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
-from headway_gateway.openai.bodies import DetokenizeBody, EmbeddingsBody, TokenizeBody, read
+from headway_gateway.openai.bodies import DetokenizeBody, EmbeddingsBody, ResponsesBody, TokenizeBody, read
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import new_id
-from headway_gateway.openai.translation import CHAT_PROMPT_NAMES, add_chat, embed_parts
+from headway_gateway.openai.translation import (
+    CHAT_PROMPT_NAMES,
+    RESPONSES_NAMES,
+    add_chat,
+    embed_parts,
+    responses_request,
+)
 from headway_gateway.requests.validation import served_adapter
 from headway_gateway.statuses import CallRefusedError, invalid_argument, renamed
 from headway_gateway.wall_clock import now
@@ -73,6 +79,13 @@ class TokenList(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
+
+
+class InputTokens(msgspec.Struct):
+    """How many tokens the prompt of a response has."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class Text(msgspec.Struct):
@@ -166,6 +179,20 @@ class OtherEndpoints:
         model = await self._served(body.model)
         tokens = list((await _asked(self._generation.Tokenize, request, call)).token_ids)
         await call.answer(msgspec.json.encode(TokenList(len(tokens), model.max_model_len, tokens)))
+
+    async def input_tokens(self, call: HttpCall, content: bytes) -> None:
+        """Count the tokens of what would be the prompt of a response.
+
+        Raises:
+            CallRefusedError: the request is wrong.
+        """
+        body = read(content, ResponsesBody)
+        chat = responses_request(body, call.tenant).chat
+        await self._served(body.model)
+        tokens = (
+            await _asked(self._generation.Tokenize, api.TokenizeRequest(chat=chat), call, RESPONSES_NAMES)
+        ).token_ids
+        await call.answer(msgspec.json.encode(InputTokens(len(tokens))))
 
     async def detokenize(self, call: HttpCall, content: bytes) -> None:
         """Return the text of tokens.

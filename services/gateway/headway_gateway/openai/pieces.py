@@ -13,7 +13,7 @@ from headway_gateway.openai.strict_calls import has_rules
 from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm, thoughts_of
 from headway_gateway.openai.tool_calls import FORCED, CallForm, ToolCall, ToolText, form_of
 from headway_gateway.requests.validation import most_prompt_tokens
-from headway_gateway.statuses import callers_name, invalid_argument
+from headway_gateway.statuses import invalid_argument
 from headway_gateway.text.encoding_lanes import size_of_chat
 from headway_gateway.text.tokenization import Message, PromptError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
@@ -81,14 +81,6 @@ class Wanted(NamedTuple):
     one_call: bool = False
     constraint: str | None = None
     """The kind of the constraint that binds the answer."""
-
-    def names(
-        self, ours_and_theirs: Sequence[tuple[str, str]], if_forced: Sequence[tuple[str, str]]
-    ) -> Sequence[tuple[str, str]]:
-        """Return the caller's names of the fields (see ``renamed``), also where a grammar stands for the constraint."""
-        names = if_forced if self.forced else ours_and_theirs
-        bound = "tools" if self.constraint is None else callers_name(f"sampling.{self.constraint}", names)
-        return (("sampling.grammar", bound), *names)
 
 
 class PieceMaker:

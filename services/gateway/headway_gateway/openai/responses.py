@@ -11,12 +11,13 @@ import msgspec
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ResponsesBody, ResponseTool, TextConfig, TextFormat, read
 from headway_gateway.openai.chats import ChatReader, TokenBytes, TokenEntry, wanted_of
+from headway_gateway.openai.constraints import constraint_names
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
 from headway_gateway.openai.pieces import Piece, PieceMaker
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall
-from headway_gateway.openai.translation import FORCED_RESPONSE_NAMES, RESPONSES_NAMES, responses_request
+from headway_gateway.openai.translation import RESPONSES_NAMES, responses_request
 from headway_gateway.wall_clock import now
 
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -332,7 +333,7 @@ class Responses:
             pieces=pieces,
             one_call=body.parallel_tool_calls is False,
         )
-        names = wanted.names(RESPONSES_NAMES, FORCED_RESPONSE_NAMES)
+        names = (*constraint_names(body, is_forced=bool(wanted.forced)), *RESPONSES_NAMES)
         await run(self._generation, call, [(request, reader.write)], names=names)
         if body.stream:
             await call.end_events()

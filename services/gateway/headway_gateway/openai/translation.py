@@ -4,12 +4,11 @@ It checks only what the other side has no words for; ranges are checked behind i
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headway_gateway.openai.bodies import (
-    NOTHING,
     Body,
     CalledFunction,
     ChatBody,
@@ -17,7 +16,6 @@ from headway_gateway.openai.bodies import (
     CompletionBody,
     ContentPart,
     EmbeddingsBody,
-    Function,
     GenerationBody,
     InputItem,
     MadeCall,
@@ -28,9 +26,11 @@ from headway_gateway.openai.bodies import (
     TokenizeBody,
     Tool,
 )
+from headway_gateway.openai.constraints import constrain, constraint_of
+from headway_gateway.openai.tool_choice import ToolsBody, forced_tools, offered_tools
 from headway_gateway.openai.tool_schemas import schema_of_calls
 from headway_gateway.requests.input_checks import MAX_INPUTS
-from headway_gateway.statuses import CallRefusedError, invalid_argument
+from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
 from headway_proto.wording import shown
 
@@ -51,9 +51,8 @@ _PRIORITIES = {
 }
 _PLAIN_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos", "regex", "grammar"),
+    *("min_tokens", "ignore_eos"),
 )
-_CONSTRAINTS = ("regex", "grammar", "choice")
 _ITEM_FIELDS = {
     "message": {"role", "content"},
     "reasoning": {"content"},
@@ -62,16 +61,9 @@ _ITEM_FIELDS = {
 }
 """What each item of a response's input must have."""
 
-ToolsBody: TypeAlias = ChatBody | TokenizeBody | ResponsesBody
-
-_COMMON_NAMES = (
-    ("sampling.json_schema", "response_format.json_schema.schema"),
-    ("sampling.json_object", "response_format"),
-    ("sampling.", ""),
-)
 COMPLETION_NAMES = (
     ("sampling.prompt_logprobs", "logprobs"),
-    *_COMMON_NAMES,
+    ("sampling.", ""),
     ("token_ids.ids", "prompt"),
     ("text", "prompt"),
 )
@@ -81,19 +73,16 @@ CHAT_PROMPT_NAMES = (
     ("chat.variables", "chat_template_kwargs"),
     ("chat", "messages"),
 )
-CHAT_NAMES = (("sampling.logprobs", "top_logprobs"), *_COMMON_NAMES, *CHAT_PROMPT_NAMES)
-FORCED_CALL_NAMES = (("sampling.json_schema", "tools"), *CHAT_NAMES)
+CHAT_NAMES = (("sampling.logprobs", "top_logprobs"), ("sampling.", ""), *CHAT_PROMPT_NAMES)
 RESPONSES_NAMES = (
     ("sampling.max_tokens", "max_output_tokens"),
-    ("sampling.json_schema", "text.format.schema"),
-    *_COMMON_NAMES,
+    ("sampling.", ""),
     ("chat.messages", "input"),
     ("chat.tools", "tools"),
     ("chat.variables", "chat_template_kwargs"),
     ("chat", "input"),
 )
-FORCED_RESPONSE_NAMES = (("sampling.json_schema", "tools"), *RESPONSES_NAMES)
-"""Pairs of prefixes: ours, the caller's."""
+"""Pairs of prefixes: ours, the caller's. Those of ``constraint_names`` come before them."""
 
 
 def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.GenerateRequest]:
@@ -209,36 +198,6 @@ def add_variables(chat: api.Chat, given: dict[str, Any] | None, effort: str | No
         chat.variables = msgspec.json.encode(variables).decode()
 
 
-def offered_tools(body: ToolsBody) -> list[Function]:
-    """Return the tools that the model may call."""
-    return [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
-
-
-def forced_tools(body: ToolsBody) -> list[Function]:
-    """Return those of which it must call one; none if it need not.
-
-    Raises:
-        CallRefusedError: INVALID_ARGUMENT.
-    """
-    tools, choice = offered_tools(body), body.tool_choice
-    if choice in (None, "auto", "none"):
-        return []
-    if not tools:
-        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed without tools; allowed: auto, none")
-    if choice == "required":
-        found = tools
-    else:
-        function: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
-        if not isinstance(body, ResponsesBody):
-            function = function.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        found = [tool for tool in tools if tool.name == name]
-    if not found:
-        allowed = "auto, none, required, or the function of a tool"
-        raise invalid_argument("tool_choice", f"{shown(choice)} is not allowed; allowed: {allowed}")
-    return found
-
-
 def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRequest:
     """Return the request.
 
@@ -256,9 +215,6 @@ def responses_request(body: ResponsesBody, tenant: str | None) -> api.GenerateRe
         )
     if body.max_output_tokens is not None:
         request.sampling.max_tokens = body.max_output_tokens
-    wanted = body.text.format if body.text is not None else None
-    if wanted is not None:
-        _add_form(request.sampling, wanted.type, wanted, "text.format.")
     if body.instructions is not None:
         request.chat.messages.add(role="system", content=body.instructions)
     if isinstance(body.input, str):
@@ -289,7 +245,7 @@ def _messages(items: Iterable[InputItem]) -> Iterable[MessageBody]:
             yield MessageBody("tool", item.output, tool_call_id=item.call_id)
         else:
             assert item.role is not None
-            yield MessageBody(item.role, item.content)
+            yield MessageBody(item.role, item.content, name=item.name)
     if answer is not None:
         yield answer
 
@@ -300,7 +256,7 @@ def _check_item(item: InputItem, field: str) -> None:
         value = getattr(item, name)
         if value is None and name in wanted:
             raise invalid_argument(f"{field}.{name}", "it is missing")
-        if value is not None and name not in wanted:
+        if value is not None and name not in wanted and (item.type, name) != ("message", "name"):
             raise invalid_argument(
                 f"{field}.{name}", f"it is not allowed in an item of type {item.type}; allowed: unset"
             )
@@ -382,14 +338,12 @@ def add_messages(chat: api.Chat, messages: Iterable[MessageBody]) -> None:
 
 
 def _more(message: MessageBody, place: int) -> dict[str, Any]:
-    more: dict[str, Any] = {}
-    for key in ("tool_call_id", "name", "reasoning_content"):
-        value = getattr(message, key)
-        if value is not None:
-            more[key] = value
+    thought = _thought(message)
+    given = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": thought}
+    more: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if message.tool_calls:
-        if message.reasoning_content and not message.content:
-            more["thinking"] = message.reasoning_content  # gpt-oss's name; its template refuses it beside content
+        if thought and not message.content:
+            more["thinking"] = thought  # gpt-oss's name; its template refuses it beside content
         more["tool_calls"] = [
             {
                 "id": call.id,
@@ -403,6 +357,12 @@ def _more(message: MessageBody, place: int) -> dict[str, Any]:
             for number, call in enumerate(message.tool_calls)
         ]
     return more
+
+
+def _thought(message: MessageBody) -> str | None:
+    parts = message.content if isinstance(message.content, list) else ()
+    thoughts = (message.reasoning_content, *(part.reasoning_content for part in parts))
+    return next((thought for thought in thoughts if thought is not None), None)
 
 
 def _arguments(call: MadeCall, field: str) -> dict[str, Any]:
@@ -454,16 +414,13 @@ def _generation(body: GenerationBody, tenant: str | None) -> api.GenerateRequest
     )
     sampling = request.sampling
     _check_switch("store", body.store, "nothing is stored")
-    given = [name for name in _CONSTRAINTS if getattr(body, name) is not None]
-    if len(given) > 1:
-        raise _one_constraint(given[1], given[0])
+    constraint = constraint_of(body)
+    if constraint is not None:
+        constrain(sampling, constraint)
     for name in _PLAIN_SAMPLING:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
-    if body.choice is not None:
-        sampling.choice.SetInParent()
-        sampling.choice.choices.extend(body.choice)
     if body.seed is not None:
         sampling.seed = _seed(body.seed)
     for stop in [body.stop] if isinstance(body.stop, str) else body.stop or ():
@@ -488,26 +445,6 @@ def _add_choices(request: api.GenerateRequest, body: ChoicesBody) -> None:
     _check_stream(body.stream_options)
     if body.n is not None:
         request.sampling.n = body.n
-    if body.response_format is not None:
-        wanted = body.response_format
-        _add_form(request.sampling, wanted.type, wanted.json_schema, "response_format.json_schema")
-
-
-def _add_form(sampling: api.SamplingParams, kind: str, source: object, field: str) -> None:
-    before = sampling.WhichOneof("constraint")
-    if before is not None and kind != "text":
-        raise _one_constraint(field.rpartition(".")[0], before)
-    if kind == "json_object":
-        sampling.json_object = True
-    elif kind == "json_schema":
-        schema = getattr(source, "schema", NOTHING)
-        if bytes(schema) == bytes(NOTHING):
-            raise invalid_argument(f"{field.rstrip('.')}.schema", "it is missing")
-        sampling.json_schema = bytes(schema).decode()
-
-
-def _one_constraint(field: str, other: str) -> CallRefusedError:
-    return invalid_argument(field, f"not allowed together with {other}; allowed: one of them")
 
 
 def _seed(seed: int) -> int:

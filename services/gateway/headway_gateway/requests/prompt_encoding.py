@@ -5,9 +5,9 @@ from typing import Any
 import grpc
 
 from headway_gateway.requests.validation import most_prompt_tokens
-from headway_gateway.statuses import invalid_argument, try_later
+from headway_gateway.statuses import CallRefusedError, beyond_context, invalid_argument, try_later
 from headway_gateway.text.encoding_lanes import EncodingLanes, size_of_chat
-from headway_gateway.text.tokenization import PromptError, PromptUnavailableError, TextModel
+from headway_gateway.text.tokenization import PromptError, PromptTooLongError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
 
@@ -40,7 +40,7 @@ class PromptEncoder:
             encode = self._lanes.encode_chat_prefix if is_prefix else self._lanes.encode_chat
             return await encode(messages, max_tokens=most, tools=tools, variables=variables)
         except PromptError as error:
-            raise invalid_argument(kind, str(error)) from error
+            raise _refused(kind, error, model) from error
         except PromptUnavailableError as error:
             message = f"{kind}: {error}; try again"
             raise try_later(grpc.StatusCode.UNAVAILABLE, message, reason="chat_not_rendered") from error
@@ -60,7 +60,7 @@ class PromptEncoder:
             encode = self._lanes.encode if with_special_tokens else self._lanes.encode_plain
             return await encode(one.text)
         except PromptError as error:
-            raise invalid_argument(f"{field}.text", str(error)) from error
+            raise _refused(f"{field}.text", error, model) from error
 
     async def encode_pair(self, first: str, second: str, field: str, model: ModelInfo) -> list[int]:
         """Return the tokens of two texts as a pair; ``field`` names the second.
@@ -72,4 +72,10 @@ class PromptEncoder:
             self._text_model.require_plausible_length(len(first) + len(second), most_prompt_tokens(model))
             return await self._lanes.encode_pair(first, second)
         except PromptError as error:
-            raise invalid_argument(field, str(error)) from error
+            raise _refused(field, error, model) from error
+
+
+def _refused(field: str, error: PromptError, model: ModelInfo) -> CallRefusedError:
+    if isinstance(error, PromptTooLongError):
+        return beyond_context(field, str(error), most_prompt_tokens(model) + 1)
+    return invalid_argument(field, str(error))

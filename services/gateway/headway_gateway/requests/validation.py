@@ -11,7 +11,7 @@ from typing import Literal
 import grpc
 import msgspec
 
-from headway_gateway.statuses import CallRefusedError, invalid_argument, invalid_arguments
+from headway_gateway.statuses import CallRefusedError, beyond_context, invalid_argument, invalid_arguments
 from headway_proto import admin_pb2
 from headway_proto import generation_pb2 as api
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
@@ -180,7 +180,7 @@ def check_prompt(prompt_ids: Sequence[int], field: str, model: ModelInfo) -> Non
         raise invalid_argument(field, "the prompt is empty; allowed: at least one token")
     most = most_prompt_tokens(model)
     if len(prompt_ids) > most:
-        raise invalid_argument(field, f"the prompt has {len(prompt_ids)} tokens; allowed: at most {most}")
+        raise beyond_context(field, f"the prompt has {len(prompt_ids)} tokens; allowed: at most {most}", most + 1)
     require_token_ids(prompt_ids, field, model.vocab_size)
 
 
@@ -206,9 +206,10 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
     room = most_prompt_tokens(model) + 1 - num_prompt_tokens
     wanted = checked.max_tokens
     if wanted is not None and wanted > room:
-        raise invalid_argument(
+        raise beyond_context(
             "sampling.max_tokens",
             f"{wanted} is not allowed; allowed: at most {room} behind {num_prompt_tokens} prompt tokens",
+            num_prompt_tokens + room,
         )
     max_tokens = room if wanted is None else wanted
     min_tokens = checked.sampling.min_tokens

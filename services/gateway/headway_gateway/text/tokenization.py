@@ -49,6 +49,10 @@ class PromptError(ValueError):
     """The prompt is wrong."""
 
 
+class PromptTooLongError(PromptError):
+    """It has more tokens than may be."""
+
+
 class PromptUnavailableError(Exception):
     """The prompt could not be encoded this time."""
 
@@ -99,12 +103,12 @@ class TextModel:
         """Refuse a text that cannot fit.
 
         Raises:
-            PromptError: it exceeds ``max_tokens`` of the longest tokens.
+            PromptTooLongError: it exceeds ``max_tokens`` of the longest tokens.
         """
         # The margin is for normalisers that shorten a text, such as NFC on decomposed accents.
         most = 4 * self._longest_token * max_tokens
         if num_characters > most:
-            raise PromptError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
+            raise PromptTooLongError(f"{num_characters} characters cannot fit; allowed: at most {max_tokens} tokens")
 
     def encode(self, text: str) -> list[int]:
         """Tokenise a text; add special tokens.

@@ -1,4 +1,4 @@
-"""Tools and calls as a chat template wants them, where published templates differ.
+"""Tools, calls and roles as a chat template wants them, where published templates differ.
 
 Owns: what a template needs, told by its text. Must not know: how it is compiled and run.
 """
@@ -17,6 +17,11 @@ _ASKS_FOR_NO_CONTENT = re.compile(r"""content['"]?\]? is none\s*-?%}""")
 
 _XML_TOOLS = "xml_tools"
 """SmolLM3's name for tools."""
+
+_DEVELOPER = "developer"
+"""OpenAI's newer name of the system. A template without it would drop such a message, or show a role that its model has
+never seen.
+"""
 
 _PHI_TOOLS = "message['tools']"
 _PHI_PREAMBLE = "You are a helpful assistant with some tools."
@@ -59,6 +64,7 @@ class ToolsInTemplate:
         """``names``: the variables that it reads."""
         self._names = names
         self._asks_for_no_content = _ASKS_FOR_NO_CONTENT.search(source) is not None
+        self._knows_developers = _DEVELOPER in source
         self._has_tools_in_message = _PHI_TOOLS in source
         self._is_deepseeks = _DEEPSEEK_SIGN in source
         forms = (form for sign, *form in _WRITTEN_CALLS if sign in source)
@@ -87,6 +93,8 @@ class ToolsInTemplate:
         raise ToolsNotShownError
 
     def _message(self, role: str, content: str, more: str = "") -> Message:
+        if role == _DEVELOPER and not self._knows_developers:
+            role = "system"
         message = {"role": role, "content": content, **(json.loads(more) if more else {})}
         calls = message.get("tool_calls")
         if not isinstance(calls, list):
