@@ -135,6 +135,7 @@ class StepLink:
         self._lost_because = ""
         self._asked_limit = 0
         self._failed_step = -1
+        self._is_in_another_state = False
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
         self._askers: deque[int | None] = deque()
@@ -236,16 +237,23 @@ class StepLink:
     ) -> LinkOutcome:
         """Give up ``epoch``, unless it is over, because a step was impossible or failed.
 
-        ``failed_step`` is -1 for an impossible one. ``max_num_batched_tokens`` limits later steps, unless it is 0.
+        ``failed_step`` is -1 for an impossible one: then the state here is another than the steps say.
+        ``max_num_batched_tokens`` limits later steps, unless it is 0.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:
+            self._is_in_another_state |= self.running and failed_step < 0
             self._lose(reason, now, outcome, failed_step=failed_step, max_num_batched_tokens=max_num_batched_tokens)
         return outcome
 
-    def leave(self, reason: str) -> list[bytes]:
+    def leave(self, reason: str, *, is_in_another_state: bool = False) -> list[bytes]:
         """The last frames before the process ends."""
-        body = ResyncRequest(self._incarnation, one_line(reason, _MAX_REASON_CHARACTERS), is_leaving=True)
+        body = ResyncRequest(
+            self._incarnation,
+            one_line(reason, _MAX_REASON_CHARACTERS),
+            is_leaving=True,
+            is_in_another_state=is_in_another_state,
+        )
         return [self._writer.encode(body)]
 
     def _is_news(self, frame: Frame, body: NewEpoch) -> bool:
@@ -260,7 +268,7 @@ class StepLink:
     def _enter(self, body: NewEpoch, now: float, outcome: LinkOutcome) -> None:
         if self._scheduler_incarnation not in {None, body.scheduler_incarnation}:
             self._former_schedulers.add(self._scheduler_incarnation)
-        self._state = _State.RUNNING
+        self._state, self._is_in_another_state = _State.RUNNING, False
         self._epoch = body.epoch
         self._scheduler_incarnation = body.scheduler_incarnation
         self._expected_sequence = 1
@@ -328,7 +336,13 @@ class StepLink:
         self._next_message_at = float("-inf")
 
     def _resync_request(self) -> ResyncRequest:
-        return ResyncRequest(self._incarnation, self._lost_because, self._asked_limit, self._failed_step)
+        return ResyncRequest(
+            self._incarnation,
+            self._lost_because,
+            self._asked_limit,
+            self._failed_step,
+            is_in_another_state=self._is_in_another_state,
+        )
 
     def _send_due(self, now: float, outcome: LinkOutcome) -> None:
         if now < self._next_message_at:
