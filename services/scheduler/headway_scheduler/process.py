@@ -24,6 +24,7 @@ from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
 from headway_process.stop_signals import stop_signals
+from headway_proto.framing import VERSION_INTERVAL_S
 from headway_proto.wording import shown
 from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.config import SchedulerConfig
@@ -45,7 +46,6 @@ EXIT_BAD_CONFIGURATION = 2
 _LONGEST_SLEEP_S = 0.25
 _LOG_DRAIN_S = 0.5
 _REJECTIONS_INTERVAL_S = 5.0
-_VERSIONS_INTERVAL_S = 30.0
 
 
 def run(config: SchedulerConfig) -> int:
@@ -184,7 +184,7 @@ def _log_other_versions(
     name: str
     links: ExecutorLink | IngressLinks
     for name, links in (("step", engine.fleet.links[0]), ("ingress", engine.gateways)):
-        if links.other_version and now - told.get(name, float("-inf")) >= _VERSIONS_INTERVAL_S:
+        if links.other_version and now - told.get(name, float("-inf")) >= VERSION_INTERVAL_S:
             log.error("a peer of another version of Headway is refused", link=name, reason=links.other_version)
             links.other_version, told[name] = "", now
 

@@ -31,7 +31,7 @@ import msgspec
 from headway_executor.backend import StepResult
 from headway_proto.adapters import AdapterChange, AdapterChanged
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, encode_column, encode_columns
-from headway_proto.framing import Frame, FramingError
+from headway_proto.framing import VERSION_INTERVAL_S, Frame, FramingError, OtherVersionError
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,
@@ -73,6 +73,12 @@ class EpochLost(NamedTuple):
     reason: str
 
 
+class OtherVersion(NamedTuple):
+    """The scheduler speaks another version of the protocol; ``reason`` says which. Hellos go on: there may be another one."""
+
+    reason: str
+
+
 class StepReady(NamedTuple):
     """The next step to execute."""
 
@@ -98,7 +104,7 @@ class AdapterAsked(NamedTuple):
     change: AdapterChange
 
 
-LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady | MustEnd | ProposalsAccepted | AdapterAsked
+LinkEvent: TypeAlias = EpochBegan | EpochLost | OtherVersion | StepReady | MustEnd | ProposalsAccepted | AdapterAsked
 
 
 class LinkOutcome(NamedTuple):
@@ -138,6 +144,7 @@ class StepLink:
         self._is_in_another_state = False
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
+        self._tell_version_at = float("-inf")
         self._askers: deque[int | None] = deque()
         """The scheduler behind each change of an adapter that is not answered, in order."""
         self.num_damaged_frames = 0
@@ -166,6 +173,9 @@ class StepLink:
             frame = self._reader.decode(data)
         except FramingError as error:
             self.num_damaged_frames += 1
+            if isinstance(error, OtherVersionError) and now >= self._tell_version_at:
+                self._tell_version_at = now + VERSION_INTERVAL_S
+                outcome.events.append(OtherVersion(str(error)))
             self._lose(f"damaged frame: {error}", now, outcome)
             return outcome
         self._last_heard = now

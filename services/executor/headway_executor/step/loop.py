@@ -37,6 +37,7 @@ from headway_executor.links.step_link import (
     EpochLost,
     LinkOutcome,
     MustEnd,
+    OtherVersion,
     ProposalsAccepted,
     StepReady,
 )
@@ -198,6 +199,8 @@ class StepCycle:
                 if event.is_in_another_state:
                     self._store.forget()
                 frames += self._end_of_group(event.reason, is_in_another_state=event.is_in_another_state)
+            elif isinstance(event, OtherVersion):
+                self._log.error("the scheduler is of another version of Headway", reason=event.reason)
             elif isinstance(event, AdapterAsked):
                 self._adapters.begin(event.change)
                 frames += self._answer_adapters()

@@ -11,7 +11,7 @@ answers of the old one are ignored. The other side: ``headway_executor.links.ste
 import msgspec
 
 from headway_proto.adapters import AdapterChange, AdapterChanged
-from headway_proto.framing import Frame, FramingError, OtherVersionError
+from headway_proto.framing import VERSION_NOTICE, Frame, FramingError, OtherVersionError
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,
@@ -181,6 +181,7 @@ class ExecutorLink:
             self.num_damaged_frames += 1
             if peer != self._peer and isinstance(error, OtherVersionError):
                 self.other_version = str(error)
+                self.outgoing.append((peer, VERSION_NOTICE))
             return self.reopen(f"damaged frame: {error}", now) if peer == self._peer else []
         body = frame.body
         if isinstance(body, ExecutorHello):
