@@ -21,6 +21,10 @@ _CRC = struct.Struct("<I")
 _HEADER = struct.Struct(f"{_HEADER_FIELDS.format}I")  # the fields and the CRC
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+VERSION_INTERVAL_S = 30.0
+"""How often each side tells of a peer of another version, which tries on and on."""
+VERSION_NOTICE = MAGIC + bytes([PROTOCOL_VERSION]) + bytes(HEADER_BYTES - len(MAGIC) - 1)
+"""The answer to a peer of another version: no frame, but from its first bytes the peer learns which version is spoken here."""
 
 
 class FramingError(ValueError):

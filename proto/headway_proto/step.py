@@ -318,7 +318,8 @@ class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
     """An executor needs a new epoch: gap, damaged frame, impossible diff, failed step.
 
     ``max_num_batched_tokens``: a new limit after a step that exceeded its memory (0: unchanged). ``failed_step``: or
-    -1. ``is_leaving``: the process ends.
+    -1. ``is_leaving``: the process ends. ``is_in_another_state``: than the steps say, so that what it has copied to the
+    host in this epoch may be anything.
     """
 
     incarnation: int
@@ -326,6 +327,7 @@ class ResyncRequest(msgspec.Struct, frozen=True, array_like=True):
     max_num_batched_tokens: int = 0
     failed_step: int = -1
     is_leaving: bool = False
+    is_in_another_state: bool = False
 
 
 class ExecutorHeartbeat(msgspec.Struct, frozen=True, array_like=True):

@@ -342,7 +342,12 @@ ADDED = {
     operations.SequenceState: {"executor": -1},
     operations.AdminReply: {"flight_log": None, "adapters": ()},
     step.ExecutorHello: {"number": -1},
-    step.ResyncRequest: {"max_num_batched_tokens": 0, "failed_step": -1, "is_leaving": False},
+    step.ResyncRequest: {
+        "max_num_batched_tokens": 0,
+        "failed_step": -1,
+        "is_leaving": False,
+        "is_in_another_state": False,
+    },
 }
 
 

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 from headway_proto.columns import decode_column, decode_columns
 from headway_proto.step import LaneOutput, SchedulerOutput, TransferringOutput
 from headway_scheduler.cells.blame import Verdict
-from headway_scheduler.cells.cell import Cell
+from headway_scheduler.cells.cell import USED_WRONG_BLOCKS, Cell
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.step.sending import digest_of
-from headway_scheduler.links.executor_link import TAKEOVER_SILENCE_S, EpochOpened, ExecutorLost, StepAnswered
+from headway_scheduler.links.executor_link import (
+    TAKEOVER_SILENCE_S,
+    EpochOpened,
+    ExecutorLost,
+    InAnotherState,
+    StepAnswered,
+    StepEvent,
+)
 from simulation import fault_invariants as invariants
 from simulation.fault_executor import incarnation_of
 from simulation.fault_invariants import Violation
@@ -52,11 +59,15 @@ class CellWatch:
         self._send_step, self._on_answer = cell.link.send_step, cell._on_answer
         cell.link.send_step = self._watched_send  # type: ignore[method-assign]
         cell._on_answer = self._watched_answer  # type: ignore[method-assign]
+        self._on_events = cell.on_events
+        cell.on_events = self._watched_events  # type: ignore[method-assign]
         self._on_epoch, self._on_lost = cell._on_epoch, cell._on_lost
         cell._on_epoch = self._watched_epoch  # type: ignore[method-assign]
         cell._on_lost = self._watched_lost  # type: ignore[method-assign]
         self._slot = EXECUTOR
         """The place of its executor."""
+        self._is_told = False
+        """Whether what is acted on now tells that the executor has a wrong table."""
         self._drained_at: tuple[int, int] | None = None
         """Epoch and next step when it began to drain."""
         self._judge = cell._blame.judge
@@ -74,9 +85,8 @@ class CellWatch:
         invariants.epoch_fence("an answer", given, (core.epoch, core.epoch, oldest, self.cell.link._executor))
         failed = [(blocks, core.cache.holds(blocks).tolist()) for blocks in self._blocks_of_failed(core, output)]
         is_told = (self._incarnation, output.epoch, output.step) in process.world.must_reopen
+        self._is_told |= is_told
         self._on_answer(event, now)
-        if is_told:
-            process.world.pools.told(output.epoch)
         if core.epoch == output.epoch:
             for blocks, held in failed:
                 before = [block for block, is_held in zip(blocks.tolist(), held, strict=True) if is_held]
@@ -85,12 +95,22 @@ class CellWatch:
             if is_told:
                 raise Violation("MIRROR", f"the state digest of step {output.step} differs, and the epoch goes on")
 
+    def _watched_events(self, events: list[StepEvent], now: float) -> None:
+        """If these events tell of a wrong table, nobody may have a use for what was written by it once they are handled."""
+        epochs = self._process.epochs
+        self._is_told |= any(isinstance(event, InAnotherState) for event in events)
+        self._on_events(events, now)
+        if self._is_told:
+            self._is_told = False
+            self._world.pools.told(epochs[self.cell.number])
+            self._world.pools.moot_epochs |= set(epochs.values()).difference(self._process.epochs.values())
+
     def _watched_epoch(self, event: EpochOpened, now: float) -> None:
         if event.reason == "an executor joined":
             executor = self._world.executor_named(self.cell.link.peer or b"")
             if executor is not None:  # else it is gone already
                 self._slot = executor.slot
-        else:
+        elif event.reason != USED_WRONG_BLOCKS or not self._world.num_flips:
             self._check_undisturbed(f"it begins an epoch: {event.reason}")
         self._on_epoch(event, now)
 

@@ -116,8 +116,8 @@ class ExecutorProcess(Process):
         """A future that was waited for is done; who waits may be in the middle of a call."""
         self.wake_at(self.world.now)
 
-    def flip(self) -> None:
-        """Memory corruption: a block table says something else from now on."""
+    def flip(self) -> bool:
+        """Memory corruption: a block table says something else from now on. Return whether there was one."""
         rows = self.state.live_rows
         if len(rows) and self.link.running:
             row, tables = int(rows[0]), self.state._tables
@@ -125,6 +125,8 @@ class ExecutorProcess(Process):
             if last >= 0:
                 tables.table[row, last] ^= 1
                 self.is_flipped = True
+                return True
+        return False
 
     # The calls of a backend that the cycle uses.
 
@@ -171,5 +173,6 @@ class ExecutorProcess(Process):
         self.model.load(contents, blocks)
 
     def _on_wrong_block(self, what: str) -> None:
-        if not self.is_flipped and not self.world.pools.may_be_wrong:
+        pools = self.world.pools
+        if not self.is_flipped and not pools.may_be_wrong and self.link.epoch not in pools.moot_epochs:
             raise Violation("BLOCK-EXCLUSIVITY", what)

@@ -134,6 +134,9 @@ MAY_GROW = (
     _MayGrow("executor.statistics.*pull*", None, "totals"),
     _MayGrow("executor.statistics.*exported*", None, "totals"),
     _MayGrow("executor.statistics.num_stale_blocks", None, "a total"),
+    _MayGrow(
+        "len(engine.fleet.cells[].core.*books.sources)", _num_cells, "executors whose blocks were used, while they run"
+    ),
     _MayGrow("len(executor._suspects._*)", _num_blocks, "until something else is written there"),
     _MayGrow("engine.fleet.cells[].core.*._num_decode_only_steps", None, "of the newest steps"),
     _MayGrow("engine.fleet.cells[]._pause._num_failures", None, "steps that failed since one was answered"),

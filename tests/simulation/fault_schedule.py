@@ -268,11 +268,6 @@ def _with_host(rng: random.Random, settings: Settings, faults: tuple[Fault, ...]
         harm_of_pulls=rng.choice((0.0, 0.2, 0.5, 0.9)),
     )
     slots = executor_slots(settings)
-    if len(slots) > 1:
-        # An executor with a wrong table exports wrong blocks until its digest tells: nobody could know.
-        faults = tuple(
-            msgspec.structs.replace(fault, kind="fail") if fault.kind == "flip" else fault for fault in faults
-        )
     added = [
         Fault(
             at=round(rng.random() * 0.4, 4),

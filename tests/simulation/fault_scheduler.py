@@ -138,6 +138,11 @@ class SchedulerProcess(Process):
         """Watch a new cell."""
         self._cells.append(CellWatch(self, cell))
 
+    @property
+    def epochs(self) -> dict[int, int]:
+        """By cell."""
+        return {watch.cell.number: watch.cell.core.epoch for watch in self._cells if watch.cell.core is not None}
+
     def cell_number_of(self, executor: ExecutorProcess) -> int | None:
         """The cell of this executor; None if it has none."""
         names = [(watch.cell.number, watch.cell.link.peer) for watch in self._cells]

@@ -62,6 +62,8 @@ class FaultPools:
         self._older_rng = random.Random(f"older {world.schedule.seed}")
         self.by_name: dict[str, FaultPool] = {}
         self.num_harmed = 0
+        self.moot_epochs: set[int] = set()
+        """They are over at the scheduler because of wrong blocks, and what their last steps still find is of no use."""
 
     def hold(self, executor: "ExecutorProcess", slot: int, num_blocks: int, block_size: int) -> FaultPool:
         """The pool that a dead process of this place left, or a new one."""
@@ -136,7 +138,6 @@ class FaultStore:
 
     def forget(self) -> None:
         self._records.forget()
-        self._pool.wrong_epochs.clear()
 
     def fetch(self, pulls: tuple[Pull, ...]) -> Future[FetchedBlocks]:
         future: Future[FetchedBlocks] = Future()

@@ -104,6 +104,7 @@ class FaultWorld:
         self.must_reopen: set[tuple[int | None, int, int]] = set()
         self.num_steps = 0
         self.num_faults = 0
+        self.num_flips = 0
         self.num_to_cancel = 0
         """Requests that are to be cancelled when they are preempted."""
         self._num_events = 0
@@ -440,7 +441,7 @@ class FaultWorld:
 
     def _inflict_flip(self, fault: Fault) -> None:
         for executor in self._executors_at(fault.target):
-            executor.flip()
+            self.num_flips += executor.flip()
 
     def _inflict_cancel(self, fault: Fault) -> None:
         client = self.clients.get(fault.count)

@@ -3,9 +3,9 @@
 Owns: these mistakes. Must not know: how one is hunted.
 
 Left out is what a second line makes good: a lease that is returned twice is unknown the second time, a lease that names the
-wrong step is refused by the records, and a stale row that is given up is owed no token by later steps. Unit tests hold what
-few schedules would show: copies of an executor that was found in another state, the epoch in a record, rows that share a
-block with a stale row, roles of the stranded.
+wrong step is refused by the records, and a stale row that is given up is owed no token by later steps. Tests of their own
+hold what few schedules would show: copies of an executor that was found in another state, what others have computed from
+them, the epoch in a record, rows that share a block with a stale row, roles of the stranded.
 """
 
 from collections.abc import Callable

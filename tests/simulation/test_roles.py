@@ -243,6 +243,34 @@ def test_a_drained_executor_hands_its_blocks_on(seed: int) -> None:
     world.finish()
 
 
+def test_nobody_goes_on_with_what_an_executor_in_another_state_wrote() -> None:
+    """Nor with what others have computed from it: 2 decodes what 1 decoded until it was drained."""
+    pools = HostPools()
+    placement = PlacementSettings("disaggregated", (Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE))
+    world = RecordedCells(4, seed=1, beats=25, placement=placement, make_executor=pools.executor)
+    fleet = world.engine.fleet
+    fleet.drain_cell(2, is_draining=True)
+    fleet.drain_cell(3, is_draining=True)
+    submit_some(world, 40)
+    world.run_until(lambda: fleet.transit.num_moved >= 10, 30)
+    fleet.drain_cell(2, is_draining=False)
+    fleet.drain_cell(1, is_draining=True)
+    cores = fleet.cores
+    epochs = [core.epoch for core in cores]
+    world.run_until(lambda: cores[2].swapping.books.sources >= {*epochs[:2]}, 30)
+    executor = world.executors[0]
+    assert executor is not None
+    executor.state.digest = lambda: -1  # type: ignore[method-assign]
+    world.run_until(lambda: cores[0].epoch != epochs[0], 30)
+    del executor.state.digest
+    assert [core.epoch != epoch for core, epoch in zip(cores, epochs, strict=True)] == [True, True, True, False]
+    waiting = [*fleet.placement.requests(), *(request for core in cores for request in core.requests())]
+    assert waiting
+    assert not any(request.stored for request in waiting)
+    assert not any(core.swapping.books.sources for core in cores)
+    check(world)
+
+
 def test_the_only_executor_that_decodes_is_drained() -> None:
     world = RoleWorld(SPLIT, config=ROOMY)
     submit_some(world, 30)

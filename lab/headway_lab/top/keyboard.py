@@ -15,10 +15,13 @@ _KEY = re.compile(rb"\x1b[\[O][0-9;]*([A-Za-z~])|([\x00-\xff])")
 
 @contextlib.contextmanager
 def single_keys(descriptor: int) -> Iterator[None]:
-    """Read keys without echo; Ctrl-C still sends its signal."""
+    """Read keys without echo; Ctrl-C still sends its signal. Ctrl-S is a key: it would stop the drawing, and SIGTERM waits."""
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
+        mode = termios.tcgetattr(descriptor)
+        mode[0] &= ~termios.IXON
+        termios.tcsetattr(descriptor, termios.TCSANOW, mode)
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSAFLUSH, before)

@@ -53,11 +53,12 @@ _EXECUTOR_OF_REQUEST = Column("executor", 9)
 
 
 def executor_table(history: History, frame: Frame, height: int) -> list[Text]:
-    """Return the executors by number, at most ``height`` lines; none if there is only one."""
+    """Return the executors by number, at most ``height`` lines, those that do not work rather than others; none if there is one."""
     executors = history.latest.status.executors
     if len(executors) < 2 or height < 2:
         return []
-    shown = executors[: height - 1]
+    by_need = sorted(executors, key=lambda executor: (_works(executor), executor.number))
+    shown = sorted(by_need[: height - 1], key=lambda executor: executor.number)
     title = f"executor ({len(shown)} of {len(executors)})" if len(shown) < len(executors) else "executor"
     columns: Sequence[Column] = _EXECUTOR_COLUMNS
     if history.latest.status.policies.placement not in {"", "aggregated"}:
@@ -83,6 +84,10 @@ def _executor(executor: admin_pb2.ExecutorStatus, history: History) -> Sequence[
         duration(executor.details.last_step_us / 1e6) if is_connected else "-",
         executor.role,
     )
+
+
+def _works(executor: admin_pb2.ExecutorStatus) -> bool:
+    return executor.state == "ready" and not executor.is_draining
 
 
 def _style_of(executor: admin_pb2.ExecutorStatus) -> str:

@@ -21,6 +21,7 @@ from headway_process.logs import configure
 from headway_process.open_files import raise_limit_of_open_files
 from headway_process.parent import end_with_parent
 from headway_process.pulse import PULSE_INTERVAL_S, Pulse, pulse_of
+from headway_process.stop_signals import StopRequests
 
 EXIT_OK = 0
 EXIT_CONFIGURATION = 2
@@ -113,12 +114,13 @@ def _events_of_signals(config: GatewayConfig) -> tuple[asyncio.Event, asyncio.Ev
 
     Without a parent the first sets both: a dead scheduler would not restart, so open calls might never end.
     """
-    stop, stop_now = asyncio.Event(), asyncio.Event()
+    stop, stop_now, requests = asyncio.Event(), asyncio.Event(), StopRequests()
     parent = os.getppid()
 
     def on_signal() -> None:
         is_orphan = config.exit_with_parent and os.getppid() != parent
-        if stop.is_set() or is_orphan:
+        requests.add(loop.time())
+        if requests.count > 1 or is_orphan:
             stop_now.set()
         stop.set()
 

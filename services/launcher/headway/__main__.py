@@ -3,6 +3,8 @@
 It imports a command's module only to run it, so ``headway scheduler`` needs neither torch nor gRPC.
 """
 
+from headway import quiet_start  # isort: split
+
 import argparse
 import contextlib
 import errno
@@ -22,7 +24,6 @@ from headway_proto.wording import shown
 
 FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
-INTERRUPTED_EXIT_CODE = 130
 
 _UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         # At any moment, also while modules are imported.
         sys.stderr.write(f"headway {name}: cancelled\n")
-        return INTERRUPTED_EXIT_CODE
+        return quiet_start.INTERRUPTED_EXIT_CODE
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
@@ -230,6 +231,7 @@ COMMANDS = {
 }
 ALIASES = {"keygen": "keys"}
 
+quiet_start.end()
 
 if __name__ == "__main__":
     sys.exit(main())

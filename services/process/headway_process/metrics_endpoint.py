@@ -5,11 +5,13 @@ Beyond loopback it needs ``authorization: Bearer TOKEN``, compared in constant t
 beyond a trusted network.
 """
 
+import contextlib
 import hashlib
 import hmac
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
@@ -29,6 +31,9 @@ SWITCH_INTERVAL_S = 0.0005
 """How long the formatting thread may hold the interpreter."""
 MAX_READERS = 4
 _READER_TIMEOUT_S = 5.0
+"""How long a reader may send and take nothing."""
+_MOST_READING_S = 15.0
+"""How long it may take in all."""
 _POLL_INTERVAL_S = 0.1
 _LEAST_TOKEN_CHARACTERS = 16
 _MAX_TOKEN_FILE_BYTES = 1 << 20
@@ -76,6 +81,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._readers = threading.BoundedSemaphore(MAX_READERS)
+        self._since: dict[socket.socket, float] = {}
         super().__init__(*arguments, **options)
 
     def server_bind(self) -> None:
@@ -86,6 +92,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._readers.acquire(blocking=False):
+            self._since[request] = time.monotonic()
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -94,7 +101,15 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._since[request]
             self._readers.release()
+
+    def service_actions(self) -> None:
+        """Now and then: end the readers that send or take a byte now and then for ever."""
+        for request, since in list(self._since.items()):
+            if time.monotonic() - since > _MOST_READING_S:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore readers that disconnect."""

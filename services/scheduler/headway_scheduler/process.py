@@ -23,7 +23,8 @@ from headway_process.open_files import raise_limit_of_open_files
 from headway_process.parent import end_with_parent
 from headway_process.pulse import Pulse, pulse_of
 from headway_process.snapshots import Snapshots
-from headway_process.stop_signals import stop_signals
+from headway_process.stop_signals import StopRequests, stop_signals
+from headway_proto.framing import VERSION_INTERVAL_S
 from headway_proto.wording import shown
 from headway_scheduler.compiled_core import runs_compiled
 from headway_scheduler.config import SchedulerConfig
@@ -45,7 +46,6 @@ EXIT_BAD_CONFIGURATION = 2
 _LONGEST_SLEEP_S = 0.25
 _LOG_DRAIN_S = 0.5
 _REJECTIONS_INTERVAL_S = 5.0
-_VERSIONS_INTERVAL_S = 30.0
 
 
 def run(config: SchedulerConfig) -> int:
@@ -111,7 +111,8 @@ def _metrics_endpoint(config: SchedulerConfig, snapshots: Snapshots[SchedulerSna
 class StopRequest(Protocol):
     """Counts stop requests."""
 
-    count: int
+    @property
+    def count(self) -> int: ...  # noqa: D102 - see above
 
 
 def serve(
@@ -184,7 +185,7 @@ def _log_other_versions(
     name: str
     links: ExecutorLink | IngressLinks
     for name, links in (("step", engine.fleet.links[0]), ("ingress", engine.gateways)):
-        if links.other_version and now - told.get(name, float("-inf")) >= _VERSIONS_INTERVAL_S:
+        if links.other_version and now - told.get(name, float("-inf")) >= VERSION_INTERVAL_S:
             log.error("a peer of another version of Headway is refused", link=name, reason=links.other_version)
             links.other_version, told[name] = "", now
 
@@ -220,12 +221,18 @@ class _StopSignals:
     """A signal counts twice if ``parent`` has ended: nobody would restart a dead executor."""
 
     def __init__(self, parent: int | None) -> None:
-        self.count = 0
+        self._requests = StopRequests()
         self._parent = parent
         for number in stop_signals():
             signal.signal(number, self._count)
 
+    @property
+    def count(self) -> int:
+        """The requests so far."""
+        return self._requests.count
+
     def _count(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame
         is_orphan = self._parent is not None and os.getppid() != self._parent
-        self.count += 2 if is_orphan else 1
+        self._requests.add(time.monotonic())
+        self._requests.count += is_orphan

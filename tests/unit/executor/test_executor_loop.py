@@ -346,7 +346,8 @@ def test_an_impossible_diff_asks_for_a_new_epoch(logs):
     cycle._store.forget = lambda: forgotten.append(True)
     feed(cycle, scheduler, scheduler.new_epoch(3))
     (request,) = feed(cycle, scheduler, scheduler.step(finished_rows=encode_column([2])))
-    assert request == ResyncRequest(INCARNATION, "step 0: finished_rows: row 2 is not live")
+    problem = "step 0: finished_rows: row 2 is not live"
+    assert request == ResyncRequest(INCARNATION, problem, is_in_another_state=True)
     assert forgotten, "what was copied to the host may be anything"
     assert feed(cycle, scheduler, scheduler.step(total_num_scheduled_tokens=0)) == []
 

@@ -309,6 +309,7 @@ def test_a_rank_that_draws_another_token_is_found_at_the_next_digest():
     assert outputs(bodies)[-1].step == DIGEST_INTERVAL_STEPS - 1
     (leaving,) = [body for body in bodies if isinstance(body, ResyncRequest)]
     assert leaving.is_leaving
+    assert leaving.is_in_another_state
     assert leaving.reason == group.lost
     assert group.stores[0].has_forgotten, "the next executor takes nothing over that another token's rank has written"
 

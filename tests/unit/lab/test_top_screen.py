@@ -304,6 +304,17 @@ def test_many_executors_leave_room_for_requests():
     assert any(line.startswith("  request") for line in lines)
 
 
+def test_of_many_executors_those_that_do_not_work_are_shown():
+    executors = [executor(number) for number in range(62)]
+    lines = lines_of(history_of_executors(*executors, executor(62, is_draining=True), executor(63, state="absent")))
+    first = next(place for place, line in enumerate(lines) if line.startswith("executor (3 of 64)"))
+    assert [line.split()[:2] for line in lines[first + 1 : first + 4]] == [
+        ["0", "ready"],
+        ["62", "draining"],
+        ["63", "absent"],
+    ]
+
+
 def test_a_wide_terminal_tells_where_each_request_is():
     requests = (request("first", executor=0), request("second", executor=1), request("third", state="waiting"))
     lines = lines_of(history_of_executors(executor(0), executor(1), requests=requests), width=120, height=40)

@@ -216,6 +216,21 @@ def test_values_that_no_message_can_carry(serve, options, words):
 
 
 @pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda client: client.drain_executor(-1), "executor: -1 is not allowed .*out of range"),
+        (lambda client: client.set_executor_role(1 << 40, "both"), "executor: 1099511627776 is not allowed"),
+        (lambda client: client.pinned_prefixes(executor=1.5), "executor: 1.5 is not allowed"),
+        (lambda client: client.cancel("\ud800"), "request_id: .* is not allowed .*surrogates"),
+        (lambda client: client.pin_prefix("\ud800", "x"), "name: .* is not allowed .*surrogates"),
+    ],
+)
+def test_calls_of_operators_that_no_message_can_carry(call, words):
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=words):
+        call(client)
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"json_schema": {"type": "integer"}}, api.SamplingParams(json_schema='{"type": "integer"}')),

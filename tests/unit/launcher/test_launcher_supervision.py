@@ -102,6 +102,15 @@ def test_a_process_that_ignores_the_request_is_killed_after_its_grace():
     assert fleet.child_exited("gateway", -9, now=35.1) == [Terminate("scheduler")]
 
 
+def test_a_signal_to_the_process_and_its_group_is_one_request():
+    fleet = running_fleet()
+    fleet.stop_requested(0.0, impatient_exit_code=143)
+    assert fleet.stop_requested(0.1, impatient_exit_code=143) == []
+    for name in GRACES:
+        fleet.child_exited(name, 0, now=1.0)
+    assert fleet.exit_code == 0
+
+
 def test_a_second_request_kills_at_once():
     fleet = running_fleet()
     fleet.stop_requested(0.0, impatient_exit_code=130)

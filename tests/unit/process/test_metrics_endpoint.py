@@ -1,5 +1,6 @@
 """The endpoint for Prometheus: who may read it, what happens to those who may not or who never ask."""
 
+import contextlib
 import socket
 import sys
 import threading
@@ -187,19 +188,26 @@ def test_each_who_asks_gets_an_answer_of_its_own():
     assert sorted(answers) == list(range(20))
 
 
-def test_those_who_never_ask_do_not_keep_others_out_for_long(monkeypatch):
-    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.3)
+@pytest.mark.parametrize("name", ["silent", "a byte now and then"])
+def test_those_who_never_ask_do_not_keep_others_out_for_long(monkeypatch, name):
+    if name == "silent":
+        monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.3)
+    else:
+        monkeypatch.setattr(metrics_endpoint, "_MOST_READING_S", 0.3)
     with endpoint(some_families) as served:
-        silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3 * MAX_READERS)]
+        strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(3 * MAX_READERS)]
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 4  # less than the other bound
             status = 0
             while status != 200 and time.monotonic() < deadline:
                 try:
                     status, _ = read(served)
                 except OSError:
                     time.sleep(0.05)
+                    for connection in strangers if name != "silent" else ():
+                        with contextlib.suppress(OSError):
+                            connection.send(b"G")
             assert status == 200
         finally:
-            for connection in silent:
+            for connection in strangers:
                 connection.close()

@@ -17,6 +17,7 @@ from headway_scheduler.links.executor_link import (
     ExecutorLink,
     ExecutorLost,
     ExecutorRefused,
+    InAnotherState,
     StepAnswered,
     StepEvent,
     StepFailed,
@@ -206,6 +207,16 @@ def test_a_resync_request_counts_once_however_often_it_is_repeated(link: Executo
     frames = [executor.writer.encode(request) for _ in range(3)]
     assert [len(link.receive(executor.peer, frame, 1.0)) for frame in frames] == [1, 0, 0]
     assert link.epoch == epoch + 1
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_an_executor_in_another_state_is_told_of_before_its_epoch_ends(link: ExecutorLink, *, is_leaving: bool) -> None:
+    executor = Executor(1)
+    join(link, executor, 0.0)
+    request = ResyncRequest(1, "row 2 is not live", is_leaving=is_leaving, is_in_another_state=True)
+    found, end = link.receive(executor.peer, executor.writer.encode(request), 1.0)
+    assert found == InAnotherState()
+    assert isinstance(end, ExecutorLost if is_leaving else EpochOpened)
 
 
 def test_smaller_steps_are_asked_for_until_another_executor_joins(link: ExecutorLink) -> None:

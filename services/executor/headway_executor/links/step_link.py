@@ -31,7 +31,7 @@ import msgspec
 from headway_executor.backend import StepResult
 from headway_proto.adapters import AdapterChange, AdapterChanged
 from headway_proto.columns import EMPTY_COLUMN, Int32Array, encode_column, encode_columns
-from headway_proto.framing import Frame, FramingError
+from headway_proto.framing import VERSION_INTERVAL_S, Frame, FramingError, OtherVersionError
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,
@@ -73,6 +73,12 @@ class EpochLost(NamedTuple):
     reason: str
 
 
+class OtherVersion(NamedTuple):
+    """The scheduler speaks another version of the protocol; ``reason`` says which. Hellos go on: there may be another one."""
+
+    reason: str
+
+
 class StepReady(NamedTuple):
     """The next step to execute."""
 
@@ -98,7 +104,7 @@ class AdapterAsked(NamedTuple):
     change: AdapterChange
 
 
-LinkEvent: TypeAlias = EpochBegan | EpochLost | StepReady | MustEnd | ProposalsAccepted | AdapterAsked
+LinkEvent: TypeAlias = EpochBegan | EpochLost | OtherVersion | StepReady | MustEnd | ProposalsAccepted | AdapterAsked
 
 
 class LinkOutcome(NamedTuple):
@@ -135,8 +141,10 @@ class StepLink:
         self._lost_because = ""
         self._asked_limit = 0
         self._failed_step = -1
+        self._is_in_another_state = False
         self._next_message_at = float("-inf")
         self._last_heard = float("-inf")
+        self._tell_version_at = float("-inf")
         self._askers: deque[int | None] = deque()
         """The scheduler behind each change of an adapter that is not answered, in order."""
         self.num_damaged_frames = 0
@@ -165,6 +173,9 @@ class StepLink:
             frame = self._reader.decode(data)
         except FramingError as error:
             self.num_damaged_frames += 1
+            if isinstance(error, OtherVersionError) and now >= self._tell_version_at:
+                self._tell_version_at = now + VERSION_INTERVAL_S
+                outcome.events.append(OtherVersion(str(error)))
             self._lose(f"damaged frame: {error}", now, outcome)
             return outcome
         self._last_heard = now
@@ -236,16 +247,23 @@ class StepLink:
     ) -> LinkOutcome:
         """Give up ``epoch``, unless it is over, because a step was impossible or failed.
 
-        ``failed_step`` is -1 for an impossible one. ``max_num_batched_tokens`` limits later steps, unless it is 0.
+        ``failed_step`` is -1 for an impossible one: then the state here is another than the steps say.
+        ``max_num_batched_tokens`` limits later steps, unless it is 0.
         """
         outcome = LinkOutcome([], [])
         if epoch == self._epoch:
+            self._is_in_another_state |= self.running and failed_step < 0
             self._lose(reason, now, outcome, failed_step=failed_step, max_num_batched_tokens=max_num_batched_tokens)
         return outcome
 
-    def leave(self, reason: str) -> list[bytes]:
+    def leave(self, reason: str, *, is_in_another_state: bool = False) -> list[bytes]:
         """The last frames before the process ends."""
-        body = ResyncRequest(self._incarnation, one_line(reason, _MAX_REASON_CHARACTERS), is_leaving=True)
+        body = ResyncRequest(
+            self._incarnation,
+            one_line(reason, _MAX_REASON_CHARACTERS),
+            is_leaving=True,
+            is_in_another_state=is_in_another_state,
+        )
         return [self._writer.encode(body)]
 
     def _is_news(self, frame: Frame, body: NewEpoch) -> bool:
@@ -260,7 +278,7 @@ class StepLink:
     def _enter(self, body: NewEpoch, now: float, outcome: LinkOutcome) -> None:
         if self._scheduler_incarnation not in {None, body.scheduler_incarnation}:
             self._former_schedulers.add(self._scheduler_incarnation)
-        self._state = _State.RUNNING
+        self._state, self._is_in_another_state = _State.RUNNING, False
         self._epoch = body.epoch
         self._scheduler_incarnation = body.scheduler_incarnation
         self._expected_sequence = 1
@@ -328,7 +346,13 @@ class StepLink:
         self._next_message_at = float("-inf")
 
     def _resync_request(self) -> ResyncRequest:
-        return ResyncRequest(self._incarnation, self._lost_because, self._asked_limit, self._failed_step)
+        return ResyncRequest(
+            self._incarnation,
+            self._lost_because,
+            self._asked_limit,
+            self._failed_step,
+            is_in_another_state=self._is_in_another_state,
+        )
 
     def _send_due(self, now: float, outcome: LinkOutcome) -> None:
         if now < self._next_message_at:

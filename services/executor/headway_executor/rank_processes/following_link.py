@@ -175,8 +175,9 @@ class FollowingLink:
             self.broken = self.broken or reason
         return LinkOutcome([], [])
 
-    def leave(self, reason: str) -> list[bytes]:
-        """See ``Link``."""
+    def leave(self, reason: str, *, is_in_another_state: bool = False) -> list[bytes]:
+        """See ``Link``: in what state it is, rank 0 finds by its digests."""
+        del is_in_another_state
         return [self._frame(RankLeaves(self._place.rank, reason))]
 
     def answer_adapter(self, change: AdapterChange, answer: AdapterChanged) -> list[bytes]:

@@ -145,9 +145,9 @@ class LeadingLink:
             epoch, reason, now, failed_step=failed_step, max_num_batched_tokens=max_num_batched_tokens
         )
 
-    def leave(self, reason: str) -> list[bytes]:
+    def leave(self, reason: str, *, is_in_another_state: bool = False) -> list[bytes]:
         """See ``Link``."""
-        return self._link.leave(reason)
+        return self._link.leave(reason, is_in_another_state=is_in_another_state)
 
     def answer_adapter(self, change: AdapterChange, answer: AdapterChanged) -> list[bytes]:
         """See ``Link``: the scheduler hears it once all ranks have answered."""

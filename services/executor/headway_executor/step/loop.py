@@ -37,6 +37,7 @@ from headway_executor.links.step_link import (
     EpochLost,
     LinkOutcome,
     MustEnd,
+    OtherVersion,
     ProposalsAccepted,
     StepReady,
 )
@@ -197,7 +198,9 @@ class StepCycle:
             elif isinstance(event, MustEnd):
                 if event.is_in_another_state:
                     self._store.forget()
-                frames += self._end_of_group(event.reason)
+                frames += self._end_of_group(event.reason, is_in_another_state=event.is_in_another_state)
+            elif isinstance(event, OtherVersion):
+                self._log.error("the scheduler is of another version of Headway", reason=event.reason)
             elif isinstance(event, AdapterAsked):
                 self._adapters.begin(event.change)
                 frames += self._answer_adapters()
@@ -215,9 +218,9 @@ class StepCycle:
             frames += self._link.answer_adapter(change, answer)
         return frames
 
-    def _end_of_group(self, reason: str) -> list[bytes]:
+    def _end_of_group(self, reason: str, *, is_in_another_state: bool = False) -> list[bytes]:
         self.device_lost = RankLostError(reason)
-        return self._link.leave(reason)
+        return self._link.leave(reason, is_in_another_state=is_in_another_state)
 
     def _accept(self, accepted_tokens: Int32Array) -> list[bytes]:
         try:

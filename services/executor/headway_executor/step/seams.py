@@ -53,7 +53,7 @@ class Link(Protocol):
         """See ``StepLink``."""
         ...
 
-    def leave(self, reason: str) -> list[bytes]:
+    def leave(self, reason: str, *, is_in_another_state: bool = False) -> list[bytes]:
         """See ``StepLink``."""
         ...
 

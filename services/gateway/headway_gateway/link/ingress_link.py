@@ -14,7 +14,7 @@ from headway_gateway.link.link_counters import LinkCounters
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_gateway.link.live_sequences import LiveSequences
 from headway_proto.columns import encode_column
-from headway_proto.framing import Frame, FramingError
+from headway_proto.framing import Frame, FramingError, OtherVersionError
 from headway_proto.ingress import (
     ACKNOWLEDGE_EVERY_FRAMES,
     HEARTBEAT_INTERVAL_S,
@@ -84,6 +84,8 @@ class IngressLink:
         self._heartbeat_at = now
         self._hello_at = now
         self.phase = LinkPhase.HAILING
+        self.other_version = ""
+        """Which version of the protocol the scheduler speaks, if not ours, until a link is open."""
         self.model: ModelInfo | None = None
         self.scheduler_state = ""
         self.submit_credits = 0
@@ -137,8 +139,10 @@ class IngressLink:
         """Process one message."""
         try:
             frame = self._reader.decode(data)
-        except FramingError:
+        except FramingError as error:
             self.counters.damaged_frames += 1
+            if isinstance(error, OtherVersionError):
+                self.other_version = str(error)
             if self.phase is LinkPhase.OPEN:
                 self._hail_again(now)
             return
@@ -227,7 +231,7 @@ class IngressLink:
         )
 
     def _open(self, epoch: int, hello: SchedulerHello, now: float) -> None:
-        self.phase = LinkPhase.OPEN
+        self.phase, self.other_version = LinkPhase.OPEN, ""
         self._epoch = epoch
         self._epochs_of_this_number.add(epoch)
         self._writer.begin_epoch(epoch)

@@ -18,7 +18,7 @@ from headway_gateway.link.link_keys import LinkKeys
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_process.addresses import check_ipc_directory
 from headway_process.link_watch import LinkWatch
-from headway_proto.framing import MAX_FRAME_BYTES
+from headway_proto.framing import MAX_FRAME_BYTES, VERSION_INTERVAL_S
 from headway_proto.ingress import HEARTBEAT_INTERVAL_S, STATE_WAITING_FOR_EXECUTOR, ModelInfo
 from headway_proto.operations import AdminCall, AdminReply
 
@@ -62,6 +62,7 @@ class SchedulerClient:
         self._seen_silence_version = 0
         self._seen_frames_version = 0
         self._seen_phase = LinkPhase.HAILING
+        self._tell_version_at = 0.0
         self._pump_scheduled = False
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -157,6 +158,8 @@ class SchedulerClient:
         return model
 
     def _what_is_missing(self) -> str:
+        if self._link.other_version:
+            return f"the scheduler is of another version of Headway: {self._link.other_version}"
         if self._link.phase is not LinkPhase.OPEN:
             return "no scheduler is connected"
         if self._link.model is None:
@@ -218,6 +221,9 @@ class SchedulerClient:
             self._after_link()
         if self._watch is not None and (problem := self._watch.look(time.monotonic())):
             _log.warning("no link to the scheduler", ingress_address=self._address, reason=problem)
+        if self._link.other_version and time.monotonic() >= self._tell_version_at:
+            self._tell_version_at = time.monotonic() + VERSION_INTERVAL_S
+            _log.error("the scheduler is of another version of Headway", reason=self._link.other_version)
         self._timer = self._loop.call_later(_TICK_INTERVAL_S, self._on_timer)
 
     def _pump(self) -> None:

@@ -19,6 +19,7 @@ from headway.client.requests import (
     Prompt,
     embed_request,
     pin_request,
+    plain_request,
     score_request,
     tokenize_request,
 )
@@ -115,7 +116,9 @@ def requests() -> Call[list[admin_pb2.RequestState]]:
 
 
 def explain(request_id: str) -> Call[admin_pb2.ExplainResponse]:
-    return Call("admin", "Explain", admin_pb2.ExplainRequest(request_id=request_id), lambda response: response)
+    return Call(
+        "admin", "Explain", plain_request(admin_pb2.ExplainRequest, request_id=request_id), lambda response: response
+    )
 
 
 def pause() -> Call[None]:
@@ -131,25 +134,27 @@ def drain() -> Call[None]:
 
 
 def drain_executor(executor: int) -> Call[None]:
-    return Call("admin", "DrainExecutor", admin_pb2.DrainExecutorRequest(executor=executor), _nothing)
+    return Call("admin", "DrainExecutor", plain_request(admin_pb2.DrainExecutorRequest, executor=executor), _nothing)
 
 
 def undrain_executor(executor: int) -> Call[None]:
-    return Call("admin", "UndrainExecutor", admin_pb2.UndrainExecutorRequest(executor=executor), _nothing)
+    return Call(
+        "admin", "UndrainExecutor", plain_request(admin_pb2.UndrainExecutorRequest, executor=executor), _nothing
+    )
 
 
 def set_executor_role(executor: int, role: str) -> Call[None]:
-    request = admin_pb2.SetExecutorRoleRequest(executor=executor, role=role)
+    request = plain_request(admin_pb2.SetExecutorRoleRequest, executor=executor, role=role)
     return Call("admin", "SetExecutorRole", request, _nothing)
 
 
 def load_adapter(name: str, directory: str) -> Call[None]:
-    request = admin_pb2.LoadAdapterRequest(name=name, directory=directory)
+    request = plain_request(admin_pb2.LoadAdapterRequest, name=name, directory=directory)
     return Call("admin", "LoadAdapter", request, _nothing)
 
 
 def unload_adapter(name: str) -> Call[None]:
-    return Call("admin", "UnloadAdapter", admin_pb2.UnloadAdapterRequest(name=name), _nothing)
+    return Call("admin", "UnloadAdapter", plain_request(admin_pb2.UnloadAdapterRequest, name=name), _nothing)
 
 
 def adapters() -> Call[tuple[admin_pb2.LoadedAdapter, ...]]:
@@ -157,7 +162,7 @@ def adapters() -> Call[tuple[admin_pb2.LoadedAdapter, ...]]:
 
 
 def cancel(request_id: str) -> Call[None]:
-    return Call("admin", "Cancel", admin_pb2.CancelRequest(request_id=request_id), _nothing)
+    return Call("admin", "Cancel", plain_request(admin_pb2.CancelRequest, request_id=request_id), _nothing)
 
 
 def pin_prefix(name: str, prefix: Prompt, tenant: str) -> Call[admin_pb2.PinnedPrefix]:
@@ -165,9 +170,9 @@ def pin_prefix(name: str, prefix: Prompt, tenant: str) -> Call[admin_pb2.PinnedP
 
 
 def unpin_prefix(name: str) -> Call[None]:
-    return Call("admin", "UnpinPrefix", admin_pb2.UnpinPrefixRequest(name=name), _nothing)
+    return Call("admin", "UnpinPrefix", plain_request(admin_pb2.UnpinPrefixRequest, name=name), _nothing)
 
 
 def pinned_prefixes(executor: int) -> Call[list[admin_pb2.PinnedPrefix]]:
-    request = admin_pb2.ListPinnedPrefixesRequest(executor=executor)
+    request = plain_request(admin_pb2.ListPinnedPrefixesRequest, executor=executor)
     return Call("admin", "ListPinnedPrefixes", request, lambda response: list(response.prefixes))

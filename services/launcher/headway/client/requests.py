@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import grpc
 
@@ -18,6 +18,8 @@ class ChatMessage(TypedDict):
     role: str
     content: str
 
+
+RequestT = TypeVar("RequestT")
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
 
@@ -268,6 +270,18 @@ def tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.Tokeni
     return generation_pb2.TokenizeRequest(chat=_chat(text))
 
 
+def plain_request(kind: type[RequestT], **fields: object) -> RequestT:
+    """Build a request of a few values.
+
+    Raises:
+        InvalidRequestError: a value does not fit its field.
+    """
+    request = kind()
+    with _refusals_of_protobuf():
+        _set_fields(request, fields, fields)
+    return request
+
+
 def pin_request(name: str, prefix: Prompt, tenant: str) -> admin_pb2.PinPrefixRequest:
     """Build a request to pin a prefix.
 
@@ -275,6 +289,6 @@ def pin_request(name: str, prefix: Prompt, tenant: str) -> admin_pb2.PinPrefixRe
         InvalidRequestError: a value does not fit the message.
     """
     with _refusals_of_protobuf():
-        request = admin_pb2.PinPrefixRequest(name=name, tenant=tenant)
+        request = plain_request(admin_pb2.PinPrefixRequest, name=name, tenant=tenant)
         _set_prompt(request, prefix)
     return request

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headway_process.stop_signals import StopRequests
+
 USER_ERROR_EXIT_CODES = frozenset({2, 3})
 """Configuration (2) and model files (3): a restart cannot help, and the process has written why."""
 
@@ -66,6 +68,7 @@ class Fleet:
         self._alive: set[str] = set()
         self._restart_at: dict[str, float] = {}
         self._recent_restarts: dict[str, deque[float]] = {name: deque() for name in self._stop_grace_s}
+        self._stop_requests = StopRequests()
         self._stopping = False
         self._is_orderly = False
         self._asked: set[str] = set()
@@ -114,10 +117,12 @@ class Fleet:
         return [Report(f"{name} gives no sign of life; killing it"), Kill(name)]
 
     def stop_requested(self, now: float, *, impatient_exit_code: int) -> list[Action]:
-        """Begin an orderly stop; a second request kills at once.
+        """Begin an orderly stop; a second request kills at once (see ``StopRequests``).
 
         A process that dies unasked meanwhile restarts, to finish accepted work.
         """
+        if not self._stop_requests.add(now):
+            return []
         if self._stopping:
             self._is_orderly = False
             self._exit_code = impatient_exit_code

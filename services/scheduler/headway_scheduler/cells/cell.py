@@ -4,7 +4,6 @@ Owns: how steps, answers, losses and epochs of one executor act on one core. Mus
 what carries frames.
 """
 
-import contextlib
 from typing import Protocol
 
 from headway_proto.adapters import AdapterChanged
@@ -15,7 +14,7 @@ from headway_scheduler.cells.brake import Brake, FailurePause
 from headway_scheduler.cells.live_sequences import LiveSequences
 from headway_scheduler.cells.notices import Notices
 from headway_scheduler.core.choosing.roles import Role
-from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
@@ -31,13 +30,18 @@ from headway_scheduler.links.executor_link import (
     ExecutorLink,
     ExecutorLost,
     ExecutorRefused,
+    InAnotherState,
     StepAnswered,
     StepEvent,
     StepFailed,
 )
+from headway_scheduler.placement.transit import Transit
 
 LEAST_STEP_TOKENS = 8
 """Smaller steps are tried down to this size before a request is blamed for a lack of memory."""
+
+USED_WRONG_BLOCKS = "it has used blocks of an executor that was in another state"
+"""Why an epoch begins whose executor did nothing wrong."""
 
 
 class Serving(Protocol):
@@ -59,12 +63,7 @@ class OtherCells(Protocol):
     """What a cell needs of the others."""
 
     brake: Brake
-
-    def take_back(self, requests: list[Request]) -> None:
-        """This cell has released these requests."""
-
-    def return_leases(self, leases: tuple[StoredBlocks, ...]) -> None:
-        """Nobody needs these blocks in host pools any more."""
+    transit: Transit
 
     def state_lost(self, cell: "Cell", now: float) -> None:
         """What the executor had computed is gone; its requests may go on elsewhere."""
@@ -77,6 +76,12 @@ class OtherCells(Protocol):
 
     def cell_lost(self, cell: "Cell", now: float) -> None:
         """This cell has no executor now."""
+
+    def distrust(self, epoch: int) -> None:
+        """An executor was in another state than it should be in: nobody is to use what it wrote in this epoch."""
+
+    def begin_anew(self, now: float) -> None:
+        """Who has used what is not to be used begins anew."""
 
     def adapter_answered(self, cell: "Cell", answer: AdapterChanged) -> None:
         """Its executor was asked to load or unload an adapter."""
@@ -141,6 +146,7 @@ class Cell:
 
     def on_events(self, events: list[StepEvent], now: float) -> None:
         """Act on what the link reports."""
+        is_distrusted = False
         for event in events:
             if isinstance(event, StepAnswered):
                 self._on_answer(event, now)  # and sends the next step
@@ -148,12 +154,18 @@ class Cell:
             self.has_news = True
             if isinstance(event, EpochOpened):
                 self._on_epoch(event, now)
+            elif isinstance(event, InAnotherState):
+                is_distrusted = self.core is not None
+                if self.core is not None:
+                    self._others.distrust(self.core.epoch)
             elif isinstance(event, AdapterAnswered):
                 self._others.adapter_answered(self, event.answer)
             elif isinstance(event, ExecutorRefused):
                 self._serving.notices.add("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
                 self._on_lost(event, now)
+        if is_distrusted:
+            self._others.begin_anew(now)
 
     def schedule_steps(self, now: float) -> None:
         """Schedule and send as many steps as may be in flight."""
@@ -211,15 +223,6 @@ class Cell:
         """Keep a prefix in the cache, as ``commands.pin``."""
         assert self.core is not None
         return commands.pin(self.core, self.recorder, name, tenant, token_ids)
-
-    def pin_as(self, other: Scheduler) -> None:
-        """Pin what another core has pinned; what does not fit here is left out."""
-        assert self.core is not None
-        known = commands.pins(self.core)
-        for name, (tenant, token_ids) in commands.pins(other).items():
-            if name not in known:
-                with contextlib.suppress(PinRefused):
-                    self.pin(name, tenant, token_ids)
 
     def restore_pin(self, name: str, before: tuple[str, bytes] | None) -> None:
         """Make a pin what it was; None: there was none."""
@@ -335,7 +338,7 @@ class Cell:
             events = self.core.update(event.output, now)
         except (StateMismatch, ValueError) as error:
             self.recorder.mismatched(now, event.output, str(error))
-            self.on_events(self.link.reopen(str(error), now), now)
+            self.on_events([InAnotherState(), *self.link.reopen(str(error), now)], now)
             return
         self.recorder.answered(now, event.output, events.finished)
         self.num_answers += 1
@@ -346,11 +349,17 @@ class Cell:
         if self.is_draining and self.core.num_waiting:
             released += self.release_waiting()  # it was preempted before it could leave
         if released:
-            self._others.take_back(released)
+            self._others.transit.take_back(released)
         self._end_leases()
         self.schedule_steps(now)
         self._serving.statistics.count_answer(events, event.output.device_time_us, now, self.number)
         self._serving.deliver(events, now)
+
+    def distrust(self, epoch: int) -> None:
+        """What an executor, this or another, wrote in this epoch may be anything."""
+        if self.core is not None:
+            self.recorder.distrusted(epoch)
+            self.core.moving.distrust(epoch)
 
     def _on_epoch(self, event: EpochOpened, now: float) -> None:
         info, notices = event.info, self._serving.notices
@@ -411,7 +420,7 @@ class Cell:
     def _end_leases(self) -> None:
         assert self.core is not None
         if self.core.ended_leases:
-            self._others.return_leases(self.core.moving.take_ended_leases())
+            self._others.transit.return_leases(self.core.moving.take_ended_leases())
 
     def _start_slowly(self, core: Scheduler, origins: tuple[Origin, ...]) -> None:
         core.start_slowly(origins)

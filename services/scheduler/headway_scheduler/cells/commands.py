@@ -3,8 +3,10 @@
 Owns: the core's call for each command. Must not know: who gives it.
 """
 
+import contextlib
+
 from headway_proto.columns import decode_column, encode_column
-from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
+from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix, PinRefused
 from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.flight.recorder import NullRecorder
 
@@ -30,6 +32,15 @@ def pin(core: Scheduler, recorder: NullRecorder, name: str, tenant: str, token_i
     pinned = core.pinned_prefixes.pin(name, tenant, decode_column(token_ids))
     recorder.pinned(name, tenant, token_ids)
     return pinned
+
+
+def pin_as(other: Scheduler, core: Scheduler, recorder: NullRecorder) -> None:
+    """Pin what another core has pinned; what does not fit here is left out."""
+    known = pins(core)
+    for name, (tenant, token_ids) in pins(other).items():
+        if name not in known:
+            with contextlib.suppress(PinRefused):
+                pin(core, recorder, name, tenant, token_ids)
 
 
 def unpin(core: Scheduler, recorder: NullRecorder, name: str) -> bool:

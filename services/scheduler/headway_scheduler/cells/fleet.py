@@ -13,7 +13,7 @@ from headway_proto.adapters import AdapterChanged
 from headway_proto.step import BackendInfo
 from headway_scheduler.cells import commands
 from headway_scheduler.cells.brake import Brake
-from headway_scheduler.cells.cell import Cell, Serving
+from headway_scheduler.cells.cell import USED_WRONG_BLOCKS, Cell, Serving
 from headway_scheduler.cells.fleet_adapters import FleetAdapters
 from headway_scheduler.core.admission.door import ANOTHER_MODEL, check_request, limit_of
 from headway_scheduler.core.choosing.policies import POLICIES, PlacementSettings
@@ -23,8 +23,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity
-from headway_scheduler.core.state.request import FinishReason, Request
-from headway_scheduler.core.state.stored_blocks import StoredBlocks
+from headway_scheduler.core.state.request import FinishReason
 from headway_scheduler.flight.checkpoint import FleetState
 from headway_scheduler.flight.recorder import PLACEMENT, NullRecorder
 from headway_scheduler.links.executor_link import StepEvent
@@ -239,7 +238,7 @@ class Fleet:
             requests = cell.core.requests()
             self.placement.number_after(requests)
             # Those that run bring their blocks along; the others have none.
-            self.take_back(
+            self.transit.take_back(
                 cell.release(
                     [
                         request.new.origin
@@ -248,14 +247,6 @@ class Fleet:
                     ]
                 )
             )
-
-    def return_leases(self, leases: tuple[StoredBlocks, ...]) -> None:
-        """See ``Transit``."""
-        self.transit.return_leases(leases)
-
-    def take_back(self, requests: list[Request]) -> None:
-        """See ``Transit``."""
-        self.transit.take_back(requests)
 
     # ---------------------------------------------------------------------------------------------------------- cells
 
@@ -271,6 +262,8 @@ class Fleet:
         assert cell.info is not None
         self._capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
         self.transit.cores_changed()
+        for core in self.cores:
+            core.moving.forget_ended_sources({other.epoch for other in self.cores})
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)
@@ -279,10 +272,10 @@ class Fleet:
         if len(self.cells) > 1:
             for other in self.cells:
                 if other.link.is_open:
-                    self.take_back(other.release_waiting())
+                    self.transit.take_back(other.release_waiting())
                 else:
                     self._take_all(other, now)
-            cell.pin_as(self.cores[0])
+            commands.pin_as(self.cores[0], cell.core, cell.recorder)
             self.placement.cell_opened(cell.core.capacity)
             if not same_model:
                 self._end_all(now)
@@ -293,6 +286,18 @@ class Fleet:
         self.adapters.cell_lost(cell)
         self.state_lost(cell, now)
         self._host.fleet_changed(now)
+
+    def distrust(self, epoch: int) -> None:
+        """Nothing of what an executor wrote in this epoch is to be used, nor what others computed from it."""
+        self.transit.distrust(epoch)
+        for cell in self.cells:
+            cell.distrust(epoch)
+
+    def begin_anew(self, now: float) -> None:
+        """The executors that have used what is not to be used begin anew."""
+        for cell in self.cells:
+            if cell.is_open and cell.core is not None and cell.core.moving.is_distrusted:
+                cell.on_events(cell.link.reopen(USED_WRONG_BLOCKS, now), now)
 
     def adapter_answered(self, cell: Cell, answer: AdapterChanged) -> None:
         """See ``FleetAdapters``."""
@@ -307,7 +312,7 @@ class Fleet:
         lost, cell.lost_steps_had = cell.lost_steps_had, ()
         requests = cell.release_all(now)
         self._unproven.update({request.new.origin: None for request in requests if request.new.origin in lost})
-        self.take_back(requests)
+        self.transit.take_back(requests)
 
     def _end_all(self, now: float) -> None:
         """Another model: no tokens would follow from those of the requests that wait."""
@@ -334,7 +339,7 @@ class Fleet:
             for request in cell.core.requests():
                 if request.row >= 0:
                     cell.let_leave(request.new.origin)
-        self.take_back(cell.release_waiting())
+        self.transit.take_back(cell.release_waiting())
 
     def _place(self, now: float) -> None:
         """Give waiting requests to the cells that can start them soon."""

@@ -89,8 +89,6 @@ class Scheduler:
     def _begin(self, capacity: ExecutorCapacity, number: int, former: Swapping | None) -> None:
         """``former``: whose books go on if the executor's host pool does."""
         state, limits = self._state, self.limits
-        self._is_distrusted = False
-        """Whether this epoch's executor was found in another state than it should be in."""
         state.serve(capacity)
         offload = state.offload if limits.enable_prefix_caching else None
         books = books_for(capacity, former, keeps_prefixes=offload is not None)
@@ -176,7 +174,7 @@ class Scheduler:
         try:
             return self._answers.take(output, now)
         except (StateMismatch, ValueError):
-            self._is_distrusted = True
+            self._epoch.distrusted.add(self.epoch)
             raise
 
     @property
@@ -267,7 +265,7 @@ class Scheduler:
         admitted = self.admission.take_admitted()
         if not same_model:
             self.pinned_prefixes.clear()
-        self._begin(capacity, epoch, self.moving.recall(trusts_host=not self._is_distrusted))
+        self._begin(capacity, epoch, self.moving.recall())
         finished = []
         for request in self.requests():
             request.forget_executor()
@@ -279,7 +277,7 @@ class Scheduler:
 
     def release_all(self) -> list[Request]:
         """The executor is lost, with all that it computed: give up every request, by arrival, and all that was in flight."""
-        self._begin(self.capacity, self.epoch, self.moving.recall(trusts_host=not self._is_distrusted))
+        self._begin(self.capacity, self.epoch, self.moving.recall())
         return self.moving.release_all()
 
     # ------------------------------------------------------------------------------------------------- for operators

@@ -27,6 +27,7 @@ from headway_scheduler.flight.records import (
     Answered,
     Arrived,
     CacheDropped,
+    Distrusted,
     End,
     EpochBegan,
     ExecutorGone,
@@ -126,6 +127,9 @@ class NullRecorder:
 
     def lease_returned(self, stored: StoredBlocks) -> None:
         """The core was told that nobody needs these blocks any more."""
+
+    def distrusted(self, epoch: int) -> None:
+        """The core was told that an executor was found in another state in this epoch."""
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool
@@ -266,6 +270,9 @@ class FlightRecorder(NullRecorder):
 
     def lease_returned(self, stored: StoredBlocks) -> None:
         self._add(LeaseReturned(stored.pool, encode_column(stored.host_blocks), stored.epoch, stored.step))
+
+    def distrusted(self, epoch: int) -> None:
+        self._add(Distrusted(epoch))
 
     def epoch_began(
         self, now: float, epoch: int, capacity: ExecutorCapacity, info: BackendInfo, reason: str, *, same_model: bool

@@ -216,6 +216,12 @@ class LeaseReturned(msgspec.Struct, frozen=True, array_like=True, tag=20):
     step: int = 0
 
 
+class Distrusted(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """The core was told that an executor was found in another state in this epoch, here or elsewhere."""
+
+    epoch: int
+
+
 Record: TypeAlias = (
     Header
     | EpochBegan
@@ -238,6 +244,7 @@ Record: TypeAlias = (
     | Adopted
     | LetLeave
     | LeaseReturned
+    | Distrusted
 )
 
 

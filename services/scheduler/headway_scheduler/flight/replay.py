@@ -29,6 +29,7 @@ from headway_scheduler.flight.records import (
     Arrived,
     CacheDropped,
     Decision,
+    Distrusted,
     EpochBegan,
     InCell,
     LeaseReturned,
@@ -199,6 +200,8 @@ class Replay:
                 self._core.pinned_prefixes.unpin(record.name)
             case CacheDropped():
                 self._core.drop_cached()
+            case Distrusted():
+                self._core.moving.distrust(record.epoch)
 
     @property
     def _core(self) -> Scheduler:

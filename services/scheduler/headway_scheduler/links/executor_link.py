@@ -11,7 +11,7 @@ answers of the old one are ignored. The other side: ``headway_executor.links.ste
 import msgspec
 
 from headway_proto.adapters import AdapterChange, AdapterChanged
-from headway_proto.framing import Frame, FramingError, OtherVersionError
+from headway_proto.framing import VERSION_NOTICE, Frame, FramingError, OtherVersionError
 from headway_proto.step import (
     BackendInfo,
     ExecutorHeartbeat,
@@ -51,6 +51,10 @@ class EpochOpened(msgspec.Struct, frozen=True):
     failure: StepFailed | None = None
 
 
+class InAnotherState(msgspec.Struct, frozen=True):
+    """What the executor wrote in the epoch that ends now may be anything; why it ends follows."""
+
+
 class StepAnswered(msgspec.Struct, frozen=True):
     """An answer of the current epoch."""
 
@@ -75,7 +79,7 @@ class ExecutorRefused(msgspec.Struct, frozen=True):
     reason: str
 
 
-StepEvent = EpochOpened | StepAnswered | AdapterAnswered | ExecutorLost | ExecutorRefused
+StepEvent = EpochOpened | InAnotherState | StepAnswered | AdapterAnswered | ExecutorLost | ExecutorRefused
 
 
 class EpochNumbers:
@@ -177,6 +181,7 @@ class ExecutorLink:
             self.num_damaged_frames += 1
             if peer != self._peer and isinstance(error, OtherVersionError):
                 self.other_version = str(error)
+                self.outgoing.append((peer, VERSION_NOTICE))
             return self.reopen(f"damaged frame: {error}", now) if peer == self._peer else []
         body = frame.body
         if isinstance(body, ExecutorHello):
@@ -252,8 +257,11 @@ class ExecutorLink:
         if frame.epoch not in {self.epoch, 0}:
             self._lower_limit(request.max_num_batched_tokens)  # late, but still true for the next epoch
             return []
+        found: list[StepEvent] = []
+        if request.is_in_another_state and frame.epoch == self.epoch:
+            found.append(InAnotherState())
         if request.is_leaving:
-            return self._lose(f"it left: {request.reason}")
+            return [*found, *self._lose(f"it left: {request.reason}")]
         self._lower_limit(request.max_num_batched_tokens)
         assert self._peer is not None
         assert self._info is not None
@@ -261,7 +269,7 @@ class ExecutorLink:
         if request.failed_step >= 0 and frame.epoch == self.epoch:
             failure = StepFailed(request.failed_step, request.max_num_batched_tokens)
         reason = f"the executor asked for it: {request.reason}"
-        return self._open(self._peer, self._executor, self._info, reason, now, failure)
+        return [*found, *self._open(self._peer, self._executor, self._info, reason, now, failure)]
 
     def _lower_limit(self, max_num_batched_tokens: int) -> None:
         assert self._info is not None

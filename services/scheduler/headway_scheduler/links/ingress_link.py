@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from headway_proto.columns import FLOAT32, Int32Array, encode_columns
-from headway_proto.framing import Frame, FramingError, OtherVersionError
+from headway_proto.framing import VERSION_NOTICE, Frame, FramingError, OtherVersionError
 from headway_proto.ingress import (
     HEARTBEAT_INTERVAL_S,
     MAX_UNACKNOWLEDGED_FRAMES,
@@ -205,6 +205,7 @@ class IngressLinks:
             self.num_damaged_frames += 1
             if link is None and isinstance(error, OtherVersionError):
                 self.other_version = str(error)
+                self.outgoing.append((peer, VERSION_NOTICE))
             return self._drop(link, f"damaged frame: {error}") if link else []
         body = frame.body
         if isinstance(body, GatewayHello):

@@ -123,6 +123,15 @@ class Placement:
         self.number_after([request])
         self._enter(request)
 
+    def forget_stored(self, request: Request) -> None:
+        """A request that waits here goes on without its stored blocks: from now on it needs what a prompt needs."""
+        is_in_line = request.new.origin not in self._homeless
+        if is_in_line:
+            self._leave_line(request)
+        request.forget_stored()
+        if is_in_line:
+            self._enter_line(request)
+
     def cell_opened(self, capacity: ExecutorCapacity) -> None:
         """A cell has an executor: requests that no other can hold may try again."""
         if self._capacity is None or capacity.max_request_tokens > self._capacity.max_request_tokens:

@@ -137,6 +137,12 @@ class Transit:
             self.return_leases((request.stored,))
             request.forget_stored()
 
+    def distrust(self, epoch: int) -> None:
+        """Who waits for a cell goes on without the blocks that this epoch wrote, or that were computed from such."""
+        for request in self._placement.requests():
+            if request.stored is not None and epoch in request.stored.sources:
+                self._placement.forget_stored(request)
+
     def relieve_gaps(self, now: float) -> None:
         """Who misses its gaps in one cell goes on in another that has slack."""
         policy = self._placement.policy

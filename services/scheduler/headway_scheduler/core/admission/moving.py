@@ -8,6 +8,8 @@ a move with blocks: the request is marked as leaving, its next token's step copi
 goes on with it pulls them from there. The blocks are leased until then.
 """
 
+from collections.abc import Set as AbstractSet
+
 from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.door import limit_of
@@ -87,12 +89,11 @@ class Moving:
             self._let_go(request)
         return requests
 
-    def recall(self, *, trusts_host: bool) -> Swapping | None:
+    def recall(self) -> Swapping | None:
         """The executor is lost: send every running request back to its place in the queue.
 
-        What the host holds of requests is kept for them, and so is what steps without an answer were to fetch. If the
-        executor's tables were others than ours (not ``trusts_host``), what it has copied there may be anything: that is
-        given up. Returns whose books may go on.
+        What the host holds of requests is kept for them, and so is what steps without an answer were to fetch. But what
+        distrusted epochs wrote is given up, and so are the books if this epoch is one of them. Returns whose books may go on.
         """
         rows, swapping = self._epoch.rows, self._epoch.swapping
         for row in rows.live_rows().tolist():
@@ -108,12 +109,37 @@ class Moving:
         for step in self._epoch.in_flight:
             if step.transfers is not None:
                 self._undo(step.transfers)
-        if trusts_host:
-            return swapping
+        for number in self._epoch.distrusted:
+            self._forget_blocks_of(number)
+        return None if self._epoch.distrusted else swapping
+
+    @property
+    def is_distrusted(self) -> bool:
+        """Whether the executor's blocks may be anything, so that only a new epoch helps."""
+        return bool(self._epoch.distrusted)
+
+    def distrust(self, epoch: int) -> None:
+        """An executor was found in another state in this epoch, here or elsewhere: what it wrote may be anything.
+
+        Requests that wait with such blocks forget them. If this core's executor wrote or used some, it is distrusted:
+        with its epoch, what it has copied to the host is given up.
+        """
+        self._forget_blocks_of(epoch)
+        if epoch == self._epoch.number or epoch in self._epoch.swapping.books.sources:
+            self._epoch.distrusted.update((epoch, self._epoch.number))
+
+    def _forget_blocks_of(self, epoch: int) -> None:
+        """No request that waits here goes on with stored blocks that this epoch wrote, or that were computed from such.
+
+        The books that leased them are given up as well, so nothing is returned.
+        """
         for request in self._state.requests.values():
-            if request.stored is not None and request.stored.epoch == self._epoch.number:
+            if request.stored is not None and epoch in request.stored.sources:
                 request.forget_stored()
-        return None
+
+    def forget_ended_sources(self, epochs: AbstractSet[int]) -> None:
+        """Only ``epochs`` still run, so only these may yet be found to be in another state."""
+        self._epoch.swapping.books.sources &= epochs
 
     def _undo(self, transfers: StepTransfers) -> None:
         """No answer will come to a step with these transfers."""

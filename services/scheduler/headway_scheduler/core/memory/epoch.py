@@ -64,6 +64,8 @@ class Epoch:
         self.finished_rows: list[int] = []
         """Rows released since the newest step. The next step names them to the executor."""
         self.in_flight: deque[InFlightStep] = deque()
+        self.distrusted: set[int] = set()
+        """This epoch and others, if its executor may have computed anything: see ``Moving.distrust``."""
         self._newest_lane = -1
 
     def new_plan(self, now: float) -> StepPlan:

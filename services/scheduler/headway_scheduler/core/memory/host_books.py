@@ -36,6 +36,8 @@ class HostBooks:
     def __init__(self, capacity: ExecutorCapacity, *, keeps_prefixes: bool) -> None:
         num_blocks = capacity.num_host_blocks
         self.name, self.addresses = capacity.host_pool, capacity.block_addresses
+        self.sources: frozenset[int] = frozenset()
+        """Other executors' epochs, from whose blocks those of this executor may have been computed."""
         self.prefixes = HostPrefixes(num_blocks, capacity.block_size) if keeps_prefixes else None
         self.pool: HostPool | HostPrefixes = self.prefixes or HostPool(num_blocks)
         self._block_size = capacity.block_size
@@ -103,7 +105,8 @@ class HostBooks:
         if not self.name or epoch == _UNWRITTEN:
             return None
         self._is_leased[blocks] = True
-        return StoredBlocks(self.name, self.addresses, epoch, int(self._step_of[blocks[0]]), blocks, num_tokens)
+        step, sources = int(self._step_of[blocks[0]]), self.sources | {epoch}
+        return StoredBlocks(self.name, self.addresses, epoch, step, blocks, num_tokens, sources)
 
     def is_leased_here(self, stored: StoredBlocks) -> bool:
         """Whether this lease is in these books. Other books of the pool may have lent the same blocks."""

@@ -22,6 +22,8 @@ class StoredBlocks(NamedTuple):
     step: int
     host_blocks: BlockIndices
     num_tokens: int
+    sources: frozenset[int] = frozenset()
+    """The epochs, of any executors, whose blocks these are or were computed from, as far as their executors still run."""
 
     @property
     def outlives_process(self) -> bool:
