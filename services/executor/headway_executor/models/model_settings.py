@@ -10,6 +10,7 @@ import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.fields import read_json_object
+from headway_executor.checkpoint.stored_weights.formats import asks_for_kv_codes
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
@@ -46,7 +47,16 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
             f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, "
             f"{beyond[0].original_context}; a longer prompt gets other tokens than from transformers (see docs/models.md)"
         )
+    if config.kv_cache_dtype == "auto" and asks_for_kv_codes(Path(config.model)):
+        config.warn(
+            f"the checkpoint is meant for keys and values of few bits; they are kept in {_name_of(dtype)}, which is more exact; "
+            "kv_cache_dtype fp8 keeps them in 8 bits, with scales of its own"
+        )
     return ModelSettings(model_config, dtype, max_model_len)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return next(name for name, value in _DTYPES.items() if value == dtype)
 
 
 def device_of(config: BackendConfig) -> torch.device:

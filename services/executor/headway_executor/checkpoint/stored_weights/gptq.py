@@ -43,15 +43,15 @@ class Gptq:
     is_less: bool
     has_order: bool = False
     name: str = "gptq"
-    unread: tuple[str, ...] = ()
     zeros: tuple[str, ...] = (".bias",)
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
         return stored.dtype(f"{base}.qweight") is not None
 
-    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
+        del stored
         outputs, inputs = shape
         groups = groups_of(inputs, self.group or inputs)
         return {

@@ -18,13 +18,24 @@ FLOATS = ("F32", "BF16", "F16")
 WORDS = ("I32",)
 FP8 = ("F8_E4M3",)
 BYTES = ("I8",)
+UNSIGNED_BYTES = ("U8",)
+POWERS = ("U8", "F8_E8M0")
+"""Powers of two: the exponent plus 127."""
+
+UNREAD = (
+    *(".input_scale", ".activation_scale", ".input_global_scale", ".input_scale_ub", ".input_zero_point"),
+    *(".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_output_scale"),
+    *(".weight_shape", ".weight_zero_point"),
+)
+"""Ends of the names of tensors that a quantised checkpoint may have and that nothing needs: scales of what is rounded while
+a model runs, of keys and values among them, and zero points of symmetric weights."""
 
 _WORD_BITS = 32
 _MIDDLE = {4: 8, 8: 128}
 
 
 class StoredTensor(NamedTuple):
-    """What a format expects in a file: ``dtypes`` in safetensors' words; ``shapes``: those allowed."""
+    """What a format expects in a file: ``dtypes`` in safetensors' words; ``shapes``: those allowed, or none: any."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -55,11 +66,6 @@ class WeightScheme(Protocol):
         ...
 
     @property
-    def unread(self) -> tuple[str, ...]:
-        """Ends of the names of tensors that may be there and that nothing needs."""
-        ...
-
-    @property
     def zeros(self) -> tuple[str, ...]:
         """Ends of the names of tensors that may be there if all of their numbers are 0."""
         ...
@@ -68,8 +74,8 @@ class WeightScheme(Protocol):
         """Whether this weight is stored as codes."""
         ...
 
-    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
-        """The tensors of one weight. Raises ``ModelFilesError``: its shape cannot be stored so."""
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
+        """The tensors of one weight. Raises ``ModelFilesError``: its shape cannot be stored so, or tensors are ambiguous."""
         ...
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
@@ -84,7 +90,7 @@ class SchemesByName:
     """
 
     def __init__(self, usual: WeightScheme, chosen: Callable[[str], WeightScheme | None]) -> None:
-        self.name, self.unread, self.zeros = usual.name, usual.unread, usual.zeros
+        self.name, self.zeros = usual.name, usual.zeros
         self._chosen = cache(chosen)
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
@@ -92,9 +98,9 @@ class SchemesByName:
         scheme = self._chosen(base)
         return scheme is not None and scheme.holds(base, stored)
 
-    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
-        return self._of(base).tensors(base, shape)
+        return self._of(base).tensors(base, shape, stored)
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
@@ -104,6 +110,30 @@ class SchemesByName:
         scheme = self._chosen(base)
         assert scheme is not None  # It holds the weight.
         return scheme
+
+
+class SchemesByTensors:
+    """Weights of several forms, each as the first of ``schemes`` that holds it; see ``WeightScheme``."""
+
+    def __init__(self, name: str, *schemes: WeightScheme) -> None:
+        self.name = name
+        self.zeros = tuple(end for scheme in schemes for end in scheme.zeros)
+        self._schemes = schemes
+
+    def holds(self, base: str, stored: StoredTensors) -> bool:
+        """See ``WeightScheme``."""
+        return any(scheme.holds(base, stored) for scheme in self._schemes)
+
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
+        """See ``WeightScheme``."""
+        return self._of(base, stored).tensors(base, shape, stored)
+
+    def read(self, base: str, stored: StoredTensors) -> CodedWeight:
+        """See ``WeightScheme``."""
+        return self._of(base, stored).read(base, stored)
+
+    def _of(self, base: str, stored: StoredTensors) -> WeightScheme:
+        return next(scheme for scheme in self._schemes if scheme.holds(base, stored))
 
 
 def words_of(base: str, numbers: int, bits: int) -> int:
@@ -169,6 +199,26 @@ def grouping(group_of: Tensor, group: int, num_groups: int, base: str) -> Tensor
     if torch.equal(group_of.long(), torch.arange(len(group_of)) // group):
         return None
     return group_of.to(torch.int32)
+
+
+def wide(scales: Tensor) -> Tensor:
+    """Scales as float32, also those of ``POWERS``: what is not a number stays so."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
+def halves(stored: Tensor) -> Tensor:
+    """Float16s, ``[..., 2]`` bytes, as float32, ``[..., 1]``."""
+    return stored.contiguous().view(torch.float16).float()
+
+
+def parts_of_bytes(stored: Tensor, bits: int) -> Tensor:
+    """``[..., bytes]``: all bits of the first, ``bits`` at a time, the lowest first, then those of the next."""
+    return ((stored.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8)) & ((1 << bits) - 1)).flatten(-2)
+
+
+def pairs(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, ``[..., bytes]``, the first of a byte in its lower half: ``[..., 2 * bytes]``."""
+    return parts_of_bytes(codes, 4)
 
 
 def check_group_size(fields: ConfigFields, field: str) -> int | None:
