@@ -310,10 +310,13 @@ _REFUSED = {
         ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; allowed: FP8, FP8_PER_CHANNEL_PER_TOKEN"),
         ({"quant_algo": None}, "quant_algo None is not supported"),
         (
-            {"quantized_layers": {"a": {"quant_algo": "W4A16_AWQ"}}},
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A16_AWQ"}}},
             "quantized_layers: a: quant_algo 'W4A16_AWQ' is not supported",
         ),
-        ({"quantized_layers": {"a": "FP8"}}, "quantized_layers: a 'FP8' is not supported; allowed: an object"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
+            "quantized_layers: a 'FP8' is not supported; allowed: an object",
+        ),
     ],
     "fp4-quark": [
         ({"global_quant_config": None}, "global_quant_config None is not supported; allowed: an object with weight"),

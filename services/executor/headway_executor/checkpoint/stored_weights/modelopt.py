@@ -1,8 +1,8 @@
-"""Checkpoints of NVIDIA's Model Optimizer: floats of 8 bits (FP8) and of 4 bits (NVFP4).
+"""Checkpoints of NVIDIA's Model Optimizer: floats of 8 and of 4 bits.
 
 Owns: their description. Must not know: tensors, files, kernels.
 
-Which weight is stored in which way, the tensors say; the description names the ways, one for all or one for each weight.
+Where weights are stored in several ways, the description names that of each; the tensors say it, too.
 """
 
 from headway_executor.checkpoint.fields import ConfigFields
@@ -11,20 +11,28 @@ from headway_executor.checkpoint.stored_weights.float8 import Float8
 from headway_executor.checkpoint.stored_weights.scheme import SchemesByTensors, WeightScheme
 
 _NAME = "modelopt"
-_MIXED = "MIXED_PRECISION"
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
-_FLOATS = SchemesByTensors(
-    _NAME, Float8(_NAME), Float4(_NAME, ".weight", ".weight_scale", group=16, total=".weight_scale_2")
-)
+_FP8 = Float8(_NAME)
+_NVFP4 = Float4(_NAME, ".weight", ".weight_scale", group=16, total=".weight_scale_2")
+_SCHEMES: dict[str, WeightScheme] = {
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "MXFP8": Float8(_NAME, block=(1, 32)),
+    "W4A8_MXFP4_FP8": Float4(_NAME, ".weight", ".weight_scale"),
+}
+_MIXED, _OF_MIXED = "MIXED_PRECISION", ("FP8", "NVFP4", "W4A16_NVFP4")
 
 
 def modelopt_of(fields: ConfigFields) -> WeightScheme:
     """The format that a ``quantization_config`` describes. Raises ``ModelFilesError``: it is another."""
     algorithm = fields.values.get("quant_algo")
-    if algorithm not in (*_ALGORITHMS, _MIXED):
-        raise fields.refuse("quant_algo", ", ".join((*_ALGORITHMS, _MIXED)))
+    if isinstance(algorithm, str) and algorithm in _SCHEMES:
+        return _SCHEMES[algorithm]
+    if algorithm != _MIXED:
+        raise fields.refuse("quant_algo", ", ".join((*_SCHEMES, _MIXED)))
     layers = fields.section("quantized_layers") or ConfigFields("", {})
     for own in filter(None, map(layers.section, layers.values)):
-        if own.values.get("quant_algo") not in _ALGORITHMS:
-            raise own.refuse("quant_algo", ", ".join(_ALGORITHMS))
-    return _FLOATS
+        if own.values.get("quant_algo") not in _OF_MIXED:
+            raise own.refuse("quant_algo", ", ".join(_OF_MIXED))
+    return SchemesByTensors(_NAME, _FP8, _NVFP4)
