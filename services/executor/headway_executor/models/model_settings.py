@@ -49,14 +49,10 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
         )
     if config.kv_cache_dtype == "auto" and asks_for_kv_codes(Path(config.model)):
         config.warn(
-            f"the checkpoint is meant for keys and values of few bits; they are kept in {_name_of(dtype)}, which is more exact; "
-            "kv_cache_dtype fp8 keeps them in 8 bits, with scales of its own"
+            f"the checkpoint is meant for keys and values of few bits; kv_cache_dtype auto keeps them in {dtype}, which is "
+            "more exact and takes more memory"
         )
     return ModelSettings(model_config, dtype, max_model_len)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return next(name for name, value in _DTYPES.items() if value == dtype)
 
 
 def device_of(config: BackendConfig) -> torch.device:
