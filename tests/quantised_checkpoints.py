@@ -30,10 +30,13 @@ _Store = Callable[[np.random.Generator, str, tuple[int, ...]], _Stored]
 def _words(numbers: _Ints, bits: int, axis: int) -> Tensor:
     """Unsigned integers, the first in the lowest bits, along an axis; the last word may have some left over."""
     along = np.moveaxis(numbers, axis, 0)
-    per_word = 32 // bits
-    words = np.zeros((-(-len(along) // per_word), *along.shape[1:]), np.uint64)
+    words = np.zeros((-(-len(along) * bits // 32) + 1, *along.shape[1:]), np.uint64)
     for place, numbers_here in enumerate(along):
-        words[place // per_word] |= numbers_here.astype(np.uint64) << np.uint64(bits * (place % per_word))
+        word, shift = divmod(place * bits, 32)
+        wide = numbers_here.astype(np.uint64) << np.uint64(shift)
+        words[word] |= wide & np.uint64(0xFFFFFFFF)
+        words[word + 1] |= wide >> np.uint64(32)
+    words = words[:-1]
     return torch.from_numpy(np.moveaxis(words.astype(np.uint32).view(np.int32), 0, axis).copy())
 
 
@@ -305,6 +308,8 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "gptq-own-orders": (_gptq_config(desc_act=True), _gptq(4, act_order=True, own_order=True)),
     "gptq-symmetric": (_gptq_config(sym=True), _gptq(4, symmetric=True)),
     "gptq-v2": (_gptq_config(checkpoint_format="gptq_v2"), _gptq(4, less=0)),
+    "gptq-2": (_gptq_config(2), _gptq(2)),
+    "gptq-3": (_gptq_config(3), _gptq(3)),
     "gptq-8": (_gptq_config(8), _gptq(8)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
     "w4a16": (_compressed("pack-quantized", **_integers(4, "group", GROUP)), _packed(4)),
@@ -312,6 +317,11 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
         _compressed("pack-quantized", **_integers(4, "group", GROUP, symmetric=False)),
         _packed(4, symmetric=False),
     ),
+    "w3a16-zeros": (
+        _compressed("pack-quantized", **_integers(3, "group", GROUP, symmetric=False)),
+        _packed(3, symmetric=False),
+    ),
+    "w6a16": (_compressed("pack-quantized", **_integers(6, "group", GROUP)), _packed(6)),
     "w4a16-channel": (_compressed("pack-quantized", **_integers(4, "channel")), _packed(4, group=None)),
     "w8a16": (_compressed("pack-quantized", **_integers(8, "group", GROUP)), _packed(8)),
     "w8a8": (_compressed("int-quantized", **_integers(8, "channel")), _bytes()),

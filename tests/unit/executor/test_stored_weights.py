@@ -29,7 +29,7 @@ from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
 from quantised_checkpoints import KINDS, LINEAR, MIXED_KINDS, STACKS, change_config, quantise
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
-_FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
+_FORMS = dict.fromkeys(("gptq-8", "w8a16", "w6a16"), CodeForm.CODES8) | dict.fromkeys(
     [kind for kind in KINDS if kind.startswith(("w8a8", "bnb"))], CodeForm.CODES8
 )
 
@@ -269,10 +269,10 @@ _REFUSED = {
         ({"quant_method": ["gptq"]}, "quant_method ['gptq'] is not supported"),
         ({"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq']"),
         ({"bits": 4.5}, "bits 4.5 is not supported"),
-        ({"bits": 3}, "bits 3 is not supported; allowed: 4 or 8"),
+        ({"bits": 5}, "bits 5 is not supported; allowed: 2, 3, 4, 8"),
         ({"group_size": 20}, "group_size 20 is not supported"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        ({"dynamic": {"+:.*": {"bits": 3}}}, "dynamic: '+:.*': bits 3 is not supported; allowed: 4 or 8"),
+        ({"dynamic": {"+:.*": {"bits": 5}}}, "dynamic: '+:.*': bits 5 is not supported; allowed: 2, 3, 4, 8"),
         ({"dynamic": {".*": {"format": "marlin"}}}, "dynamic: '.*': format 'marlin' is not supported"),
         ({"dynamic": {".*": 4}}, "dynamic: .* 4 is not supported; allowed: an object"),
         ({"dynamic": {"-:(.*)*": {}}}, "dynamic: pattern '(.*)*' could take too long"),
@@ -296,7 +296,10 @@ _REFUSED = {
         ({"packing_format": None}, "packing_format None is not supported; allowed: auto_round, auto_round:auto_awq"),
         ({"act_bits": 8}, "act_bits 8 is not supported; allowed: 16"),
         ({"data_type": "nv_fp"}, "data_type 'nv_fp' is not supported; allowed: int"),
-        ({"extra_config": {"k_proj": {"bits": 2}}}, "extra_config: k_proj: bits 2 is not supported; allowed: 4 or 8"),
+        (
+            {"extra_config": {"k_proj": {"bits": 5}}},
+            "extra_config: k_proj: bits 5 is not supported; allowed: 2, 3, 4, 8",
+        ),
         ({"extra_config": {"(a+)+": {"bits": 8}}}, "could take too long"),
         ({"rotation_config": {"kind": "hadamard"}}, "rotation_config"),
     ],
@@ -383,7 +386,7 @@ def test_a_variant_that_cannot_be_read_is_refused_by_name(tmp_path, kind, change
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_bits": 3}, "num_bits 3"),
+        ({"num_bits": 9}, "num_bits 9"),
         ({"type": "float"}, "type 'float' is not supported; allowed: int"),
         ({"strategy": "block"}, "strategy 'block'"),
         ({"dynamic": True}, "dynamic True"),
@@ -421,7 +424,7 @@ def test_groups_of_their_own_need_the_tensor_that_names_them(tmp_path, kind, ten
             read_checked(tmp_path / "model", f"{base}.weight")
 
 
-@pytest.mark.parametrize(("kind", "ones"), [("gptq", 0x11111111), ("gptq-8", 0x01010101)])
+@pytest.mark.parametrize(("kind", "ones"), [("gptq-2", 0x55555555), ("gptq", 0x11111111), ("gptq-8", 0x01010101)])
 def test_a_zero_of_0_borrows_from_its_neighbour(tmp_path, kind, ones):
     """GPTQModel takes one from each zero by one subtraction of words, and adds it so."""
     written(tmp_path / "model", kind)
@@ -454,7 +457,7 @@ def test_a_format_may_be_described_in_a_file_of_its_own(tmp_path, kind, file, de
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
     bits = {"w_bit", "bits"} & described.keys()
-    (tmp_path / "model" / file).write_text(json.dumps(described | dict.fromkeys(bits, 3)))
+    (tmp_path / "model" / file).write_text(json.dumps(described | dict.fromkeys(bits, 5)))
     with pytest.raises(ModelFilesError, match=f"{file}: bits .* is not supported"):
         Checkpoint(tmp_path / "model")
     change_config(tmp_path / "model", quantization_config=KINDS[kind][0])

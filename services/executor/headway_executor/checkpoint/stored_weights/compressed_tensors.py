@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: integers of 4 and 8 bits, and floats of 4 and 8 bits.
+"""Checkpoints of compressed-tensors: integers of 2 to 8 bits, and floats of 4 and 8 bits.
 
 Owns: their description, the tensors of integers. Must not know: files, kernels.
 
@@ -218,10 +218,10 @@ def _of_weights(weights: ConfigFields, *, is_packed: bool) -> CompressedTensors 
     kind = weights.values.get("type", "int")
     if kind not in ("int", "float") or (is_packed and kind == "float"):
         raise weights.refuse("type", "int" if is_packed else "int or float")
-    allowed = (8,) if kind == "float" else (4, 8)
+    allowed = (8,) if kind == "float" else tuple(range(2, 9))
     bits = weights.integer("num_bits", 8)
     if bits not in allowed:
-        raise weights.refuse("num_bits", " or ".join(map(str, allowed)))
+        raise weights.refuse("num_bits", ", ".join(map(str, allowed)))
     if weights.values.get("dynamic"):
         raise weights.refuse("dynamic", "false")
     size = check_group_size(weights, "group_size")

@@ -3,6 +3,7 @@
 Owns: the interface of a format, integers packed into words, groups of inputs. Must not know: any one format, files.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
+from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight, CodeForm
 
 FLOATS = ("F32", "BF16", "F16")
 WORDS = ("I32",)
@@ -31,7 +32,8 @@ UNREAD = (
 a model runs, of keys and values among them, and zero points of symmetric weights."""
 
 _WORD_BITS = 32
-_MIDDLE = {4: 8, 8: 128}
+_FEW_BITS, _MIDDLE = 4, 8
+"""Codes of at most so many bits are kept in 4, around this one."""
 
 
 class StoredTensor(NamedTuple):
@@ -138,12 +140,18 @@ class SchemesByTensors:
 
 def words_of(base: str, numbers: int, bits: int) -> int:
     """How many words hold so many integers. Raises ``ModelFilesError``: the last one is not full."""
-    per_word = _WORD_BITS // bits
-    if numbers % per_word:
+    count, size = _run_of(bits)
+    if numbers % count:
         raise ModelFilesError(
-            f"{base}: a width of {numbers} is not allowed with {bits} bits; allowed: multiples of {per_word}"
+            f"{base}: a width of {numbers} is not allowed with {bits} bits; allowed: multiples of {count}"
         )
-    return numbers // per_word
+    return numbers // count * size
+
+
+def _run_of(bits: int) -> tuple[int, int]:
+    """So many integers fill so many words."""
+    shared = math.gcd(_WORD_BITS, bits)
+    return _WORD_BITS // shared, bits // shared
 
 
 def groups_of(inputs: int, group: int) -> int:
@@ -154,19 +162,21 @@ def groups_of(inputs: int, group: int) -> int:
 def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
     """The unsigned integers in 32-bit ``words``, the lowest bits first, along ``dim`` of two: uint8.
 
-    ``order[i]``: the place of a word's i-th integer among its neighbours; None: i.
+    An integer may begin in one word and end in the next. ``order[i]``: the place of a word's i-th integer among its
+    neighbours; None: i.
     """
-    per_word = _WORD_BITS // bits
-    places = list(range(per_word))
-    if order is not None:
-        places = [list(order).index(place) for place in places]
-    shifts = torch.tensor(places, dtype=torch.int32) * bits
-    parts = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    parts = parts.to(torch.uint8)
-    rows, columns = words.shape
-    if dim == 1:
-        return parts.view(rows, columns * per_word)
-    return parts.movedim(-1, 1).reshape(rows * per_word, columns)
+    if dim == 0:
+        return unpacked(words.t(), bits, 1, order).t()
+    count, size = _run_of(bits)
+    runs = words.reshape(len(words), -1, size)
+    found = torch.empty(*runs.shape[:2], count, dtype=torch.uint8)
+    for place in range(count):
+        word, shift = divmod(place * bits, _WORD_BITS)
+        numbers, kept = runs[..., word] >> shift, _WORD_BITS - shift
+        if kept < bits:
+            numbers = numbers & ((1 << kept) - 1) | runs[..., word + 1] << kept
+        found[..., place if order is None else order[place]] = (numbers & ((1 << bits) - 1)).to(torch.uint8)
+    return found.flatten(1)
 
 
 def of_integers(
@@ -177,15 +187,12 @@ def of_integers(
     ``codes`` uint8, ``[outputs, inputs]``, unsigned with ``bits`` bits; ``zeros`` integers, ``[outputs, groups]``, or None
     for the middle code; ``scales`` floating, ``[outputs, groups]``.
     """
-    wide = scales.float()
-    middle = _MIDDLE[bits]
-    if zeros is not None and bool((zeros == middle).all()):
-        zeros = None
-    if bits == 4:
-        minima = None if zeros is None else -zeros.float() * wide
-        return CodedWeight(CodeForm.CODES4, codes, wide, group, minima, group_of)
-    minima = None if zeros is None else (middle - zeros.float()) * wide
-    return CodedWeight(CodeForm.CODES8, (codes ^ middle).view(torch.int8), wide, group, minima, group_of)
+    numbers, middle = scales.float(), 1 << (bits - 1)
+    form, kept_middle = (CodeForm.CODES4, _MIDDLE) if bits <= _FEW_BITS else (CodeForm.CODES8, 0)
+    kept = (codes + (kept_middle - middle)).view(CODE_DTYPES[form])
+    if zeros is None or bool((zeros == middle).all()):
+        return CodedWeight(form, kept, numbers, group, None, group_of)
+    return CodedWeight(form, kept, numbers, group, (middle - kept_middle - zeros.float()) * numbers, group_of)
 
 
 def grouping(group_of: Tensor, group: int, num_groups: int, base: str) -> Tensor | None:
