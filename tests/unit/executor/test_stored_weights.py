@@ -496,6 +496,27 @@ def test_scales_that_are_powers_of_two_may_be_floats(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "described",
+    [
+        {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "config_groups": {},
+            "kv_cache_scheme": {"num_bits": 8},
+        },
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    ],
+)
+def test_keys_and_values_alone_may_be_meant_to_be_quantised(tmp_path, described):
+    write_checkpoint(tmp_path / "model", **_SIZES)
+    change_config(tmp_path / "model", quantization_config=described)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = load_file(tmp_path / "model" / "model.safetensors")[name]
+    damaged(tmp_path / "model", lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    assert torch.equal(read_checked(tmp_path / "model", name), stored)
+
+
+@pytest.mark.parametrize(
     ("described", "said"),
     [
         ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, None),

@@ -22,6 +22,7 @@ from headway_executor.checkpoint.stored_weights.scheme import (
     FLOATS,
     WORDS,
     SchemesByName,
+    SchemesByTensors,
     StoredTensor,
     StoredTensors,
     WeightScheme,
@@ -136,6 +137,8 @@ class CompressedTensors:
 
 def compressed_tensors_of(fields: ConfigFields) -> WeightScheme:
     """The format that a ``quantization_config`` describes. Raises ``ModelFilesError``: it is another."""
+    if not fields.values.get("config_groups") and fields.values.get("kv_cache_scheme"):
+        return SchemesByTensors(_NAME)
     if fields.values.get("format") not in (*_FORMATS, _MIXED):
         raise fields.refuse("format", ", ".join((*_FORMATS, _MIXED)))
     sparsity = fields.section("sparsity_config")

@@ -29,6 +29,8 @@ def modelopt_of(fields: ConfigFields) -> WeightScheme:
     algorithm = fields.values.get("quant_algo")
     if isinstance(algorithm, str) and algorithm in _SCHEMES:
         return _SCHEMES[algorithm]
+    if algorithm is None and (fields.values.get("kv_cache_scheme") or fields.values.get("kv_cache_quant_algo")):
+        return SchemesByTensors(_NAME)
     if algorithm != _MIXED:
         raise fields.refuse("quant_algo", ", ".join((*_SCHEMES, _MIXED)))
     layers = fields.section("quantized_layers") or ConfigFields("", {})

@@ -115,7 +115,10 @@ class SchemesByName:
 
 
 class SchemesByTensors:
-    """Weights of several forms, each as the first of ``schemes`` that holds it; see ``WeightScheme``."""
+    """Weights of several forms, each as the first of ``schemes`` that holds it; see ``WeightScheme``.
+
+    Without any, no weight is quantised: keys and values alone are meant to be.
+    """
 
     def __init__(self, name: str, *schemes: WeightScheme) -> None:
         self.name = name
