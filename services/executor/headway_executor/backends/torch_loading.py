@@ -235,8 +235,8 @@ def _kernels(
 def _warn_of_widening(config: BackendConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
     if checkpoint.format is not None:
         config.warn(
-            f"torch operators have no codes: the weights of the checkpoint ({checkpoint.format}) are widened to {dtype}, and "
-            "take its memory"
+            f"torch operators have no codes: the weights of the checkpoint ({checkpoint.format}) are widened to "
+            f"{str(dtype).removeprefix('torch.')}, and take its memory"
         )
 
 

@@ -158,9 +158,8 @@ class DeviceWeights:
         codes = coded(weight)
         if codes is None and not self._has_warned:
             self._has_warned = True
-            self._warn(
-                f"no kernel has some of the checkpoint's codes; they are widened to {self._dtype}, and take its memory"
-            )
+            name = str(self._dtype).removeprefix("torch.")
+            self._warn(f"no kernel has some of the checkpoint's codes; they are widened to {name}, and take its memory")
         return codes or weight.float(), bias
 
     def _quantised(self, weight: Tensor) -> DeviceWeight | None:

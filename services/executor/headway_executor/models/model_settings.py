@@ -49,8 +49,8 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
         )
     if config.kv_cache_dtype == "auto" and asks_for_kv_codes(Path(config.model)):
         config.warn(
-            f"the checkpoint is meant for keys and values of few bits; kv_cache_dtype auto keeps them in {dtype}, which is "
-            "more exact and takes more memory"
+            f"the checkpoint is meant for keys and values of few bits; kv_cache_dtype auto keeps them in {str(dtype).removeprefix('torch.')}, "
+            "which is more exact and takes more memory"
         )
     return ModelSettings(model_config, dtype, max_model_len)
 

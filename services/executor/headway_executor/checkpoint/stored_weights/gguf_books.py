@@ -73,7 +73,7 @@ def _signs(sevens: Tensor) -> Tensor:
     eighth = sevens
     for shift in (4, 2, 1):
         eighth = eighth ^ (eighth >> shift)
-    return _each(sevens | (eighth & 1) << 7, tuple(range(8)), 1)
+    return parts_of_bytes((sevens | (eighth & 1) << 7).to(torch.uint8), 1)
 
 
 def _small(scales: Tensor, stored: Tensor, unit: float) -> Tensor:
