@@ -19,8 +19,8 @@ typedef struct {
     float numbers[CODES_OF_TABLE];
 } code_table;
 
-/* A table of these numbers. `integers`, of those that are integers of 8 bits, are what the instruction takes: with `added`,
- * they may be beyond bytes that have a sign. */
+/* A table of these numbers. `integers`, of those that are integers of 8 bits, are what the instruction takes: with
+ * `added`, they may be beyond bytes that have a sign. */
 static inline code_table table_of(const float *numbers, int added) {
     code_table made;
     for (int code = 0; code < CODES_OF_TABLE; code++) {
