@@ -78,8 +78,7 @@ class CodedWeight:
         """Whether codes are integers, and each group consists of one or several blocks."""
         if self.group_of is not None or not self.has_integers:
             return False
-        has_small_groups = self.form is not CodeForm.TABLE4 and self.group == _SMALL_BLOCK
-        return has_small_groups or self.scales.shape[1] == 1 or self.group % _BLOCK == 0
+        return self.group == _SMALL_BLOCK or self.scales.shape[1] == 1 or self.group % _BLOCK == 0
 
     @property
     def shape(self) -> tuple[int, int]:
