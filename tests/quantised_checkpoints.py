@@ -114,6 +114,20 @@ def _packed(bits: int, *, symmetric: bool = True, group: int | None = GROUP) -> 
     return store
 
 
+def _mlx(bits: int) -> _Store:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+        codes, groups = draw.integers(0, 1 << bits, shape), (shape[0], shape[1] // GROUP)
+        scales = (_scales(draw, *groups, dtype=torch.float32) * (8 / (1 << bits))).bfloat16()
+        minima = torch.from_numpy(draw.uniform(-0.1, 0.1, groups)).bfloat16()
+        return {
+            f"{base}.weight": _words(codes, bits, 1).view(torch.uint32),
+            f"{base}.scales": scales,
+            f"{base}.biases": minima,
+        }, codes * _wide(scales).repeat(GROUP, 1) + _wide(minima).repeat(GROUP, 1)
+
+    return store
+
+
 def _bytes(*, per_tensor: bool = False, symmetric: bool = True, bits: int = 8) -> _Store:
     def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
         half = 1 << (bits - 1)
@@ -353,6 +367,10 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     ),
     "fp4-modelopt": (_modelopt("NVFP4", group_size=16), _float4("weight", "weight_scale_2")),
     "fp4-quark": (_quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"), _float4("weight")),
+    "mlx": ({"quant_method": "mlx", "bits": 4, "group_size": GROUP}, _mlx(4)),
+    "mlx-3": ({"quant_method": "mlx", "bits": 3, "group_size": GROUP, "mode": "affine"}, _mlx(3)),
+    "mlx-6": ({"quant_method": "mlx", "bits": 6, "group_size": GROUP}, _mlx(6)),
+    "mlx-8": ({"quant_method": "mlx", "bits": 8, "group_size": GROUP}, _mlx(8)),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _bnb4(is_nested=False)),
     "nf4-nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _bnb4(is_nested=True)),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bnb8),

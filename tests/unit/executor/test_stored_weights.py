@@ -29,7 +29,7 @@ from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
 from quantised_checkpoints import KINDS, LINEAR, MIXED_KINDS, STACKS, change_config, quantise
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
-_FORMS = dict.fromkeys(("gptq-8", "w8a16", "w6a16"), CodeForm.CODES8) | dict.fromkeys(
+_FORMS = dict.fromkeys(("gptq-8", "w8a16", "w6a16", "mlx-6", "mlx-8"), CodeForm.CODES8) | dict.fromkeys(
     [kind for kind in KINDS if kind.startswith(("w8a8", "bnb"))], CodeForm.CODES8
 )
 
@@ -493,6 +493,47 @@ def test_scales_that_are_powers_of_two_may_be_floats(tmp_path):
     change_config(tmp_path / "model", quantization_config=KINDS["fp8-blocks"][0] | {"scale_fmt": "ue8m0"})
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("beside", [None, {"group_size": 32, "bits": 4}])
+def test_mlx_describes_weights_in_a_field_of_its_own(tmp_path, beside):
+    """Some with other fields, some as not quantised; embeddings are quantised as well."""
+    write_checkpoint(tmp_path / "model", **_SIZES)
+    shutil.copytree(tmp_path / "model", tmp_path / "eight")
+    of_4, of_8 = (
+        load_file(quantise(tmp_path / name, kind) / "model.safetensors")
+        for name, kind in (("model", "mlx"), ("eight", "mlx-8"))
+    )
+    value, down, gate = (
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.0.mlp.gate_proj",
+    )
+    wide = of_4 | {f"{value}.weight": of_8[f"{value}.weight"], "model.embed_tokens.weight": of_4[f"{gate}.weight"]}
+    tensors, bytes_ = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "eight"))
+    for end in ("weight", "scales", "biases"):
+        tensors[f"{value}.{end}"] = bytes_[f"{value}.{end}"]
+        tensors[f"model.embed_tokens.{end}"] = tensors[f"{gate}.{end}"].clone()
+        del tensors[f"{down}.{end}"]
+    tensors[f"{down}.weight"] = wide[f"{down}.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    described = {"group_size": 32, "bits": 4, value: {"group_size": 32, "bits": 8}, down: False}
+    change_config(tmp_path / "model", quantization=described, quantization_config=beside)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        for name, weight in wide.items():
+            torch.testing.assert_close(checkpoint.read(name).float(), weight.float(), rtol=1e-6, atol=1e-7)
+    for changes, said in (
+        (
+            {value: {"group_size": 32, "bits": 7}},
+            f"config.json: quantization: {value}: bits 7 is not supported; allowed: 2",
+        ),
+        ({"mode": "mxfp4"}, "config.json: quantization: mode 'mxfp4' is not supported; allowed: affine"),
+        ({"group_size": 0}, "config.json: quantization: group_size 0 is not supported; allowed: 16, 32"),
+    ):
+        change_config(tmp_path / "model", quantization=described | changes)
+        with pytest.raises(ModelFilesError, match=said):
+            Checkpoint(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

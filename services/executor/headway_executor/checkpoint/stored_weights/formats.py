@@ -15,6 +15,7 @@ from headway_executor.checkpoint.stored_weights.float4 import MXFP4
 from headway_executor.checkpoint.stored_weights.float8 import Float8, float8_of
 from headway_executor.checkpoint.stored_weights.gguf_blocks import GgufBlocks
 from headway_executor.checkpoint.stored_weights.gptq import gptq_of
+from headway_executor.checkpoint.stored_weights.mlx import mlx_of
 from headway_executor.checkpoint.stored_weights.modelopt import modelopt_of
 from headway_executor.checkpoint.stored_weights.quark import quark_of
 from headway_executor.checkpoint.stored_weights.scheme import WeightScheme
@@ -28,6 +29,7 @@ _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
     "fp8": float8_of,
     "gguf": lambda _: GgufBlocks(),
     "gptq": gptq_of,
+    "mlx": mlx_of,
     "modelopt": modelopt_of,
     "mxfp4": lambda _: MXFP4,
     "quark": quark_of,
@@ -68,7 +70,10 @@ def asks_for_kv_codes(directory: Path) -> bool:
 
 
 def _description_in(directory: Path) -> ConfigFields | None:
-    described = read_json_object(directory / CONFIG_FILE).section("quantization_config")
+    config = read_json_object(directory / CONFIG_FILE)
+    described, of_mlx = config.section("quantization_config"), config.values.get("quantization")
+    if isinstance(of_mlx, dict) and (described is None or "quant_method" not in described.values):
+        return ConfigFields(f"{config.source}: quantization", {"quant_method": "mlx", **of_mlx})
     for name, method in _BESIDE.items():
         if described is None and (directory / name).is_file():
             whole = read_json_object(directory / name)

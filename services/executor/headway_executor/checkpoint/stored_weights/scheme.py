@@ -198,6 +198,14 @@ def of_integers(
     return CodedWeight(form, kept, numbers, group, (middle - kept_middle - zeros.float()) * numbers, group_of)
 
 
+def with_minima(codes: Tensor, scales: Tensor, minima: Tensor, *, bits: int, group: int) -> CodedWeight:
+    """A weight ``code * scale + minimum``; see ``of_integers``. ``minima`` as ``scales``, both float32."""
+    if bits <= _FEW_BITS:
+        return CodedWeight(CodeForm.CODES4, codes, scales, group, minima)
+    middle = 1 << (bits - 1)
+    return CodedWeight(CodeForm.CODES8, (codes - middle).view(torch.int8), scales, group, minima + scales * middle)
+
+
 def grouping(group_of: Tensor, group: int, num_groups: int, base: str) -> Tensor | None:
     """The group of each input, int32; None if groups are consecutive.
 
