@@ -30,10 +30,13 @@ _Store = Callable[[np.random.Generator, str, tuple[int, ...]], _Stored]
 def _words(numbers: _Ints, bits: int, axis: int) -> Tensor:
     """Unsigned integers, the first in the lowest bits, along an axis; the last word may have some left over."""
     along = np.moveaxis(numbers, axis, 0)
-    per_word = 32 // bits
-    words = np.zeros((-(-len(along) // per_word), *along.shape[1:]), np.uint64)
+    words = np.zeros((-(-len(along) * bits // 32) + 1, *along.shape[1:]), np.uint64)
     for place, numbers_here in enumerate(along):
-        words[place // per_word] |= numbers_here.astype(np.uint64) << np.uint64(bits * (place % per_word))
+        word, shift = divmod(place * bits, 32)
+        wide = numbers_here.astype(np.uint64) << np.uint64(shift)
+        words[word] |= wide & np.uint64(0xFFFFFFFF)
+        words[word + 1] |= wide >> np.uint64(32)
+    words = words[:-1]
     return torch.from_numpy(np.moveaxis(words.astype(np.uint32).view(np.int32), 0, axis).copy())
 
 
@@ -111,36 +114,135 @@ def _packed(bits: int, *, symmetric: bool = True, group: int | None = GROUP) -> 
     return store
 
 
-def _bytes(*, per_tensor: bool = False, symmetric: bool = True) -> _Store:
+def _mlx(bits: int) -> _Store:
     def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
-        codes = draw.integers(-128, 128, shape)
-        scales = _scales(draw, *((1,) if per_tensor else (shape[0], 1)), dtype=torch.float32) / 16
+        codes, groups = draw.integers(0, 1 << bits, shape), (shape[0], shape[1] // GROUP)
+        scales = (_scales(draw, *groups, dtype=torch.float32) * (8 / (1 << bits))).bfloat16()
+        minima = torch.from_numpy(draw.uniform(-0.1, 0.1, groups)).bfloat16()
+        return {
+            f"{base}.weight": _words(codes, bits, 1).view(torch.uint32),
+            f"{base}.scales": scales,
+            f"{base}.biases": minima,
+        }, codes * _wide(scales).repeat(GROUP, 1) + _wide(minima).repeat(GROUP, 1)
+
+    return store
+
+
+def _bytes(*, per_tensor: bool = False, symmetric: bool = True, bits: int = 8) -> _Store:
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+        half = 1 << (bits - 1)
+        codes = draw.integers(-half, half, shape)
+        scales = _scales(draw, *((1,) if per_tensor else (shape[0], 1)), dtype=torch.float32) * (8 / half)
         zeros = np.zeros((shape[0], 1), np.int64)
         stored = {f"{base}.weight": torch.from_numpy(codes.astype(np.int8)), f"{base}.weight_scale": scales}
         if not symmetric:
-            zeros = draw.integers(-128, 128, zeros.shape)
+            zeros = draw.integers(-half, half, zeros.shape)
             stored[f"{base}.weight_zero_point"] = torch.from_numpy(zeros.astype(np.int8))
         return stored, (codes - zeros) * _wide(scales)
 
     return store
 
 
-def _float8(kind: str, scale_name: str = "weight_scale", *, is_static: bool = False) -> _Store:
+def _float8(
+    kind: str, scale_name: str = "weight_scale", *, is_static: bool = False, powers: torch.dtype | None = None
+) -> _Store:
+    """``powers``: scales are powers of two, in this dtype."""
+
     def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
         codes = torch.from_numpy(draw.normal(0, 30, shape)).to(torch.float8_e4m3fn)
         codes[0, 0], codes[0, 1] = 2**-9, -448  # The smallest and the largest.
-        counts = tuple(-(-size // block) for size, block in zip(shape, BLOCK, strict=True))
-        shapes = {"tensor": (), "channel": (shape[0], 1), "block": counts}
-        scales = _scales(draw, *shapes[kind], dtype=torch.float32) / 4
+        block = {"block": BLOCK, "group": (1, GROUP)}.get(kind, (1, 1))
+        counts = tuple(-(-size // per_block) for size, per_block in zip(shape, block, strict=True))
+        shapes = {"tensor": (), "channel": (shape[0], 1)}
+        scales = _scales(draw, *shapes.get(kind, counts), dtype=torch.float32) / 4
         wide = _wide(scales)
-        if kind == "block":
-            wide = wide.repeat(BLOCK[0], 0).repeat(BLOCK[1], 1)[: shape[0], : shape[1]]
+        if powers is not None:
+            exponents = draw.integers(118, 121, counts)
+            scales, wide = torch.from_numpy(exponents.astype(np.uint8)).view(powers), 2.0 ** (exponents - 127)
+        if kind in ("block", "group"):
+            wide = wide.repeat(block[0], 0).repeat(block[1], 1)[: shape[0], : shape[1]]
         stored = {f"{base}.weight": codes, f"{base}.{scale_name}": scales}
         if is_static:
             stored[f"{base}.input_scale"] = torch.tensor(0.5)
+            stored[f"{base}.k_scale"] = torch.tensor(0.25)
         return stored, codes.double().numpy() * wide
 
     return store
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _in_pairs(codes: _Ints, *, high_first: bool = False) -> Tensor:
+    """Two codes of 4 bits in a byte."""
+    first, second = codes[..., 0::2], codes[..., 1::2]
+    if high_first:
+        first, second = second, first
+    return torch.from_numpy((first | second << 4).astype(np.uint8))
+
+
+def _float4(codes_name: str, total: str | None = None) -> _Store:
+    """``total`` None: MXFP4; else NVFP4, with this name for the number that scales all; a global one divides."""
+
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+        codes = draw.integers(0, 16, shape)
+        stored = {f"{base}.{codes_name}": _in_pairs(codes)}
+        if total is None:
+            exponents = draw.integers(120, 124, (shape[0], shape[1] // 32))
+            stored[f"{base}.weight_scale"] = torch.from_numpy(exponents.astype(np.uint8))
+            return stored, _E2M1[codes] * 2.0 ** (exponents - 127).repeat(32, 1)
+        scales = torch.from_numpy(draw.uniform(8, 448, (shape[0], shape[1] // 16))).to(torch.float8_e4m3fn)
+        factor = torch.tensor([draw.uniform(1e-4, 2e-4)], dtype=torch.float32)
+        divides = "global" in total
+        stored |= {f"{base}.weight_scale": scales, f"{base}.{total}": 1 / factor if divides else factor[0]}
+        exact = 1 / (1 / factor).double() if divides else factor.double()
+        return stored, _E2M1[codes] * (scales.double() * exact).numpy().repeat(16, 1)
+
+    return store
+
+
+_NF4 = np.array(
+    (
+        *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105003, 0.0),
+        *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+    ),
+    dtype=np.float32,
+)
+
+
+def _bnb4(*, is_nested: bool) -> _Store:
+    """Blocks of 16 weights, so that several stand in a row, and 24 scales with one scale of theirs."""
+
+    def store(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+        codes, blocks = draw.integers(0, 16, shape), shape[0] * shape[1] // 16
+        state: dict[str, object] = {"quant_type": "nf4", "blocksize": 16, "dtype": "bfloat16", "shape": list(shape)}
+        stored = {
+            f"{base}.weight": _in_pairs(codes.reshape(-1), high_first=True)[:, None],
+            f"{base}.weight.quant_map": torch.from_numpy(_NF4.copy()),
+        }
+        scales = draw.uniform(0.05, 0.3, blocks).astype(np.float32)
+        if is_nested:
+            places, map_of_scales = draw.integers(0, 256, blocks), np.linspace(-1, 1, 256, dtype=np.float32)
+            sizes, offset = draw.uniform(0.02, 0.05, -(-blocks // 24)).astype(np.float32), np.float32(0.1)
+            scales = map_of_scales[places] * sizes.repeat(24)[:blocks] + offset
+            stored[f"{base}.weight.absmax"] = torch.from_numpy(places.astype(np.uint8))
+            stored[f"{base}.weight.nested_absmax"] = torch.from_numpy(sizes)
+            stored[f"{base}.weight.nested_quant_map"] = torch.from_numpy(map_of_scales)
+            state |= {"nested_blocksize": 24, "nested_dtype": "float32", "nested_offset": float(offset)}
+        else:
+            stored[f"{base}.weight.absmax"] = torch.from_numpy(scales)
+        in_bytes = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+        stored[f"{base}.weight.quant_state.bitsandbytes__nf4"] = torch.from_numpy(in_bytes)
+        return stored, _NF4[codes].astype(np.float64) * scales.reshape(shape[0], -1).repeat(16, 1)
+
+    return store
+
+
+def _bnb8(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+    codes, largest = draw.integers(-127, 128, shape), draw.uniform(0.1, 0.3, shape[0]).astype(np.float32)
+    stored = {f"{base}.weight": torch.from_numpy(codes.astype(np.int8)), f"{base}.SCB": torch.from_numpy(largest)}
+    stored[f"{base}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
+    return stored, codes * largest[:, None].astype(np.float64) / 127
 
 
 def _plain(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
@@ -160,13 +262,11 @@ def _by_name(*stores: tuple[str, _Store], otherwise: _Store) -> _Store:
 def _mxfp4(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
     """A stack ``[count, inputs, outputs]``."""
     count, inputs, outputs = shape
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = draw.integers(0, 16, (count, outputs, inputs))
     exponents = draw.integers(120, 124, (count, outputs, inputs // 32))
-    dense = values[codes] * 2.0 ** (exponents - 127).repeat(32, -1)
-    pairs = codes.reshape(count, outputs, -1, 16, 2)
+    dense = _E2M1[codes] * 2.0 ** (exponents - 127).repeat(32, -1)
     return {
-        f"{base}_blocks": torch.from_numpy((pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)),
+        f"{base}_blocks": _in_pairs(codes.reshape(count, outputs, -1, 32)),
         f"{base}_scales": torch.from_numpy(exponents.astype(np.uint8)),
     }, dense.swapaxes(1, 2)
 
@@ -192,6 +292,22 @@ def _integers(bits: int, strategy: str, group: int | None = None, *, symmetric: 
     return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group, "symmetric": symmetric}
 
 
+def _floats(bits: int, strategy: str, group: int | None = None) -> dict[str, object]:
+    return {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": group, "symmetric": True}
+
+
+def _modelopt(algorithm: str, **changes: object) -> dict[str, object]:
+    """As published; the groups are not read."""
+    described: dict[str, object] = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    return described | {"config_groups": {"group_0": {"targets": ["Linear"]}}} | changes
+
+
+def _quark(**weight: object) -> dict[str, object]:
+    export = {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"}
+    usual = {"weight": weight, "input_tensors": {"dtype": weight["dtype"], "is_dynamic": True}, "bias": None}
+    return {"quant_method": "quark", "export": export, "global_quant_config": usual, "exclude": ["lm_head"]}
+
+
 def _auto_round(layout: str, **changes: object) -> dict[str, object]:
     described = {"quant_method": "auto-round", "packing_format": layout, "bits": 4, "group_size": GROUP, "sym": False}
     return described | {"data_type": "int", "act_bits": 16, "autoround_version": "0.8.0"} | changes
@@ -199,7 +315,6 @@ def _auto_round(layout: str, **changes: object) -> dict[str, object]:
 
 _FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 _FP8_TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
-_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "gptq": (_gptq_config(), _gptq(4)),
@@ -207,6 +322,8 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
     "gptq-own-orders": (_gptq_config(desc_act=True), _gptq(4, act_order=True, own_order=True)),
     "gptq-symmetric": (_gptq_config(sym=True), _gptq(4, symmetric=True)),
     "gptq-v2": (_gptq_config(checkpoint_format="gptq_v2"), _gptq(4, less=0)),
+    "gptq-2": (_gptq_config(2), _gptq(2)),
+    "gptq-3": (_gptq_config(3), _gptq(3)),
     "gptq-8": (_gptq_config(8), _gptq(8)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
     "w4a16": (_compressed("pack-quantized", **_integers(4, "group", GROUP)), _packed(4)),
@@ -214,19 +331,49 @@ KINDS: dict[str, tuple[dict[str, object], _Store]] = {
         _compressed("pack-quantized", **_integers(4, "group", GROUP, symmetric=False)),
         _packed(4, symmetric=False),
     ),
+    "w3a16-zeros": (
+        _compressed("pack-quantized", **_integers(3, "group", GROUP, symmetric=False)),
+        _packed(3, symmetric=False),
+    ),
+    "w6a16": (_compressed("pack-quantized", **_integers(6, "group", GROUP)), _packed(6)),
     "w4a16-channel": (_compressed("pack-quantized", **_integers(4, "channel")), _packed(4, group=None)),
     "w8a16": (_compressed("pack-quantized", **_integers(8, "group", GROUP)), _packed(8)),
     "w8a8": (_compressed("int-quantized", **_integers(8, "channel")), _bytes()),
     "w8a8-tensor": (_compressed("int-quantized", **_integers(8, "tensor")), _bytes(per_tensor=True)),
     "w8a8-zeros": (_compressed("int-quantized", **_integers(8, "channel", symmetric=False)), _bytes(symmetric=False)),
+    "w4a8": (_compressed("int-quantized", **_integers(4, "channel")), _bytes(bits=4)),
+    "w4a8-zeros": (
+        _compressed("int-quantized", **_integers(4, "channel", symmetric=False)),
+        _bytes(bits=4, symmetric=False),
+    ),
     "fp8-blocks": (_FP8_BLOCKS, _float8("block", "weight_scale_inv")),
     "fp8-tensors": (_FP8_TENSORS, _float8("tensor", is_static=True)),
     "fp8-tensors-inv": (_FP8_TENSORS, _float8("tensor", "weight_scale_inv")),
-    "float-channel": (_compressed("float-quantized", **_FLOATS, strategy="channel"), _float8("channel")),
+    "float-channel": (_compressed("float-quantized", **_floats(8, "channel")), _float8("channel")),
     "float-blocks": (
-        _compressed("float-quantized", **_FLOATS, strategy="block", block_structure=list(BLOCK)),
+        _compressed("float-quantized", **_floats(8, "block"), block_structure=list(BLOCK)),
         _float8("block"),
     ),
+    "float-groups": (_compressed("float-quantized", **_floats(8, "group", GROUP)), _float8("group")),
+    "fp8-powers": (_FP8_BLOCKS, _float8("block", "weight_scale_inv", powers=torch.float8_e8m0fnu)),
+    "fp8-mx": (_compressed("mxfp8-quantized", **_floats(8, "group", 32)), _float8("group", powers=torch.uint8)),
+    "fp8-fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _float8("channel")),
+    "fp8-modelopt": (_modelopt("FP8"), _float8("tensor", is_static=True)),
+    "fp8-quark": (_quark(dtype="fp8_e4m3", qscheme="per_tensor"), _float8("tensor", is_static=True)),
+    "fp4-mx": (_compressed("mxfp4-pack-quantized", **_floats(4, "group", 32)), _float4("weight_packed")),
+    "fp4-nv": (
+        _compressed("nvfp4-pack-quantized", **_floats(4, "tensor_group", 16)),
+        _float4("weight_packed", "weight_global_scale"),
+    ),
+    "fp4-modelopt": (_modelopt("NVFP4", group_size=16), _float4("weight", "weight_scale_2")),
+    "fp4-quark": (_quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"), _float4("weight")),
+    "mlx": ({"quant_method": "mlx", "bits": 4, "group_size": GROUP}, _mlx(4)),
+    "mlx-3": ({"quant_method": "mlx", "bits": 3, "group_size": GROUP, "mode": "affine"}, _mlx(3)),
+    "mlx-6": ({"quant_method": "mlx", "bits": 6, "group_size": GROUP}, _mlx(6)),
+    "mlx-8": ({"quant_method": "mlx", "bits": 8, "group_size": GROUP}, _mlx(8)),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _bnb4(is_nested=False)),
+    "nf4-nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, _bnb4(is_nested=True)),
+    "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bnb8),
 }
 
 _RULES = {
@@ -294,13 +441,23 @@ MIXED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
             "mixed-precision",
             {
                 "targets": ["re:.*self_attn.*"],
-                "weights": _FLOATS | {"strategy": "channel"},
+                "weights": _floats(8, "channel"),
                 "format": "float-quantized",
-                "input_activations": _FLOATS | {"strategy": "token", "dynamic": True},
+                "input_activations": _floats(8, "token") | {"dynamic": True},
             },
             {"targets": ["re:.*mlp.*"], "weights": _integers(4, "group", GROUP), "format": "pack-quantized"},
         ),
         _by_name(("o_proj", _plain), ("self_attn", _float8("channel")), otherwise=_packed(4)),
+    ),
+    "modelopt-mixed": (
+        _modelopt(
+            "MIXED_PRECISION",
+            quantized_layers={
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        ),
+        _by_name(("o_proj", _plain), ("self_attn", _float8("tensor")), otherwise=_float4("weight", "weight_scale_2")),
     ),
 }
 """Layouts in which weights differ; those of ``o_proj`` are not quantised."""

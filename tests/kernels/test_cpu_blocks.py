@@ -28,7 +28,7 @@ WHOLE = 0
 GROUPS = {
     CodeForm.CODES4: (32, 64, WHOLE, 16, 128),
     CodeForm.CODES8: (16, 32, 64, WHOLE),
-    CodeForm.TABLE4: (32, 32, 64, WHOLE),
+    CodeForm.TABLE4: (32, 16, 64, WHOLE),
 }
 SHAPES = ((1, 16), (15, 32), (33, 97), (70, 300))
 MOST_OF_DIGITS = 0x7F7F7F
@@ -197,6 +197,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(library, team, rounds_
         (CodeForm.CODES4, 16, True),
         (CodeForm.CODES8, 16, True),
         (CodeForm.TABLE4, 32, False),
+        (CodeForm.TABLE4, 16, True),
     ):
         draw = torch.Generator().manual_seed(group)
         weight = coded(form, 70, 300, group, draw, has_minima=has_minima, rounds_inputs=rounds_inputs)
@@ -232,9 +233,10 @@ def test_which_weights_have_blocks():
     weight = coded(CodeForm.CODES4, 8, 96, 32, draw, has_minima=False)
     assert weight.has_blocks
     assert not replace(weight, group_of=torch.zeros(96, dtype=torch.int32)).has_blocks
-    for form in (CodeForm.CODES4, CodeForm.CODES8):
+    for form in (CodeForm.CODES4, CodeForm.CODES8, CodeForm.TABLE4):
         assert coded(form, 8, 96, 16, draw, has_minima=False).has_blocks
-    assert not coded(CodeForm.TABLE4, 8, 96, 16, draw, has_minima=False).has_blocks
+    numbers = coded(CodeForm.TABLE4, 8, 96, 32, draw, has_minima=False)
+    assert not replace(numbers, table=(0.5, *numbers.table[1:])).has_blocks
     assert not coded(CodeForm.CODES8, 8, 96, 48, draw, has_minima=False).has_blocks
     floats = replace(weight, form=CodeForm.FP8, codes=torch.zeros(8, 96).to(torch.float8_e4m3fn))
     assert not floats.has_blocks

@@ -90,6 +90,21 @@ def test_a_product_is_as_exact_as_one_with_the_widened_weights(library, form, ga
         assert torch.equal(one, found), "a row's bits depend on the number of rows"
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_codes_may_stand_for_any_numbers(library, gated):
+    """They are never cut into digits, nor are their inputs rounded."""
+    team, draw = Team(library, 2), torch.Generator().manual_seed(5)
+    numbers = tuple(torch.randn(16, generator=draw).tolist())
+    for inputs, group in itertools.product((96, 300), (16, 64, 300)):
+        weight = replace(drawn(CodeForm.TABLE4, 34, inputs, group), table=numbers, rounds_inputs=True)
+        product = PackedLinear(library, weight, None, gated=gated)
+        assert product.form is CodeForm.TABLE4
+        for count in (1, 5, 40):
+            rows = torch.randn(count, inputs, generator=draw)
+            exact = PackedLinear(library, weight.float(), None, WeightForm.FLOAT32, gated=gated)
+            assert torch.equal(product(team, rows), exact(team, rows))
+
+
 @pytest.mark.parametrize("form", CodeForm)
 @pytest.mark.parametrize("count", [7, 40, 300])
 def test_rows_share_what_their_first_tile_widens(library, form, count):
@@ -146,6 +161,9 @@ def test_unified_parts_are_the_same_weights():
     for part in (coarse, other):
         assert [each.form for each in unified([small, part])] == [CodeForm.CODES8] * 2
         assert torch.equal(unified([small, part])[0].float(), small.float())
+    numbers = replace(small, table=(0.5, *small.table[1:]))
+    assert unified([numbers, other]) is None
+    assert [each.form for each in unified([numbers, numbers])] == [CodeForm.TABLE4] * 2
     floats = drawn(CodeForm.FP8, 8, 64, 32)
     assert unified([floats, fine]) is None
     assert unified([floats, floats]) == [floats, floats]

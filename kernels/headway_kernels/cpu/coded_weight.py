@@ -16,7 +16,7 @@ from torch.nn import functional
 class CodeForm(IntEnum):
     """Unsigned codes of 4 bits, one per byte; signed codes of 8 bits; floats of 8 bits (E4M3, no infinities).
 
-    ``TABLE4``: codes of 4 bits, one per byte, which stand for the integers of a table.
+    ``TABLE4``: codes of 4 bits, one per byte, which stand for the numbers of a table.
     """
 
     CODES4 = 3
@@ -35,6 +35,7 @@ CODE_DTYPES = {
 _MIDDLE = 8.0
 """The code of 4 bits that stands for zero without minima."""
 
+_BYTES = range(-128, 128)
 _BLOCK = 32
 _SMALL_BLOCK = 16
 """Inputs that become integers with one scale."""
@@ -46,7 +47,7 @@ class CodedWeight:
 
     ``codes`` ``[outputs, inputs]``, of the form's dtype. ``scales`` and ``minima`` float32, ``[outputs, groups]``;
     ``minima`` None: 0, or ``-8 * scale`` with CODES4. ``group_of`` int32, ``[inputs]``: the group of each input;
-    None: each ``group`` consecutive inputs are one, the last perhaps with fewer. ``table``: 16 integers of 8 bits, with TABLE4.
+    None: each ``group`` consecutive inputs are one, the last perhaps with fewer. ``table``: at most 16 numbers, with TABLE4.
 
     ``rounds_inputs``: inputs may be rounded to 8 bits, symmetrically: whole rows if each output has one scale, else in
     blocks; with FP8 to floats, always in blocks. Whoever can multiply so may; others compute more exactly.
@@ -59,7 +60,7 @@ class CodedWeight:
     minima: Tensor | None = None
     group_of: Tensor | None = None
     rounds_inputs: bool = False
-    table: tuple[int, ...] | None = None
+    table: tuple[float, ...] | None = None
 
     @property
     def is_for_int8(self) -> bool:
@@ -68,12 +69,16 @@ class CodedWeight:
         return self.rounds_inputs and self.form is CodeForm.CODES8 and is_plain
 
     @property
+    def has_integers(self) -> bool:
+        """Whether codes are integers of 8 bits, or stand for such."""
+        return self.form is not CodeForm.FP8 and all(number in _BYTES for number in self.table or ())
+
+    @property
     def has_blocks(self) -> bool:
         """Whether codes are integers, and each group consists of one or several blocks."""
-        if self.group_of is not None or self.form is CodeForm.FP8:
+        if self.group_of is not None or not self.has_integers:
             return False
-        has_small_groups = self.form is not CodeForm.TABLE4 and self.group == _SMALL_BLOCK
-        return has_small_groups or self.scales.shape[1] == 1 or self.group % _BLOCK == 0
+        return self.group == _SMALL_BLOCK or self.scales.shape[1] == 1 or self.group % _BLOCK == 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,7 +93,9 @@ class CodedWeight:
 
     def float(self) -> Tensor:
         """The weights: float32, ``[outputs, inputs]``."""
-        groups, stored = self._groups(), self.with_integers().codes
+        groups, stored = self._groups(), self.codes
+        if self.table is not None:
+            stored = torch.tensor(self.table, device=self.device)[self.codes.int()]
         if self.minima is None:
             codes = stored.float() - (_MIDDLE if self.form is CodeForm.CODES4 else 0.0)
             return codes.mul_(self.scales[:, groups])
@@ -96,8 +103,8 @@ class CodedWeight:
         return wide.add_(self.minima[:, groups]).float()
 
     def with_integers(self) -> "CodedWeight":
-        """The same with codes of 8 bits, if they have a table."""
-        if self.table is None:
+        """The same with codes of 8 bits, if they have a table of such."""
+        if self.table is None or not self.has_integers:
             return self
         integers = torch.tensor(self.table, dtype=torch.int8, device=self.device)
         return replace(self, form=CodeForm.CODES8, codes=integers[self.codes.int()], table=None)
@@ -134,7 +141,7 @@ def unified(parts: Sequence[CodedWeight]) -> list[CodedWeight] | None:
     """The same weights in one form, with the same groups, all with minima or none; None if no form holds them exactly."""
     first = parts[0]
     if not all(_fits(part, first) for part in parts):
-        if any(part.form is CodeForm.FP8 or part.group_of is not None for part in parts):
+        if any(part.group_of is not None or not part.has_integers for part in parts):
             return None
         group = math.gcd(*(part.group for part in parts))
         parts = [_as_codes8(part.with_integers(), group) for part in parts]

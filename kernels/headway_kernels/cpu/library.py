@@ -173,7 +173,7 @@ class _CodedStruct(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
         ("rounds_inputs", ctypes.c_int64),
-        ("table", ctypes.c_int8 * 16),
+        ("table", ctypes.c_float * 16),
     )
 
 

@@ -72,6 +72,21 @@ async def test_it_embeds_over_grpc_and_generates_nothing(tmp_path: Path, archite
             assert (described.is_encoder, described.max_model_len) == (True, model.config.max_position_embeddings)
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+def test_its_embedding_is_loaded_once(tmp_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path)
+    names: list[str] = []
+    read = Checkpoint.read
+
+    def counted(checkpoint: Checkpoint, name: str, *parts: range | None) -> torch.Tensor:
+        names.append(name)
+        return read(checkpoint, name, *parts)
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    TorchBackend().open(BackendConfig(model=str(tmp_path), options={"kernels": kernels}, **SIZES))
+    assert names.count("embed_tokens.weight") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

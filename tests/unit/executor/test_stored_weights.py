@@ -18,18 +18,19 @@ from decoder_driver import (
     eager_model,
     write_checkpoint,
 )
-from headway_executor.backend import BackendConfigError, ModelFilesError
+from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.compiled import CompiledModel
 from headway_executor.models.families import read_model_config
 from headway_executor.models.loading import check_tensors
+from headway_executor.models.model_settings import settings_of
 from headway_kernels.cpu.coded_weight import CodeForm, rounded_to_4_bits, rounded_to_8_bits
 from headway_kernels.cpu.library import BlockForm, WeightForm, load_library
 from quantised_checkpoints import KINDS, LINEAR, MIXED_KINDS, STACKS, change_config, quantise
 
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
-_FORMS = {"gptq-8": CodeForm.CODES8, "w8a16": CodeForm.CODES8} | dict.fromkeys(
-    [kind for kind in KINDS if kind.startswith("w8a8")], CodeForm.CODES8
+_FORMS = dict.fromkeys(("gptq-8", "w8a16", "w6a16", "mlx-6", "mlx-8"), CodeForm.CODES8) | dict.fromkeys(
+    [kind for kind in KINDS if kind.startswith(("w8a8", "bnb"))], CodeForm.CODES8
 )
 
 
@@ -84,6 +85,8 @@ def rounded(directory, quantization):
 def form_of(kind):
     if kind.startswith(("fp8", "float")):
         return CodeForm.FP8
+    if kind.startswith(("fp4", "nf4")):
+        return CodeForm.TABLE4
     return _FORMS.get(kind, CodeForm.CODES4)
 
 
@@ -260,16 +263,16 @@ def test_heads_that_the_kernels_pad_are_right_too(tmp_path, changes):
 _REFUSED = {
     "gptq": [
         (
-            {"quant_method": "bitsandbytes"},
-            "quant_method 'bitsandbytes' is not supported; allowed: auto-round, awq, compressed",
+            {"quant_method": "hqq"},
+            "quant_method 'hqq' is not supported; allowed: auto-round, awq, bitsandbytes, compressed",
         ),
         ({"quant_method": ["gptq"]}, "quant_method ['gptq'] is not supported"),
         ({"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq']"),
         ({"bits": 4.5}, "bits 4.5 is not supported"),
-        ({"bits": 3}, "bits 3 is not supported; allowed: 4 or 8"),
+        ({"bits": 5}, "bits 5 is not supported; allowed: 2, 3, 4, 8"),
         ({"group_size": 20}, "group_size 20 is not supported"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        ({"dynamic": {"+:.*": {"bits": 3}}}, "dynamic: '+:.*': bits 3 is not supported; allowed: 4 or 8"),
+        ({"dynamic": {"+:.*": {"bits": 5}}}, "dynamic: '+:.*': bits 5 is not supported; allowed: 2, 3, 4, 8"),
         ({"dynamic": {".*": {"format": "marlin"}}}, "dynamic: '.*': format 'marlin' is not supported"),
         ({"dynamic": {".*": 4}}, "dynamic: .* 4 is not supported; allowed: an object"),
         ({"dynamic": {"-:(.*)*": {}}}, "dynamic: pattern '(.*)*' could take too long"),
@@ -293,21 +296,67 @@ _REFUSED = {
         ({"packing_format": None}, "packing_format None is not supported; allowed: auto_round, auto_round:auto_awq"),
         ({"act_bits": 8}, "act_bits 8 is not supported; allowed: 16"),
         ({"data_type": "nv_fp"}, "data_type 'nv_fp' is not supported; allowed: int"),
-        ({"extra_config": {"k_proj": {"bits": 2}}}, "extra_config: k_proj: bits 2 is not supported; allowed: 4 or 8"),
+        (
+            {"extra_config": {"k_proj": {"bits": 5}}},
+            "extra_config: k_proj: bits 5 is not supported; allowed: 2, 3, 4, 8",
+        ),
         ({"extra_config": {"(a+)+": {"bits": 8}}}, "could take too long"),
         ({"rotation_config": {"kind": "hadamard"}}, "rotation_config"),
     ],
     "fp8-blocks": [
         ({"weight_block_size": [5, 5]}, "weight_block_size"),
         ({"activation_scheme": "odd"}, "activation_scheme 'odd'"),
-        ({"kv_cache_scheme": "static"}, "kv_cache_scheme 'static' is not supported; allowed: none"),
         ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; allowed: e4m3"),
         ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2' is not supported; allowed: float or ue8m0"),
+    ],
+    "fp4-modelopt": [
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; allowed: FP8, FP8_PER_CHANNEL_PER_TOKEN"),
+        ({"quant_algo": None}, "quant_algo None is not supported"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A16_AWQ"}}},
+            "quantized_layers: a: quant_algo 'W4A16_AWQ' is not supported",
+        ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
+            "quantized_layers: a 'FP8' is not supported; allowed: an object",
+        ),
+    ],
+    "fp4-quark": [
+        ({"global_quant_config": None}, "global_quant_config None is not supported; allowed: an object with weight"),
+        (
+            {"global_quant_config": {"weight": {"dtype": "int4"}}},
+            "weight: dtype 'int4' is not supported; allowed: fp8_e4m3",
+        ),
+        ({"global_quant_config": {"weight": [{"dtype": "fp4"}]}}, "weight [{'dtype': 'fp4'}] is not supported"),
+        (
+            {"global_quant_config": {"weight": {"dtype": "fp4"}}},
+            "weight: qscheme None is not supported; allowed: per_group",
+        ),
+        (
+            {"layer_quant_config": {"*k_proj": {"weight": {"dtype": "fp8_e5m2"}}}},
+            "layer_quant_config: *k_proj: weight: dtype 'fp8_e5m2' is not supported",
+        ),
+    ],
+    "fp4-nv": [
+        (
+            {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}},
+            "config_groups: a: weights: type 'int' is not supported; allowed: float",
+        ),
+        (
+            {
+                "config_groups": {
+                    "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 32}}
+                }
+            },
+            "weights: group_size 32 is not supported; allowed: 16",
+        ),
+    ],
+    "nf4": [
+        ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16' is not supported; allowed: uint8"),
     ],
     "w4a16": [
         ({"format": "marlin-24"}, "format 'marlin-24' is not supported; allowed: pack-quantized"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: format 'sparse-24-bitmask'"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         ({"config_groups": {}}, "config_groups"),
         ({"config_groups": {"a": {"weights": {}}}}, "config_groups: a: targets None is not supported"),
@@ -337,7 +386,7 @@ def test_a_variant_that_cannot_be_read_is_refused_by_name(tmp_path, kind, change
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_bits": 3}, "num_bits 3"),
+        ({"num_bits": 9}, "num_bits 9"),
         ({"type": "float"}, "type 'float' is not supported; allowed: int"),
         ({"strategy": "block"}, "strategy 'block'"),
         ({"dynamic": True}, "dynamic True"),
@@ -375,7 +424,7 @@ def test_groups_of_their_own_need_the_tensor_that_names_them(tmp_path, kind, ten
             read_checked(tmp_path / "model", f"{base}.weight")
 
 
-@pytest.mark.parametrize(("kind", "ones"), [("gptq", 0x11111111), ("gptq-8", 0x01010101)])
+@pytest.mark.parametrize(("kind", "ones"), [("gptq-2", 0x55555555), ("gptq", 0x11111111), ("gptq-8", 0x01010101)])
 def test_a_zero_of_0_borrows_from_its_neighbour(tmp_path, kind, ones):
     """GPTQModel takes one from each zero by one subtraction of words, and adds it so."""
     written(tmp_path / "model", kind)
@@ -408,7 +457,7 @@ def test_a_format_may_be_described_in_a_file_of_its_own(tmp_path, kind, file, de
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
     bits = {"w_bit", "bits"} & described.keys()
-    (tmp_path / "model" / file).write_text(json.dumps(described | dict.fromkeys(bits, 3)))
+    (tmp_path / "model" / file).write_text(json.dumps(described | dict.fromkeys(bits, 5)))
     with pytest.raises(ModelFilesError, match=f"{file}: bits .* is not supported"):
         Checkpoint(tmp_path / "model")
     change_config(tmp_path / "model", quantization_config=KINDS[kind][0])
@@ -438,19 +487,127 @@ def test_biases_that_the_model_has_are_not_read_to_check_them(tmp_path):
     assert read == []
 
 
-def test_scales_that_are_powers_of_two_may_be_floats_and_nothing_else(tmp_path):
-    written(tmp_path / "model", "fp8-blocks")
-    described = KINDS["fp8-blocks"][0] | {"scale_fmt": "ue8m0"}
-    change_config(tmp_path / "model", quantization_config=described)
-    config = read_model_config(tmp_path / "model")
-    with Checkpoint(tmp_path / "model") as checkpoint:
-        check_tensors(config, checkpoint)
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("weight_scale_inv")}
-    tensors |= {name: tensor.to(torch.float8_e8m0fnu) for name, tensor in scales.items()}
+def test_scales_that_are_powers_of_two_may_be_floats(tmp_path):
+    """As DeepSeek V3.1 has them; those that are exponents are among the layouts."""
+    reference = load_file(written(tmp_path / "model", "fp8-blocks") / "model.safetensors")
+    change_config(tmp_path / "model", quantization_config=KINDS["fp8-blocks"][0] | {"scale_fmt": "ue8m0"})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("beside", [None, {"group_size": 32, "bits": 4}])
+def test_mlx_describes_weights_in_a_field_of_its_own(tmp_path, beside):
+    """Some with other fields, some as not quantised; embeddings are quantised as well."""
+    write_checkpoint(tmp_path / "model", **_SIZES)
+    shutil.copytree(tmp_path / "model", tmp_path / "eight")
+    of_4, of_8 = (
+        load_file(quantise(tmp_path / name, kind) / "model.safetensors")
+        for name, kind in (("model", "mlx"), ("eight", "mlx-8"))
+    )
+    value, down, gate = (
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.0.mlp.gate_proj",
+    )
+    wide = of_4 | {f"{value}.weight": of_8[f"{value}.weight"], "model.embed_tokens.weight": of_4[f"{gate}.weight"]}
+    tensors, bytes_ = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "eight"))
+    for end in ("weight", "scales", "biases"):
+        tensors[f"{value}.{end}"] = bytes_[f"{value}.{end}"]
+        tensors[f"model.embed_tokens.{end}"] = tensors[f"{gate}.{end}"].clone()
+        del tensors[f"{down}.{end}"]
+    tensors[f"{down}.weight"] = wide[f"{down}.weight"]
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with Checkpoint(tmp_path / "model") as checkpoint, pytest.raises(ModelFilesError, match="has dtype F8_E8M0"):
-        check_tensors(config, checkpoint)
+    described = {"group_size": 32, "bits": 4, value: {"group_size": 32, "bits": 8}, down: False}
+    change_config(tmp_path / "model", quantization=described, quantization_config=beside)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        check_tensors(read_model_config(tmp_path / "model"), checkpoint)
+        for name, weight in wide.items():
+            torch.testing.assert_close(checkpoint.read(name).float(), weight.float(), rtol=1e-6, atol=1e-7)
+    for changes, said in (
+        (
+            {value: {"group_size": 32, "bits": 7}},
+            f"config.json: quantization: {value}: bits 7 is not supported; allowed: 2",
+        ),
+        ({"mode": "mxfp4"}, "config.json: quantization: mode 'mxfp4' is not supported; allowed: affine"),
+        ({"group_size": 0}, "config.json: quantization: group_size 0 is not supported; allowed: 16, 32"),
+    ):
+        change_config(tmp_path / "model", quantization=described | changes)
+        with pytest.raises(ModelFilesError, match=said):
+            Checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "config_groups": {},
+            "kv_cache_scheme": {"num_bits": 8},
+        },
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    ],
+)
+def test_keys_and_values_alone_may_be_meant_to_be_quantised(tmp_path, described):
+    write_checkpoint(tmp_path / "model", **_SIZES)
+    change_config(tmp_path / "model", quantization_config=described)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = load_file(tmp_path / "model" / "model.safetensors")[name]
+    damaged(tmp_path / "model", lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    assert torch.equal(read_checked(tmp_path / "model", name), stored)
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, None),
+        (
+            {"quant_algo": "NVFP4_AWQ"},
+            "quant_algo 'NVFP4_AWQ' is not supported; allowed: FP8, FP8_PER_CHANNEL_PER_TOKEN,",
+        ),
+    ],
+)
+def test_model_optimizer_may_describe_weights_in_a_file_of_its_own(tmp_path, described, said):
+    reference = load_file(written(tmp_path / "model", "fp8-modelopt") / "model.safetensors")
+    change_config(tmp_path / "model", quantization_config=None)
+    file = tmp_path / "model" / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": described}))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    if said is None:
+        torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
+    else:
+        with pytest.raises(ModelFilesError, match=f"hf_quant_config.json: quantization: {said}"):
+            read_checked(tmp_path / "model", name)
+
+
+_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("float-channel", {"kv_cache_scheme": _SCHEME}),
+        ("fp8-tensors", {"kv_cache_scheme": "static"}),
+        ("fp8-modelopt", {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}),
+        ("fp8-quark", {"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}),
+    ],
+)
+def test_keys_and_values_that_are_meant_to_be_quantised_are_not_and_the_log_says_so(
+    tmp_path, kind, changes, kv_cache_dtype
+):
+    reference = load_file(written(tmp_path / "model", kind) / "model.safetensors")
+    change_config(tmp_path / "model", quantization_config=KINDS[kind][0] | changes)
+    ends = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.output_scale", "self_attn.kv_scale")
+    scales = {f"model.layers.{layer}.{end}": torch.tensor(0.5) for layer in range(2) for end in ends}
+    damaged(tmp_path / "model", lambda tensors: tensors.update(scales))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(read_checked(tmp_path / "model", name), reference[name], rtol=1e-6, atol=1e-7)
+    said = []
+    config = BackendConfig(model=str(tmp_path / "model"), kv_cache_dtype=kv_cache_dtype, warn=said.append)
+    settings_of(config, torch.device("cpu"))
+    assert len(said) == (kv_cache_dtype == "auto")
+    assert all("keys and values" in line and "float32" in line for line in said)
 
 
 def test_quantised_weights_are_not_quantised_again(tmp_path):
@@ -465,6 +622,13 @@ def damaged(directory, change):
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
+
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _bytes_of(state):
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 def read_checked(directory, name):
@@ -485,6 +649,19 @@ def read_checked(directory, name):
         ("fp8-blocks", lambda t, base: t[f"{base}.weight_scale_inv"][0].fill_(torch.nan), "q_proj.weight: a scale or"),
         ("fp8-tensors", lambda t, base: t.pop(f"{base}.weight_scale"), "q_proj: 0 tensors of scales; allowed: one of"),
         ("fp8-blocks", lambda t, base: t[f"{base}.weight"].view(torch.uint8).fill_(0xFF), "not a number"),
+        ("fp8-mx", lambda t, base: t[f"{base}.weight_scale"].fill_(0xFF), "a scale or zero is not finite"),
+        ("fp4-mx", lambda t, base: t[f"{base}.weight_scale"].fill_(0xFF), "a scale or zero is not finite"),
+        ("fp4-nv", lambda t, base: t[f"{base}.weight_global_scale"].fill_(0), "a scale or zero is not finite"),
+        ("fp4-modelopt", lambda t, base: t.pop(f"{base}.weight_scale_2"), "q_proj.weight_scale_2 is missing"),
+        ("nf4", lambda t, base: t.pop(f"{base}.{_STATE}"), "q_proj: 0 tensors with its shape; allowed: one of"),
+        ("nf4", lambda t, base: t[f"{base}.{_STATE}"].fill_(34), "nf4: not valid JSON; allowed: an object"),
+        (
+            "nf4",
+            lambda t, base: t.update({f"{base}.{_STATE}": _bytes_of({"shape": [2, 2]})}),
+            r"shape \[2, 2\] is not",
+        ),
+        ("nf4", lambda t, base: t[f"{base}.weight.quant_map"].fill_(torch.nan), "a scale or zero is not finite"),
+        ("bnb-int8", lambda t, base: t[f"{base}.weight_format"].fill_(1), "q_proj.weight_format does not belong"),
     ],
 )
 def test_a_damaged_weight_is_refused_by_name(tmp_path, kind, change, said):

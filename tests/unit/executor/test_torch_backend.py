@@ -20,6 +20,7 @@ from headway_executor.models.families import read_model_config
 from headway_kernels.cpu.coded_weight import rounded_to_4_bits
 from headway_kernels.cpu.library import load_library
 from headway_proto.sampling import SamplingParams
+from quantised_checkpoints import quantise
 from step_columns import NO_PAIRS
 
 LENGTHS = (1, 5, 16, 17, 40, 63)
@@ -174,6 +175,15 @@ def test_dynamic_rope_beyond_the_models_own_context_is_reported(tmp_path, max_mo
         assert text.startswith("rope_type dynamic: ")
         assert words in text
         assert "context, 80;" in text
+
+
+def test_torch_operators_say_that_they_widen_quantised_weights(tmp_path):
+    write_checkpoint(tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16)
+    quantise(tmp_path / "model", "nf4")
+    warnings = []
+    for kernels, count in (("compiled", 0), ("eager", 1)):
+        open_backend(tmp_path / "model", options={"kernels": kernels}, warn=warnings.append)
+        assert sum("(bitsandbytes) are widened to float32" in line for line in warnings) == count
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path):

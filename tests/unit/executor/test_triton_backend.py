@@ -141,7 +141,7 @@ ONE_LAYER = {
     "head_dim": 16,
     "vocab_size": VOCAB_SIZE,
 }
-QUANTISED = ("gptq-act-order", "w4a16-zeros", "w8a8-zeros", "fp8-blocks")
+QUANTISED = ("gptq-act-order", "w4a16-zeros", "w8a8-zeros", "fp8-blocks", "fp4-modelopt", "nf4")
 QUANTISED_SIZES = {
     "dense": {},
     "experts": {
@@ -204,10 +204,11 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
 
     def run(directory, backend, **options):
         requests = [Request(prompt(length, seed=length), 2, GREEDY) for length in (1, 9)]
-        opened = open_backend(directory, backend, options=options)
+        opened = open_backend(directory, backend, options=options, warn=said.append)
         BackendDriver(*opened).run(requests, budget=16)
         return opened[0], requests
 
+    said = []
     backend, found = run(tmp_path / "model", TritonBackend)
     _, exact = run(reference, TorchBackend, kernels="eager")
     assert [request.output for request in found] == [request.output for request in exact]
@@ -215,7 +216,9 @@ def test_quantised_checkpoints_give_what_they_stand_for_and_stay_codes(tmp_path,
         assert [entry.logprob for entry in request.logprobs] == pytest.approx(
             [entry.logprob for entry in other.logprobs], abs=1e-3
         )
-    if sizes not in ("latent", "stacked") and kind != "gptq-own-orders":
+    has_numbers = kind in ("nf4", "nf4-nested")
+    assert sum("widened to float32" in line for line in said) == has_numbers
+    if sizes not in ("latent", "stacked") and kind != "gptq-own-orders" and not has_numbers:
         qkv = backend._model.parts.target.decoder._weights.layers[0].qkv
         assert isinstance(
             getattr(qkv, "_product", qkv), CodedLinear

@@ -79,6 +79,17 @@ FORMS = {
     Kind.Q6_K: CodeForm.CODES8,
     Kind.IQ4_NL: CodeForm.TABLE4,
     Kind.IQ4_XS: CodeForm.TABLE4,
+    Kind.IQ1_S: CodeForm.TABLE4,
+    Kind.IQ1_M: CodeForm.TABLE4,
+    Kind.IQ2_XXS: CodeForm.TABLE4,
+    Kind.IQ2_XS: CodeForm.TABLE4,
+    Kind.IQ2_S: CodeForm.TABLE4,
+    Kind.IQ3_XXS: CodeForm.TABLE4,
+    Kind.IQ3_S: CodeForm.TABLE4,
+    Kind.TQ1_0: CodeForm.CODES4,
+    Kind.TQ2_0: CodeForm.CODES4,
+    Kind.MXFP4: CodeForm.TABLE4,
+    Kind.NVFP4: CodeForm.TABLE4,
 }
 HALVES = {
     Kind.Q4_0: ((0,), 0.05),
@@ -93,8 +104,22 @@ HALVES = {
     Kind.Q6_K: ((208,), 0.00005),
     Kind.IQ4_NL: ((0,), 0.003),
     Kind.IQ4_XS: ((0,), 0.0001),
+    Kind.IQ1_S: ((0,), 0.02),
+    Kind.IQ2_XXS: ((0,), 0.003),
+    Kind.IQ2_XS: ((0,), 0.003),
+    Kind.IQ2_S: ((0,), 0.003),
+    Kind.IQ3_XXS: ((0,), 0.001),
+    Kind.IQ3_S: ((0,), 0.001),
+    Kind.TQ1_0: ((52,), 0.2),
+    Kind.TQ2_0: ((64,), 0.2),
 }
 """Where a block has float16s, and how large they are at most here."""
+SCALES = {
+    Kind.IQ1_M: ((55,), 0x10, 0x1F),
+    Kind.MXFP4: ((0,), 118, 124),
+    Kind.NVFP4: ((0, 1, 2, 3), 0, 40),
+}
+"""Where a block has bytes that its size depends on, and from where to where they go here."""
 TEXTS = (
     "the scheduler decides 12345 things",
     " two  spaces\n\nlines",
@@ -116,7 +141,10 @@ def blocks_of(kind, rows, columns, draw):
     """Blocks of any codes; their float16s are small numbers."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = draw.integers(0, 256, (rows * columns // size, num_bytes), dtype=np.uint8)
-    places, top = HALVES[kind]
+    ends, low, high = SCALES.get(kind, ((), 0, 1))
+    for at in ends:
+        blocks[:, at] = draw.integers(low, high + 1, len(blocks))
+    places, top = HALVES.get(kind, ((), 0.0))
     for at in places:
         halves = draw.uniform(top / 4, top, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
@@ -202,8 +230,9 @@ MIXED = [
     [Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
     [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q6_K],
     [Kind.IQ4_XS, Kind.IQ4_NL, Kind.Q5_K, Kind.Q6_K],
+    [Kind.IQ2_XXS, Kind.IQ3_XXS, Kind.IQ4_XS, Kind.Q2_K, Kind.IQ1_M, Kind.Q5_K],
 ]
-"""As the files Q4_K_M, Q3_K_M, Q2_K and IQ4_XS are."""
+"""As the files Q4_K_M, Q3_K_M, Q2_K, IQ4_XS and UD-IQ2_XXS are."""
 
 EXPERTS = {"architecture": "qwen3moe", "sizes": MIXTURE, "changes": [add_experts]}
 
@@ -379,12 +408,8 @@ def test_a_sentence_piece_tokenizer_merges_by_score(tmp_path):
             "tensor blk.0.odd.weight is not supported",
         ),
         (
-            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 110), np.uint8), raw_dtype=Kind.IQ3_S),
-            "tensor blk.0.ffn_up.bias is of kind iq3_s; allowed: f32, f16, bf16, q4_0",
-        ),
-        (
-            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 66), np.uint8), raw_dtype=Kind.IQ2_XXS),
-            "q6_k, iq4_nl, iq4_xs, mxfp4, as in files named Q4_K_M or IQ4_XS",
+            lambda w: w.add_tensor("blk.0.ffn_up.bias", np.zeros((1, 40), np.uint8), raw_dtype=Kind.Q8_1),
+            "tensor blk.0.ffn_up.bias is of kind q8_1; allowed: f32, f16, bf16, q4_0",
         ),
         (
             lambda w: w.add_pooling_type(gguf.PoolingType.RANK),

@@ -120,16 +120,17 @@ INLINE void sum_codes4(const int rows, const int digits, const int block, const 
 #endif
 }
 
-INLINE void sum_table4(const int rows, const int digits, const code_table *table, const half_block *of, ivec *sums) {
-    const int quads = BLOCK / QUAD / 2;
+INLINE void sum_table4(const int rows, const int digits, const int block, const code_table *table, const half_block *of,
+                       ivec *sums) {
+    const int quads = block / QUAD / 2;
     UNROLLED
     for (int quad = 0; quad < quads; quad++) {
         const ivec pairs = weights_at(of, quad);
         const ivec lower = integers_of(lower_codes(pairs), table), upper = integers_of(upper_codes(pairs), table);
         UNROLLED
         for (int i = 0; i < rows * digits; i++) {
-            sums[i] = add_quad_products(sums[i], lower, inputs_at(of, digits, BLOCK, i, quad));
-            sums[i] = add_quad_products(sums[i], upper, inputs_at(of, digits, BLOCK, i, quad + quads));
+            sums[i] = add_quad_products(sums[i], lower, inputs_at(of, digits, block, i, quad));
+            sums[i] = add_quad_products(sums[i], upper, inputs_at(of, digits, block, i, quad + quads));
         }
     }
 }
@@ -184,7 +185,7 @@ INLINE void add_block(const int rows, const int digits, const int form, const in
         if (form == FORM_BLOCKS4)
             sum_codes4(rows, digits, block, &of, integers);
         else if (form == FORM_BLOCKS_TABLE4)
-            sum_table4(rows, digits, &with->table, &of, integers);
+            sum_table4(rows, digits, block, &with->table, &of, integers);
         else
             sum_codes8(rows, digits, block, &of, integers);
         const vec scales = scales_at(with, values, half);
@@ -264,8 +265,10 @@ INLINE void sum_blocks(const int rows, const int digits, const int form, const i
 
 INLINE void sum_form(const int rows, const int digits, const block_range *of, fetching ahead, vec (*kept)[2]) {
     const int is_whole = block_of(of->with) == BLOCK;
-    if (of->with->form == FORM_BLOCKS_TABLE4)
+    if (of->with->form == FORM_BLOCKS_TABLE4 && is_whole)
         sum_blocks(rows, digits, FORM_BLOCKS_TABLE4, BLOCK, of, ahead, kept);
+    else if (of->with->form == FORM_BLOCKS_TABLE4)
+        sum_blocks(rows, digits, FORM_BLOCKS_TABLE4, SMALL_BLOCK, of, ahead, kept);
     else if (of->with->form == FORM_BLOCKS4 && is_whole)
         sum_blocks(rows, digits, FORM_BLOCKS4, BLOCK, of, ahead, kept);
     else if (of->with->form == FORM_BLOCKS4)

@@ -32,9 +32,7 @@
 /* Whether a byte has two codes. */
 static inline int has_pairs(int64_t form) { return form != FORM_BLOCKS8; }
 
-static inline int64_t block_of(const linear *of) {
-    return of->form != FORM_BLOCKS_TABLE4 && of->group == SMALL_BLOCK ? SMALL_BLOCK : BLOCK;
-}
+static inline int64_t block_of(const linear *of) { return of->group == SMALL_BLOCK ? SMALL_BLOCK : BLOCK; }
 
 static inline int64_t blocks_in(const linear *of) { return (of->inputs + block_of(of) - 1) / block_of(of); }
 

@@ -71,17 +71,15 @@ INLINE coded_run run_at(const int form, const linear *of, const char *codes, int
     return (coded_run){codes, begin, last < end ? last : end, values, &of->table};
 }
 
-/* Code `place` of each word. A table takes the lowest bits of each lane, whatever stands above. */
+/* Code `place` of each word. */
 INLINE vec codes_of_words(const int form, const code_table *table, words from, const int place) {
+    const ivec codes = (ivec)(from >> (4 * place));
+    if (form == FORM_TABLE4) return numbers_of(codes, table->numbers);
 #if defined(__AVX512F__)
-    const vec integers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vec numbers = form == FORM_TABLE4 ? load(table->numbers) : integers;
-    return (vec)_mm512_permutexvar_ps((__m512i)(from >> (4 * place)), (__m512)numbers);
+    static const float integers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return numbers_of(codes, integers);
 #else
-    if (form != FORM_TABLE4) return __builtin_convertvector((ivec)((from >> (4 * place)) & 15), vec);
-    const int up = 24 - 4 * place; /* to the highest byte, so that its number has its sign */
-    const words codes = (up > 0 ? from << up : from >> -up) & 0x0f000000;
-    return __builtin_convertvector(integers_of((ivec)codes, table) >> 24, vec);
+    return __builtin_convertvector(codes & 15, vec);
 #endif
 }
 

@@ -72,7 +72,7 @@ typedef struct {
     int64_t group;
     int64_t num_groups;
     int64_t rounds_inputs;
-    int8_t table[CODES_OF_TABLE];
+    float table[CODES_OF_TABLE];
 } coded_weight;
 
 /* A matrix of so many outputs without panels; `bias` [outputs] or NULL. With `gated`, the outputs are all gates, then

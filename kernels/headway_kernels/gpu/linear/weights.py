@@ -136,11 +136,13 @@ def quantized(weight: Tensor, kind: Literal["int8", "fp8"]) -> DeviceWeight:
 
 
 def coded(weight: CodedWeight) -> DeviceWeight | None:
-    """The weight in a form for kernels; None if its groups are not of equal size.
+    """The weight in a form for kernels; None if its groups are not of equal size, or its codes stand for no integers.
 
     Integers of 4 bits stay so in groups of whole blocks of 32 inputs; in other groups, and floats of 4 bits, they take a byte.
     """
     weight, order = weight.with_integers(), None
+    if weight.table is not None:
+        return None
     if weight.group_of is not None:
         groups = weight.group_of.to(weight.device).long()
         order = groups.argsort(stable=True)

@@ -115,6 +115,7 @@ def load(
     stage = stage_of(part, group, dtype=between_stages, most_tokens=config.max_num_batched_tokens)
     places = _Places(config, settings, part, device, group, block_bytes_beside)
     if library is None:
+        _warn_of_widening(config, checkpoint, dtype)
         torch.set_num_threads(num_threads)
         order = interleaved(model_config.head_dim, model_config.attention)
         beside = StepAdapters(ModelAdapters(model_config, order, part, place=partial(on_device, device=device)))
@@ -229,6 +230,14 @@ def _kernels(
         if config.quantization != "none":
             raise BackendConfigError(f"quantization {config.quantization!r} {missing}; allowed here: none")
     return library
+
+
+def _warn_of_widening(config: BackendConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    if checkpoint.format is not None:
+        config.warn(
+            f"torch operators have no codes: the weights of the checkpoint ({checkpoint.format}) are widened to "
+            f"{str(dtype).removeprefix('torch.')}, and take its memory"
+        )
 
 
 @dataclass(frozen=True, slots=True)

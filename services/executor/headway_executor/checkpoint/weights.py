@@ -31,7 +31,7 @@ from headway_executor.checkpoint.fields import (
     read_json_object,
 )
 from headway_executor.checkpoint.stored_weights.formats import scheme_in
-from headway_executor.checkpoint.stored_weights.scheme import FLOATS, StoredTensor, StoredTensors
+from headway_executor.checkpoint.stored_weights.scheme import FLOATS, UNREAD, StoredTensor, StoredTensors
 from headway_kernels.cpu.coded_weight import CodedWeight
 from headway_proto.wording import shown
 
@@ -91,15 +91,18 @@ class _Files(NamedTuple):
 
 
 class _PlaceInStacks(NamedTuple):
-    """The part at one place of each tensor; see ``StoredTensors``."""
+    """The part at one place of each tensor of a stack, and others whole; see ``StoredTensors``."""
 
     stored: _Files
+    stack: str
     place: int
 
     def dtype(self, name: str) -> str | None:
         return self.stored.dtype(name)
 
     def read(self, name: str) -> Tensor:
+        if not name.startswith(self.stack):
+            return self.stored.read(name)
         whole = self.stored.files[self.stored.headers[name].file].get_slice(name)
         return self.stored.reading.count(whole[self.place : self.place + 1])[0]
 
@@ -167,9 +170,10 @@ class Checkpoint:
                 self._check_tensor(tensor, wanted)
             if self._scheme is not None and self.is_coded(name):
                 base = name.removesuffix(_WEIGHT)
-                known.update(base + end for end in self._scheme.unread)
                 beside = {base + end for end in self._scheme.zeros} - expected.keys()
                 known.update(tensor for tensor in beside if self._is_zero(tensor))
+        if self._scheme is not None:
+            known.update(name for name in self.headers if name.endswith(UNREAD))
         extra = sorted(self.headers.keys() - known)
         if extra:
             raise ModelFilesError(
@@ -200,7 +204,7 @@ class Checkpoint:
         """
         if not name.endswith(_WEIGHT):
             assert rows is not None
-            return self._coded(name, _PlaceInStacks(self._stored, rows.start))
+            return self._coded(name, _PlaceInStacks(self._stored, name, rows.start))
         weight = self._coded(name, self._stored)
         return weight if rows is None else weight.with_rows(lambda all_rows: all_rows[rows.start : rows.stop])
 
@@ -227,11 +231,13 @@ class Checkpoint:
             return {name: StoredTensor(FLOATS, (shape,))}
         if name.endswith(_WEIGHT):
             outputs, inputs = shape
-            return self._scheme.tensors(name.removesuffix(_WEIGHT), (outputs, inputs))
+            return self._scheme.tensors(name.removesuffix(_WEIGHT), (outputs, inputs), self._stored)
         count, inputs, outputs = shape
         return {
             tensor: wanted._replace(shapes=tuple((count, *one) for one in wanted.shapes))
-            for tensor, wanted in self._scheme.tensors(name, (outputs, inputs)).items()
+            if tensor.startswith(name)
+            else wanted
+            for tensor, wanted in self._scheme.tensors(name, (outputs, inputs), self._stored).items()
         }
 
     def _is_zero(self, name: str) -> bool:
@@ -240,8 +246,8 @@ class Checkpoint:
     def _coded(self, name: str, stored: StoredTensors) -> CodedWeight:
         assert self._scheme is not None
         weight = self._scheme.read(name.removesuffix(_WEIGHT), stored)
-        for numbers in (weight.scales, weight.minima):
-            if numbers is not None and not bool(torch.isfinite(numbers).all()):
+        for numbers in (weight.scales, weight.minima, weight.table):
+            if numbers is not None and not bool(torch.isfinite(torch.as_tensor(numbers)).all()):
                 raise ModelFilesError(
                     f"{self._directory}: {name}: a scale or zero is not finite; allowed: finite numbers"
                 )
@@ -259,7 +265,7 @@ class Checkpoint:
             return
         if header is None:
             raise ModelFilesError(f"{self._directory}: tensor {name} is missing")
-        if header.shape not in wanted.shapes:
+        if wanted.shapes and header.shape not in wanted.shapes:
             allowed = " or ".join(str(list(shape)) for shape in wanted.shapes)
             raise ModelFilesError(
                 f"{header.file}: tensor {name} has shape {list(header.shape)}; {CONFIG_FILE} asks for {allowed}"

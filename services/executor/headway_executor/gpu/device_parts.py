@@ -147,6 +147,7 @@ class DeviceParts:
             adapters=adapters,
             max_num_tokens=config.max_num_batched_tokens,
             progress=lambda done, total: config.progress("loading layers", done, total),
+            warn=config.warn,
         )
 
     def _decoder(self, files: ModelFiles, weights: DecoderWeights, most_rows: int, chunk_attention: str) -> Decoder:

@@ -39,7 +39,7 @@ Activations: TypeAlias = Literal["auto", "exact", "fp8"]
 class DeviceWeights:
     """Reads weights. ``tensors_of`` gives the model's form of the tensors of a source, on the device of ``tunings``.
 
-    ``max_num_tokens``: of a step.
+    ``max_num_tokens``: of a step. ``warn`` gets a line if codes of the checkpoint do not stay codes.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class DeviceWeights:
         dtype: torch.dtype,
         tunings: Tunings,
         max_num_tokens: int,
+        warn: Callable[[str], None],
     ) -> None:
         device = tunings.device
         self.tunings = tunings
@@ -62,6 +63,7 @@ class DeviceWeights:
         self._dtype = dtype
         self._device = device
         self._workspace = SplitWorkspace(device)
+        self._warn, self._has_warned = warn, False
 
     def here(self, tensor: Tensor) -> Tensor:
         """A copy in the model's dtype."""
@@ -153,7 +155,12 @@ class DeviceWeights:
         if found is None:
             return read(self.tensors)
         weight, bias = found
-        return coded(weight) or weight.float(), bias
+        codes = coded(weight)
+        if codes is None and not self._has_warned:
+            self._has_warned = True
+            name = str(self._dtype).removeprefix("torch.")
+            self._warn(f"no kernel has some of the checkpoint's codes; they are widened to {name}, and take its memory")
+        return codes or weight.float(), bias
 
     def _quantised(self, weight: Tensor) -> DeviceWeight | None:
         if self._quantization is None:

@@ -44,6 +44,7 @@ def load_decoder(
     activations: Activations,
     adapters: DeviceAdapters | None,
     progress: Callable[[int, int], None],
+    warn: Callable[[str], None],
 ) -> DecoderWeights:
     """Load to the device of ``tunings``, with memory for steps of ``max_num_tokens``; ``quantization`` spares embedding, head and routers.
 
@@ -58,6 +59,7 @@ def load_decoder(
         dtype,
         tunings,
         max_num_tokens,
+        warn,
     )
     loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))

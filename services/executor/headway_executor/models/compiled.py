@@ -169,7 +169,7 @@ def load_compiled(
     loader = _Loader(config, part, tensors, coded, library, quantization, activations, dtype, max_model_len)
     with ThreadPoolExecutor(num_threads) as threads:  # the library and torch let other threads run meanwhile
         embedding = threads.submit(loader.embedding) if part.place.is_first_stage else None
-        head = threads.submit(loader.head) if part.place.is_last_stage else None
+        head = threads.submit(loader.head) if part.place.is_last_stage and config.has_head else None
         order = layers_as_stored(config, checkpoint.headers, part.layers)
         layers = dict(zip(order, threads.map(loader.layer, order), strict=True))
     attention, scalings = config.attention, config.scalings

@@ -183,9 +183,14 @@ class Decoder:
             layer(hidden, rotations, plan)
 
     def logits(self, hidden: Tensor, sampled: Tensor) -> Tensor:
-        """Return logits, ``[n, vocab]``, in the model's dtype. ``sampled`` int64, ``[n]``, indices of tokens."""
-        assert self.head is not None
-        logits = self.head(self.normed(hidden, sampled))
+        """Return logits, ``[n, vocab]``, in the model's dtype; without a head, what it would get.
+
+        ``sampled`` int64, ``[n]``, indices of tokens.
+        """
+        normed = self.normed(hidden, sampled)
+        if self.head is None:
+            return normed
+        logits = self.head(normed)
         if self.logits_factor != 1:
             logits.mul_(self.logits_factor)
         return logits if self.logits_softcap is None else capped_(logits, self.logits_softcap)

@@ -154,7 +154,7 @@ def load_eager(
         },
         layers=tuple(loader.layer(place, index) for place, index in enumerate(part.layers)),
         final_norm=loader.norm(tensors.final_norm()),
-        head=loader.head() if part.place.is_last_stage else None,
+        head=loader.head() if part.place.is_last_stage and config.has_head else None,
         logits_factor=config.scalings.logits,
         logits_softcap=config.scalings.logits_softcap,
     )

@@ -46,7 +46,7 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
 def _named_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
     """Models for vectors are stored without a head, and their tensors without the name of the decoder in front.
 
-    Without ``has_head`` the embedding stands where the head would, and nothing asks for what it gives.
+    Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
     """
     names = config.names
     bare = names.embedding.removeprefix(_DECODER)

@@ -10,6 +10,7 @@ import torch
 
 from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.fields import read_json_object
+from headway_executor.checkpoint.stored_weights.formats import asks_for_kv_codes
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families import read_model_config
 from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
@@ -45,6 +46,11 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
         config.warn(
             f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, "
             f"{beyond[0].original_context}; a longer prompt gets other tokens than from transformers (see docs/models.md)"
+        )
+    if config.kv_cache_dtype == "auto" and asks_for_kv_codes(Path(config.model)):
+        config.warn(
+            f"the checkpoint is meant for keys and values of few bits; kv_cache_dtype auto keeps them in {str(dtype).removeprefix('torch.')}, "
+            "which is more exact and takes more memory"
         )
     return ModelSettings(model_config, dtype, max_model_len)
 

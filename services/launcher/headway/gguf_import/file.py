@@ -120,6 +120,12 @@ class GgufFile:
             return self.floats(name)
         return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(self.shape(name))
 
+    def book(self, kind: str) -> Tensor:
+        """The book of a kind's codes, which the package has, as places in the order of its numbers: uint8."""
+        quants = getattr(gguf.quants, kind.upper())
+        quants.init_grid()
+        return torch.from_numpy(np.searchsorted(quants.grid_map, quants.grid[0, 0]).astype(np.uint8))
+
     def blocks(self, name: str) -> Tensor:
         """A tensor of blocks: uint8, ``[rows, bytes]``; of a stack ``[count, rows, bytes]``."""
         return torch.from_numpy(np.array(self._tensor(name).data)).view(*self.shape(name)[:-1], -1)

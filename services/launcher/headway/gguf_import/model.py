@@ -19,9 +19,11 @@ from headway.gguf_import.tokenizer import end_tokens_of
 from headway_proto.wording import shown
 
 _FLOATS = ("f32", "f16", "bf16")
+_WITH_BOOKS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 _BLOCKS = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
-    *("iq4_nl", "iq4_xs", "mxfp4"),
+    *("iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "mxfp4", "nvfp4"),
+    *_WITH_BOOKS,
 )
 _NO_POOLING = 0
 _POOLINGS = {_NO_POOLING: None, 1: "mean", 2: "cls", 3: "lasttoken"}
@@ -54,7 +56,7 @@ def pooling_of(file: GgufFile) -> str | None:
 
 
 def tensors_of(file: GgufFile) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the checkpoint, each read when it is its turn; blocks as they are.
+    """Names and tensors of the checkpoint, each read when it is its turn; blocks as they are, and the books of their codes.
 
     Raises:
         ConfigurationError: some other tensor, before the first is read.
@@ -62,7 +64,9 @@ def tensors_of(file: GgufFile) -> Iterator[tuple[str, Tensor]]:
     metadata = _metadata_of(file)
     layout = FAMILIES[metadata.architecture](metadata).layout
     pieces = list(_pieces_of(file, layout))
-    return chain.from_iterable(_read(file, tensors, at, layout) for tensors, at in pieces)
+    kinds = {file.kind(tensor) for tensors, _ in pieces for tensor in tensors}
+    books = [(f"gguf.{kind}", file.book(kind)) for kind in _WITH_BOOKS if kind in kinds]
+    return chain(books, chain.from_iterable(_read(file, tensors, at, layout) for tensors, at in pieces))
 
 
 class _At(NamedTuple):
@@ -145,10 +149,7 @@ def _pieces_of(file: GgufFile, layout: Layout) -> Iterator[tuple[list[str], _At]
             continue
         kind = file.kind(tensor)
         if kind not in (*_FLOATS, *_BLOCKS):
-            raise file.refuse(
-                f"tensor {tensor} is of kind {kind}; allowed: {', '.join((*_FLOATS, *_BLOCKS))}, as in files named Q4_K_M "
-                "or IQ4_XS"
-            )
+            raise file.refuse(f"tensor {tensor} is of kind {kind}; allowed: {', '.join((*_FLOATS, *_BLOCKS))}")
         at = _place_of(file, tensor, layout)
         if at is None:
             continue

@@ -32,15 +32,15 @@ class Awq:
 
     group: int | None
     name: str = "awq"
-    unread: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
         return stored.dtype(f"{base}.qweight") is not None
 
-    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
+        del stored
         outputs, inputs = shape
         groups = groups_of(inputs, self.group or inputs)
         return {

@@ -13,45 +13,61 @@ from torch import Tensor
 
 from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.checkpoint.stored_weights.scheme import FLOATS, FP8, StoredTensor, StoredTensors, groups_of
+from headway_executor.checkpoint.stored_weights.scheme import (
+    FLOATS,
+    FP8,
+    POWERS,
+    StoredTensor,
+    StoredTensors,
+    groups_of,
+    wide,
+)
 from headway_kernels.cpu.coded_weight import CodedWeight, CodeForm
 
 _SCHEMES = ("dynamic", "static")
 _SCALE_FORMATS = (None, "float", "ue8m0")
-"""DeepSeek V3.1 stores powers of two as floats; scales that are no floats are refused by their dtype."""
+"""Powers of two may be stored as floats, as DeepSeek V3.1 does, or as their exponents."""
 
 _NO_NUMBER = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """See ``WeightScheme``. ``block``: outputs and inputs that share a scale; None: all inputs, and one output or all."""
+    """See ``WeightScheme``. ``block``: outputs and inputs that share a scale; None: all inputs, and one output or all.
 
-    block: tuple[int, int] | None
-    scale_names: tuple[str, ...]
-    name: str = "fp8"
-    unread: tuple[str, ...] = (".input_scale", ".activation_scale")
+    ``rounds_inputs``: see ``CodedWeight``.
+    """
+
+    name: str
+    block: tuple[int, int] | None = None
+    scale_names: tuple[str, ...] = ("weight_scale",)
+    rounds_inputs: bool = True
     zeros: tuple[str, ...] = ()
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
         return stored.dtype(f"{base}.weight") in FP8
 
-    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
-        scale = StoredTensor(FLOATS, scale_shapes(shape, self.block), is_optional=len(self.scale_names) > 1)
-        scales = {f"{base}.{name}": scale for name in self.scale_names}
-        return {f"{base}.weight": StoredTensor(FP8, (shape,))} | scales
+        scales = StoredTensor(FLOATS + POWERS, scale_shapes(shape, self.block))
+        return {f"{base}.weight": StoredTensor(FP8, (shape,)), self._name_of_scales(base, stored): scales}
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
+        codes, scales = stored.read(f"{base}.weight"), stored.read(self._name_of_scales(base, stored))
+        if bool(((codes.view(torch.uint8) & _NO_NUMBER) == _NO_NUMBER).any()):
+            raise ModelFilesError(f"{base}.weight: a value is not a number; allowed: finite values")
+        scales, group = spread(scales, codes.shape[0], self.block), self.block[1] if self.block else codes.shape[1]
+        return CodedWeight(CodeForm.FP8, codes, scales, group, rounds_inputs=self.rounds_inputs)
+
+    def _name_of_scales(self, base: str, stored: StoredTensors) -> str:
         found = [name for name in self.scale_names if stored.dtype(f"{base}.{name}") is not None]
         if len(found) != 1:
             raise ModelFilesError(
                 f"{base}: {len(found)} tensors of scales; allowed: one of {', '.join(self.scale_names)}"
             )
-        scales = stored.read(f"{base}.{found[0]}")
-        return of_float8(stored.read(f"{base}.weight"), scales, self.block, base, rounds_inputs=True)
+        return f"{base}.{found[0]}"
 
 
 def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:
@@ -62,26 +78,12 @@ def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple
     return ((), (1,), (1, 1), (outputs, 1), (outputs,))
 
 
-def of_float8(
-    codes: Tensor, scales: Tensor, block: tuple[int, int] | None, base: str, *, rounds_inputs: bool
-) -> CodedWeight:
-    """A weight of ``codes``, ``[outputs, inputs]``, and scales of one of ``scale_shapes``.
-
-    Raises:
-        ModelFilesError: a code is no number.
-    """
-    if bool(((codes.view(torch.uint8) & _NO_NUMBER) == _NO_NUMBER).any()):
-        raise ModelFilesError(f"{base}.weight: a value is not a number; allowed: finite values")
-    group = block[1] if block else codes.shape[1]
-    return CodedWeight(CodeForm.FP8, codes, spread(scales, codes.shape[0], block), group, rounds_inputs=rounds_inputs)
-
-
 def spread(scales: Tensor, outputs: int, block: tuple[int, int] | None) -> Tensor:
     """Scales of one of ``scale_shapes``, for each output: float32, ``[outputs, groups]``."""
-    wide = scales.float()
+    numbers = wide(scales)
     if block is not None:
-        return wide.repeat_interleave(block[0], 0)[:outputs]
-    return wide.reshape(-1, 1).expand(outputs, 1)
+        return numbers.repeat_interleave(block[0], 0)[:outputs]
+    return numbers.reshape(-1, 1).expand(outputs, 1)
 
 
 def float8_of(fields: ConfigFields) -> Float8:
@@ -92,10 +94,8 @@ def float8_of(fields: ConfigFields) -> Float8:
         raise fields.refuse("fmt", "e4m3")
     if fields.values.get("scale_fmt") not in _SCALE_FORMATS:
         raise fields.refuse("scale_fmt", "float or ue8m0")
-    if fields.values.get("kv_cache_scheme"):
-        raise fields.refuse("kv_cache_scheme", "none")
     block = block_of(fields, "weight_block_size")
-    return Float8(block, ("weight_scale", "weight_scale_inv") if block is None else ("weight_scale_inv",))
+    return Float8("fp8", block, ("weight_scale", "weight_scale_inv") if block is None else ("weight_scale_inv",))
 
 
 def block_of(fields: ConfigFields, field: str) -> tuple[int, int] | None:

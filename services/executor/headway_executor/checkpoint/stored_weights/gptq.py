@@ -3,7 +3,7 @@
 Owns: their tensors. Must not know: files, kernels.
 
 ``qweight`` holds the codes of an output along the inputs, ``qzeros`` its zeros along the outputs. The first format takes one
-from each zero, in whole words: a zero of 0 borrows from its neighbour, as in GPTQModel. With act order, ``g_idx`` names
+from each zero, in whole words: a zero of 0 borrows from its neighbour, as in GPTQModel. (Not with 3 bits, which share words.) With act order, ``g_idx`` names
 each input's group. AutoGPTQ's early files have biases of zeros, which the model does not have. GPTQModel has rules for some
 weights (``dynamic``), which change fields of the description or leave the weights as they are.
 """
@@ -31,7 +31,8 @@ from headway_proto.wording import shown
 
 _FORMATS = {"gptq": True, "gptq_v2": False}
 """Whether one was taken from each zero."""
-_ONES = {4: 0x11111111, 8: 0x01010101}
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+_BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,15 @@ class Gptq:
     is_less: bool
     has_order: bool = False
     name: str = "gptq"
-    unread: tuple[str, ...] = ()
     zeros: tuple[str, ...] = (".bias",)
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
         return stored.dtype(f"{base}.qweight") is not None
 
-    def tensors(self, base: str, shape: tuple[int, int]) -> dict[str, StoredTensor]:
+    def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
+        del stored
         outputs, inputs = shape
         groups = groups_of(inputs, self.group or inputs)
         return {
@@ -66,7 +67,10 @@ class Gptq:
         codes = unpacked(stored.read(f"{base}.qweight"), self.bits, 0).t()
         group = self.group or codes.shape[1]
         words = stored.read(f"{base}.qzeros")
-        zeros = unpacked(words + _ONES[self.bits] if self.is_less else words, self.bits, 1).t()
+        if self.is_less and self.bits in _ONES:
+            zeros = unpacked(words + _ONES[self.bits], self.bits, 1).t()
+        else:
+            zeros = (unpacked(words, self.bits, 1).t() + self.is_less) & ((1 << self.bits) - 1)
         scales = stored.read(f"{base}.scales").t()
         group_of = None
         if stored.dtype(f"{base}.g_idx") is not None:
@@ -102,8 +106,8 @@ def _of_rule(fields: ConfigFields, rules: ConfigFields, rule: str) -> Gptq | Non
 
 def _one_of(fields: ConfigFields) -> Gptq:
     bits = fields.integer("bits")
-    if bits not in (4, 8):
-        raise fields.refuse("bits", "4 or 8")
+    if bits not in _BITS:
+        raise fields.refuse("bits", ", ".join(map(str, _BITS)))
     field = "checkpoint_format" if fields.values.get("checkpoint_format") else "format"
     written = fields.values.get(field) or "gptq"
     if not isinstance(written, str) or written not in _FORMATS:
