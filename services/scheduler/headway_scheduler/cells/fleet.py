@@ -262,8 +262,9 @@ class Fleet:
         assert cell.info is not None
         self._capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
         self.transit.cores_changed()
+        running = frozenset(core.epoch for core in self.cores)
         for core in self.cores:
-            core.moving.forget_ended_sources({other.epoch for other in self.cores})
+            core.moving.forget_ended_sources(running)
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)

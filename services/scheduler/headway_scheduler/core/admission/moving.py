@@ -8,8 +8,6 @@ a move with blocks: the request is marked as leaving, its next token's step copi
 goes on with it pulls them from there. The blocks are leased until then.
 """
 
-from collections.abc import Set as AbstractSet
-
 from headway_scheduler.core.admission.admission import Admission
 from headway_scheduler.core.admission.core_state import CoreState
 from headway_scheduler.core.admission.door import limit_of
@@ -137,9 +135,9 @@ class Moving:
             if request.stored is not None and epoch in request.stored.sources:
                 request.forget_stored()
 
-    def forget_ended_sources(self, epochs: AbstractSet[int]) -> None:
-        """Only ``epochs`` still run, so only these may yet be found to be in another state."""
-        self._epoch.swapping.books.sources &= epochs
+    def forget_ended_sources(self, epochs: frozenset[int]) -> None:
+        """See ``HostBooks``."""
+        self._epoch.swapping.books.forget_ended_sources(epochs)
 
     def _undo(self, transfers: StepTransfers) -> None:
         """No answer will come to a step with these transfers."""

@@ -38,12 +38,22 @@ class HostBooks:
         self.name, self.addresses = capacity.host_pool, capacity.block_addresses
         self.sources: frozenset[int] = frozenset()
         """Other executors' epochs, from whose blocks those of this executor may have been computed."""
+        self._running: frozenset[int] | None = None
         self.prefixes = HostPrefixes(num_blocks, capacity.block_size) if keeps_prefixes else None
         self.pool: HostPool | HostPrefixes = self.prefixes or HostPool(num_blocks)
         self._block_size = capacity.block_size
         self._epoch_of = np.full(num_blocks, _UNWRITTEN, dtype=np.int64)
         self._step_of = np.zeros(num_blocks, dtype=np.int32)
         self._is_leased = np.zeros(num_blocks, dtype=np.bool_)
+
+    def use(self, stored: StoredBlocks) -> None:
+        """This executor pulls these blocks. Of their sources, those that have ended do not count."""
+        self.sources |= stored.sources if self._running is None else stored.sources & self._running
+
+    def forget_ended_sources(self, epochs: frozenset[int]) -> None:
+        """Only ``epochs`` still run, so only these may yet be found to be in another state."""
+        self._running = epochs
+        self.sources &= epochs
 
     @property
     def num_leased(self) -> int:

@@ -65,7 +65,7 @@ class Transfers:
         steps = np.full(len(host_blocks), stored.step)
         device_blocks = table[num_shared : num_shared + len(host_blocks)]
         self._pull((stored.pool, stored.addresses, stored.epoch), (host_blocks, steps, device_blocks))
-        self._books.sources |= stored.sources
+        self._books.use(stored)
         self._fetched.append(Fetched(request, request.row, stored))
         return None
 
