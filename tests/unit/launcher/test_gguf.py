@@ -267,6 +267,29 @@ def test_the_checkpoint_stands_for_the_files_model(tmp_path, capfd, kinds, setti
         assert torch.equal(found.argmax(-1), logits.argmax(-1))
 
 
+def test_the_experts_of_a_layer_in_one_stack_share_a_book(tmp_path):
+    """As gpt-oss has them."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_act": "silu", "rope_parameters": rope}
+    write_checkpoint(tmp_path, **SIZES | sizes | {"architectures": ["GptOssForCausalLM"], "sliding_window": 20})
+    tensors = load_file(tmp_path / "model.safetensors")
+    draw, exact = np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        blocks = np.stack([blocks_of(Kind.IQ3_S, outputs, inputs, draw) for _ in range(count)])
+        tensors[f"{name}.iq3_s"] = torch.from_numpy(blocks)
+        exact[name] = torch.from_numpy(gguf.quants.dequantize(blocks, Kind.IQ3_S)).transpose(1, 2)
+    gguf.quants.IQ3_S.init_grid()
+    tensors["gguf.iq3_s"] = torch.from_numpy((gguf.quants.IQ3_S.grid[0, 0] // 2).astype(np.uint8))
+    rewrite(tensors, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gguf"}}))
+    with Checkpoint(tmp_path) as checkpoint:
+        check_tensors(read_model_config(tmp_path), checkpoint)
+        for name, wide in exact.items():
+            assert torch.equal(checkpoint.read(name, range(3)), wide)
+
+
 def imported(tmp_path, add):
     """The tokenizer of a file with the tokens that ``add`` writes."""
     writer = gguf.GGUFWriter(tmp_path / "tokens.gguf", "llama")

@@ -143,7 +143,7 @@ class Checkpoint:
     def num_parameters(self) -> int:
         """Numbers in all tensors, about."""
         return sum(
-            math.prod(header.shape) * (_CODES_OF_A_WORD if header.dtype == "I32" else 1)
+            math.prod(header.shape) * (_CODES_OF_A_WORD if header.dtype in ("I32", "U32") else 1)
             for header in self.headers.values()
         )
 
