@@ -469,6 +469,24 @@ async def test_other_refusals(http) -> None:
         assert answer.status == 400
 
 
+async def test_a_stream_that_fails_ends_with_an_error_of_its_own_kind(http) -> None:
+    endless, deadline = {"ignore_eos": True, "stream": True}, {"headway-timeout-ms": "400"}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1000}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/responses", {"input": "x"}),
+    ):
+        async with http.post(path, json=body | endless, headers=deadline) as answer:
+            assert answer.status == 200
+            *events, last, rest = (await answer.text()).split("\n\n")
+        told = json.loads(last.removeprefix("event: error\n").removeprefix("data: "))
+        assert told["error"]["type"] == "timeout_error"
+        assert not rest
+        if path == "/v1/responses":
+            assert last.startswith("event: error\n")
+            assert (told["type"], told["sequence_number"]) == ("error", len(events))
+
+
 async def test_a_word_of_no_list_is_refused_with_the_list(http) -> None:
     answers = []
     for wrong in ({"priority": "urgent"}, {"response_format": {"type": "yaml"}}):

@@ -48,6 +48,8 @@ class HttpCall:
         self.has_begun = False
         """Whether a part of the answer is sent."""
         self.request_id = ""
+        self.error_event: Callable[[bytes], bytes] = lambda error: b"data: " + error + b"\n\n"
+        """Makes the last event of a stream that fails, from an error in JSON."""
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -152,7 +154,7 @@ class HttpCall:
         """Send a refusal: as an answer, or as the last event of a stream."""
         refusal = http_refusal(error)
         if self.has_begun:
-            await self.send_event(b"data: " + refusal.body + b"\n\n")
+            await self.send_event(self.error_event(refusal.body))
             await self.end_events()
             return
         if self._has_whole_body:

@@ -216,6 +216,7 @@ class StreamedResponse(ResponseOutput):
         super().__init__(frame, tally)
         self._call = call
         self._number = 0
+        call.error_event = lambda error: self._event("error", **msgspec.json.decode(error))
 
     async def begin(self) -> None:
         """See ``ChatSink``."""
