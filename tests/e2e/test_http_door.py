@@ -1,10 +1,13 @@
 """The gateway's HTTP door between a fake scheduler and its callers: who may call, bounds, refusals, the end."""
 
 import asyncio
+import gc
 import json
 import shutil
 import socket
 import ssl
+import struct
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +22,7 @@ from e2e.test_gateway_credentials import certificates, made_by_openssl, tokens  
 from e2e.test_gateway_serving import DEMO, TEXT_MODEL, Stage, spelling, stage
 from fake_scheduler import FakeScheduler
 from headway_gateway.config import GatewayConfig
+from headway_gateway.openai import listener
 from headway_gateway.text.tokenization import TextModel, load_text_model
 from headway_proto import generation_pb2 as api
 from headway_proto.columns import decode_column
@@ -370,6 +374,34 @@ async def test_tools_need_a_form_that_is_known() -> None:
         async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
             assert answer.status == 400
             assert (await answer.json())["error"]["param"] == "tools"
+
+
+async def test_connections_that_end_leave_nothing_for_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes by once in many thousand connections; also those count that are reset while an answer is unread."""
+    made: weakref.WeakSet[object] = weakref.WeakSet()
+    begin = listener._Connection.connection_made
+
+    def connection_made(self: listener._Connection, transport: asyncio.Transport) -> None:
+        made.add(self)
+        begin(self, transport)
+
+    monkeypatch.setattr(listener._Connection, "connection_made", connection_made)
+    async with door() as (on, _, url):
+        gc.collect()
+        gc.disable()
+        try:
+            async with aiohttp.ClientSession() as session:
+                assert await status_of(session, f"{url}/v1/models") == 200
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", on.server.http_port)
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+                await reader.read(1)
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                writer.transport.abort()
+            await eventually(lambda: not made)
+        finally:
+            gc.enable()
 
 
 async def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

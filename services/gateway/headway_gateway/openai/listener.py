@@ -124,6 +124,11 @@ class _Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        # uvicorn lets a reset connection wait out its keep-alive time, and leaves circles behind, which the collector of a
+        # busy gateway would find only after some ten thousand connections.
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        self.cycle = None  # type: ignore[assignment]  # as uvicorn's, before the first request
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
