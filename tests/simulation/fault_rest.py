@@ -50,6 +50,11 @@ def _num_host_blocks(world: "FaultWorld") -> int:
     return 4 * world.schedule.settings.num_host_blocks + 4
 
 
+def _num_epochs(world: "FaultWorld") -> int:
+    """Its own, and one of each other executor."""
+    return _num_cells(world) + 1
+
+
 def _num_blocks(world: "FaultWorld") -> int:
     return world.schedule.settings.num_blocks
 
@@ -136,6 +141,11 @@ MAY_GROW = (
     _MayGrow("executor.statistics.num_stale_blocks", None, "a total"),
     _MayGrow(
         "len(engine.fleet.cells[].core.*books.sources)", _num_cells, "executors whose blocks were used, while they run"
+    ),
+    _MayGrow(
+        "len(engine.fleet.cells[].core._epoch.distrusted)",
+        _num_epochs,
+        "of an executor that is away, until it begins anew",
     ),
     _MayGrow("len(executor._suspects._*)", _num_blocks, "until something else is written there"),
     _MayGrow("engine.fleet.cells[].core.*._num_decode_only_steps", None, "of the newest steps"),
