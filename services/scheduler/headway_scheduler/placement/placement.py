@@ -296,5 +296,6 @@ def end_of_moving(request: Request, reason: FinishReason, error: str = "") -> Fi
     return end_of(request, reason, len(request.token_ids) - request.new.num_prompt_tokens, error=error)
 
 
-def _place_of(request: Request) -> tuple[int, int]:
-    return request.rank, request.arrival
+def _place_of(request: Request) -> tuple[int, bool, int]:
+    """Who made way for another is not at the head again at once."""
+    return request.rank, request.num_ways_made > 0, request.arrival
