@@ -74,6 +74,16 @@ def pools_of(directory: Path, size: int) -> list[Path]:
     return [path for digest in digests for path in SHARED_MEMORY.glob(f"{FILE_PREFIX}{digest}-*")]
 
 
+def all_pools_of(directory: Path, size: int) -> list[Path]:
+    """The same, once each rank has one: a rank that has just begun again may still make its own."""
+    deadline = time.perf_counter() + _JOIN_S
+    while len(pools := pools_of(directory, size)) != size:
+        if time.perf_counter() > deadline:
+            raise SystemExit(f"{len(pools)} pools of {size} ranks are there after {_JOIN_S:g} s")
+        time.sleep(_POLL_S)
+    return pools
+
+
 async def run_losses(address: str, arguments: argparse.Namespace) -> list[Loss]:
     """Run all rounds."""
     size = arguments.tensor_parallel * arguments.pipeline_parallel
@@ -182,8 +192,7 @@ def main() -> None:
         with served(*flags) as address:
             losses = asyncio.run(run_losses(address, arguments))
             processes = psutil.Process().children(recursive=True)
-            pools = pools_of(Path(directory), arguments.tensor_parallel * arguments.pipeline_parallel)
-            assert len(pools) == arguments.tensor_parallel * arguments.pipeline_parallel
+            pools = all_pools_of(Path(directory), arguments.tensor_parallel * arguments.pipeline_parallel)
         left = [str(process.pid) for process in processes if process.is_running()]
         left += [path.name for path in (*pools, *Path(directory).iterdir()) if path.exists()]
     result = {**figures(losses), "left": left}

@@ -186,7 +186,7 @@ async def test_a_second_signal_ends_at_once_and_the_scheduler_is_told(start, ing
             stream = client.generate("x", n=2)
             await anext(stream)
             gateway.process.send_signal(signal.SIGINT)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.6)  # Sooner, it would be the same wish.
             gateway.process.send_signal(signal.SIGTERM)
             code, error = await gateway.ended(5.0)
             assert code == 0, error
