@@ -66,6 +66,8 @@ def test_the_curve_of_all_requests_is_a_life_table(observations: list[tuple[int,
     survival, at_risk = life_table(observations, edges)
     answer = outputs.predicted_output(ALL_REQUESTS, age, limit)
     place = bisect_right(edges, age) - 1
+    if abs(at_risk[place] - 8) < TOLERANCE and answer is None:
+        return  # Parts of requests add up to 8, and in floats to a little less.
     if at_risk[place] < 8:
         assert answer is None
         return
