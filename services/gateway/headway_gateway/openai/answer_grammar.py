@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks, text
+from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from headway_gateway.openai.strict_calls import channelled_calls, has_rules, rules_of_calls
 from headway_gateway.openai.thinking import ThoughtForm
 from headway_gateway.openai.tool_calls import CallForm
@@ -24,7 +25,6 @@ _LINE_BREAKS = r"WS: /\n{0,4}/"
 _ENDS_A_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
 _SAID = {"/": r"\/", "\n": r"\n"}
 _THOUGHT, _ANY_BEFORE = '"analysis"', '("analysis" | "commentary")'
-_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 
 
 class Room(NamedTuple):
@@ -110,15 +110,15 @@ def channelled_grammar(bound: str | None, room: Room, marks: Marks, *, thinks: b
     tools, is_strict = room.tools, any(tool.strict for tool in room.tools)
     if bound is None and not is_strict:
         return None
-    channel, message = marks.said(_CHANNEL), marks.said(_MESSAGE)
+    channel, message = marks.said(CHANNEL), marks.said(MESSAGE)
     is_free = bound is None and not room.is_forced
     before = "before*" if thinks or is_free else ""
     rules = [
         f"start: {before} {'call' if room.is_forced else '(answer | call)' if tools else 'answer'}",
-        f'before: {channel} {_ANY_BEFORE if is_free else _THOUGHT} {message} up_to_end {marks.said(_START)} "assistant"',
-        marks.up_to("up_to_end", "<|end|>"),
-        f'answer: {channel} "final" (/ ?/ {marks.said("<|constrain|>")} /[a-z]+/)? {message} bound',
-        marks.without("bound", _CHANNEL, _START) if bound is None else f"bound: {bound}",
+        f'before: {channel} {_ANY_BEFORE if is_free else _THOUGHT} {message} up_to_end {marks.said(START)} "assistant"',
+        marks.up_to("up_to_end", END),
+        f'answer: {channel} "final" (/ ?/ {marks.said(CONSTRAIN)} /[a-z]+/)? {message} bound',
+        marks.without("bound", CHANNEL, START) if bound is None else f"bound: {bound}",
     ]
     if is_strict:
         rules += channelled_calls(_with_their_schemas(tools), marks)

@@ -14,20 +14,20 @@ from headway_gateway.openai.marks import may_begin, num_uncertain
 from headway_gateway.openai.thinking import Thought
 from headway_gateway.openai.tool_calls import ToolCall, call_of
 
-_CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", _CHANNEL)
+CHANNEL, MESSAGE, START, END, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"
+_ENDS = (END, "<|call|>", "<|return|>", START, CHANNEL)
 """What ends a body, beside the model's end tokens. The last two are not the usual ones."""
 
-MARKS = (_CHANNEL, _MESSAGE, *_ENDS)
+MARKS = (CHANNEL, MESSAGE, *_ENDS)
 
-_FIRST = (_CHANNEL, " to=")
+_FIRST = (CHANNEL, " to=")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def speaks_harmony(template: str) -> bool:
     """Return whether a chat template has channels."""
-    return _CHANNEL in template and _MESSAGE in template
+    return CHANNEL in template and MESSAGE in template
 
 
 class HarmonyText:
@@ -66,7 +66,7 @@ class HarmonyText:
             self._is_undecided, self._is_in_head = False, self._held.startswith(_FIRST)
         while True:
             if self._is_in_head:
-                head, mark, behind = self._held.partition(_MESSAGE)
+                head, mark, behind = self._held.partition(MESSAGE)
                 if not mark:
                     return
                 self._read(head)
@@ -79,7 +79,7 @@ class HarmonyText:
                     yield from self._body(body)
                 return
             body, self._is_in_head = self._held[: end.start()], True
-            self._held = self._held[end.start() if end[0] == _CHANNEL else end.end() :]
+            self._held = self._held[end.start() if end[0] == CHANNEL else end.end() :]
             yield from self._body(body, is_whole=True)
 
     def _read(self, head: str) -> None:

@@ -140,7 +140,7 @@ class PieceMaker:
         request.keep_special_tokens |= self._has_special_marks(wanted, form)
         end_ids = (*model.eos_token_ids, *request.sampling.stop_token_ids)
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
-        room = await self._room(wanted, form, request.chat, model)
+        room = await self._room(wanted, thoughts, form, request.chat, model)
         # An array of forced calls, which every model can be bound to, is a constraint already.
         bound = None if room.is_forced else bound_by(request.sampling)
         if (
@@ -168,9 +168,10 @@ class PieceMaker:
             for _ in range(count)
         ]
 
-    async def _room(self, wanted: Wanted, form: CallForm | None, chat: api.Chat, model: ModelInfo) -> Room:
+    async def _room(
+        self, wanted: Wanted, thoughts: ThoughtForm | None, form: CallForm | None, chat: api.Chat, model: ModelInfo
+    ) -> Room:
         """Return what an output has room for beside its answer. All that is forced is strict."""
-        thoughts = self._thought_form if wanted.thoughts else None
         at_end = "" if thoughts is None else await self._mark_at_end(thoughts, chat, model)
         begins_inside = thoughts is not None and at_end == thoughts.begin
         return Room(
@@ -213,7 +214,9 @@ class PieceMaker:
 
 
 def _may_be_bound(sampling: api.SamplingParams, model: ModelInfo) -> bool:
-    """Whether an output that was to be free can be: the end of a grammar is an end."""
+    """Whether a grammar may bind an output without a constraint. It ends the output, which ``min_tokens`` and ``ignore_eos``
+    may forbid.
+    """
     return model.supports_constraints and not (sampling.min_tokens or sampling.ignore_eos)
 
 

@@ -5,26 +5,29 @@ Owns: what a call of a form consists of. Must not know: what stands around a cal
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from headway_gateway.openai import tool_calls
 from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks, text
+from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import CallKeys, schema_of_arguments, schema_of_call, schema_of_calls
 
 Tools: TypeAlias = Sequence[Function]
 
-_AROUND_JSON = r"/[ \n]{0,8}/"
+_SPACE = r"[ \n]{0,8}"
+_AROUND_JSON = f"/{_SPACE}/"
 _KEYS = CallKeys("name", "arguments", last_id="id")
 _KEYS_OF_COHERE = CallKeys("tool_name", "parameters", first_id="tool_call_id")
-_AS_TEMPLATES_WRITE = {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,8}"}}
+_AS_TEMPLATES_WRITE = {"x-guidance": {"whitespace_pattern": _SPACE}}
 """Some write calls on several lines."""
 
 
 def channelled_calls(tools: Tools, marks: Marks) -> list[str]:
     """Return rules of ``call`` in the channels of gpt-oss (see ``harmony``)."""
-    channel, message, form = marks.said("<|channel|>"), marks.said("<|message|>"), marks.said("<|constrain|>")
+    channel, message, form = map(marks.said, (CHANNEL, MESSAGE, CONSTRAIN))
     rules = [f"call: {_any_of(tools)}", f'json: (/ ?/ {form} "json" | " json")? {message}']
     for place, tool in enumerate(tools):
         recipient = text(f" to=functions.{tool.name}")
@@ -51,18 +54,16 @@ def _marked_json(form: CallForm, tools: Tools, marks: Marks, most: int | None) -
     return [f"call: {marks.said(form.begin)} {_AROUND_JSON} {_json(schema_of_call(tools, _KEYS))} {_end(form, marks)}"]
 
 
-def _marked_array(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
-    return [f"call: {marks.said(form.begin)} {_array(tools, _KEYS, most)} {_end(form, marks)}"]
-
-
-def _of_cohere(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
-    return [f"call: {marks.said(form.begin)} {_array(tools, _KEYS_OF_COHERE, most)} {_end(form, marks)}"]
+def _marked_array(form: CallForm, tools: Tools, marks: Marks, most: int | None, keys: CallKeys = _KEYS) -> list[str]:
+    return [f"call: {marks.said(form.begin)} {_array(tools, keys, most)} {_end(form, marks)}"]
 
 
 def _of_mistral(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
     """An array; or in newer models names, each behind a mark, perhaps with an id."""
     begin = marks.said(form.begin)
-    to_arguments = f"({marks.said('[CALL_ID]')} /[a-zA-Z0-9]{{1,40}}/)? {marks.said('[ARGS]')}"
+    to_arguments = (
+        f"({marks.said(tool_calls.MISTRAL_CALL_ID)} /[a-zA-Z0-9]{{1,40}}/)? {marks.said(tool_calls.MISTRAL_ARGUMENTS)}"
+    )
     named = [
         f"call{place}: {begin} {text(tool.name)} {to_arguments} arguments{place}" for place, tool in enumerate(tools)
     ]
@@ -87,7 +88,7 @@ _RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[st
     tool_calls.HERMES: _marked_json,
     tool_calls.PHI: _marked_array,
     tool_calls.GRANITE: _marked_array,
-    tool_calls.COHERE: _of_cohere,
+    tool_calls.COHERE: partial(_marked_array, keys=_KEYS_OF_COHERE),
     tool_calls.MISTRAL: _of_mistral,
     tool_calls.DEEPSEEK: _of_deepseek,
 }

@@ -74,8 +74,8 @@ def _call(found: _Call) -> ToolCall:
 def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
     """An array; or in newer models names, each behind a mark, perhaps with an id."""
     calls = [
-        call_of(named.partition("[CALL_ID]")[0].strip(), arguments)
-        for named, _, arguments in (part.partition("[ARGS]") for part in text.split(_MISTRAL_BEGIN))
+        call_of(named.partition(MISTRAL_CALL_ID)[0].strip(), arguments)
+        for named, _, arguments in (part.partition(MISTRAL_ARGUMENTS) for part in text.split(_MISTRAL_BEGIN))
     ]
     return _from_json(text, schemas) or _all_or_none(calls)
 
@@ -118,6 +118,7 @@ def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
 
 
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
+MISTRAL_CALL_ID, MISTRAL_ARGUMENTS = "[CALL_ID]", "[ARGS]"
 DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
