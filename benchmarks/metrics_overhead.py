@@ -24,6 +24,7 @@ from typing import Any
 from headway_gateway.figures.statistics import GatewayStatistics
 from headway_process.metrics_endpoint import MetricsEndpoint
 from headway_process.snapshots import Snapshots
+from headway_scheduler.cells.core_calls import CoreCalls
 from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import StepEvents
 from headway_scheduler.core.view import SchedulerView
@@ -54,7 +55,7 @@ class CountingBench(Bench):
         super().__init__(num_running, 2, seed)
         self.counted: ServingStatistics | None = None
         self.engine = SchedulerEngine(self.core.limits, incarnation=1)
-        self.engine.fleet.cells[0].core = self.core
+        self.engine.fleet.cells[0].calls = CoreCalls(self.core, self.engine.recorder, lambda: None)
         self.snapshots: Snapshots[SchedulerSnapshot] = Snapshots()
 
     def update(self, frame: bytes) -> StepEvents:

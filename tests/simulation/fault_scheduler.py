@@ -174,7 +174,7 @@ class SchedulerProcess(Process):
         cell = self.engine.fleet.cells[number]
         with self.world.watching():
             for request in [] if cell.core is None else cell.core.requests():
-                cell.let_leave(request.new.origin, must_leave=must_leave)
+                cell.calls.let_leave(request.new.origin, must_leave=must_leave)
         self.wake()
 
     def work(self, frames: list[tuple[bytes, bytes]]) -> None:

@@ -33,7 +33,7 @@ from headway_proto.ingress import Abort
 from headway_proto.step import ExecutorOutput
 from headway_scheduler import compiled_core, engine
 from headway_scheduler.cells import brake
-from headway_scheduler.cells.cell import Cell
+from headway_scheduler.cells.core_calls import CoreCalls
 from headway_scheduler.cells.fleet import Fleet
 from headway_scheduler.cells.live_sequences import LiveSequences
 from headway_scheduler.core.admission.endings import Endings
@@ -889,10 +889,13 @@ def guilty_at_once(original):
     return 1
 
 
-@_several("an operator drains a cell, and what runs there goes on", (Cell, "release"))
+@_several("an operator drains a cell, and what runs there goes on", (CoreCalls, "release"))
 def drained_cell_keeps_its_requests(original):
-    del original
-    return lambda self, origins: []
+    def release(self, origins):
+        requests = [self.core.find(origin) for origin in origins]
+        return original(self, [request.new.origin for request in requests if request is not None and request.row < 0])
+
+    return release
 
 
 @_several("a draining cell is given requests", (Transit, "loads"))

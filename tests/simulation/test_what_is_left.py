@@ -86,8 +86,8 @@ def test_what_an_engine_holds_is_seen_wherever_it_is() -> None:
     engine.held_since_today = OrderedDict(a=1)
     engine.fleet.cells[0].core._state.waiting.room._tenants["nobody"] = [1, 7]
     assert leftovers(world) == [
-        "len(engine.fleet.cells[].core._state.waiting.room._tenants) is 1, 0 at rest",
-        "len(engine.fleet.cells[].core._state.waiting.room._tenants[]) is 2, 0 at rest",
+        "len(engine.fleet.transit._cores[]._state.waiting.room._tenants) is 1, 0 at rest",
+        "len(engine.fleet.transit._cores[]._state.waiting.room._tenants[]) is 2, 0 at rest",
         "len(engine.held_since_today) is 1, 0 at rest",
     ]
 

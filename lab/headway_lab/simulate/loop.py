@@ -87,7 +87,7 @@ class Simulation:
 
     def _take_answer(self, station: Station, now: float) -> None:
         step, events = station.take_answer(now)
-        self._router.pass_on(station)
+        self._router.pass_on(station, events.left)
         measurement = self._measurement
         measurement.steps.append(step)
         num_running = sum(station.core.num_running for station in self._stations)

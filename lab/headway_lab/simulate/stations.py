@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headway_lab.simulate.device import StepRecord, VirtualDevice
+from headway_scheduler.cells.core_calls import CoreCalls
 from headway_scheduler.core.admission.door import check_request, limit_of
 from headway_scheduler.core.choosing.policies import PlacementPolicy
 from headway_scheduler.core.choosing.roles import Role
@@ -15,8 +16,7 @@ from headway_scheduler.core.scheduler import Scheduler
 from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import SchedulerLimits
-from headway_scheduler.core.state.request import Request
-from headway_scheduler.core.state.stored_blocks import StoredBlocks
+from headway_scheduler.flight.recorder import NullRecorder
 from headway_scheduler.placement.placement import AGGREGATED, Placement
 from headway_scheduler.placement.transit import Transit
 
@@ -35,9 +35,8 @@ class Station:
         """Whether the core may have another step now."""
         self.num_ended = 0
         self.busy_s = 0.0
+        self.calls = CoreCalls(core, NullRecorder(), self._note_news)
         self._device = device
-        self._leaving: dict[Origin, None] = {}
-        """Requests that are to be released as soon as no step owes them a token."""
 
     @property
     def next_end_s(self) -> float | None:
@@ -49,7 +48,6 @@ class Station:
         step, answer = self._device.answer()
         events = self.core.update(answer, now)
         self.has_news = True
-        self._leaving.update(dict.fromkeys(events.left))
         self.num_ended += len(events.finished)
         self.busy_s += step.end_s - step.start_s - step.overlap_s
         return step, events
@@ -61,37 +59,8 @@ class Station:
             self._device.take(output, now)
         return self.core.take_shed()
 
-    def adopt(self, request: Request) -> None:
-        """Let the core queue a request."""
+    def _note_news(self) -> None:
         self.has_news = True
-        self.core.moving.adopt(request)
-
-    def let_leave(self, origin: Origin) -> bool:
-        """See ``TransitCell``."""
-        self.has_news = True
-        return origin not in self._leaving and self.core.moving.let_leave(origin)
-
-    def release(self, origins: list[Origin]) -> list[Request]:
-        """See ``TransitCell``."""
-        self._leaving.update(dict.fromkeys(origins))
-        return self.take_released()
-
-    def take_released(self) -> list[Request]:
-        """The requests that were to be released and that no step owes a token any more."""
-        found = []
-        for origin in list(self._leaving):
-            self.has_news = True
-            request = self.core.moving.release(origin)
-            if request is not None or self.core.find(origin) is None:
-                del self._leaving[origin]
-            if request is not None:
-                found.append(request)
-        return found
-
-    def return_lease(self, stored: StoredBlocks) -> None:
-        """See ``TransitCell``."""
-        self.has_news = True
-        self.core.moving.return_lease(stored)
 
 
 class Router(Protocol):
@@ -118,8 +87,8 @@ class Router(Protocol):
     def count_end(self, end: FinishedEvent) -> None:
         """A request has ended in a core."""
 
-    def pass_on(self, station: Station) -> None:
-        """Take what this executor gives up: requests that left, and blocks of others that it needs no more."""
+    def pass_on(self, station: Station, left: Sequence[Origin] = ()) -> None:
+        """Take what this executor gives up: requests that ``left``, and blocks of others that it needs no more."""
 
 
 class InTurn:
@@ -136,8 +105,7 @@ class InTurn:
         """See ``Router``."""
         station = self.stations[self._num_taken % len(self.stations)]
         self._num_taken += 1
-        station.has_news = True
-        station.core.add_request(new, now)
+        station.calls.add_request(new, now)
 
     def place(self, now: float) -> tuple[FinishedEvent, ...]:
         """See ``Router``: nothing waits above the cores."""
@@ -147,7 +115,7 @@ class InTurn:
     def count_end(self, end: FinishedEvent) -> None:
         """See ``Router``."""
 
-    def pass_on(self, station: Station) -> None:
+    def pass_on(self, station: Station, left: Sequence[Origin] = ()) -> None:
         """See ``Router``: nobody leaves."""
 
 
@@ -186,7 +154,7 @@ class OneQueue:
         if not len(self._placement):
             return ()
         for placed in self._transit.place(now):
-            self.stations[placed.cell].adopt(placed.request)
+            self.stations[placed.cell].calls.adopt(placed.request)
         shed = self._placement.take_shed()
         for end in shed:
             self._transit.forget(end.origin)
@@ -196,7 +164,7 @@ class OneQueue:
         """See ``Router``."""
         self._placement.count_end(end)
 
-    def pass_on(self, station: Station) -> None:
+    def pass_on(self, station: Station, left: Sequence[Origin] = ()) -> None:
         """See ``Router``."""
-        self._transit.take_back(station.take_released())
+        self._transit.take_back(station.calls.release(left))
         self._transit.return_leases(station.core.moving.take_ended_leases())

@@ -19,7 +19,7 @@ PRODUCT = [
 ]
 TABLES = {"pool", "rows", "cache", "counters", "swapping", "prefix_statistics", "pinned_prefixes"}
 CORE_NAMES = {"core", "_core", "scheduler", "_scheduler"}
-MAY_REACH_IN = {"commands.py", "recorder.py", "replay.py", "checkpoint.py"}
+MAY_REACH_IN = {"core_calls.py", "recorder.py", "replay.py", "checkpoint.py"}
 """The commands of operators, and their replay, change the core. The others record and restore it."""
 
 

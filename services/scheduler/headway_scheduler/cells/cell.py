@@ -8,19 +8,17 @@ from typing import Protocol
 
 from headway_proto.adapters import AdapterChanged
 from headway_proto.step import BackendInfo
-from headway_scheduler.cells import commands
 from headway_scheduler.cells.blame import Blame
 from headway_scheduler.cells.brake import Brake, FailurePause
+from headway_scheduler.cells.core_calls import CoreCalls
 from headway_scheduler.cells.live_sequences import LiveSequences
 from headway_scheduler.cells.notices import Notices
 from headway_scheduler.core.choosing.roles import Role
-from headway_scheduler.core.memory.pinned_prefixes import PinnedPrefix
 from headway_scheduler.core.scheduler import Scheduler, StateMismatch
-from headway_scheduler.core.state.arrival import NewRequestEvent, Origin
+from headway_scheduler.core.state.arrival import Origin
 from headway_scheduler.core.state.events import FinishedEvent, StepEvents
 from headway_scheduler.core.state.limits import ExecutorCapacity, SchedulerLimits
 from headway_scheduler.core.state.request import Request
-from headway_scheduler.core.state.stored_blocks import StoredBlocks
 from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.figures.serving_statistics import ServingStatistics
 from headway_scheduler.flight.recorder import NullRecorder
@@ -59,11 +57,21 @@ class Serving(Protocol):
         """A request can no longer meet its objective; nothing of it has run."""
 
 
+class AnswersOfAdapters(Protocol):
+    """Takes what executors say of adapters."""
+
+    def answered(self, cell: "Cell", answer: AdapterChanged) -> None:
+        """A cell's executor was asked to load or unload an adapter."""
+
+
 class OtherCells(Protocol):
     """What a cell needs of the others."""
 
     brake: Brake
     transit: Transit
+
+    @property
+    def adapters(self) -> AnswersOfAdapters: ...  # noqa: D102 - who waits for its answers on adapters
 
     def state_lost(self, cell: "Cell", now: float) -> None:
         """What the executor had computed is gone; its requests may go on elsewhere."""
@@ -83,9 +91,6 @@ class OtherCells(Protocol):
     def begin_anew(self, now: float) -> None:
         """Who has used what is not to be used begins anew."""
 
-    def adapter_answered(self, cell: "Cell", answer: AdapterChanged) -> None:
-        """Its executor was asked to load or unload an adapter."""
-
 
 class Cell:
     """One executor. Times in seconds, monotonic."""
@@ -96,7 +101,8 @@ class Cell:
         self.number = link.number
         self.link = link
         self.recorder = recorder
-        self.core: Scheduler | None = None
+        self.calls: CoreCalls | None = None
+        """None before an executor joins."""
         self.info: BackendInfo | None = None
         self.role = Role.BOTH
         self.is_draining = False
@@ -106,8 +112,6 @@ class Cell:
         self.has_news = True
         self.lost_steps_had: tuple[Origin, ...] = ()
         """The requests of the newest steps that were lost, until the next epoch."""
-        self._leaving: dict[Origin, None] = {}
-        """Requests that are to be released as soon as no step owes them a token."""
         self._serving = serving
         self._others = others
         self._limits = serving.limits
@@ -129,6 +133,14 @@ class Cell:
         else:
             self._news.discard(self.number)
 
+    def _note_news(self) -> None:
+        self.has_news = True
+
+    @property
+    def core(self) -> Scheduler | None:
+        """None before an executor joins."""
+        return None if self.calls is None else self.calls.core
+
     @property
     def view(self) -> SchedulerView | None:
         """What may be read from the core; None before an executor joins."""
@@ -137,7 +149,7 @@ class Cell:
     @property
     def is_open(self) -> bool:
         """Whether its executor is there."""
-        return self.link.is_open and self.core is not None
+        return self.link.is_open and self.calls is not None
 
     @property
     def next_deadline(self) -> float:
@@ -159,7 +171,7 @@ class Cell:
                 if self.core is not None:
                     self._others.distrust(self.core.epoch)
             elif isinstance(event, AdapterAnswered):
-                self._others.adapter_answered(self, event.answer)
+                self._others.adapters.answered(self, event.answer)
             elif isinstance(event, ExecutorRefused):
                 self._serving.notices.add("executor refused", reason=event.reason)
             elif isinstance(event, ExecutorLost):
@@ -169,25 +181,24 @@ class Cell:
 
     def schedule_steps(self, now: float) -> None:
         """Schedule and send as many steps as may be in flight."""
-        core, link = self.core, self.link
+        calls, link = self.calls, self.link
         self.has_news = False
         if now >= self._paused_until:
             # With or without an executor: a time in the past would ask for another turn again and again.
             self._paused_until = float("-inf")
-        if core is None or not link.is_open or now < self._paused_until:
+        if calls is None or not link.is_open or now < self._paused_until:
             self.has_news = now < self._paused_until
             return
+        core = calls.core
         if self._brake.has_suspects:
-            trial = self._blame.next_trial(core)
-            core.run_alone(trial.origin, trial.num_tokens)
-            self.recorder.ran_alone(trial.origin, trial.num_tokens)
+            calls.run_alone(*self._blame.next_trial(core))
         if core.num_in_flight < core.max_in_flight:
-            self._send_steps(core, now)
+            self._send_steps(calls, now)
         if core.num_preempted:
             self._others.cell_has_preempted()
 
-    def _send_steps(self, core: Scheduler, now: float) -> None:
-        link = self.link
+    def _send_steps(self, calls: CoreCalls, now: float) -> None:
+        core, link = calls.core, self.link
         num_before = len(link.outgoing)
         while (output := core.schedule(now)) is not None:
             link.send_step(output)
@@ -195,7 +206,7 @@ class Cell:
         shed = core.take_shed()
         frames = link.outgoing[num_before:]
         if frames or shed:
-            self._end_leases()
+            self.end_leases()
         if frames:
             if core.num_in_flight < core.max_in_flight:
                 self.has_news = True
@@ -207,120 +218,28 @@ class Cell:
         for end in shed:
             self._serving.refuse_late(end, core.expected_prefill_s, now)
 
-    # ------------------------------------------------------------------------------------------ requests come and go
-
-    def pause(self, *, is_paused: bool) -> None:
-        """Stop or resume the start of requests."""
-        if self.core is not None and self.core.paused != is_paused:
-            commands.pause(self.core, self.recorder, is_paused=is_paused)
-
-    def drop_cached(self) -> None:
-        """Drop the cached blocks that no request holds."""
-        assert self.core is not None
-        commands.drop_cached(self.core, self.recorder)
-
-    def pin(self, name: str, tenant: str, token_ids: bytes) -> PinnedPrefix:
-        """Keep a prefix in the cache, as ``commands.pin``."""
-        assert self.core is not None
-        return commands.pin(self.core, self.recorder, name, tenant, token_ids)
-
-    def restore_pin(self, name: str, before: tuple[str, bytes] | None) -> None:
-        """Make a pin what it was; None: there was none."""
-        if before is None:
-            self.unpin(name)
-        else:
-            self.pin(name, *before)
-
-    def unpin(self, name: str) -> bool:
-        """Undo ``pin``. Return whether there was such a pin."""
-        assert self.core is not None
-        return commands.unpin(self.core, self.recorder, name)
-
-    def add_request(self, new: NewRequestEvent, now: float) -> None:
-        """Let the core queue a request.
-
-        Raises:
-            RequestRejected: it can never run, or the queue is full.
-        """
-        assert self.core is not None
-        self.has_news = True
-        self.core.add_request(new, now)
-        self.recorder.arrived(now, new)
-
     def adopt(self, request: Request, *, slowly: bool) -> None:
         """Let the core queue a request. ``slowly``: it was in lost steps, and few of those start at a time."""
-        assert self.core is not None
-        self.has_news = True
-        self.recorder.adopted(request)
-        self.core.moving.adopt(request)
+        assert self.calls is not None
+        self.calls.adopt(request)
         if slowly:
-            self._start_slowly(self.core, (request.new.origin,))
-
-    def abort(self, origin: Origin, why: str, now: float) -> FinishedEvent | None:
-        """Abort a request; None if the core does not have it."""
-        if self.core is None or self.core.find(origin) is None:
-            return None
-        self.has_news = True
-        self.recorder.aborted(now, origin, why)
-        self._leaving.pop(origin, None)
-        end = self.core.abort(origin)
-        self._end_leases()
-        return end
-
-    def let_leave(self, origin: Origin, *, must_leave: bool = False) -> bool:
-        """Let a running request go on elsewhere after its next token, its blocks with it; False if it does not run here."""
-        if self.core is None or origin in self._leaving:
-            return False
-        self.has_news = True
-        self.recorder.let_leave(origin, must_leave=must_leave)
-        return self.core.moving.let_leave(origin, must_leave=must_leave)
-
-    def return_lease(self, stored: StoredBlocks) -> None:
-        """Another cell has fetched these blocks of this executor's pool, or nobody wants them any more."""
-        assert self.core is not None
-        self.has_news = True
-        self.recorder.lease_returned(stored)
-        self.core.moving.return_lease(stored)
-
-    def release(self, origins: list[Origin]) -> list[Request]:
-        """Give up these requests. Those that a step in flight owes a token come with a later ``take_released``."""
-        self._leaving.update(dict.fromkeys(origins))
-        return self.take_released()
-
-    def take_released(self) -> list[Request]:
-        """The requests that were to be released and that no step owes a token any more."""
-        if not self._leaving or self.core is None:
-            return []
-        self.has_news = True
-        found = []
-        for origin in list(self._leaving):
-            self.recorder.released(origin)
-            request = self.core.moving.release(origin)
-            if request is not None or self.core.find(origin) is None:
-                del self._leaving[origin]
-            if request is not None:
-                found.append(request)
-        return found
-
-    def release_waiting(self) -> list[Request]:
-        """Give up what waits in the core."""
-        if self.core is None:
-            return []
-        self.has_news = True
-        self.recorder.released_waiting()
-        return self.core.moving.release_waiting()
+            self.calls.start_slowly((request.new.origin,))
 
     def release_all(self, now: float) -> list[Request]:
         """The executor is lost: give up every request of the core."""
-        if self.core is None or not (self.core.num_unfinished or self.core.num_in_flight):
+        calls = self.calls
+        if calls is None or not (calls.core.num_unfinished or calls.core.num_in_flight):
             return []
-        self.has_news = True
-        self._leaving.clear()
-        self._serving.deliver(StepEvents(admitted=self.core.admission.take_admitted()), now)
-        self.recorder.released_all()
-        requests = self.core.release_all()
-        self._end_leases()
+        self._serving.deliver(StepEvents(admitted=calls.core.admission.take_admitted()), now)
+        requests = calls.release_all()
+        self.end_leases()
         return requests
+
+    def end_leases(self) -> None:
+        """Return the leases of blocks elsewhere that the core needs no more. A replay finds them alike."""
+        core = self.core
+        if core is not None and core.ended_leases:
+            self._others.transit.return_leases(core.moving.take_ended_leases())
 
     # ------------------------------------------------------------------------------------------------------- executor
 
@@ -328,14 +247,15 @@ class Cell:
         self._serving.notices.add("executor lost", reason=event.reason, **self._which())
         self._serving.statistics.count_executor_loss(self.number)
         self.recorder.executor_gone(now, event.reason)
-        if self.core is not None:
-            self._end_guilty(self.core, event.reason, None, now)
+        if self.calls is not None:
+            self._end_guilty(self.calls, event.reason, None, now)
         self._others.cell_lost(self, now)
 
     def _on_answer(self, event: StepAnswered, now: float) -> None:
-        assert self.core is not None
+        calls = self.calls
+        assert calls is not None
         try:
-            events = self.core.update(event.output, now)
+            events = calls.core.update(event.output, now)
         except (StateMismatch, ValueError) as error:
             self.recorder.mismatched(now, event.output, str(error))
             self.on_events([InAnotherState(), *self.link.reopen(str(error), now)], now)
@@ -343,37 +263,32 @@ class Cell:
         self.recorder.answered(now, event.output, events.finished)
         self.num_answers += 1
         self._pause.count_answer()
-        if events.left:
-            self._leaving.update(dict.fromkeys(events.left))
-        released = self.take_released()
-        if self.is_draining and self.core.num_waiting:
-            released += self.release_waiting()  # it was preempted before it could leave
+        released = calls.release(events.left)
+        if self.is_draining and calls.core.num_waiting:
+            released += calls.release_waiting()  # it was preempted before it could leave
         if released:
             self._others.transit.take_back(released)
-        self._end_leases()
+        self.end_leases()
         self.schedule_steps(now)
         self._serving.statistics.count_answer(events, event.output.device_time_us, now, self.number)
         self._serving.deliver(events, now)
-
-    def distrust(self, epoch: int) -> None:
-        """What an executor, this or another, wrote in this epoch may be anything."""
-        if self.core is not None:
-            self.recorder.distrusted(epoch)
-            self.core.moving.distrust(epoch)
 
     def _on_epoch(self, event: EpochOpened, now: float) -> None:
         info, notices = event.info, self._serving.notices
         capacity = ExecutorCapacity.of(info)
         same_model = self.info is None or self.info.model_fingerprint == info.model_fingerprint
-        if self.core is None:
-            self.core = Scheduler(self._limits, capacity, event.epoch)
+        calls = self.calls
+        if calls is None:
+            core = Scheduler(self._limits, capacity, event.epoch)
+            self.calls = CoreCalls(core, self.recorder, self._note_news)
         else:
-            if event.failure is not None and self._on_failure(self.core, event.failure, event.reason, now):
+            core = calls.core
+            if event.failure is not None and self._on_failure(calls, event.failure, event.reason, now):
                 self.on_events(self.link.lift_limit(now), now)
                 return
             self._others.state_lost(self, now)
-            self._serving.deliver(self.core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
-            self._end_leases()
+            self._serving.deliver(core.begin_epoch(capacity, event.epoch, same_model=same_model), now)
+            self.end_leases()
         self.lost_steps_had = ()
         self.recorder.epoch_began(now, event.epoch, capacity, info, event.reason, same_model=same_model)
         is_news, self.info = self.info != info, info
@@ -385,46 +300,36 @@ class Cell:
             backend=info.backend,
             **self._which(),
         )
-        if self.core.max_num_batched_tokens < self._limits.max_num_batched_tokens:
-            notices.add("the executor takes smaller steps", max_num_batched_tokens=self.core.max_num_batched_tokens)
+        if core.max_num_batched_tokens < self._limits.max_num_batched_tokens:
+            notices.add("the executor takes smaller steps", max_num_batched_tokens=core.max_num_batched_tokens)
         if is_news:
             notices.add("model", blocks=info.num_blocks, block_size=info.block_size, context=info.max_model_len)
         self._serving.statistics.count_epoch(now, self.number)
         self._others.cell_opened(self, now)
 
-    def _on_failure(self, core: Scheduler, failure: StepFailed, reason: str, now: float) -> bool:
+    def _on_failure(self, calls: CoreCalls, failure: StepFailed, reason: str, now: float) -> bool:
         """A step failed: try smaller ones, or blame a request. Return whether one was too large."""
         if failure.max_num_batched_tokens >= LEAST_STEP_TOKENS:
             return False  # the size of the step explains it
-        is_found = self._end_guilty(core, reason, failure.step, now)
+        is_found = self._end_guilty(calls, reason, failure.step, now)
         self._paused_until = now + self._pause.count_failure()
         return is_found and failure.max_num_batched_tokens > 0
 
-    def _end_guilty(self, core: Scheduler, reason: str, step: int | None, now: float) -> bool:
+    def _end_guilty(self, calls: CoreCalls, reason: str, step: int | None, now: float) -> bool:
         """Steps were lost: end the guilty request, if it is known, and return whether it was."""
-        verdict = self._blame.judge(core, reason, step)
+        verdict = self._blame.judge(calls.core, reason, step)
         if verdict is None:
             return False
         self.lost_steps_had = verdict.in_flight
-        self._start_slowly(core, verdict.in_flight)
+        calls.start_slowly(verdict.in_flight)
         if verdict.guilty is None:
             return False
-        self.recorder.aborted(now, verdict.guilty, "it is to blame", verdict.error)
-        end = core.fail(verdict.guilty, verdict.error)
-        self._end_leases()
+        end = calls.fail(verdict.guilty, verdict.error, now)
+        self.end_leases()
         if end is None:
             return False
         self._serving.deliver(StepEvents(finished=(end,)), now)
         return True
-
-    def _end_leases(self) -> None:
-        assert self.core is not None
-        if self.core.ended_leases:
-            self._others.transit.return_leases(self.core.moving.take_ended_leases())
-
-    def _start_slowly(self, core: Scheduler, origins: tuple[Origin, ...]) -> None:
-        core.start_slowly(origins)
-        self.recorder.started_slowly(origins)
 
     def _which(self) -> dict[str, int]:
         return {"executor": self.number} if self.number else {}

@@ -9,11 +9,10 @@ cell whose executor is lost hands its requests back, so that others go on with t
 from collections.abc import Iterator
 from typing import Protocol
 
-from headway_proto.adapters import AdapterChanged
 from headway_proto.step import BackendInfo
-from headway_scheduler.cells import commands
 from headway_scheduler.cells.brake import Brake
 from headway_scheduler.cells.cell import USED_WRONG_BLOCKS, Cell, Serving
+from headway_scheduler.cells.core_calls import CoreCalls
 from headway_scheduler.cells.fleet_adapters import FleetAdapters
 from headway_scheduler.core.admission.door import ANOTHER_MODEL, check_request, limit_of
 from headway_scheduler.core.choosing.policies import POLICIES, PlacementSettings
@@ -86,9 +85,14 @@ class Fleet:
         return [cell for cell in self.cells if cell.is_open]
 
     @property
+    def calls(self) -> list[CoreCalls]:
+        """The calls of the cores that exist."""
+        return [cell.calls for cell in self.cells if cell.calls is not None]
+
+    @property
     def cores(self) -> list[Scheduler]:
         """The cores that exist."""
-        return [cell.core for cell in self.cells if cell.core is not None]
+        return [calls.core for calls in self.calls]
 
     @property
     def state(self) -> FleetState:
@@ -127,8 +131,8 @@ class Fleet:
     def pause(self, *, is_paused: bool) -> None:
         """Stop or resume the start of requests in all cells."""
         self._is_paused = is_paused
-        for cell in self.cells:
-            cell.pause(is_paused=is_paused)
+        for calls in self.calls:
+            calls.pause(is_paused=is_paused)
 
     def pin(self, name: str, tenant: str, token_ids: bytes) -> PinnedPrefix:
         """Keep a prefix in the cache of every cell, also of those that come later. ``token_ids`` is an int32 column.
@@ -136,21 +140,21 @@ class Fleet:
         Raises:
             PinRefused: a cell cannot keep it; all pins stay as they were.
         """
-        before = commands.pins(self.cores[0]).get(name)
-        pinned: dict[int, PinnedPrefix] = {}
-        for cell in self.cells:
+        every = self.calls
+        before = every[0].pins.get(name)
+        pinned: list[PinnedPrefix] = []
+        for calls in every:
             try:
-                if cell.core is not None:
-                    pinned[cell.number] = cell.pin(name, tenant, token_ids)
+                pinned.append(calls.pin(name, tenant, token_ids))
             except PinRefused:
-                for number in pinned:
-                    self.cells[number].restore_pin(name, before)
+                for earlier in every[: len(pinned)]:
+                    earlier.restore_pin(name, before)
                 raise
-        return next(iter(pinned.values()))
+        return pinned[0]
 
     def unpin(self, name: str) -> bool:
         """Undo ``pin``. Return whether there was such a pin."""
-        were_there = [cell.unpin(name) for cell in self.cells if cell.core is not None]
+        were_there = [calls.unpin(name) for calls in self.calls]
         return any(were_there)
 
     # ---------------------------------------------------------------------------------------------------------- beats
@@ -201,7 +205,9 @@ class Fleet:
             RequestRejected: it can never run, or the queue is full.
         """
         if len(self.cells) == 1 and not self.cells[0].is_draining and not len(self.placement):
-            self.cells[0].add_request(new, now)
+            calls = self.cells[0].calls
+            assert calls is not None
+            calls.add_request(new, now)
             return
         capacity = self._capacity
         assert capacity is not None
@@ -214,8 +220,10 @@ class Fleet:
         self._unproven.pop(origin, None)
         self.transit.forget(origin)
         cell = self.cell_of(origin)
-        if cell is not None:
-            return cell.abort(origin, why, now)
+        if cell is not None and cell.calls is not None:
+            end = cell.calls.abort(origin, why, now)
+            cell.end_leases()
+            return end
         request = self.placement.find(origin)
         if request is not None:
             self._placement_recorder.aborted(now, origin, why)
@@ -234,16 +242,17 @@ class Fleet:
         """Let a cell's requests go on elsewhere and give it no others, or end that."""
         cell = self.cells[number]
         cell.is_draining = is_draining
-        if is_draining and cell.core is not None:
-            requests = cell.core.requests()
+        if is_draining and cell.calls is not None:
+            calls, core = cell.calls, cell.calls.core
+            requests = core.requests()
             self.placement.number_after(requests)
             # Those that run bring their blocks along; the others have none.
             self.transit.take_back(
-                cell.release(
+                calls.release(
                     [
                         request.new.origin
                         for request in requests
-                        if not (cell.core.capacity.host_pool and cell.let_leave(request.new.origin, must_leave=True))
+                        if not (core.capacity.host_pool and calls.let_leave(request.new.origin, must_leave=True))
                     ]
                 )
             )
@@ -258,7 +267,8 @@ class Fleet:
 
     def cell_opened(self, cell: Cell, now: float) -> None:
         """An executor joined, or began anew: what waits may start there."""
-        assert cell.core is not None
+        calls = cell.calls
+        assert calls is not None
         assert cell.info is not None
         self._capacity = max((core.capacity for core in self.cores), key=lambda capacity: capacity.max_request_tokens)
         self.transit.cores_changed()
@@ -268,16 +278,16 @@ class Fleet:
         same_model = self.info is None or self.info.model_fingerprint == cell.info.model_fingerprint
         self.info = cell.info
         self.links.executors_run(cell.info)
-        cell.pause(is_paused=self._is_paused)
+        calls.pause(is_paused=self._is_paused)
         self.adapters.cell_opened(cell)
         if len(self.cells) > 1:
             for other in self.cells:
-                if other.link.is_open:
-                    self.transit.take_back(other.release_waiting())
+                if other.is_open and other.calls is not None:
+                    self.transit.take_back(other.calls.release_waiting())
                 else:
                     self._take_all(other, now)
-            commands.pin_as(self.cores[0], cell.core, cell.recorder)
-            self.placement.cell_opened(cell.core.capacity)
+            calls.pin_as(self.calls[0])
+            self.placement.cell_opened(calls.core.capacity)
             if not same_model:
                 self._end_all(now)
         self._host.fleet_changed(now)
@@ -291,18 +301,14 @@ class Fleet:
     def distrust(self, epoch: int) -> None:
         """Nothing of what an executor wrote in this epoch is to be used, nor what others computed from it."""
         self.transit.distrust(epoch)
-        for cell in self.cells:
-            cell.distrust(epoch)
+        for calls in self.calls:
+            calls.distrust(epoch)
 
     def begin_anew(self, now: float) -> None:
         """The executors that have used what is not to be used begin anew."""
         for cell in self.cells:
             if cell.is_open and cell.core is not None and cell.core.moving.is_distrusted:
                 cell.on_events(cell.link.reopen(USED_WRONG_BLOCKS, now), now)
-
-    def adapter_answered(self, cell: Cell, answer: AdapterChanged) -> None:
-        """See ``FleetAdapters``."""
-        self.adapters.answered(cell, answer)
 
     def num_requests_with(self, adapter: str) -> int:
         """Requests that have not ended and use the adapter of this identity; O(n)."""
@@ -334,13 +340,13 @@ class Fleet:
         cell = self.cells[number]
         cell.role = role
         self._host.notices.add("executor has another role", executor=number, role=role.value)
-        if not self.placement.policy.has_roles or cell.core is None or len(self.cells) == 1:
+        if not self.placement.policy.has_roles or cell.calls is None or len(self.cells) == 1:
             return
         if not role.decodes:
-            for request in cell.core.requests():
+            for request in cell.calls.core.requests():
                 if request.row >= 0:
-                    cell.let_leave(request.new.origin)
-        self.transit.take_back(cell.release_waiting())
+                    cell.calls.let_leave(request.new.origin)
+        self.transit.take_back(cell.calls.release_waiting())
 
     def _place(self, now: float) -> None:
         """Give waiting requests to the cells that can start them soon."""

@@ -133,9 +133,9 @@ class Administration:
             return _refusal(NOT_YET)
         if call.method in _ABOUT_ONE_EXECUTOR:
             return self._with_one_executor(call, cells)
-        return self._with_all_executors(call, cells, now)
+        return self._with_all_executors(call, now)
 
-    def _with_all_executors(self, call: AdminCall, cells: list[Cell], now: float) -> AdminReply:
+    def _with_all_executors(self, call: AdminCall, now: float) -> AdminReply:
         """Do what the call asks for in every cell."""
         match call.method:
             case "pause" | "resume":
@@ -143,8 +143,8 @@ class Administration:
                 self._scheduler.announce()
                 return _reply()
             case "flush":
-                for cell in cells:
-                    cell.drop_cached()
+                for calls in self._scheduler.fleet.calls:
+                    calls.drop_cached()
                 return _reply(status=status_of(self._scheduler, now))
         if call.prefix is None:
             return _refusal("prefix: there is none; allowed: one with a name")

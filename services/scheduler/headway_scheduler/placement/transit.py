@@ -20,28 +20,35 @@ from headway_scheduler.core.view import SchedulerView
 from headway_scheduler.placement.placement import Placed, Placement
 
 
+class TransitCalls(Protocol):
+    """A core, and what is asked of it."""
+
+    @property
+    def core(self) -> Scheduler: ...  # noqa: D102 - see above
+
+    def let_leave(self, origin: Origin) -> bool:
+        """Let a running request go on elsewhere after its next token."""
+
+    def release(self, origins: Sequence[Origin]) -> list[Request]:
+        """Give up these requests; those that a step in flight owes a token come later."""
+
+    def return_lease(self, stored: StoredBlocks) -> None:
+        """Nobody needs these blocks of its executor's pool any more."""
+
+
 class TransitCell(Protocol):
-    """What is needed of a cell. ``core``: None before an executor joins."""
+    """What is needed of a cell. ``calls``: None before an executor joins."""
 
     @property
     def number(self) -> int: ...  # noqa: D102 - its place among the cells
     @property
     def role(self) -> Role: ...  # noqa: D102 - what it is for
     @property
-    def core(self) -> Scheduler | None: ...  # noqa: D102 - see above
+    def calls(self) -> TransitCalls | None: ...  # noqa: D102 - see above
     @property
     def is_open(self) -> bool: ...  # noqa: D102 - whether its executor is there
     @property
     def is_draining(self) -> bool: ...  # noqa: D102 - whether it takes no requests
-
-    def let_leave(self, origin: Origin) -> bool:
-        """Let a running request go on elsewhere after its next token."""
-
-    def release(self, origins: list[Origin]) -> list[Request]:
-        """Give up these requests; those that a step in flight owes a token come later."""
-
-    def return_lease(self, stored: StoredBlocks) -> None:
-        """Nobody needs these blocks of its executor's pool any more."""
 
 
 class Transit:
@@ -69,7 +76,7 @@ class Transit:
 
     def cores_changed(self) -> None:
         """A core began an epoch; it may be new, and its executor another."""
-        self._cores = [cell.core for cell in self._cells if cell.core is not None]
+        self._cores = [cell.calls.core for cell in self._cells if cell.calls is not None]
         self._loads.clear()
         self._capacities.clear()
 
@@ -77,10 +84,10 @@ class Transit:
         """What placement asks of the cells with an executor, in this round."""
         loads = []
         for cell in self._cells:
-            if cell.is_open and cell.core is not None:
+            if cell.is_open and cell.calls is not None:
                 load = self._loads.get(cell.number)
                 if load is None:
-                    load = self._loads[cell.number] = self._load_of(cell, cell.core)
+                    load = self._loads[cell.number] = self._load_of(cell, cell.calls.core)
                 else:
                     load.begin_round(accepts=not cell.is_draining, role=cell.role)
                 loads.append(load)
@@ -108,9 +115,10 @@ class Transit:
 
     def take_back(self, requests: Sequence[Request]) -> None:
         """Let these requests wait for a cell."""
-        if len(self._cells) == 1 and requests and self._cells[0].core is not None:
+        if len(self._cells) == 1 and requests:
             # Its core has numbered the requests until now.
-            self._placement.number_after(self._cells[0].core.requests())
+            for core in self._cores:
+                self._placement.number_after(core.requests())
         for request in requests:
             placed = self._placement.placed(request.new.origin)
             self._left[request.new.origin] = 0 if placed is None else placed.cell
@@ -128,8 +136,9 @@ class Transit:
         """Tell the cells that keep the books of these pools."""
         for stored in leases:
             for cell in self._cells:
-                if cell.core is not None and cell.core.capacity.host_pool == stored.pool:
-                    cell.return_lease(stored)
+                calls = cell.calls
+                if calls is not None and calls.core.capacity.host_pool == stored.pool:
+                    calls.return_lease(stored)
 
     def forget_stored(self, request: Request) -> None:
         """The request ends, or goes on without the blocks that it left somewhere."""
@@ -149,7 +158,7 @@ class Transit:
         if now >= self._relieve_at and policy.has_roles:
             self._relieve_at = now + RELIEVE_INTERVAL_S
             for number, late in policy.to_relieve(self.loads()):
-                self._cells[number].let_leave(late.new.origin)
+                self._calls_of(number).let_leave(late.new.origin)
 
     def relieve_preempted(self) -> bool:
         """Who lost its blocks in one cell goes on in another that has room. Return whether there was anybody."""
@@ -159,10 +168,17 @@ class Transit:
         for load in loads:
             request = load.stranded()
             if request is not None and self._placement.would_place_beside(request, loads, load):
-                self.take_back(self._cells[load.number].release([request.new.origin]))
+                self.take_back(self._calls_of(load.number).release([request.new.origin]))
                 load.read_anew()
         return True
 
+    def _calls_of(self, number: int) -> TransitCalls:
+        """Of a cell whose load was asked for, so that it has a core."""
+        calls = self._cells[number].calls
+        assert calls is not None
+        return calls
+
     def _can_reach(self, stored: StoredBlocks) -> bool:
-        pools = (cell.core.capacity.host_pool for cell in self._cells if cell.is_open and cell.core is not None)
+        calls = (cell.calls for cell in self._cells if cell.is_open)
+        pools = (those.core.capacity.host_pool for those in calls if those is not None)
         return stored.outlives_process or stored.pool in pools
