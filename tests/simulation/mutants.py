@@ -72,7 +72,7 @@ from simulation.fault_schedule import draw
 from simulation.fault_world import run
 
 TABLE = Path(__file__).with_name("MUTANTS.md")
-MOST_SECONDS = 60.0
+MOST_SECONDS = 120.0
 FIRST_SEED = 1_000_000
 
 
