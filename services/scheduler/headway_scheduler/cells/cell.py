@@ -230,7 +230,7 @@ class Cell:
         calls = self.calls
         if calls is None or not (calls.core.num_unfinished or calls.core.num_in_flight):
             return []
-        self._serving.deliver(StepEvents(admitted=calls.core.admission.take_admitted()), now)
+        self._serving.deliver(StepEvents(admitted=calls.core.admission.starts.take_admitted()), now)
         requests = calls.release_all()
         self.end_leases()
         return requests

@@ -262,7 +262,7 @@ class Scheduler:
         Returns unreported admissions, and the ends of requests that cannot run there: all, if it is not the
         ``same_model``.
         """
-        admitted = self.admission.take_admitted()
+        admitted = self.admission.starts.take_admitted()
         if not same_model:
             self.pinned_prefixes.clear()
         self._begin(capacity, epoch, self.moving.recall())

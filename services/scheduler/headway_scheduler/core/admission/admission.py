@@ -14,15 +14,14 @@ from headway_scheduler.core.admission.making_way import MakingWay
 from headway_scheduler.core.admission.prefix_wait import PrefixWait
 from headway_scheduler.core.admission.refusals import Reason, Refused
 from headway_scheduler.core.admission.running_requests import NUM_COMPARED_PREFIXES, RunningRequests
+from headway_scheduler.core.admission.starts import Starts
 from headway_scheduler.core.admission.waiting_queue import Lane
 from headway_scheduler.core.memory.cached_prefixes import CachedPrefixes
 from headway_scheduler.core.memory.epoch import Epoch
-from headway_scheduler.core.memory.prefix_statistics import RECENT_QUERIES
 from headway_scheduler.core.policies.batching import PromptCut, StepRules
 from headway_scheduler.core.policies.reservations import Books, ForeseenBlocks, PoolState
 from headway_scheduler.core.policies.token_budget import JoiningRow
-from headway_scheduler.core.state.events import AdmittedEvent
-from headway_scheduler.core.state.indices import NO_BLOCKS, BlockIndices
+from headway_scheduler.core.state.indices import NO_BLOCKS
 from headway_scheduler.core.state.request import Request
 from headway_scheduler.core.state.step_plan import StepPlan
 
@@ -54,7 +53,7 @@ class Admission:
         self._running = running
         self._making_way = making_way
         self._balance = LaneBalance(state, epoch)
-        self._admitted: list[AdmittedEvent] = []
+        self.starts = Starts(state, epoch)
         self.refused: Refused | None = None
         # The head of the queue when a forecast refused a request, and the step in which to ask again.
         self._foreseen: Request | None = None
@@ -226,7 +225,7 @@ class Admission:
             ),
         )
         self._running.advance_prompt(plan, request, start + chunk, chunk)
-        self._count_start(request, start, shared, plan.now)
+        self.starts.count(request, start, shared, plan.now)
         books.record_start(request, start + chunk, len(table))
         return None
 
@@ -275,44 +274,6 @@ class Admission:
             objective_s=None if tightest_ms is None else tightest_ms / 1e3,
             num_context_tokens=len(request.token_ids),
         )
-
-    def _count_start(self, request: Request, start: int, shared: BlockIndices, now: float) -> None:
-        counters, new, statistics = self._state.counters, request.new, self._state.prefix_statistics
-        num_tokens, num_cached_tokens = len(request.token_ids), len(shared) * self._rows.block_size
-        if request.scheduled_time is not None:
-            # It mostly finds its own blocks, which says nothing about how often others share them.
-            counters.num_prefix_resumed_tokens += num_cached_tokens
-            num_once_computed, reason = request.lost_work
-            num_lost_tokens = min(num_once_computed, num_tokens) - start
-            if num_lost_tokens > 0:
-                counters.wasted_tokens[reason] += num_lost_tokens
-            return
-        request.scheduled_time = now
-        request.device_us_marks = counters.device_us, counters.device_us
-        counters.num_prompt_tokens += new.num_prompt_tokens
-        most = request.limit - new.num_prompt_tokens
-        request.num_predicted_tokens = self._state.lengths.predicted_output(
-            request.curve, num_tokens - new.num_prompt_tokens, most
-        )
-        self._admitted.append(
-            AdmittedEvent(new.origin, num_cached_tokens, new.num_prompt_tokens, new.tenant, request.arrival_time, now)
-        )
-        counters.num_prefix_queries += 1
-        counters.num_prefix_query_tokens += num_tokens
-        if len(shared):
-            counters.num_prefix_hits += 1
-            counters.num_prefix_hit_tokens += num_cached_tokens
-            self._epoch.cache.record_reuse(shared)
-        if not counters.num_prefix_queries % RECENT_QUERIES:
-            statistics.mark()
-        if new.tenant:
-            statistics.count_tenant(new.tenant, num_tokens, num_cached_tokens)
-
-    def take_admitted(self) -> tuple[AdmittedEvent, ...]:
-        """Return the first starts since the last call."""
-        admitted = tuple(self._admitted)
-        self._admitted.clear()
-        return admitted
 
     def forget(self, request: Request) -> None:
         """Drop a request that has ended."""

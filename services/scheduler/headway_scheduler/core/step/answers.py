@@ -113,7 +113,7 @@ class Answers:
         self._counters.num_output_tokens += len(columns.token_ids)
         left = () if step.transfers is None else self._handing_off.confirm(step.transfers)
         return StepEvents(
-            admitted=self._admission.take_admitted(),
+            admitted=self._admission.starts.take_admitted(),
             owners=columns.owners,
             handles=columns.handles,
             indices=columns.indices,
