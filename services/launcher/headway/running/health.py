@@ -149,6 +149,20 @@ def listens(target: Target, *, timeout_s: float = 1.0) -> bool:
     return True
 
 
+def why_not_asked(target: Target, *, timeout_s: float = 1.0) -> str:
+    """Return why a server cannot be asked, as a certificate that has expired, or a network that is down.
+
+    It is empty if the server can be asked, or does not listen yet.
+    """
+    try:
+        _connected(target, timeout_s).close()
+    except ConnectionRefusedError:
+        return ""
+    except OSError as error:
+        return _reason_of_connection(error, target, timeout_s)
+    return health_of(target).reason
+
+
 def serves_within(target: Target, wait_s: float) -> bool:
     """Return True as soon as the server says that it serves, False after ``wait_s`` or if nobody answers."""
     import grpc
