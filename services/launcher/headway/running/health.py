@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway.flags.named_files import bytes_of_file
+from headway.flags.settings import ConfigurationError
 from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
