@@ -4,8 +4,12 @@ In Lark's dialect as llguidance has it, ``<[7]>`` is the token 7, ``<[^7,8]>`` a
 """
 
 import json
+import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+_ENDS_A_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
+_SAID = {"/": r"\/", "\n": r"\n"}
 
 
 class Marks(NamedTuple):
@@ -36,3 +40,8 @@ class Marks(NamedTuple):
 def text(literal: str) -> str:
     """Return a text as a grammar has it."""
     return json.dumps(literal, ensure_ascii=False)
+
+
+def pattern(regex: str) -> str:
+    """Return a regular expression as a grammar has it: what would end it is written otherwise."""
+    return f"/{_ENDS_A_PATTERN.sub(lambda found: _SAID.get(found[0], found[0]), regex)}/"
