@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headway_gateway.openai.bodies import Function
-from headway_gateway.openai.grammar_marks import Marks, pattern, text
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from headway_gateway.openai.strict_calls import channelled_calls, has_rules, rules_beside_text, rules_of_calls
 from headway_gateway.openai.thinking import ThoughtForm
 from headway_gateway.openai.tool_calls import CallForm
+from headway_gateway.requests.structural_tags import TAGGED
+from headway_gateway.text.grammar_literals import pattern, text
 from headway_proto import generation_pb2 as api
 
 _LINE_BREAKS = r"WS: /\n{0,4}/"
@@ -46,8 +48,8 @@ class Room(NamedTuple):
 def bound_by(sampling: api.SamplingParams) -> str | None:
     """Return what the constraint allows as the right side of a rule.
 
-    None if there is no constraint, or it cannot stand within another grammar: a grammar of the caller's own binds the
-    whole output, and JSON that is none is for others to refuse.
+    None if there is no constraint, or it cannot stand within another grammar: a grammar of the caller's own, but of tags,
+    binds the whole output, and JSON that is none is for others to refuse.
     """
     kind = sampling.WhichOneof("constraint")
     if kind == "json_schema":
@@ -60,6 +62,8 @@ def bound_by(sampling: api.SamplingParams) -> str | None:
         return '%json {"type": "object"}'
     if kind == "regex" and sampling.regex:
         return pattern(sampling.regex)
+    if kind == "grammar" and sampling.grammar.startswith(TAGGED):
+        return sampling.grammar.removeprefix("start: ")
     if kind == "choice" and sampling.choice.choices:
         return " | ".join(text(choice) for choice in dict.fromkeys(sampling.choice.choices))
     return None

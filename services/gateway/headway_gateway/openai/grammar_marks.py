@@ -3,13 +3,10 @@
 In Lark's dialect as llguidance has it, ``<[7]>`` is the token 7, ``<[^7,8]>`` any other than these, ``<[*]>`` any.
 """
 
-import json
-import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-_ENDS_A_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
-_SAID = {"/": r"\/", "\n": r"\n"}
+from headway_gateway.text.grammar_literals import text
 
 
 class Marks(NamedTuple):
@@ -35,13 +32,3 @@ class Marks(NamedTuple):
         """Return the rule ``name`` of anything without marks that are tokens."""
         ids = {token_id for token_id in map(self.token_id, marks) if token_id is not None}
         return f"{name}: <[^{','.join(map(str, sorted(ids.union(self.end_ids))))}]>*"
-
-
-def text(literal: str) -> str:
-    """Return a text as a grammar has it."""
-    return json.dumps(literal, ensure_ascii=False)
-
-
-def pattern(regex: str) -> str:
-    """Return a regular expression as a grammar has it: what would end it is written otherwise."""
-    return f"/{_ENDS_A_PATTERN.sub(lambda found: _SAID.get(found[0], found[0]), regex)}/"

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headway_gateway.openai.grammar_marks import pattern, text
 from headway_gateway.openai.markup_values import kinds_of, referred
 from headway_gateway.openai.tool_schemas import moved
+from headway_gateway.text.grammar_literals import pattern, text
 from headway_proto.schema_formats import FORMATS, UUID
 from headway_proto.schema_forms import ASSERTIONS
 from headway_proto.wording import shown

@@ -146,7 +146,9 @@ class PieceMaker:
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
         room = await self._room(wanted, thoughts, form, request.chat, model)
         # An array of forced calls, which every model can be bound to, is a constraint already.
-        bound = None if room.is_forced else bound_by(request.sampling)
+        # Beside text that may be any, calls of the template's form could not be told apart.
+        is_whole = room.calls is not None and request.sampling.HasField("grammar")
+        bound = None if room.is_forced or is_whole else bound_by(request.sampling)
         if (
             bound is not None
             or room.is_forced

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from headway_gateway.openai import tool_calls
 from headway_gateway.openai.bodies import Function
-from headway_gateway.openai.grammar_marks import Marks, pattern, text
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from headway_gateway.openai.markup_grammar import UnsayableError, rules_of_parameters
 from headway_gateway.openai.tool_calls import CallForm
@@ -22,6 +22,7 @@ from headway_gateway.openai.tool_schemas import (
     schema_of_call,
     schema_of_calls,
 )
+from headway_gateway.text.grammar_literals import pattern, text
 from headway_proto.wording import shown
 
 Tools: TypeAlias = Sequence[Function]
