@@ -22,7 +22,7 @@ REGEX = "regex"
 GRAMMAR = "grammar"
 CHOICE = "choice"
 CONSTRAINT_KINDS = (JSON_SCHEMA, JSON_OBJECT, REGEX, GRAMMAR, CHOICE)
-MAX_CONSTRAINT_BYTES = 1 << 16
+MAX_CONSTRAINT_BYTES = 1 << 18
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):

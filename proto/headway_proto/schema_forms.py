@@ -86,7 +86,9 @@ _OTHERS = frozenset(
         "x-guidance",
     ]
 )
-_KEYWORDS = _OF_ONE | _OF_MANY | _BY_NAME | _SAYS_NOTHING_OF_VALUES | _OTHERS
+ASSERTIONS = _OF_ONE | _OF_MANY | _BY_NAME | _OTHERS
+"""The keywords that say something of values."""
+_KEYWORDS = ASSERTIONS | _SAYS_NOTHING_OF_VALUES
 
 _LISTING = frozenset(["const", "enum", "type"])
 _ADDED = "#/$defs/"

@@ -23,6 +23,7 @@ from headway.client import AsyncClient, AuthenticationError, OverloadedError, Un
 from headway_gateway import certificates as certificate_files
 from headway_gateway.certificates import CertificateFiles
 from headway_gateway.config import GatewayConfig
+from headway_gateway.listening import listening_sockets
 from headway_gateway.lost_connections import LostConnections
 from headway_proto import admin_pb2, admin_pb2_grpc
 from headway_proto import generation_pb2 as api
@@ -268,7 +269,7 @@ async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
             await reader.read(1)
         writer.close()
 
-    async def connect(tls: ssl.SSLContext | None) -> None:
+    async def connect(tls: ssl.SSLContext) -> None:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("localhost", port, ssl=tls)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -281,9 +282,13 @@ async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
 
     stranger = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
     with structlog.testing.capture_logs() as told:
-        server = await asyncio.start_server(serve, "localhost", 0, ssl=context)
+        listening = listening_sockets("address", "127.0.0.1:0", reuse_port=False)
+        server = await asyncio.start_server(serve, sock=listening[0], ssl=context)
         port = server.sockets[0].getsockname()[1]
-        await connect(None)
+        with socket.create_connection(("localhost", port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            await asyncio.sleep(0.1)
+            assert told[0]["peers"] == [f"127.0.0.1:{plain.getsockname()[1]}"]
         assert told[0]["new"] == {"TLS: http request": 1}
         await asyncio.to_thread(distrust)
         await connect(stranger)  # has no certificate
@@ -296,6 +301,7 @@ async def test_failed_handshakes_are_told_with_their_reasons_and_seldom(
         server.close()
     assert len(told) == 2
     assert told[1]["total"] == 4
+    assert len(told[1]["peers"]) == 3
     assert set(told[1]["new"]) == {
         "TLS: tlsv1 alert unknown ca",
         "TLS: peer did not return a certificate",

@@ -102,7 +102,7 @@ FAMILIES = {
         "{% for call in m.tool_calls or [] %}{% set call = call.function %}{{ '\n<tool_call>\n<function=' + call.name + '>\n' }}"
         "{% for name, value in call.arguments | items %}{{ '<parameter=' + name + '>\n' }}{{ value | string }}"
         "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}{% endfor %}",
-        "",
+        "<tool_call> </tool_call>",
         "I look.\n<tool_call>\n<function=look>\n<parameter=at>\nsun\n</parameter>\n<parameter=hours>\n3\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=go>\n</function>\n</tool_call>",
         "I look.",
@@ -220,8 +220,6 @@ async def test_an_answer_in_a_form_may_have_a_thought_before_it_or_be_calls(tmp_
     family, form = FAMILIES[name], thoughts_of(FAMILIES[name].template)
     calls = family.written.replace(family.content or "", "").lstrip()  # Other text is none of the form.
     thought = form.begin + "Hm." + form.end if form is not None else ""
-    has_rules = name != "Qwen3-Coder"  # What has none is forced to an array.
-    forced = (calls, ["look", "go"]) if has_rules else ('[{"name": "go", "parameters": {}}]', ["go"])
     async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
 
         async def answer(written: str, **more: Any) -> Any:
@@ -241,21 +239,20 @@ async def test_an_answer_in_a_form_may_have_a_thought_before_it_or_be_calls(tmp_
         assert lets_pass(at, calls)
         assert [call.function.name for call in made.tool_calls] == ["look", "go"]
         assert made.content is None
-        for written, content, names in ((f"{thought}7", "7", []), (forced[0], None, forced[1])):
+        for written, content, names in ((f"{thought}7", "7", []), (calls, None, ["look", "go"])):
             made = await answer(written, tool_choice="required" if names else "auto")
             assert lets_pass(at, written)
             assert [call.function.name for call in made.tool_calls or ()] == names
             assert made.content == content
             assert getattr(made, "reasoning_content", None) == ("Hm." if thought else None)
         assert not lets_pass(at, "7")
-        if has_rules:
-            # Both are called.
-            for more in (
-                {"tool_choice": {"type": "function", "function": {"name": "look"}}},
-                {"tool_choice": "required", "parallel_tool_calls": False},
-            ):
-                await answer(calls, **more)
-                assert not lets_pass(at, calls)
+        # Both are called.
+        for more in (
+            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ):
+            await answer(calls, **more)
+            assert not lets_pass(at, calls)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -267,15 +264,15 @@ async def test_calls_of_strict_tools_follow_their_schemas_without_being_forced(t
         chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
         choice = (await at.client.chat.completions.create(**chat, tools=tools)).choices[0]
         assert [call.function.name for call in choice.message.tool_calls or ()] == ["look", "go"]
-        if name == "Qwen3-Coder":  # Values of markup are not bound.
-            assert at.scheduler.submits[-1].sampling.constraint is None
-            return
         assert lets_pass(at, family.written)
         assert lets_pass(at, "No call.")
         assert not lets_pass(at, family.written.replace("look", "come"))
-        assert not lets_pass(at, family.written.replace("3", '"3"'))
+        assert not lets_pass(at, family.written.replace("3", "x"))
         tools[1]["function"]["parameters"] = {"type": "object", "not": {"required": ["a"]}}
-        with pytest.raises(openai.BadRequestError, match="tools: Unimplemented keys") as caught:
+        problem = (
+            "tools: 'go': not is not allowed in this form" if name == "Qwen3-Coder" else "tools: Unimplemented keys"
+        )
+        with pytest.raises(openai.BadRequestError, match=problem) as caught:
             await at.client.chat.completions.create(**chat, tools=tools)
         assert caught.value.param == "tools"
         tools[1]["function"]["strict"] = False
@@ -283,6 +280,27 @@ async def test_calls_of_strict_tools_follow_their_schemas_without_being_forced(t
         await at.client.chat.completions.create(**chat, tools=tools, extra_body={"grammar": 'start: "7"'})
         assert lets_pass(at, "7")
         assert not lets_pass(at, family.written)
+
+
+async def test_what_the_form_of_the_template_cannot_say_is_refused_or_forced_in_json(tmp_path: Path) -> None:
+    family = FAMILIES["Qwen3-Coder"]
+    look = {"type": "object", "properties": {"at": {"type": "string", "format": "hostname"}}}
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": look, "strict": True}}]
+    chat: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+    async with door(model_with(tmp_path / "model", family.template, family.marks)) as at:
+        with pytest.raises(
+            openai.BadRequestError, match="tools: 'look': format: 'hostname' is not allowed in this form"
+        ):
+            await at.client.chat.completions.create(**chat, tools=tools)
+        written = '[{"name": "look", "parameters": {"at": "a.b"}}]'
+        at.write(written)
+        made = await at.client.chat.completions.create(**chat, tools=tools, tool_choice="required")
+        assert [call.function.arguments for call in made.choices[0].message.tool_calls or ()] == ['{"at":"a.b"}']
+        assert lets_pass(at, written)
+        assert not lets_pass(at, family.written)
+        tools[0]["function"]["parameters"] = {"type": "object", "properties": {"a": {"enum": ["x" * 300_000]}}}
+        with pytest.raises(openai.BadRequestError, match="the most of 'look'; allowed: at most 262144"):
+            await at.client.chat.completions.create(**chat, tools=tools)
 
 
 async def test_strict_tools_are_taken_where_nothing_can_be_bound(tmp_path: Path) -> None:

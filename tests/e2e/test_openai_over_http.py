@@ -259,6 +259,7 @@ async def test_constraints(client) -> None:
 async def test_constraints_in_the_words_of_other_servers(http) -> None:
     """Of vLLM, and of llama.cpp."""
     schema = {"enum": ["yes"]}
+    tag = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</a>"}
     asked: dict[str, list[dict]] = {
         '"yes"': [
             {"structured_outputs": {"json": schema}},
@@ -269,6 +270,11 @@ async def test_constraints_in_the_words_of_other_servers(http) -> None:
             {"structured_outputs": {"regex": "yes"}},
             {"structured_outputs": {"choice": ["yes"]}},
             {"structured_outputs": {"grammar": 'start: "yes"'}},
+        ],
+        '<a>"yes"</a>': [
+            {"response_format": {"type": "structural_tag", "format": tag}},
+            {"structured_outputs": {"structural_tag": {"format": tag}}},
+            {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": tag})}},
         ],
     }
     for said, bodies in asked.items():
@@ -290,6 +296,21 @@ async def test_constraints_in_the_words_of_other_servers(http) -> None:
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {"type": 1}}}, "response_format.schema"),
         # What is not followed is refused.
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "grammar"}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": tag, "schema": schema}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "triggers": []}}, "response_format.triggers"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": {
+                        "format": {**tag, "content": {"type": "json_schema", "json_schema": {"type": 1}}}
+                    }
+                }
+            },
+            "structured_outputs.structural_tag",
+        ),
         ({"response_format": {"type": "text", "schema": schema}}, "response_format.schema"),
         ({"response_format": {"type": "json_schema", "schema": schema}}, "response_format.schema"),
         (
@@ -494,7 +515,7 @@ async def test_a_word_of_no_list_is_refused_with_the_list(http) -> None:
             answers.append((await answer.json())["error"]["message"])
     assert answers == [
         "priority: 'urgent' is not allowed; allowed: high, low, normal, realtime",
-        "response_format.type: 'yaml' is not allowed; allowed: json_object, json_schema, text",
+        "response_format.type: 'yaml' is not allowed; allowed: json_object, json_schema, structural_tag, text",
     ]
 
 

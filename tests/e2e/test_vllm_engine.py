@@ -109,7 +109,7 @@ async def test_refusals_have_a_status_and_name_the_callers_fields() -> None:
             await answers(on, request(regex="a+", ignore_eos=False))
         with refused(invalid, "^sampling_params.ignore_eos: True is not allowed together with regex"):
             await answers(on, request(regex="a+", ignore_eos=True))
-        with refused(invalid, "^sampling_params.structural_tag: tags within free text are not supported"):
+        with refused(invalid, "^sampling_params.structural_tag: Object missing required field `structures`; allowed: "):
             await answers(on, request(structural_tag="{}"))
         with refused(invalid, "^sampling_params.top_p: 1.5 is not allowed; allowed: above 0, up to 1$"):
             await answers(on, request(top_p=1.5))

@@ -4,7 +4,8 @@ import ssl
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file, token_of_file
+from headway.flags.named_files import bytes_of_file, token_of_file
+from headway.flags.settings import ConfigurationError
 from headway_lab.bench.options import BenchOptions
 from headway_lab.bench.target import Target
 from headway_process.tls import tls_context

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
+from headway.terminal.tables import printable
 from headway_lab.flight.life import FlightStep, Life, Wait, counted, few_names
 from headway_lab.workload.requests import PRIORITY_NAMES
 
@@ -28,7 +29,7 @@ _Section: TypeAlias = tuple[float, list[str]]
 
 def explanation(life: Life, first_s: float) -> str:
     """Describe one life; the recording begins at ``first_s``."""
-    return "\n".join(_lines(life, first_s)) + "\n"
+    return "".join(f"{printable(line)}\n" for line in _lines(life, first_s))
 
 
 def _lines(life: Life, first_s: float) -> Iterator[str]:

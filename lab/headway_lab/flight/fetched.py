@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 
 from headway.client import Client, HeadwayError
-from headway.flags.settings import ConfigurationError, token_of_file
+from headway.flags.named_files import token_of_file
+from headway.flags.settings import ConfigurationError
 from headway.running.health import root_certificates
 from headway.terminal.progress import ProgressLine
 from headway_lab.flight.source import NoFlightLogError

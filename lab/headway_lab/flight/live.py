@@ -5,6 +5,7 @@ import sys
 
 from headway.client import HeadwayError
 from headway.flags.settings import ConfigurationError
+from headway.terminal.tables import printable
 from headway_lab.flight.fetched import client_for
 
 HINT = "For its whole life, also when it has ended, serve with --flight-log DIRECTORY.\n"
@@ -28,7 +29,8 @@ def explain_live(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"headway explain: {error}\n{HINT}")
             return NOT_FOUND_EXIT_CODE
     state = answer.request
-    sys.stdout.write(f"Request {state.request_id} is {state.state}. {answer.explanation}\n{HINT}")
+    sentence = printable(f"Request {state.request_id} is {state.state}. {answer.explanation}")
+    sys.stdout.write(f"{sentence}\n{HINT}")
     return 0
 
 
@@ -39,4 +41,4 @@ def print_state(arguments: argparse.Namespace) -> None:
             answer = client.explain(arguments.request)
         except HeadwayError:  # it has ended
             return
-    sys.stdout.write(f"\nNow it is {answer.request.state}. {answer.explanation}\n")
+    sys.stdout.write(f"\nNow it is {answer.request.state}. {printable(answer.explanation)}\n")

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway.flags.named_files import bytes_of_file
+from headway.flags.settings import ConfigurationError
 from headway_lab.simulate.hardware import Accelerator
 from headway_lab.simulate.model_shapes import ModelShape
 from headway_proto.wording import one_line, shown

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway_lab.top.figures import printable
+from headway.terminal.tables import printable
 from headway_proto import admin_pb2
 from headway_proto.operations import EXECUTOR_ROLES
 

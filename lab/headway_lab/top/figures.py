@@ -1,10 +1,8 @@
-"""Figures as short texts: counts, durations, bars, sparklines, printable names."""
+"""Figures as short texts: counts, durations, bars, sparklines."""
 
 from collections.abc import Sequence
 
 import msgspec
-
-_REPLACEMENT = "?"
 
 
 class Glyphs(msgspec.Struct, frozen=True):
@@ -27,11 +25,6 @@ def glyphs_for(encoding: str) -> Glyphs:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return UNICODE
-
-
-def printable(text: str) -> str:
-    """Remove control, format and line characters, with which a client's name could steer a terminal."""
-    return "".join(character if character.isprintable() else _REPLACEMENT for character in text)
 
 
 def bar(share: float, width: int, glyphs: Glyphs) -> str:

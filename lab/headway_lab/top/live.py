@@ -18,7 +18,7 @@ from headway_lab.top.keyboard import keys_of, single_keys
 from headway_lab.top.server import NoAnswerError, Server
 from headway_lab.top.view import KEY_HINTS, NO_KEYS_HINT, picture
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MAX_KEY_BYTES = 1024
 
 

@@ -4,6 +4,7 @@ import textwrap
 
 from rich.text import Text
 
+from headway.terminal.tables import printable
 from headway_lab.top.figures import (
     age,
     bar,
@@ -11,7 +12,6 @@ from headway_lab.top.figures import (
     duration,
     numbered,
     percent,
-    printable,
     rate,
     short_count,
     sparkline,

@@ -6,8 +6,9 @@ import msgspec
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from headway.terminal.tables import printable
 from headway_lab.top.controls import Controls
-from headway_lab.top.figures import age, count, duration, percent, printable, rate
+from headway_lab.top.figures import age, count, duration, percent, rate
 from headway_lab.top.frame import STATE_STYLES, Frame
 from headway_lab.top.history import History
 from headway_proto import admin_pb2

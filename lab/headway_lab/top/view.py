@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from rich.console import Group
 from rich.text import Text
 
+from headway.terminal.tables import printable
 from headway_lab.top.controls import HELP, Controls
-from headway_lab.top.figures import age, numbered, printable
+from headway_lab.top.figures import age, numbered
 from headway_lab.top.frame import STATE_STYLES, Frame
 from headway_lab.top.history import History
 from headway_lab.top.server_lines import server_lines

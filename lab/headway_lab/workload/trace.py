@@ -1,13 +1,13 @@
 """Requests from a trace file, whose lines docs/simulation.md describes. Must not know: how requests are served."""
 
-import codecs
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway.flags.named_files import lines_of_file
+from headway.flags.settings import ConfigurationError
 from headway_lab.workload.requests import (
     MOST_OBJECTIVE_MS,
     NO_OBJECTIVES,
@@ -68,8 +68,7 @@ def read_trace(path: str, objectives: Objectives = NO_OBJECTIVES) -> tuple[list[
 
 
 def _lines(path: str) -> Iterator[TraceLine]:
-    content = (bytes_of_file(path, "--trace") or b"").removeprefix(codecs.BOM_UTF8)
-    for number, text in enumerate(content.splitlines(), start=1):
+    for number, text in lines_of_file(path, "--trace"):
         if not text.strip():
             continue
         try:

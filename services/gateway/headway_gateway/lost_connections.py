@@ -6,9 +6,11 @@ import errno
 import ssl
 from typing import Any
 
+from headway_gateway.listening import peer
 from headway_process.late_logs import log_of
 
 _INTERVAL_S = 10.0
+_MOST_PEERS = 4
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -17,18 +19,25 @@ class LostConnections:
 
     def __init__(self) -> None:
         self._new: collections.Counter[str] = collections.Counter()
+        self._peers: dict[str, None] = {}
         self._num_all = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, reason: str) -> None:
-        """Count one."""
+    def note(self, reason: str, whose: str = "") -> None:
+        """Count one, from the peer HOST:PORT if that is known."""
         self._new[reason] += 1
+        if whose and len(self._peers) < _MOST_PEERS:
+            self._peers[whose] = None
         if self._timer is None:
             self._log()
 
     def context(self, context: ssl.SSLContext) -> ssl.SSLContext:
         """Let failed handshakes of ``context`` be noted, which asyncio keeps to itself. Return it."""
-        context.sslobject_class = type("SSLObject", (_Handshake,), {"note": staticmethod(self.note)})
+
+        def note(reason: str) -> None:
+            self.note(reason, peer.get())
+
+        context.sslobject_class = type("SSLObject", (_Handshake,), {"note": staticmethod(note)})
         return context
 
     def on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -46,9 +55,13 @@ class LostConnections:
         if not self._new:
             return
         self._num_all += self._new.total()
-        log_of(__name__).warning("connections failed", new=dict(self._new), total=self._num_all)
+        log_of(__name__).warning("connections failed", new=dict(self._new), total=self._num_all, **self._whose())
         self._new.clear()
+        self._peers.clear()
         self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._log)
+
+    def _whose(self) -> dict[str, list[str]]:
+        return {"peers": [*self._peers]} if self._peers else {}
 
 
 class _Handshake(ssl.SSLObject):

@@ -120,6 +120,18 @@ def test_a_grammar_is_compiled_once_for_all_its_rows(rows, monkeypatch) -> None:
     assert [one.text for one in compiled] == ["a", "b"]
 
 
+@pytest.mark.parametrize(("name", "most"), [("_MOST_GRAMMARS", 2), ("_MOST_CHARACTERS", 5)])
+def test_the_grammars_of_late_are_kept_within_bounds(rows, monkeypatch, name, most) -> None:
+    monkeypatch.setattr(constrained, name, most)
+    compiled = []
+    original = GrammarCompiler.compile
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, one: compiled.append(one.text) or original(self, one))
+    for text in ("aa", "bb", "aa", "cc", "aa", "bb"):
+        rows.add(0, Constraint("regex", text), NO_TOKENS)
+        rows.masks(column(0))
+    assert compiled == ["aa", "bb", "cc", "bb"]
+
+
 def work_until(done: threading.Event) -> None:
     """Keep the processor busy."""
     deadline = time.monotonic() + 30

@@ -4,6 +4,7 @@
 
 import json
 
+import jsonschema
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from headway_gateway.openai.answer_grammar import Room, bound_by, channelled_grammar, marked_grammar
 from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks
+from headway_gateway.openai.strict_calls import problem_of_tools
 from headway_gateway.openai.thinking import COHERE, OLDER_GRANITE, USUAL
 from headway_gateway.openai.tool_calls import (
     COHERE as COMMAND,
@@ -24,7 +26,7 @@ from headway_gateway.openai.tool_calls import (
     MISTRAL,
     PHI,
     QWEN_CODER,
-    CallForm,
+    ToolText,
 )
 from headway_proto import generation_pb2 as api
 from headway_proto.grammars import ConstraintError, GrammarCompiler
@@ -265,9 +267,147 @@ def test_calls_of_strict_tools_in_channels() -> None:
     judged(outputs, at_once, calls[SUN], [*bad, thought + calls[SUN][0]])
 
 
-@pytest.mark.parametrize("form", [LLAMA, QWEN_CODER, FUNCTION_GEMMA])
-def test_forms_without_rules_leave_calls_as_they_are(form: CallForm) -> None:
-    assert marked_grammar(None, Room(USUAL, calls=form, tools=(STRICT,)), Outputs(MARKS).marks) is None
+@pytest.mark.parametrize("bound", [None, FORM_OF_JSON])
+def test_strict_calls_without_marks_are_the_whole_output(bound: str | None) -> None:
+    outputs = Outputs(MARKS)
+    look, wrong, go = (
+        json.dumps({"name": name, "parameters": json.loads(arguments)})
+        for name, arguments in (("look", SUN), ("look", WRONG), ("go", WRONG))
+    )
+    tools = (STRICT, Function("go"))
+    grammar = marked_grammar(bound, Room(None, calls=LLAMA, tools=tools), outputs.marks)
+    assert grammar is not None
+    bad = [
+        wrong,
+        '{"name": "come", "parameters": {}}',
+        f"{look} And.",
+        '{"x": 1, "name": "look"}',
+        '{"tool_name": "look"}',
+    ]
+    free = ["", "Yes.", '{"b": 1}', "{", '["name"]', f"I look. {wrong}", "\n\nname"]
+    good = [look, f"\n{go}", look.replace(" ", "\n"), *([ANSWER] if bound else free)]
+    judged(outputs, grammar, good, [*bad, *(free if bound else [])])
+    forced = marked_grammar(None, Room(None, calls=LLAMA, tools=tools, is_forced=True), outputs.marks)
+    assert forced is not None
+    judged(outputs, forced, [look, go], [*bad, *free, f"{look}; {go}"])
+
+
+def markup(name: str, **values: str) -> str:
+    parameters = "".join(f"\n<parameter={key}>\n{value}\n</parameter>" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>{parameters}\n</function>\n</tool_call>"
+
+
+DATE, ZIP = {"type": "string", "format": "date"}, {"type": "string", "pattern": "^[0-9]{3}$"}
+MAYBE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+MIXED = {"type": ["string", "integer", "array", "boolean"], "minimum": 3}
+NAMED = {"$ref": "#/$defs/named"}
+MARKUP_VALUES = {
+    "a text": (
+        {"type": "string"},
+        ["", "a\nb", '"q"', "5", " x ", "a < b", "</function>", "</par"],
+        ["a</parameter>b"],
+    ),
+    "a text with a mark": (
+        {"type": "string"},
+        [],
+        ["<parameter=b>", "<function=", "x</tool_call>", "\n</parameter>\n"],
+    ),
+    "a length": ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "äöü", "\n\n"], ["a", "abcd"]),
+    "a pattern": (ZIP, ["123"], ["1234", "x123", ""]),
+    "a pattern within": ({"type": "string", "pattern": "a|b[|$]"}, ["xax", "b$"], ["x", "b"]),
+    "the beginning of a pattern": ({"type": "string", "pattern": "^a(b|c)"}, ["abz", "ac\n"], ["bab", "a"]),
+    "a date": (DATE, ["2024-02-29"], ["2023-02-29", "today"]),
+    "an address": ({"type": "string", "format": "email"}, ["a.b@c.de"], ["a@b", "a b@c.de"]),
+    "one of texts": ({"enum": ["c", "f g"]}, ["c", "f g"], ["f", '"c"', ""]),
+    "a text or nothing": (MAYBE, ["", "null and void", "nullify", "null", "5"], ["None", " null", "null "]),
+    "one of texts or a number": ({"enum": ["all", 7]}, ["all", "7"], ["8", '"all"']),
+    "one of many kinds": (MIXED, ["a5", "3", "[1]", "true", "truely"], ["2", "-1x", "True", "[1", " 5"]),
+    "a number": ({"type": "integer", "minimum": 1}, ["1", "20"], ["0", "1.5", "x", '"1"']),
+    "an object behind a reference": (NAMED, ['{"n": "</x>"}'], ['{"n": 1}', "{}", "n"]),
+    "a list of them": ({"type": "array", "items": NAMED}, ["[]", '[{"n": "x"}]'], ['["x"]', "x"]),
+    "anything": ({}, ["x", "5", '{"a": 1}'], []),
+    "nothing but words": ({"description": "x", "allOf": [{"type": "boolean"}]}, ["true"], ["True", "x"]),
+}
+
+
+@pytest.mark.parametrize("name", MARKUP_VALUES)
+def test_values_of_markup_follow_their_schemas_and_are_read_as_such(name: str) -> None:
+    schema, good, bad = MARKUP_VALUES[name]
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema, "b": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"named": {"type": "object", "properties": {"n": {"type": "string"}}, "required": ["n"]}},
+    }
+    tools, outputs = (Function("look", parameters=parameters, strict=True), Function("go")), Outputs(MARKS)
+    grammar = marked_grammar(None, Room(None, calls=QWEN_CODER, tools=tools), outputs.marks)
+    assert grammar is not None
+    calls = {value: markup("look", a=value) for value in (*good, *bad)}
+    judged(outputs, grammar, [calls[value] for value in good], [calls[value] for value in bad])
+    for value in good:
+        reader = ToolText(QWEN_CODER, {"look": parameters})
+        (call,) = [*reader.push(calls[value] + markup("go")), *reader.finish()][:-1]
+        jsonschema.validate(json.loads(call.arguments), parameters)  # type: ignore[union-attr]  # it is a call
+
+
+def test_calls_in_markup_are_of_the_tools_and_have_their_parameters_in_order() -> None:
+    outputs = Outputs(MARKS)
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+        "required": ["b"],
+    }
+    more = {**parameters, "additionalProperties": {"type": "integer"}}
+    tools = [
+        Function("look", parameters=parameters, strict=True),
+        Function("add", parameters=more, strict=True),
+        Function("go"),
+    ]
+    good = [markup("look", b="1"), markup("look", a="x", b="1"), markup("go"), markup("go", any="x", b="[1]")]
+    good += [markup("add", b="1", c="2", d="3")]
+    bad = [markup("look"), markup("come"), markup("look", b="1", a="x"), markup("look", b="1", c="x")]
+    bad += [markup("add", b="1", c="x"), markup("add", b="1", a="2"), markup("look", b="1", b1="1")]
+    grammar = marked_grammar(None, Room(USUAL, calls=QWEN_CODER, tools=tools), outputs.marks)
+    assert grammar is not None
+    judged(outputs, grammar, [*good, "Yes.", f"I look.\n{good[0]}\n{good[1]}"], bad)
+    room = Room(USUAL, calls=QWEN_CODER, tools=tools, is_forced=True, most_calls=1)
+    forced = marked_grammar(None, room, outputs.marks)
+    assert forced is not None
+    judged(outputs, forced, [*good, f"<think>Hm.</think>\n{good[0]}"], [*bad, "Yes.", good[0] + good[1]])
+    bound = marked_grammar(FORM_OF_JSON, Room(None, calls=QWEN_CODER, tools=tools), outputs.marks)
+    assert bound is not None
+    judged(outputs, bound, [ANSWER, good[0]], ["Yes.", bad[0], f"I look. {good[0]}"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "pattern: '^a|b$' is not allowed"),
+        ({"properties": {"a": {"type": "string", "pattern": "a(^b)"}}}, "allowed: ^ and $ around all of it"),
+        ({"properties": {"a": {"type": "string", "format": "hostname"}}}, "format: 'hostname' is not allowed"),
+        ({"properties": {"a": {"type": "string", "enum": ["x"], "minLength": 1}}}, "enum is not allowed with a"),
+        ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "not is not allowed in this form"),
+        ({"properties": {"a": {"enum": ["<parameter=b>"]}}}, "the text '<parameter=b>' is not allowed"),
+        ({"properties": {"a": {"enum": ["5", 6]}}}, "the text '5' is not allowed"),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}], "minLength": 1}}}, "a text or another"),
+        ({"properties": {"a": {"enum": ["x", None]}}}, "true, false or null beside a text"),
+        ({"properties": {"a>b": {}}}, "the name 'a>b' is not allowed"),
+        ({"properties": {}, "required": ["a"]}, "required: 'a' is not allowed"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "minProperties is not allowed"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "it refers to others too often"),
+    ],
+)
+def test_what_has_no_rules_in_markup_is_told(schema: dict[str, object], problem: str) -> None:
+    told = problem_of_tools(QWEN_CODER, [Function("go"), Function("look", parameters=schema, strict=True)])
+    assert told.startswith("'look': ")
+    assert problem in told
+    assert told.endswith(", or the tool without strict")
+    assert not problem_of_tools(HERMES, [Function("look", parameters=schema, strict=True)])
+
+
+def test_forms_without_rules_leave_calls_as_they_are() -> None:
+    assert marked_grammar(None, Room(USUAL, calls=FUNCTION_GEMMA, tools=(STRICT,)), Outputs(MARKS).marks) is None
     assert marked_grammar(None, Room(None, calls=HERMES, tools=(STRICT,)), Outputs("").marks) is None
 
 

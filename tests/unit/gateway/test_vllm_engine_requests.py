@@ -8,6 +8,7 @@ pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine: the
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from fake_scheduler import MODEL
+from headway_gateway.requests.structural_tags import grammar_of_tags
 from headway_gateway.requests.validation import check_request
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_gateway.vllm_engine.requests import (
@@ -35,6 +36,7 @@ def refusal(wrong: vllm.GenerateRequest, metadata=None) -> CallRefusedError:
     return caught.value
 
 
+TAG = '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}'
 TRANSLATIONS = [
     ("temperature", 0.0, "temperature", 0.0),
     ("temperature", 0.5, "temperature", 0.5),
@@ -67,6 +69,7 @@ TRANSLATIONS = [
     ("regex", "a+", "regex", "a+"),
     ("grammar", 'root ::= "a"', "grammar", 'root ::= "a"'),
     ("choice", vllm.ChoiceConstraint(choices=["a", "b"]), "choice", api.Choice(choices=["a", "b"])),
+    ("structural_tag", TAG, "grammar", grammar_of_tags(TAG)),
     # Of the text in which stop strings are looked for: an argument of the generation, not a field of ours.
     ("skip_special_tokens", True, "stop", []),
 ]
@@ -96,16 +99,10 @@ def test_a_field_about_text_changes_nothing(field) -> None:
     assert translate(request(**{field: True}), {}) == translate(request(), {})
 
 
-REFUSED_SAMPLING = {
-    "structural_tag": "{}",
-}
-
-
-@pytest.mark.parametrize(("field", "value"), REFUSED_SAMPLING.items())
-def test_a_sampling_field_without_an_equal_is_refused(field, value) -> None:
-    error = refusal(request(**{field: value}))
-    assert [name for name, _ in error.violations] == [f"sampling_params.{field}"]
-    assert "; allowed: " in error.message
+def test_tags_that_are_none_are_refused() -> None:
+    error = refusal(request(structural_tag="{}"))
+    assert [name for name, _ in error.violations] == ["sampling_params.structural_tag"]
+    assert "; allowed: a format, or structures with triggers" in error.message
 
 
 REFUSED = {
@@ -129,7 +126,7 @@ def test_no_field_of_the_stubs_is_left_without_a_decision() -> None:
     """A field of newer stubs is refused until somebody decides, and this test asks for the decision."""
     decided = TRANSLATED_FIELDS | set(REFUSED)
     assert set(vllm.GenerateRequest.DESCRIPTOR.fields_by_name) == decided
-    decided = TRANSLATED_SAMPLING_FIELDS | TEXT_SAMPLING_FIELDS | set(REFUSED_SAMPLING)
+    decided = TRANSLATED_SAMPLING_FIELDS | TEXT_SAMPLING_FIELDS
     assert set(vllm.SamplingParams.DESCRIPTOR.fields_by_name) == decided
     assert {field for field, *_ in TRANSLATIONS} == TRANSLATED_SAMPLING_FIELDS
 

@@ -143,6 +143,16 @@ def test_a_trace_is_run_as_it_is(capsys, tmp_path):
     assert "/4.00 " in printed
 
 
+def test_a_tenant_of_a_trace_cannot_steer_the_terminal(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    line = {"arrival_s": 0, "prompt_tokens": 50, "output_tokens": 5}
+    path.write_text("".join(json.dumps({**line, "tenant": name}) + "\n" for name in ("a\x1b[31mb", "c\nd")))
+    printed = run(capsys, "--trace", str(path))
+    assert "\x1b" not in printed
+    assert "a?[31mb " in printed
+    assert "c?d " in printed
+
+
 def test_there_are_dashes_where_there_is_nothing_to_measure(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival_s": 1, "prompt_tokens": 9000, "output_tokens": 3}')

@@ -253,7 +253,7 @@ def test_keys_drain_one_executor_and_give_it_a_role(server):
         assert terminal.end() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_ends_it_and_leaves_the_terminal_as_it_was(server, number):
     with top(server.address) as terminal:
         terminal.wait_for("older")

@@ -1,6 +1,7 @@
 """A batch's lines are read or refused by number, and its answers on disk survive any death."""
 
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -72,10 +73,16 @@ class TestLines:
         assert [line.number for line in read_lines(path)] == [1, 3]
 
     def test_no_file_and_no_line_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        with pytest.raises(ConfigurationError, match=r"^FILE: cannot read .*: No such file"):
             check(tmp_path / "none")
         with pytest.raises(ConfigurationError, match="has no line"):
             check(written(tmp_path / "empty", ""))
+
+    def test_what_cannot_be_read_again_is_refused(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+            with pytest.raises(ConfigurationError, match=r"^FILE: .* is not allowed; allowed: a regular file"):
+                check(path)
 
 
 LINES = [BatchLine(number, f"line-{number}", "/v1/completions", b"{}") for number in range(1, 6)]

@@ -12,7 +12,7 @@ import pytest
 
 from headway.__main__ import main
 from headway.flags.settings import ConfigurationError
-from headway.running import readiness
+from headway.running import health, readiness
 from headway.running.health import UNREACHABLE, Health, Target, client_certificate, health_of, root_certificates
 
 
@@ -122,15 +122,19 @@ def test_root_certificates_without_a_certificate(certificates, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("listens", "reason", "names_target", "told"),
+    ("address", "reason", "names_target", "told"),
     [
-        (True, "certificate has expired", False, ": certificate has expired"),
-        (True, "", False, ""),
-        (True, "", True, ": here:1 does not serve"),
-        (False, "no server", True, ": here:1 does not serve"),
+        (None, "certificate has expired", False, ": certificate has expired"),
+        (None, "", False, ""),
+        (None, "", True, ": ADDRESS does not serve"),
+        ("127.0.0.1:1", "not asked", False, ""),
+        ("127.0.0.1:1", "not asked", True, ": 127.0.0.1:1 does not serve"),
+        ("224.0.0.1:1", "not asked", False, ": no server at 224.0.0.1:1 (Network is unreachable)"),
     ],
 )
-def test_serve_tells_why_its_own_gateway_cannot_be_asked(monkeypatch, listens, reason, names_target, told):
-    monkeypatch.setattr(readiness, "listens", lambda _: listens)
-    monkeypatch.setattr(readiness, "health_of", lambda _: Health(UNREACHABLE, reason))
-    assert readiness._why([Target(address="here:1")], [], names_target=names_target) == told
+def test_serve_tells_why_its_own_gateway_cannot_be_asked(monkeypatch, address, reason, names_target, told):
+    monkeypatch.setattr(health, "health_of", lambda _: Health(UNREACHABLE, reason))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = address or f"127.0.0.1:{server.getsockname()[1]}"
+        told = told.replace("ADDRESS", address)
+        assert readiness._why([Target(address=address)], [], names_target=names_target) == told

@@ -235,8 +235,8 @@ def test_what_both_front_ends_check_of_a_constraint() -> None:
 
     assert found(Constraint("regex", "a")) == []
     assert found(Constraint("tag", "a"))[0][0] == "constraint"
-    assert found(Constraint("regex", "é" * 32_769)) == [
-        ("regex", "65538 bytes are not allowed; allowed: at most 65536")
+    assert found(Constraint("regex", "é" * 131_073)) == [
+        ("regex", "262146 bytes are not allowed; allowed: at most 262144")
     ]
     assert found(Constraint("regex", "a"), min_tokens=3) == [
         ("min_tokens", "3 is not allowed together with a constraint; allowed: 0")

@@ -8,22 +8,21 @@ without a thought, and one that may call a tool could not.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from headway_gateway.openai.bodies import Function
-from headway_gateway.openai.grammar_marks import Marks, text
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from headway_gateway.openai.strict_calls import channelled_calls, has_rules, rules_of_calls
+from headway_gateway.openai.strict_calls import channelled_calls, has_rules, rules_beside_text, rules_of_calls
 from headway_gateway.openai.thinking import ThoughtForm
 from headway_gateway.openai.tool_calls import CallForm
+from headway_gateway.requests.structural_tags import TAGGED
+from headway_gateway.text.grammar_literals import pattern, text
 from headway_proto import generation_pb2 as api
 
 _LINE_BREAKS = r"WS: /\n{0,4}/"
 """As models put between a thought and an answer; never without end."""
-_ENDS_A_PATTERN = re.compile(r"\\.|/|\n", re.DOTALL)
-_SAID = {"/": r"\/", "\n": r"\n"}
 _THOUGHT, _ANY_BEFORE = '"analysis"', '("analysis" | "commentary")'
 
 
@@ -49,8 +48,8 @@ class Room(NamedTuple):
 def bound_by(sampling: api.SamplingParams) -> str | None:
     """Return what the constraint allows as the right side of a rule.
 
-    None if there is no constraint, or it cannot stand within another grammar: a grammar of the caller's own binds the
-    whole output, and JSON that is none is for others to refuse.
+    None if there is no constraint, or it cannot stand within another grammar: a grammar of the caller's own, but of tags,
+    binds the whole output, and JSON that is none is for others to refuse.
     """
     kind = sampling.WhichOneof("constraint")
     if kind == "json_schema":
@@ -62,7 +61,9 @@ def bound_by(sampling: api.SamplingParams) -> str | None:
     if kind == "json_object" and sampling.json_object:
         return '%json {"type": "object"}'
     if kind == "regex" and sampling.regex:
-        return _pattern(sampling.regex)
+        return pattern(sampling.regex)
+    if kind == "grammar" and sampling.grammar.startswith(TAGGED):
+        return sampling.grammar.removeprefix("start: ")
     if kind == "choice" and sampling.choice.choices:
         return " | ".join(text(choice) for choice in dict.fromkeys(sampling.choice.choices))
     return None
@@ -80,19 +81,8 @@ def marked_grammar(bound: str | None, room: Room, marks: Marks) -> str | None:
     if bound is not None:
         rules.append(f"bound: {bound}")
     if room.calls is not None:
-        may_repeat = is_strict and bool(room.calls.end) and room.most_calls != 1
-        calls = "WS call (WS call)*" if may_repeat else "WS call"
-        if room.is_forced:
-            answer = calls
-        elif bound is not None:
-            answer = f"bound | {calls}"
-        else:
-            answer = "said (call said)*" if may_repeat else "said call?"
-            rules.append(marks.without("said", room.calls.begin))
-        if is_strict:
-            rules += rules_of_calls(room.calls, _with_their_schemas(room.tools), marks, room.most_calls)
-        else:
-            rules.append(_any_calls(room.calls, room.tools, marks))
+        answer, more = _calls(room, room.calls, marks, is_bound=bound is not None, is_strict=is_strict)
+        rules += more
     begin = "answer"
     if (thoughts := room.thoughts) is not None:
         if thoughts.answer_begin and bound is not None:
@@ -100,6 +90,20 @@ def marked_grammar(bound: str | None, room: Room, marks: Marks) -> str | None:
         rules.append(marks.up_to("thought", thoughts.end))
         begin = "thought WS answer" if room.begins_inside else f"(WS {marks.said(thoughts.begin)} thought WS)? answer"
     return "\n".join((f"start: {begin}", f"answer: {answer}", *rules))
+
+
+def _calls(room: Room, form: CallForm, marks: Marks, *, is_bound: bool, is_strict: bool) -> tuple[str, list[str]]:
+    """Return the right side of ``answer``, and the rules that it needs beside ``bound``."""
+    tools = _with_their_schemas(room.tools)
+    is_free = not is_bound and not room.is_forced
+    if is_free and not form.begin:
+        return "TEXT | call", rules_beside_text(tools)
+    may_repeat = is_strict and bool(form.end) and room.most_calls != 1
+    rules = rules_of_calls(form, tools, marks, room.most_calls) if is_strict else [_any_calls(form, tools, marks)]
+    if is_free:
+        return "said (call said)*" if may_repeat else "said call?", [marks.without("said", form.begin), *rules]
+    calls = "WS call (WS call)*" if may_repeat else "WS call"
+    return calls if room.is_forced else f"bound | {calls}", rules
 
 
 def channelled_grammar(bound: str | None, room: Room, marks: Marks, *, thinks: bool) -> str | None:
@@ -143,8 +147,3 @@ def _any_calls(form: CallForm, tools: Sequence[Function], marks: Marks) -> str:
         "additionalProperties": False,
     }
     return f"call: %json {json.dumps(schema)}"
-
-
-def _pattern(regex: str) -> str:
-    """Return a regular expression as a literal: what would end one is written otherwise."""
-    return f"/{_ENDS_A_PATTERN.sub(lambda found: _SAID.get(found[0], found[0]), regex)}/"

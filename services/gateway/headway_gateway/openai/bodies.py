@@ -45,21 +45,25 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an output. Objects may have a ``schema``, as llama.cpp has it."""
+    """The form of an output. Objects may have a ``schema``, as llama.cpp has it; a structural tag has the last fields."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema: msgspec.Raw = NOTHING
+    structures: msgspec.Raw = NOTHING
+    triggers: msgspec.Raw = NOTHING
+    format: msgspec.Raw = NOTHING
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """A constraint, as vLLM has it. ``json`` is a schema, or a text that holds one."""
+    """A constraint, as vLLM has it. ``json`` is a schema, or a text that holds one, and so is ``structural_tag`` a tag."""
 
     json: msgspec.Raw = NOTHING
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: msgspec.Raw = NOTHING
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -14,8 +14,10 @@ from headway_gateway.openai.bodies import (
     StructuredOutputs,
     TextFormat,
 )
+from headway_gateway.requests.structural_tags import grammar_of_tags
 from headway_gateway.statuses import invalid_argument
 from headway_proto import generation_pb2 as api
+from headway_proto.wording import one_line
 
 
 class Constraint(NamedTuple):
@@ -77,13 +79,13 @@ def _of_vllm(given: StructuredOutputs | None) -> Iterator[Constraint]:
     if given.json_object:
         found.append(Constraint("json_object", True, place + "json_object"))
     if _is_given(given.json):
-        text = _text_of(given.json, place + "json")
-        # A text may hold the schema.
-        schema = msgspec.json.decode(text, type=str) if text.startswith('"') else text
-        found.append(Constraint("json_schema", schema, place + "json"))
+        found.append(Constraint("json_schema", _held_in(given.json, place + "json"), place + "json"))
+    if _is_given(given.structural_tag):
+        field = place + "structural_tag"
+        found.append(_tagged(_held_in(given.structural_tag, field), field))
     if not found:
         raise invalid_argument(
-            "structured_outputs", "it is empty; allowed: json, regex, choice, grammar or json_object"
+            "structured_outputs", "it is empty; allowed: json, regex, choice, grammar, json_object or structural_tag"
         )
     yield from found
 
@@ -91,6 +93,8 @@ def _of_vllm(given: StructuredOutputs | None) -> Iterator[Constraint]:
 def _of_form(form: ResponseFormat | TextFormat | None, field: str) -> Iterator[Constraint]:
     if form is None:
         return
+    if isinstance(form, ResponseFormat):
+        yield from _tags_of(form, field)
     schemas = {f"{field}.schema": form.schema}
     own = f"{field}.schema"
     if isinstance(form, ResponseFormat):
@@ -98,7 +102,7 @@ def _of_form(form: ResponseFormat | TextFormat | None, field: str) -> Iterator[C
         schemas[nested] = NOTHING if form.json_schema is None else form.json_schema.schema
         own = nested if form.type == "json_schema" else own
     for name, schema in schemas.items():
-        if _is_given(schema) and (name != own or form.type == "text"):
+        if _is_given(schema) and (name != own or form.type in ("text", "structural_tag")):
             raise invalid_argument(name, f"it is not allowed with the type {form.type}; allowed: unset")
     if _is_given(schemas[own]):
         yield Constraint("json_schema", _text_of(schemas[own], own), own)
@@ -106,6 +110,28 @@ def _of_form(form: ResponseFormat | TextFormat | None, field: str) -> Iterator[C
         yield Constraint("json_object", True, field)
     elif form.type == "json_schema":
         raise invalid_argument(own, "it is missing")
+
+
+def _tags_of(form: ResponseFormat, field: str) -> Iterator[Constraint]:
+    parts = {name: getattr(form, name) for name in ("structures", "triggers", "format")}
+    given = {name: value for name, value in parts.items() if _is_given(value)}
+    if form.type == "structural_tag":
+        yield _tagged(msgspec.json.encode(given).decode(errors="replace"), field)
+    elif given:
+        raise invalid_argument(f"{field}.{min(given)}", f"it is not allowed with the type {form.type}; allowed: unset")
+
+
+def _tagged(tags: str, field: str) -> Constraint:
+    try:
+        return Constraint("grammar", grammar_of_tags(tags), field)
+    except ValueError as error:
+        raise invalid_argument(field, one_line(error)) from None
+
+
+def _held_in(given: msgspec.Raw, field: str) -> str:
+    """A text may hold the JSON."""
+    text = _text_of(given, field)
+    return msgspec.json.decode(text, type=str) if text.startswith('"') else text
 
 
 def _is_given(value: msgspec.Raw) -> bool:

@@ -3,9 +3,10 @@
 In Lark's dialect as llguidance has it, ``<[7]>`` is the token 7, ``<[^7,8]>`` any other than these, ``<[*]>`` any.
 """
 
-import json
 from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+from headway_gateway.text.grammar_literals import text
 
 
 class Marks(NamedTuple):
@@ -31,8 +32,3 @@ class Marks(NamedTuple):
         """Return the rule ``name`` of anything without marks that are tokens."""
         ids = {token_id for token_id in map(self.token_id, marks) if token_id is not None}
         return f"{name}: <[^{','.join(map(str, sorted(ids.union(self.end_ids))))}]>*"
-
-
-def text(literal: str) -> str:
-    """Return a text as a grammar has it."""
-    return json.dumps(literal, ensure_ascii=False)

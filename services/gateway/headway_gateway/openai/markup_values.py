@@ -26,9 +26,10 @@ def values_of(text: str, schema: Any) -> dict[str, Any]:
     """Return the values by their names. A value that its schema does not allow stays a text, and so does one without."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     known = properties if isinstance(properties, dict) else {}
+    others = schema.get("additionalProperties") if isinstance(schema, dict) else None
     return {
         name.strip(): _value(
-            content.removeprefix("\n").removesuffix("\n"), set(_kinds(known.get(name.strip()), schema))
+            content.removeprefix("\n").removesuffix("\n"), set(kinds_of(known.get(name.strip(), others), schema))
         )
         for name, content in _PARAMETER.findall(text)
     }
@@ -46,8 +47,8 @@ def _value(text: str, kinds: set[str]) -> Any:
     return value if any(_KINDS[kind](value) for kind in kinds & _KINDS.keys()) else text
 
 
-def _kinds(schema: Any, root: Any) -> Iterator[str]:
-    """The types that a schema allows, as far as it says so by itself. Schemas may refer to each other in circles."""
+def kinds_of(schema: Any, root: Any) -> Iterator[str]:
+    """Yield the types that a schema allows, as far as it says so by itself. Schemas may refer to each other in circles."""
     waiting, seen = [schema], set[int]()
     while waiting:
         one = waiting.pop()
@@ -60,10 +61,11 @@ def _kinds(schema: Any, root: Any) -> Iterator[str]:
             yield next((kind for kind, has in _KINDS.items() if has(value)), "string")
         waiting += [*_list(one.get("anyOf")), *_list(one.get("oneOf")), *_list(one.get("allOf"))]
         if "$ref" in one:
-            waiting.append(_referred(one["$ref"], root))
+            waiting.append(referred(one["$ref"], root))
 
 
-def _referred(path: Any, root: Any) -> Any:
+def referred(path: Any, root: Any) -> Any:
+    """Return what a ``$ref`` within ``root`` refers to."""
     for key in str(path).removeprefix("#").split("/")[1:]:
         root = root.get(key) if isinstance(root, dict) else None
     return root

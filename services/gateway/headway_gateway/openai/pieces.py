@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from headway_gateway.openai.answer_grammar import Room, bound_by, channelled_grammar, marked_grammar
 from headway_gateway.openai.bodies import Function
 from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import MARKS, HarmonyText, speaks_harmony
 from headway_gateway.openai.marks import num_uncertain
-from headway_gateway.openai.strict_calls import has_rules
+from headway_gateway.openai.strict_calls import has_rules, problem_of_tools
 from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm, thoughts_of
 from headway_gateway.openai.tool_calls import FORCED, CallForm, ToolCall, ToolText, form_of
 from headway_gateway.requests.validation import most_prompt_tokens
@@ -18,6 +20,8 @@ from headway_gateway.text.encoding_lanes import size_of_chat
 from headway_gateway.text.tokenization import Message, PromptError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
+from headway_proto.sampling import MAX_CONSTRAINT_BYTES
+from headway_proto.wording import shown
 
 Piece: TypeAlias = str | Thought | ToolCall
 
@@ -114,7 +118,7 @@ class PieceMaker:
         if not wanted.tools or self._has_channels:
             return None
         form = self._call_form
-        if wanted.forced and (form is None or not has_rules(form, marks)):
+        if wanted.forced and (form is None or not has_rules(form, marks) or problem_of_tools(form, wanted.forced)):
             return FORCED
         if form is None:
             raise invalid_argument(
@@ -142,18 +146,22 @@ class PieceMaker:
         ends = self._text_model.special_tokens.intersection(map(self._text_model.text_of_token, end_ids))
         room = await self._room(wanted, thoughts, form, request.chat, model)
         # An array of forced calls, which every model can be bound to, is a constraint already.
-        bound = None if room.is_forced else bound_by(request.sampling)
+        # Beside text that may be any, calls of the template's form could not be told apart.
+        is_whole = room.calls is not None and request.sampling.HasField("grammar")
+        bound = None if room.is_forced or is_whole else bound_by(request.sampling)
         if (
             bound is not None
             or room.is_forced
             or (wanted.constraint is None and _may_be_bound(request.sampling, model))
         ):
+            _require_rules(room, marks)
             grammar = (
                 channelled_grammar(bound, room, marks, thinks=wanted.thoughts)
                 if self._has_channels
                 else marked_grammar(bound, room, marks)
             )
             if grammar is not None:
+                _require_size(grammar, room)
                 request.sampling.grammar = grammar
         if self._has_channels:
             calls = bool(wanted.tools)
@@ -218,6 +226,25 @@ def _may_be_bound(sampling: api.SamplingParams, model: ModelInfo) -> bool:
     may forbid.
     """
     return model.supports_constraints and not (sampling.min_tokens or sampling.ignore_eos)
+
+
+def _require_rules(room: Room, marks: Marks) -> None:
+    """Refuse strict tools whose calls have no rules in the form of the template, where others have."""
+    if room.calls is None or not has_rules(room.calls, marks):
+        return
+    problem = problem_of_tools(room.calls, [tool for tool in room.tools if tool.strict])
+    if problem:
+        raise invalid_argument("tools", problem)
+
+
+def _require_size(grammar: str, room: Room) -> None:
+    num_bytes = len(grammar.encode())
+    if num_bytes > MAX_CONSTRAINT_BYTES and room.tools:
+        largest = max(room.tools, key=lambda tool: len(msgspec.json.encode(tool.parameters)))
+        raise invalid_argument(
+            "tools",
+            f"their grammar has {num_bytes} bytes, the most of {shown(largest.name)}; allowed: at most {MAX_CONSTRAINT_BYTES}",
+        )
 
 
 def _mark_behind(text: str, form: ThoughtForm) -> str:

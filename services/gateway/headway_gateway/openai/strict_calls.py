@@ -4,16 +4,26 @@ Owns: what a call of a form consists of. Must not know: what stands around a cal
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 from headway_gateway.openai import tool_calls
 from headway_gateway.openai.bodies import Function
-from headway_gateway.openai.grammar_marks import Marks, text
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, MESSAGE
+from headway_gateway.openai.markup_grammar import UnsayableError, rules_of_parameters
 from headway_gateway.openai.tool_calls import CallForm
-from headway_gateway.openai.tool_schemas import CallKeys, schema_of_arguments, schema_of_call, schema_of_calls
+from headway_gateway.openai.tool_schemas import (
+    FORCED_KEYS,
+    CallKeys,
+    schema_of_arguments,
+    schema_of_call,
+    schema_of_calls,
+)
+from headway_gateway.text.grammar_literals import pattern, text
+from headway_proto.wording import shown
 
 Tools: TypeAlias = Sequence[Function]
 
@@ -21,6 +31,7 @@ _SPACE = r"[ \n]{0,8}"
 _AROUND_JSON = f"/{_SPACE}/"
 _KEYS = CallKeys("name", "arguments", last_id="id")
 _KEYS_OF_COHERE = CallKeys("tool_name", "parameters", first_id="tool_call_id")
+_END_OF_FUNCTION = "\n</function>"
 _AS_TEMPLATES_WRITE = {"x-guidance": {"whitespace_pattern": _SPACE}}
 """Some write calls on several lines."""
 
@@ -39,13 +50,24 @@ def channelled_calls(tools: Tools, marks: Marks) -> list[str]:
 
 def has_rules(form: CallForm, marks: Marks) -> bool:
     """Return whether a form has rules. Its first mark must be a token: a text could not be kept from holding another."""
-    return form in _RULES and marks.token_id(form.begin) is not None
+    return form in _RULES and (not form.begin or marks.token_id(form.begin) is not None)
+
+
+def problem_of_tools(form: CallForm, tools: Tools) -> str:
+    """Return why a form has no rules for calls of these tools; empty if it has."""
+    if form is tool_calls.QWEN_CODER:
+        for tool in tools:
+            try:
+                rules_of_parameters("any", schema_of_arguments(tool))
+            except UnsayableError as error:
+                return f"{shown(tool.name)}: {error}, or the tool without strict"
+    return ""
 
 
 def rules_of_calls(form: CallForm, tools: Tools, marks: Marks, most: int | None = None) -> list[str]:
     """Return rules, of which ``call`` is one call or more with the marks around; ``most`` bounds how many.
 
-    The form must have rules.
+    The form must have rules, for these tools too.
     """
     return _RULES[form](form, tools, marks, most)
 
@@ -84,6 +106,39 @@ def _of_deepseek(form: CallForm, tools: Tools, marks: Marks, most: int | None) -
     return [f"call: {marks.said(form.begin)} {calls} {marks.said(form.end)}", *named, *_arguments(tools)]
 
 
+def _of_qwen_coder(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:  # noqa: ARG001 (it is one)
+    rules = [f'call: {marks.said(form.begin)} "\\n" ({_any_of(tools)}) "\\n" {marks.said(form.end)}']
+    for place, tool in enumerate(tools):
+        rules.append(f"call{place}: {text(f'<function={tool.name}>')} arguments{place} {text(_END_OF_FUNCTION)}")
+        rules += rules_of_parameters(f"arguments{place}", schema_of_arguments(tool))
+    return rules
+
+
+def rules_beside_text(tools: Tools) -> list[str]:
+    """Return rules of ``call`` and of the terminal ``TEXT``, where a call without marks is the whole output or none of it.
+
+    No text begins as a call does, and a call is one terminal up to its arguments. JSON with a name is left out of texts,
+    since it would be read as a call.
+    """
+    rules = [
+        f"call: {_any_of(tools)}",
+        "TEXT: /(?s:.*)/ & ~" + pattern(r'\s*\{(?s:.*)"(?:tool_)?name"(?s:.*)'),
+    ]
+    for place, tool in enumerate(tools):
+        words = "".join(
+            _SPACE + re.escape(word) for word in ("{", '"name"', ":", json.dumps(tool.name), ",", '"parameters"', ":")
+        )
+        rules += [
+            f"BEGIN{place}: {pattern(words + _SPACE)}",
+            f'call{place}: BEGIN{place} arguments{place} {_AROUND_JSON} "}}"',
+        ]
+    return rules + _arguments(tools)
+
+
+def _of_llama(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:  # noqa: ARG001 (it is one)
+    return [f"call: {_json(schema_of_call(tools, FORCED_KEYS))}"]
+
+
 _RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[str]]] = {
     tool_calls.HERMES: _marked_json,
     tool_calls.PHI: _marked_array,
@@ -91,6 +146,8 @@ _RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[st
     tool_calls.COHERE: partial(_marked_array, keys=_KEYS_OF_COHERE),
     tool_calls.MISTRAL: _of_mistral,
     tool_calls.DEEPSEEK: _of_deepseek,
+    tool_calls.QWEN_CODER: _of_qwen_coder,
+    tool_calls.LLAMA: _of_llama,
 }
 
 

@@ -17,6 +17,9 @@ class CallKeys(NamedTuple):
 
 FORCED_KEYS = CallKeys()
 
+_WORDS = frozenset(("description", "title", "$comment"))
+_VALUES = frozenset(("const", "default", "enum", "example", "examples"))
+
 
 def schema_of_calls(tools: Sequence[Function], most: int | None, keys: CallKeys = FORCED_KEYS) -> dict[str, Any]:
     """Return the JSON schema of an array of calls of these tools, one or more; ``most`` bounds their number.
@@ -37,19 +40,30 @@ def schema_of_call(tools: Sequence[Function], keys: CallKeys) -> dict[str, Any]:
     """Return the JSON schema of a call of one of these tools."""
     return {
         "anyOf": [_call(tool.name, place, keys) for place, tool in enumerate(tools)],
-        "$defs": {
-            f"{place}": _moved(schema_of_arguments(tool), f"#/$defs/{place}") for place, tool in enumerate(tools)
-        },
+        "$defs": {f"{place}": moved(schema_of_arguments(tool), f"#/$defs/{place}") for place, tool in enumerate(tools)},
     }
 
 
 def schema_of_arguments(tool: Function) -> dict[str, Any]:
     """Return the schema of a tool's arguments: an object, also if the tool leaves that open."""
-    schema = tool.parameters or {}
+    schema = _without_words(tool.parameters or {})
     rest = {key: value for key, value in schema.items() if key != "$id"}  # References begin at the whole schema.
     kinds = rest.get("type", ["object"])
     is_open = "$ref" not in rest and isinstance(kinds, list) and "object" in kinds
     return rest | {"type": "object"} if is_open else rest
+
+
+def _without_words(schema: Any) -> Any:
+    """A tool's schema says much to the model that says nothing of values, and a grammar may not be long."""
+    if isinstance(schema, list):
+        return [_without_words(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _without_words(value)
+        for key, value in schema.items()
+        if not (key in _WORDS and isinstance(value, str))
+    }
 
 
 def _call(name: str, place: int, keys: CallKeys) -> dict[str, Any]:
@@ -63,14 +77,14 @@ def _call(name: str, place: int, keys: CallKeys) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """References within a schema, from where the schema is now."""
+def moved(schema: Any, root: str) -> Any:
+    """Return a schema with its references as they are where the schema is ``root``."""
     if isinstance(schema, list):
-        return [_moved(one, root) for one in schema]
+        return [moved(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
+    found = {key: moved(value, root) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
+        found["$ref"] = root + reference[1:]
+    return found

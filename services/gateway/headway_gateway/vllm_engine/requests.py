@@ -6,9 +6,10 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from headway_gateway.access.authentication import TENANT_METADATA_KEY
+from headway_gateway.requests.structural_tags import grammar_of_tags
 from headway_gateway.statuses import CallRefusedError, invalid_arguments, renamed
 from headway_proto import generation_pb2 as api
-from headway_proto.wording import shown
+from headway_proto.wording import one_line, shown
 
 PRIORITY_METADATA_KEY = "headway-priority"
 TTFT_SLO_METADATA_KEY = "headway-ttft-slo-ms"
@@ -42,6 +43,7 @@ TRANSLATED_SAMPLING_FIELDS = frozenset(
         "regex",
         "grammar",
         "choice",
+        "structural_tag",
     }
 )
 TEXT_SAMPLING_FIELDS = frozenset(
@@ -62,7 +64,6 @@ _REASONS = {
     "mm_inputs": _NO_MEDIA,
     "extra_mm_inputs": _NO_MEDIA,
     "media_refs": _NO_MEDIA,
-    "sampling_params.structural_tag": "tags within free text are not supported; allowed: json_schema, regex, grammar, choice",
 }
 _UNKNOWN = "unknown to this version of Headway; allowed: unset"
 _MOST_INT32 = (1 << 31) - 1
@@ -160,6 +161,8 @@ def _sampling(given: vllm.SamplingParams) -> api.SamplingParams:
     if constraint == "choice":
         native.choice.choices.extend(given.choice.choices)
         native.choice.SetInParent()
+    elif constraint == "structural_tag":
+        native.grammar = grammar_of_tags(given.structural_tag)
     elif constraint in {"json_schema", "json_object", "regex", "grammar"}:
         setattr(native, constraint, getattr(given, constraint))
     return native
@@ -169,6 +172,11 @@ def _refusals(request: vllm.GenerateRequest) -> Iterable[tuple[str, str]]:
     yield from _untranslatable(request, "", TRANSLATED_FIELDS)
     sampling = request.sampling_params
     yield from _untranslatable(sampling, "sampling_params.", TRANSLATED_SAMPLING_FIELDS | TEXT_SAMPLING_FIELDS)
+    if sampling.HasField("structural_tag"):
+        try:
+            grammar_of_tags(sampling.structural_tag)
+        except ValueError as error:
+            yield "sampling_params.structural_tag", one_line(error)
     if request.data_parallel_rank:
         yield "data_parallel_rank", f"{request.data_parallel_rank} is not allowed; allowed: 0, the only rank"
     for name in ("logprobs", "prompt_logprobs"):

@@ -20,7 +20,8 @@ from headway.batch.lines import check, read_lines
 from headway.batch.runner import OK, Server, ServerGoneError, ServerRefusedError
 from headway.child_server import ChildServer, ServingError
 from headway.commands.connection import check_patience
-from headway.flags.settings import ConfigurationError, token_of_file
+from headway.flags.named_files import token_of_file
+from headway.flags.settings import ConfigurationError
 from headway.planning.model_source import ALLOWED, DEMO_MODEL
 from headway.terminal.progress import ProgressLine
 from headway_process.tls import tls_context

@@ -7,7 +7,6 @@ A line is a request in OpenAI's batch format, ``{"custom_id", "method", "url", "
 ``/v1/embeddings``, under the name ``line-N``.
 """
 
-import codecs
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from headway.flags.named_files import lines_of_file
 from headway.flags.settings import ConfigurationError
 from headway_proto.wording import one_line, shown
 
@@ -61,23 +61,22 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
     Raises:
         ConfigurationError: the file cannot be read, or a line is wrong; one line with its number.
     """
-    try:
-        with path.open("rb") as file:
-            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-                file.seek(0)
-            for number, content in enumerate(file, start=1):
-                if content.strip():
-                    yield _line(number, content, path)
-    except OSError as error:
-        raise ConfigurationError(f"{shown(path)} cannot be read: {error.strerror}") from None
+    for number, content in lines_of_file(str(path), "FILE"):
+        if content.strip():
+            yield _line(number, content, path)
 
 
 def check(path: Path) -> int:
     """Read all lines and return their number.
 
     Raises:
-        ConfigurationError: as ``read_lines``; or two lines have one custom_id, or there is none.
+        ConfigurationError: as ``read_lines``; or two lines have one custom_id, or there is none; or the file cannot be read
+            again, as a pipe.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigurationError(
+            f"FILE: {shown(path)} is not allowed; allowed: a regular file, which can be read again"
+        )
     places: dict[bytes, int] = {}
     for line in read_lines(path):
         # Of millions of lines, a digest takes less room than a name.
@@ -85,7 +84,7 @@ def check(path: Path) -> int:
         if first != line.number:
             raise _wrong(path, line.number, f"custom_id: {shown(line.custom_id)} is that of line {first} too")
     if not places:
-        raise ConfigurationError(f"{shown(path)} has no line; allowed: one request in each line")
+        raise ConfigurationError(f"FILE: {shown(path)} has no line; allowed: one request in each line")
     return len(places)
 
 

@@ -16,7 +16,8 @@ from headway.cluster.description import ClusterPlan, describe
 from headway.cluster.engine import Deployed, engine_of
 from headway.commands.keys import make_keys
 from headway.flags.configuration import add_setting_flags, build, given_by_environment, given_by_flags, merged
-from headway.flags.settings import ConfigurationError, bytes_of_file, settings_of, token_of_file
+from headway.flags.named_files import bytes_of_file, token_of_file
+from headway.flags.settings import ConfigurationError, settings_of
 from headway.planning.cluster_config import ClusterConfig
 from headway.planning.deployment import Deployment, read_deployment
 from headway.planning.services import CLUSTER, add_config_flag, sources_in_file

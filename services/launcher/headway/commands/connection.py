@@ -3,7 +3,8 @@
 import argparse
 
 from headway.client import DEFAULT_ADDRESS, DEFAULT_RETRY_S, AsyncClient
-from headway.flags.settings import ConfigurationError, token_of_file
+from headway.flags.named_files import token_of_file
+from headway.flags.settings import ConfigurationError
 from headway.running.health import client_certificate, root_certificates
 
 

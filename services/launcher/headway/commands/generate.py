@@ -20,7 +20,8 @@ from headway.client import (
 from headway.commands.connection import add_connection_flags, check_patience, client_of
 from headway.commands.reporting import Screen, prompt_table, table
 from headway.commands.streaming import Job, answer, answer_all, texts_of
-from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway.flags.named_files import bytes_of_file, lines_of, lines_of_file
+from headway.flags.settings import ConfigurationError
 from headway_proto.wording import one_line, shown
 
 INTERRUPTED_EXIT_CODE = 130
@@ -183,7 +184,7 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
     if arguments.prompt is not None:
         yield _job(arguments.prompt, given, is_chat=arguments.chat)
         return
-    lines = [(number, line) for number, line in enumerate(_lines(arguments.file), start=1) if line.strip()]
+    lines = [(number, line) for number, line in _lines(arguments.file) if line.strip()]
     if not lines:
         raise ConfigurationError(f"--file: {shown(arguments.file)} has no prompt in it")
     for number, line in lines:
@@ -216,10 +217,13 @@ def _job(prompt: str, options: dict[str, Any], *, is_chat: bool) -> Job:
     return Job(title=prompt, prompt=[message] if is_chat else prompt, options=cast("GenerateOptions", options))
 
 
-def _lines(file: str) -> list[str]:
-    if file == "-":
-        return sys.stdin.read().splitlines()
-    return (bytes_of_file(file, "--file") or b"").decode("utf-8-sig", "replace").splitlines()
+def _lines(file: str) -> Iterator[tuple[int, str]]:
+    origin = "--file"
+    if file == "-" and sys.stdin is None:
+        raise ConfigurationError(f"{origin}: - is not allowed, since the standard input is closed; allowed: a file")
+    found = lines_of(sys.stdin.buffer, file, origin) if file == "-" else lines_of_file(file, origin)
+    for number, line in found:
+        yield number, line.decode("utf-8", "replace")
 
 
 def _parsed(line: str, number: int, file: str) -> JobLine:

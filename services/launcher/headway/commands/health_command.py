@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from headway.flags.settings import ConfigurationError, token_of_file
+from headway.flags.named_files import token_of_file
+from headway.flags.settings import ConfigurationError
 from headway.running.health import SERVING, Target, client_certificate, health_of, root_certificates
 from headway_proto.wording import shown
 

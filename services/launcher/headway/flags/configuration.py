@@ -11,11 +11,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from headway.flags.named_files import bytes_of_file
 from headway.flags.settings import (
     ConfigurationError,
     Setting,
@@ -282,14 +282,9 @@ def read_tables(path: str, name: str, settings: Mapping[str, Setting]) -> list[L
 
 
 def _toml(path: str) -> dict[str, Any]:
+    content = bytes_of_file(path, "--config", _MAX_FILE_BYTES) or b""
     try:
-        if Path(path).stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigurationError(f"--config: {shown(path)} is too large; allowed: {_MAX_FILE_BYTES} bytes")
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"--config: cannot read {shown(path)}: {error.strerror}") from None
-    except ConfigurationError:
-        raise
+        return tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # from TOML, from UTF-8, or from a number with thousands of digits
         raise ConfigurationError(f"--config: {shown(path)} is not valid TOML: {error}") from None
 

@@ -1,7 +1,6 @@
 """The fields of a configuration struct as settings with names, types and help."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -141,30 +140,6 @@ def _checked(setting: Setting, value: Any, origin: str, *, strict: bool = False)
         # As it was written: TOML's words for a truth value are not Python's.
         written = str(value).lower() if isinstance(value, bool) else shown(value)
         raise ConfigurationError(f"{origin}: {written} is not allowed; allowed: {allowed(setting)}") from None
-
-
-def bytes_of_file(path: str | None, origin: str) -> bytes | None:
-    """Return a file's content, if one is named.
-
-    Raises:
-        ConfigurationError: the file is unreadable.
-    """
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as error:
-        raise ConfigurationError(f"{origin}: cannot read {shown(path)}: {error.strerror}") from None
-
-
-def token_of_file(path: str | None, origin: str) -> str:
-    """Return the bearer token in a file, if one is named.
-
-    Raises:
-        ConfigurationError: the file is unreadable, or not one word of printable ASCII.
-    """
-    words = (bytes_of_file(path, origin) or b"").decode("ascii", "replace").split()
-    if len(words) > 1 or not all(word.isascii() and word.isprintable() for word in words):
-        raise ConfigurationError(f"{origin}: {shown(path)} holds no token; allowed: one word of printable ASCII")
-    return words[0] if words else ""
 
 
 def allowed(setting: Setting) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from headway.flags.configuration import Given, Layer, merged
-from headway.flags.settings import ConfigurationError, as_text, bytes_of_file, settings_of
+from headway.flags.named_files import bytes_of_file
+from headway.flags.settings import ConfigurationError, as_text, settings_of
 from headway.planning import openai_front
 from headway.planning.deployment import Deployment, num_ranks, read_deployment, roles_in_order
 from headway.planning.replicas import (

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway.flags.settings import ConfigurationError, bytes_of_file
+from headway.flags.named_files import bytes_of_file
+from headway.flags.settings import ConfigurationError
 from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
@@ -147,6 +148,20 @@ def listens(target: Target, *, timeout_s: float = 1.0) -> bool:
     except OSError:
         return False
     return True
+
+
+def why_not_asked(target: Target, *, timeout_s: float = 1.0) -> str:
+    """Return why a server cannot be asked, as a certificate that has expired, or a network that is down.
+
+    It is empty if the server can be asked, or does not listen yet.
+    """
+    try:
+        _connected(target, timeout_s).close()
+    except ConnectionRefusedError:
+        return ""
+    except OSError as error:
+        return _reason_of_connection(error, target, timeout_s)
+    return health_of(target).reason
 
 
 def serves_within(target: Target, wait_s: float) -> bool:

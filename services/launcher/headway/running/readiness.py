@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headway.running.health import Target, health_of, listens, model_of, serves_within
+from headway.running.health import Target, listens, model_of, serves_within, why_not_asked
 
 if TYPE_CHECKING:
     from headway_proto import generation_pb2
@@ -54,9 +54,8 @@ async def wait_until_serving(
 
 def _why(waiting: Sequence[Target], late: Sequence[str], *, names_target: bool) -> str:
     if waiting:
-        # A gateway that listens and cannot be asked will not be ready by itself: an expired certificate, for example.
-        reason = health_of(waiting[0]).reason if listens(waiting[0]) else ""
-        if reason:
+        # A gateway that cannot be asked will not be ready by itself.
+        if reason := why_not_asked(waiting[0]):
             return f": {reason}"
         if names_target:
             return f": {waiting[0].address} does not serve"

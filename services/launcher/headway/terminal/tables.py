@@ -2,9 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
+_REPLACEMENT = "?"
+
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return one line per row."""
+    """Return one line per row, of ``printable`` cells."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -13,3 +16,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
         ).rstrip()
         for row in rows
     ]
+
+
+def printable(text: str) -> str:
+    """Replace control, format and line characters, with which a name could steer a terminal."""
+    return "".join(character if character.isprintable() else _REPLACEMENT for character in text)

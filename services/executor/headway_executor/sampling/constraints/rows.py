@@ -22,6 +22,9 @@ PATIENCE_S = 2.0
 """Processor time for one grammar or mask, both bounded by counts far below this, before the row fails."""
 
 _MOST_GRAMMARS = 256
+_MOST_CHARACTERS = 1 << 24
+"""Of the texts of all grammars: a compiled one takes some forty bytes for each."""
+
 _MOST_ABANDONED = 8
 _TOKENIZER_FILE = "tokenizer.json"
 _TOO_SLOW = "its constraint took too long"
@@ -118,6 +121,7 @@ class ConstrainedRows:
         self._compiler = compiler
         self._rows: dict[int, _Row] = {}
         self._grammars: OrderedDict[Constraint, Grammar | str] = OrderedDict()
+        self._num_characters = 0
         self._compiling: Lane | None = None
         self._matching: Lane | None = None
 
@@ -205,14 +209,18 @@ class ConstrainedRows:
 
     def _grammar(self, compiler: GrammarCompiler, constraint: Constraint) -> Grammar:
         known = self._grammars.pop(constraint, None)
-        if known is None:
+        if known is not None:
+            self._num_characters -= len(constraint.text)
+        else:
             try:
                 known = compiler.compile(constraint)
             except ConstraintError as error:
                 known = str(error)
         self._grammars[constraint] = known
-        if len(self._grammars) > _MOST_GRAMMARS:
-            self._grammars.popitem(last=False)
+        self._num_characters += len(constraint.text)
+        while len(self._grammars) > _MOST_GRAMMARS or self._num_characters > _MOST_CHARACTERS:
+            oldest, _ = self._grammars.popitem(last=False)
+            self._num_characters -= len(oldest.text)
         if isinstance(known, str):
             raise ConstraintError(known)
         return known

@@ -1,0 +1,247 @@
+"""Arguments as ``<parameter=NAME>...</parameter>`` that follow a JSON schema, as rules of a grammar.
+
+Owns: how texts stand there, which have no quotes; all else is JSON. Must not know: where calls are, how values are read
+(``markup_values``).
+
+A text is one terminal with its end, so that no other terminal begins or ends within it. Where a value may be a text or
+something else, no text looks like something else: a reader could not tell them apart.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headway_gateway.openai.markup_values import kinds_of, referred
+from headway_gateway.openai.tool_schemas import moved
+from headway_gateway.text.grammar_literals import pattern, text
+from headway_proto.schema_formats import FORMATS, UUID
+from headway_proto.schema_forms import ASSERTIONS
+from headway_proto.wording import shown
+
+_END = "\n</parameter>"
+_HOLDS_A_MARK = r"(?s:.*)(?:</parameter>(?s:.+)|<parameter=(?s:.*)|<function=(?s:.*)|</tool_call>(?s:.*))"
+_NUMBER = r"\s*-?[0-9](?s:.*)"
+_LOOKS_LIKE = {
+    "array": r"\s*\[(?s:.*)",
+    "object": r"\s*\{(?s:.*)",
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "boolean": rf"\s*(?:[tT]rue|[fF]alse)\s*{_END}",
+    "null": rf"\s*(?:null|None)\s*{_END}",
+}
+_WORDS = {"boolean": ("true", "false"), "null": ("null",)}
+_LETTERS_OF_URIS = "[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_FORMATS = {
+    "uuid": UUID,
+    "email": r"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?\.)+[A-Za-z]{2,}",
+    "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
+    "uri": f"[a-z][a-z0-9+.-]*://{_LETTERS_OF_URIS}+",
+    "url": f"https?://{_LETTERS_OF_URIS}+",
+}
+"""The usual ones of each; nothing else is written."""
+_OF_ARGUMENTS = frozenset(("$defs", "additionalProperties", "definitions", "properties", "required", "type"))
+_OF_TEXTS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern", "type"))
+_NOT_PLAIN = frozenset(("array", "integer", "number", "object"))
+_OF_NO_PLAIN = ASSERTIONS - _OF_TEXTS - {"$ref", "allOf", "anyOf", "else", "if", "not", "oneOf", "then", "x-guidance"}
+"""Keywords that say nothing of texts, truth values and null."""
+_DEFINITIONS = ("$defs", "definitions")
+_MOST_HOPS = 8
+_NAME = r"[^<>\s](?:[^<>\n]*[^<>\s])?"
+_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()|^$])", re.DOTALL)
+
+
+class UnsayableError(ValueError):
+    """A schema has no rules; one line."""
+
+
+def rules_of_parameters(name: str, schema: dict[str, Any]) -> list[str]:
+    """Return rules, of which ``name`` is all parameters by the ``schema`` of a tool's arguments, each behind a line break.
+
+    They come in the order of the schema. Terminals begin with the name, in capitals.
+
+    Raises:
+        UnsayableError: the schema says something for which there is no rule.
+    """
+    rules = _Rules(name, schema)
+    return [rules.parameters(), *rules.terminals]
+
+
+class _Rules:
+    def __init__(self, name: str, root: dict[str, Any]) -> None:
+        self.terminals: list[str] = []
+        self._name, self._root = name, root
+
+    def parameters(self) -> str:
+        """Return the rule of all."""
+        schema = self._plain(self._root)
+        _require_only(schema, _OF_ARGUMENTS)
+        own, required = schema.get("properties", {}), schema.get("required", [])
+        rest = schema.get("additionalProperties", not own)
+        if not isinstance(own, dict) or not isinstance(required, list):
+            raise UnsayableError("properties and required are not readable; allowed: an object, and a list")
+        for name in own:
+            if not re.fullmatch(_NAME, name):
+                raise UnsayableError(
+                    f"the name {shown(name)} is not allowed; allowed: names without < > and line breaks"
+                )
+        if lacking := [name for name in required if own.get(name, False) is False]:
+            raise UnsayableError(f"required: {shown(lacking[0])} is not allowed; allowed: names of properties")
+        parts = [
+            f"({text(_begin(name))} ({self._value(value)})){'' if name in required else '?'}"
+            for name, value in own.items()
+            if value is not False
+        ]
+        if rest is not False:
+            parts.append(f"({self._other_begin([*own])} ({self._value(rest)}))*")
+        return f"{self._name}: " + (" ".join(parts) or '""')
+
+    def _other_begin(self, own: Sequence[str]) -> str:
+        without = [_literal(_begin(name)) for name in own]
+        return self._terminal(_begin(_NAME), without)
+
+    def _value(self, schema: Any) -> str:
+        """Return the value with its end as the right side of a rule."""
+        kinds = set(kinds_of(schema, self._root))
+        if kinds and "string" not in kinds:
+            return self._json(schema)
+        members = list(self._members(schema))
+        others = {kind for member in members for kind in kinds_of(member, self._root)} - {"string"}
+        said = dict.fromkeys(one for member in members for one in self._member(member, others))
+        return " | ".join(said)
+
+    def _members(self, schema: Any, hops: int = _MOST_HOPS) -> Iterator[dict[str, Any]]:
+        """Yield schemas of which a value follows one; each is of texts, or of other things."""
+        plain = self._plain(schema)
+        kinds = set(kinds_of(plain, self._root))
+        if not hops:
+            raise UnsayableError("it refers to others too often; allowed: fewer $ref")
+        several = [key for key in ("anyOf", "oneOf") if key in plain]
+        if several and len(ASSERTIONS.intersection(plain)) == 1 and isinstance(plain[several[0]], list):
+            for one in plain[several[0]]:
+                yield from self._members(one, hops - 1)
+        elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("enum"), list):
+            for are_texts in (True, False):
+                found = [one for one in plain["enum"] if isinstance(one, str) is are_texts]
+                yield {"enum": found}
+        elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("type"), list):
+            for kind in dict.fromkeys(plain["type"]):
+                said = plain if kind in _NOT_PLAIN else {key: plain[key] for key in plain if key not in _OF_NO_PLAIN}
+                yield from self._members({**said, "type": kind}, hops - 1)
+        elif kinds - {"string"} and "string" in kinds:
+            raise UnsayableError(
+                "a text or another value is not allowed in this form; allowed: type, enum or anyOf alone"
+            )
+        else:
+            yield plain
+
+    def _member(self, schema: dict[str, Any], others: set[str]) -> Iterator[str]:
+        kinds = set(kinds_of(schema, self._root))
+        if not kinds - {"string"}:
+            yield from self._texts(schema, others)
+        elif len(kinds) == 1 and kinds <= _WORDS.keys() and set(ASSERTIONS.intersection(schema)) == {"type"}:
+            yield from (text(word + _END) for word in _WORDS[kinds.pop()])
+        elif kinds & _WORDS.keys():
+            raise UnsayableError(
+                "true, false or null beside a text is not allowed in a list; allowed: as a type of its own"
+            )
+        else:
+            yield self._json(schema)
+
+    def _texts(self, schema: dict[str, Any], others: set[str]) -> Iterator[str]:
+        _require_only(schema, _OF_TEXTS)
+        if "enum" in schema or "const" in schema:
+            if schema.keys() & {"format", "maxLength", "minLength", "pattern"}:
+                raise UnsayableError("enum is not allowed with a pattern, format or length; allowed: enum alone")
+            found = schema["enum"] if "enum" in schema else [schema["const"]]
+            unlike = [re.compile(f"(?:{_HOLDS_A_MARK})"), *(re.compile(_LOOKS_LIKE[kind]) for kind in sorted(others))]
+            for one in found:
+                if any(mark.fullmatch(one + _END) for mark in unlike):
+                    raise UnsayableError(f"the text {shown(one)} is not allowed in this form; allowed: others")
+                yield text(one + _END)
+            return
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        whole = [f"(?s:.{{{least},{most}}})" if (least, most) != (0, "") else "(?s:.*)"]
+        if "pattern" in schema:
+            whole.append(_searched(schema["pattern"]))
+        if (name := schema.get("format")) is not None:
+            whole.append(_of_format(name))
+        yield self._terminal(
+            [one + _END for one in whole], [_HOLDS_A_MARK, *(_LOOKS_LIKE[one] for one in sorted(others))]
+        )
+
+    def _json(self, schema: Any) -> str:
+        within = moved(schema, "#/$defs/whole")
+        if within != schema:
+            known = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
+            written = json.dumps([schema, known])
+            if written.count('"$ref": ') == sum(written.count(f'"$ref": "#/{key}/') for key in known):
+                within = {**schema, **known}
+            else:
+                within = {**within, "$defs": {"whole": moved(self._root, "#/$defs/whole")}}
+        return f"%json {json.dumps(within, ensure_ascii=False)} {text(_END)}"
+
+    def _terminal(self, alike: str | Sequence[str], unlike: Sequence[str]) -> str:
+        """Return a new terminal of what all of ``alike`` match, and none of ``unlike``."""
+        name = f"{self._name.upper()}_{len(self.terminals)}"
+        alike = [alike] if isinstance(alike, str) else alike
+        self.terminals.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
+        return name
+
+    def _plain(self, schema: Any) -> dict[str, Any]:
+        """Return what a schema says, without words, and behind references that stand alone."""
+        for _ in range(_MOST_HOPS):
+            plain = {} if schema is True else schema
+            if not isinstance(plain, dict):
+                raise UnsayableError(f"the schema {shown(schema)} is not allowed; allowed: an object")
+            said = ASSERTIONS.intersection(plain)
+            if said == {"allOf"} and isinstance(plain["allOf"], list) and len(plain["allOf"]) == 1:
+                schema = plain["allOf"][0]
+            elif said.difference(_DEFINITIONS) == {"$ref"}:
+                schema = referred(plain["$ref"], self._root)
+            else:
+                return plain
+        raise UnsayableError("it refers to others too often; allowed: fewer $ref")
+
+
+def _require_only(schema: dict[str, Any], allowed: frozenset[str]) -> None:
+    if more := ASSERTIONS.intersection(schema) - allowed:
+        raise UnsayableError(f"{min(more)} is not allowed in this form; allowed: {', '.join(sorted(allowed))}")
+
+
+def _begin(name: str) -> str:
+    return f"\n<parameter={name}>\n"
+
+
+def _literal(words: str) -> str:
+    return re.sub(r"[^\w\s<>=/]", lambda found: "\\" + found[0], words)
+
+
+def _of_format(name: object) -> str:
+    if isinstance(name, str) and name in _FORMATS:
+        return _FORMATS[name]
+    said = FORMATS.get(name) if isinstance(name, str) else None
+    if said is None or said.keys() - {"pattern"}:
+        allowed = sorted({*_FORMATS, *(known for known, words in FORMATS.items() if not words.keys() - {"pattern"})})
+        raise UnsayableError(f"format: {shown(name)} is not allowed in this form; allowed: {', '.join(allowed)}")
+    return _searched(said["pattern"]) if said else "(?s:.*)"
+
+
+def _searched(regex: object) -> str:
+    """Return an expression for the whole of a text in which ``regex`` is found.
+
+    Anchors may stand at its ends alone: the library has none.
+    """
+    if not isinstance(regex, str):
+        raise UnsayableError(f"pattern: {shown(regex)} is not allowed; allowed: a text")
+    depth, choices, anchors = 0, 0, []
+    for found in _GROUP.finditer(regex):
+        depth += {"(": 1, ")": -1}.get(found[1], 0)
+        choices += found[1] == "|" and not depth
+        anchors += [found.start()] if found[1] in ("^", "$") else []
+    begins, ends = 0 in anchors, len(regex) - 1 in anchors
+    if len(anchors) > begins + ends or (anchors and choices):
+        raise UnsayableError(f"pattern: {shown(regex)} is not allowed in this form; allowed: ^ and $ around all of it")
+    inner = regex[begins : len(regex) - ends]
+    return f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
