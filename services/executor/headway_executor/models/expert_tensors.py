@@ -24,12 +24,13 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
         yield names.correction, (count,)
-    if config.is_stacked:
+    if config.stack is not None:
         inner = feed.intermediate_size
         yield names.gate_up[0], (count, hidden, 2 * inner)
-        yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
         yield names.down, (count, inner, hidden)
-        yield f"{names.down}_bias", (count, hidden)
+        if feed.has_bias:
+            yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
+            yield f"{names.down}_bias", (count, hidden)
         return
     for number in range(count):
         yield from _feed_forward(config, names.expert.format(number), hidden, feed.intermediate_size)
@@ -56,7 +57,7 @@ class ExpertTensors:
 
     def __init__(self, config: ExpertsConfig, feed: FeedForwardConfig, part: ModelPart, read: Reading) -> None:
         self._config = config
-        self._size = feed.intermediate_size
+        self._size, self._has_bias = feed.intermediate_size, feed.has_bias
         self._names = config.names
         self._part = part
         self._read = read
@@ -86,24 +87,34 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
         inner, _ = self._own(number)
-        if self._config.is_stacked and number is not None:
-            # Inputs before outputs, a gate and its up side by side.
-            pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
-            name, rows = self._names.gate_up[0], range(number, number + 1)
-            bias = _gates_first(self._read(f"{name}_bias", rows, pairs)[0])
-            return _gates_first(self._read(name, rows, pairs)[0].t()), bias
+        if self._config.stack is not None and number is not None:
+            name = self._names.gate_up[0]
+            bias = self._gates_first(f"{name}_bias", number, inner) if self._has_bias else None
+            return self._gates_first(name, number, inner), bias
         parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in self._names.gate_up]
         return torch.cat(parts), None
 
     def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
-        if self._config.is_stacked and number is not None:
+        if self._config.stack is not None and number is not None:
             name, rows = self._names.down, range(number, number + 1)
             back = self._read(name, rows, outputs)[0]
             weight = (back if inputs is None else back[inputs.start : inputs.stop]).t()
-            return weight, self._read(f"{name}_bias", rows, outputs)[0] if self._adds_bias else None
+            has_bias = self._has_bias and self._adds_bias
+            return weight, self._read(f"{name}_bias", rows, outputs)[0] if has_bias else None
         return self._read(f"{self._prefix(number)}{self._names.down}.weight", outputs, inputs), None
+
+    def _gates_first(self, name: str, number: int, inner: range | None) -> Tensor:
+        """Gates and ups of one expert in a stack, ``[2 * inner, ...]``."""
+        rows, size = range(number, number + 1), self._size
+        if self._config.stack == "pairs":
+            pairs = self._read(name, rows, None if inner is None else range(2 * inner.start, 2 * inner.stop))[0].t()
+            return torch.cat([pairs[::2], pairs[1::2]])
+        if inner is None:
+            return self._read(name, rows)[0].t()
+        owns = (inner, range(size + inner.start, size + inner.stop))
+        return torch.cat([self._read(name, rows, own)[0].t() for own in owns])
 
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)
@@ -123,7 +134,3 @@ class ExpertTensors:
             return None, (None, None)
         inner = self._part.own_of_expert(self._config.shared_size if number is None else self._size)
         return inner, ((None, inner) if self._part.is_fast else (self._part.own_hidden, None))
-
-
-def _gates_first(pairs: Tensor) -> Tensor:
-    return torch.cat([pairs[::2], pairs[1::2]])

@@ -32,6 +32,7 @@ from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
+from headway_executor.models.families.text_part import PART_SUFFIX, text_part_of, wholes
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Cohere2ForCausalLM": read_cohere2,
@@ -85,19 +86,25 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ModelFilesError(f"{directory}: no such model directory") from None
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
-    fields = read_json_object(directory / CONFIG_FILE)
+    whole = read_json_object(directory / CONFIG_FILE)
+    text = text_part_of(whole)
+    fields = whole if text is None else text
     read = FAMILIES.get(re.sub(f"{_WITHOUT_HEAD}$", _SUFFIX, architecture_of(fields)))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
         encoders = ", ".join(sorted(name.removesuffix(_WITHOUT_HEAD) for name in ENCODERS - RERANKERS.keys()))
         raise fields.refuse(
             "architectures",
-            f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}",
+            f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}; "
+            f"or the text of {wholes()}, each with {PART_SUFFIX}",
         )
-    _check_code(fields)
+    _check_code(whole)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     config = read(fields)
     _check_kinds(fields, config)
+    if text is not None:
+        names = msgspec.structs.replace(config.names, is_part=True)
+        config = msgspec.structs.replace(config, architecture=architecture_of(whole), names=names)
     return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
 
 
