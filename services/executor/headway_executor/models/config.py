@@ -11,7 +11,7 @@ from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
 QkNorm: TypeAlias = Literal["none", "head", "all"]
-Stacking: TypeAlias = Literal["pairs", "halves"]
+Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +101,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none.
 
-    With a ``stack``, one tensor holds all experts, inputs before outputs: "pairs", each gate beside its up, or "halves",
-    all gates before all ups.
+    With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
+    gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs.
     """
 
     routing: Routing

@@ -26,8 +26,9 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield names.correction, (count,)
     if config.stack is not None:
         inner = feed.intermediate_size
-        yield names.gate_up[0], (count, hidden, 2 * inner)
-        yield names.down, (count, inner, hidden)
+        is_turned = config.stack != "rows"
+        yield names.gate_up[0], (count, hidden, 2 * inner) if is_turned else (count, 2 * inner, hidden)
+        yield names.down, (count, inner, hidden) if is_turned else (count, hidden, inner)
         if feed.has_bias:
             yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
             yield f"{names.down}_bias", (count, hidden)
@@ -89,8 +90,12 @@ class ExpertTensors:
         inner, _ = self._own(number)
         if self._config.stack is not None and number is not None:
             name = self._names.gate_up[0]
-            bias = self._gates_first(f"{name}_bias", number, inner) if self._has_bias else None
-            return self._gates_first(name, number, inner), bias
+            if self._config.stack == "pairs":
+                pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
+                return _gates_first(self._stacked(name, number, pairs)), self._stacked_bias(name, number, pairs)
+            size = self._size
+            owns = (None,) if inner is None else (inner, range(size + inner.start, size + inner.stop))
+            return torch.cat([self._stacked(name, number, own) for own in owns]), None
         parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in self._names.gate_up]
         return torch.cat(parts), None
 
@@ -98,23 +103,24 @@ class ExpertTensors:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
         if self._config.stack is not None and number is not None:
-            name, rows = self._names.down, range(number, number + 1)
-            back = self._read(name, rows, outputs)[0]
-            weight = (back if inputs is None else back[inputs.start : inputs.stop]).t()
-            has_bias = self._has_bias and self._adds_bias
-            return weight, self._read(f"{name}_bias", rows, outputs)[0] if has_bias else None
+            name = self._names.down
+            bias = self._stacked_bias(name, number, outputs) if self._adds_bias else None
+            return self._stacked(name, number, outputs, inputs), bias
         return self._read(f"{self._prefix(number)}{self._names.down}.weight", outputs, inputs), None
 
-    def _gates_first(self, name: str, number: int, inner: range | None) -> Tensor:
-        """Gates and ups of one expert in a stack, ``[2 * inner, ...]``."""
-        rows, size = range(number, number + 1), self._size
-        if self._config.stack == "pairs":
-            pairs = self._read(name, rows, None if inner is None else range(2 * inner.start, 2 * inner.stop))[0].t()
-            return torch.cat([pairs[::2], pairs[1::2]])
-        if inner is None:
-            return self._read(name, rows)[0].t()
-        owns = (inner, range(size + inner.start, size + inner.stop))
-        return torch.cat([self._read(name, rows, own)[0].t() for own in owns])
+    def _stacked(self, name: str, number: int, outputs: range | None = None, inputs: range | None = None) -> Tensor:
+        """Of one expert, ``[outputs, inputs]``."""
+        is_turned = self._config.stack != "rows"
+        columns, rows = (outputs, inputs) if is_turned else (inputs, outputs)
+        stored = self._read(name, range(number, number + 1), columns)[0]
+        own = stored if rows is None else stored[rows.start : rows.stop]
+        return own.t() if is_turned else own
+
+    def _stacked_bias(self, name: str, number: int, outputs: range | None) -> Tensor | None:
+        if not self._has_bias:
+            return None
+        bias = self._read(f"{name}_bias", range(number, number + 1), outputs)[0]
+        return _gates_first(bias) if name == self._names.gate_up[0] else bias
 
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)
@@ -134,3 +140,7 @@ class ExpertTensors:
             return None, (None, None)
         inner = self._part.own_of_expert(self._config.shared_size if number is None else self._size)
         return inner, ((None, inner) if self._part.is_fast else (self._part.own_hidden, None))
+
+
+def _gates_first(pairs: Tensor) -> Tensor:
+    return torch.cat([pairs[::2], pairs[1::2]])

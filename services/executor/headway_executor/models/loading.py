@@ -22,6 +22,7 @@ from headway_executor.models.part import ModelPart, whole
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _DECODER = "model."
+_LAYERS = "layers."
 _PLACES = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
@@ -53,7 +54,7 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
 
 
-def _named_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
+def _named_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
     """Models for vectors are stored without a head, and their tensors without the name of the decoder in front.
 
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
@@ -70,7 +71,16 @@ def _named_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource
     return msgspec.structs.replace(config, names=names, has_head=has_head, tie_word_embeddings=is_tied)
 
 
-def _placed_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
+def module_as_stored(config: ModelConfig, module: str) -> str:
+    """A module of the decoder by its stored name, whichever transformers has named it."""
+    decoder = config.names.layer.partition(_LAYERS)[0]
+    for front in (*(front for front, _ in _PLACES), _DECODER):
+        if config.names.is_part and module.startswith(front + _LAYERS):
+            return decoder + module.removeprefix(front)
+    return module
+
+
+def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
     """Beside other models, names have more in front. Such a checkpoint is tied if it has no head, whatever its file says."""
     names = config.names
     if not names.is_part:
@@ -90,18 +100,20 @@ def _placed_as_stored(config: ModelConfig, stored: "Container[str] | TensorSourc
     return msgspec.structs.replace(config, names=names, tie_word_embeddings=is_tied)
 
 
-def _stacked_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
+def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
     """The experts of a layer may lie in one tensor, as in Qwen3-VL."""
 
     def as_stored(index: int, layer: LayerConfig) -> LayerConfig:
         experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
         if experts is None or experts.stack is not None or prefix + _STACKED.gate_up[0] not in stored:
             return layer
-        names = msgspec.structs.replace(experts.names, gate_up=_STACKED.gate_up, down=_STACKED.down)
-        experts = msgspec.structs.replace(experts, stack="halves", names=names)
-        return msgspec.structs.replace(
-            layer, feed_forward=msgspec.structs.replace(layer.feed_forward, experts=experts)
+        # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
+        is_turned = (
+            stored.read(prefix + _STACKED.gate_up[0], range(1)).shape[1] != 2 * layer.feed_forward.intermediate_size
         )
+        names = msgspec.structs.replace(experts.names, gate_up=_STACKED.gate_up, down=_STACKED.down)
+        experts = msgspec.structs.replace(experts, stack="halves" if is_turned else "rows", names=names)
+        return msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(layer.feed_forward, experts=experts))
 
     return msgspec.structs.replace(
         config, layers=tuple(as_stored(index, layer) for index, layer in enumerate(config.layers))
@@ -213,7 +225,10 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
     beyond = tuple(config.names.layer.format(index) for index in layers)
     unread = {name for name in checkpoint.headers if name.startswith(beyond)}
     if config.names.is_part:
-        own = (config.names.layer.partition("layers.")[0], *(head.removesuffix("weight") for head in config.names.heads))
+        own = (
+            config.names.layer.partition(_LAYERS)[0],
+            *(head.removesuffix("weight") for head in config.names.heads),
+        )
         unread |= {name for name in checkpoint.headers if not name.startswith(own)}
     checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config) | unread)
 

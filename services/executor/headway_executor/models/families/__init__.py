@@ -103,8 +103,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     config = read(fields)
     _check_kinds(fields, config)
     if text is not None:
-        names = msgspec.structs.replace(config.names, is_part=True)
-        config = msgspec.structs.replace(config, architecture=architecture_of(whole), names=names)
+        tensors = msgspec.structs.replace(config.names, is_part=True)
+        config = msgspec.structs.replace(config, architecture=architecture_of(whole), names=tensors)
     return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
 
 

@@ -100,9 +100,7 @@ _OWN = {
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
     "Qwen3VL": _Text("Qwen3ForCausalLM", _QWEN3_VL, _NO_WINDOW, has_sections=True),
-    "Qwen3VLMoe": _Text(
-        "Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True
-    ),
+    "Qwen3VLMoe": _Text("Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True),
 }
 """Wholes with a text of their own."""
 
@@ -127,7 +125,9 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     if whole == name:
         return None
     if whole in _REASONS:
-        raise ModelFilesError(f"{fields.source}: architectures [{name!r}] is not supported, which has {_REASONS[whole]}")
+        raise ModelFilesError(
+            f"{fields.source}: architectures [{name!r}] is not supported, which has {_REASONS[whole]}"
+        )
     inner = fields.section(TEXT_CONFIG)
     if whole in _OWN:
         text = _OWN[whole]
