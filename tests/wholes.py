@@ -53,6 +53,21 @@ _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         _text("gemma3_text", sliding_window=20, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=True),
     ),
     "mistral3": ("Mistral3", _PIXTRAL, _MISTRAL),
+    "mistral3-ministral3": (
+        "Mistral3",
+        _PIXTRAL,
+        _text(
+            "ministral3",
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.4,
+            },
+        ),
+    ),
     "qwen2_vl": ("Qwen2VL", _QWEN2_VL_VISION, _text("qwen2_vl_text", rope_parameters=_SECTIONS)),
     "qwen2_5_vl": (
         "Qwen2_5_VL",

@@ -142,7 +142,7 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},
             "text_config: model_type 'opt' is not supported; allowed: cohere2, ",
         ),
-        ({"architectures": ["OtherForConditionalGeneration"]}, "or the text of AyaVision, "),
+        ({"architectures": ["OtherForConditionalGeneration"]}, "allowed: the text of AyaVision, "),
     ],
 )
 def test_other_wholes_are_refused_in_one_line(tmp_path, whole, reason):

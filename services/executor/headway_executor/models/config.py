@@ -125,12 +125,22 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsConfig | None = None
 
 
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries grow with their position p, by the factor ``1 + beta * ln(1 + floor(p / step))``."""
+
+    beta: float
+    step: int
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation."""
+    """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
+    ``query_growth`` None: queries stay as they are.
+    """
 
     feed_forward: FeedForwardConfig
     window: int | None = None
     rope: RopeConfig | None = None
+    query_growth: QueryGrowth | None = None
 
 
 class Scalings(msgspec.Struct, frozen=True, kw_only=True):

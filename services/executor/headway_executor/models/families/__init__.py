@@ -24,7 +24,7 @@ from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite
 from headway_executor.models.families.llama import read_llama
-from headway_executor.models.families.mistral import read_mistral
+from headway_executor.models.families.mistral import read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from headway_executor.models.families.olmo import read_olmo2
 from headway_executor.models.families.phi import read_phi3
@@ -32,7 +32,7 @@ from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
-from headway_executor.models.families.text_part import PART_SUFFIX, text_part_of, wholes
+from headway_executor.models.families.text_part import text_part_of
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Cohere2ForCausalLM": read_cohere2,
@@ -44,6 +44,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
     "LlamaForCausalLM": read_llama,
+    "Ministral3ForCausalLM": read_ministral3,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "Olmo2ForCausalLM": read_olmo2,
@@ -95,8 +96,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         encoders = ", ".join(sorted(name.removesuffix(_WITHOUT_HEAD) for name in ENCODERS - RERANKERS.keys()))
         raise fields.refuse(
             "architectures",
-            f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}; "
-            f"or the text of {wholes()}, each with {PART_SUFFIX}",
+            f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}",
         )
     _check_code(whole)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.

@@ -14,7 +14,7 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import TEXT_CONFIG, ConfigFields
 from headway_executor.models.families.reading import architecture_of
 
-PART_SUFFIX = "ForConditionalGeneration"
+_SUFFIX = "ForConditionalGeneration"
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -67,6 +67,7 @@ _TEXTS = {
     "gpt_oss": _Text("GptOssForCausalLM"),
     "granite": _Text("GraniteForCausalLM"),
     "llama": _Text("LlamaForCausalLM", _LLAMA),
+    "ministral3": _Text("Ministral3ForCausalLM"),
     "mistral": _Text("MistralForCausalLM", _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8}),
     "mixtral": _Text("MixtralForCausalLM"),
     "phi3": _Text("Phi3ForCausalLM"),
@@ -121,7 +122,7 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
         ModelFilesError: the text is of no family that is served.
     """
     name = architecture_of(fields)
-    whole = name.removesuffix(PART_SUFFIX)
+    whole = name.removesuffix(_SUFFIX)
     if whole == name:
         return None
     if whole in _REASONS:
@@ -134,7 +135,8 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     elif whole in _OPEN:
         text = _text_of(inner or ConfigFields(fields.source, {}), _OPEN[whole])
     else:
-        return None
+        served = ", ".join(sorted(_OPEN.keys() | _OWN.keys()))
+        raise fields.refuse("architectures", f"the text of {served}, each with {_SUFFIX}")
     # Qwen2-VL was published with the fields of its text beside those of the whole.
     values = dict(text.defaults) | dict((inner or fields).values) | dict(text.fixed)
     for either in (("dtype", "torch_dtype"), ("eos_token_id",)):
@@ -159,8 +161,3 @@ def _plain(rope: object) -> object:
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "mrope":
         return rope
     return rope | {"rope_type": "default"}
-
-
-def wholes() -> str:
-    """Their names, in words."""
-    return ", ".join(sorted(_OPEN.keys() | _OWN.keys()))
