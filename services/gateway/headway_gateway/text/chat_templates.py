@@ -19,6 +19,7 @@ import jinja2.utils
 import msgspec
 
 from headway_gateway.text.bounded_process import limit_this_process, serve
+from headway_gateway.text.content_in_templates import ContentInTemplate
 from headway_gateway.text.tools_in_templates import ToolsInTemplate, ToolsNotShownError
 from headway_proto.wording import one_line, shown
 
@@ -108,12 +109,13 @@ def names_read(parsed: jinja2.nodes.Template) -> set[str]:
 class _Compiled:
     """One template."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, special: dict[str, str]) -> None:
         dialect = environment()
         parsed = dialect.parse(source)
         self.generate = dialect.from_string(parsed).generate
         self._names = names_read(parsed)
-        self._tools = ToolsInTemplate(source, self._names)
+        self._special = special
+        self._tools = ToolsInTemplate(source, self._names, ContentInTemplate(self._render_one))
 
     def chat(self, given: Messages) -> dict[str, Any]:
         """Return the variables of a chat."""
@@ -123,6 +125,10 @@ class _Compiled:
         except ToolsNotShownError:
             read = ", ".join(sorted(self._names))
             raise jinja2.TemplateError(f"it does not show tools; it reads {read or 'none'}") from None
+
+    def _render_one(self, message: dict[str, Any]) -> str:
+        chat = {"messages": [message], "tools": None, "documents": None, "add_generation_prompt": True}
+        return "".join(self.generate({**self._special, **chat}))
 
     def check_names(self, given: Iterable[str], own: Container[str]) -> None:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
@@ -135,9 +141,9 @@ class Renderer:
     """A compiled template, or two."""
 
     def __init__(self, template: TemplateSource) -> None:
-        self._template = self._for_tools = _Compiled(template.source)
+        self._template = self._for_tools = _Compiled(template.source, template.special)
         if template.for_tools is not None:
-            self._for_tools = _Compiled(template.for_tools)
+            self._for_tools = _Compiled(template.for_tools, template.special)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
