@@ -100,7 +100,9 @@ def test_pictures_and_sounds_are_refused_by_the_name_of_their_kind(kind: str) ->
     ):
         with pytest.raises(CallRefusedError) as refused:
             read(json.dumps(body).encode(), of_kind)
-        assert f"{field}: '{kind}' is not allowed, since only text is read here; allowed: text, " in str(refused.value)
+        assert f"{field}: '{kind}' is not allowed, since only text is read here; allowed: input_text, " in str(
+            refused.value
+        )
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json", "chat_template.jinja"])

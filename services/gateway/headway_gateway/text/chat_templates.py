@@ -112,7 +112,7 @@ class _Compiled:
     def __init__(self, source: str, special: dict[str, str]) -> None:
         dialect = environment()
         parsed = dialect.parse(source)
-        self.generate = dialect.from_string(parsed).generate
+        self._generate = dialect.from_string(parsed).generate
         self._names = names_read(parsed)
         self._special = special
         self._tools = ToolsInTemplate(source, self._names, ContentInTemplate(self._render_one))
@@ -126,9 +126,20 @@ class _Compiled:
             read = ", ".join(sorted(self._names))
             raise jinja2.TemplateError(f"it does not show tools; it reads {read or 'none'}") from None
 
+    def text(self, variables: dict[str, Any]) -> str:
+        """Return what the template gives. Raises ``OverflowError``: it does not end."""
+        parts = []
+        num_characters = 0
+        for part in self._generate(variables):
+            num_characters += len(part)
+            if num_characters > MAX_OUTPUT_CHARACTERS:
+                raise OverflowError
+            parts.append(part)
+        return "".join(parts)
+
     def _render_one(self, message: dict[str, Any]) -> str:
         chat = {"messages": [message], "tools": None, "documents": None, "add_generation_prompt": True}
-        return "".join(self.generate({**self._special, **chat}))
+        return self.text({**self._special, **chat})
 
     def check_names(self, given: Iterable[str], own: Container[str]) -> None:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
@@ -148,18 +159,11 @@ class Renderer:
 
     def render(self, chat: Messages) -> str:
         """Return the text, up to the assistant's answer."""
-        parts = []
-        num_characters = 0
         template = self._for_tools if chat.tools else self._template
         own = template.chat(chat)
         given = json.loads(chat.variables) if chat.variables else {}
         template.check_names(given, own)
-        for part in template.generate({"documents": None, **self._special, **given, **own}):
-            num_characters += len(part)
-            if num_characters > MAX_OUTPUT_CHARACTERS:
-                raise OverflowError
-            parts.append(part)
-        return "".join(parts)
+        return template.text({"documents": None, **self._special, **given, **own})
 
 
 def main() -> None:
