@@ -106,10 +106,14 @@ WHOLES = tuple(_WHOLES)
 """Names that ``make_whole`` knows."""
 
 
-def make_whole(directory: Path, name: str, *, seed: int = 0) -> PreTrainedModel:
-    """Write the checkpoint of a whole with its tokenizer into ``directory`` and return the model itself, float32."""
+def make_whole(directory: Path, name: str, **changes: object) -> PreTrainedModel:
+    """Write the checkpoint of a whole with its tokenizer into ``directory`` and return the model itself, float32.
+
+    ``changes`` are of its text's fields.
+    """
     of_class, vision, text = _WHOLES[name]
-    torch.manual_seed(seed)
+    text = text | changes
+    torch.manual_seed(0)
     tied = {"tie_word_embeddings": bool(text["tie_word_embeddings"])}
     config = getattr(transformers, f"{of_class}Config")(vision_config=vision, text_config=text, **tied)
     config._attn_implementation = "eager"

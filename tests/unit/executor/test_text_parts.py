@@ -13,6 +13,7 @@ from headway_executor.backend import BackendConfig, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.families import read_model_config
 from lora_files import merge_adapter, write_adapter
+from quantised_checkpoints import quantise
 from wholes import WHOLES, change_config, make_whole, rename_tensors
 
 NUM_OUTPUT = 16
@@ -179,3 +180,29 @@ def test_adapters_of_the_text_have_the_names_of_either_version(tmp_path, named):
     of_modules = {name.replace(named, "model.language_model."): tensor for name, tensor in load_file(path).items()}
     save_file(of_modules, path)
     assert got == expected_of(merge_adapter(adapter, model)) != plain
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-blocks", "nf4", "mlx", "w8a8"])
+def test_quantised_weights_of_the_text_have_its_names(tmp_path, kind):
+    make_whole(tmp_path / "model", "gemma3", hidden_size=64, head_dim=32)
+    rename_tensors(
+        tmp_path / "model", lambda name: name if name.startswith("language_model.") else name + "_of_pictures"
+    )
+    reference = quantise(tmp_path / "model", kind)
+    for kernels in KERNELS:
+        assert tokens(tmp_path / "model", options={"kernels": kernels}) == tokens(reference)
+
+
+def test_a_text_may_have_the_description_of_its_weights(tmp_path):
+    make_whole(tmp_path / "model", "mistral3", hidden_size=64)
+    rename_tensors(
+        tmp_path / "model", lambda name: name if name.startswith("language_model.") else name + "_of_pictures"
+    )
+    reference = quantise(tmp_path / "model", "awq")
+
+    def moved(config):
+        described = {"quantization_config": config.pop("quantization_config")}
+        return config | {"text_config": config["text_config"] | described}
+
+    change_config(tmp_path / "model", moved)
+    assert tokens(tmp_path / "model") == tokens(reference)
