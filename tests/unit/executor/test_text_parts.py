@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from backend_driver import BackendDriver, Request, load_adapter
 from checkpoints import VOCAB_SIZE
+from group_backend import InlineGroup
 from headway_executor.backend import BackendConfig, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.families import read_model_config
@@ -22,8 +23,8 @@ NEW_NAMES = {"language_model.model.": "model.language_model.", "language_model.l
 """Between transformers 4.52 and 5, some were saved with the names that the modules have since."""
 
 
-def open_backend(directory, **settings):
-    backend = TorchBackend()
+def open_backend(directory, backend=None, **settings):
+    backend = TorchBackend() if backend is None else backend
     config = {"model": str(directory), "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 80, "block_size": 8}
     return backend, backend.open(BackendConfig(**(config | settings)))
 
@@ -78,14 +79,31 @@ def test_names_of_transformers_5_are_read_as_well(tmp_path, name):
     assert tokens(tmp_path) == expected
 
 
-def test_experts_with_inputs_before_outputs_are_read_as_published(tmp_path):
-    expected = expected_of(make_whole(tmp_path, "qwen3_vl_moe"))
-    path = tmp_path / "model.safetensors"
+@pytest.mark.parametrize("form", ["compiled", "eager", "fast"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_ranks_share_experts_in_one_tensor(tmp_path, form, turned):
+    expected = expected_of(make_whole(tmp_path, "qwen3_vl_moe", moe_intermediate_size=64))
+    if turned:
+        turn_experts(tmp_path)
+    options = {"kernels": "eager", "tensor_parallel_form": "fast"} if form == "fast" else {"kernels": form}
+    backend = InlineGroup(tensor_parallel=2)
+    assert tokens(tmp_path, backend=backend, options=options) == expected
+    backend.close()
+
+
+def turn_experts(directory):
+    """As published: inputs before outputs."""
+    path = directory / "model.safetensors"
     turned = {
         name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
         for name, tensor in load_file(path).items()
     }
     save_file(turned, path, metadata={"format": "pt"})
+
+
+def test_experts_with_inputs_before_outputs_are_read_as_published(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "qwen3_vl_moe"))
+    turn_experts(tmp_path)
     for kernels in KERNELS:
         assert tokens(tmp_path, options={"kernels": kernels}) == expected
 
