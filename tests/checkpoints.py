@@ -30,6 +30,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -102,6 +104,7 @@ def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Callabl
 
 _llama = _of(LlamaForCausalLM, LlamaConfig)
 _mistral = _of(MistralForCausalLM, MistralConfig)
+_ministral3 = _of(Ministral3ForCausalLM, Ministral3Config)
 _qwen2 = _of(Qwen2ForCausalLM, Qwen2Config)
 _qwen3 = _of(Qwen3ForCausalLM, Qwen3Config)
 _gemma2 = _of(Gemma2ForCausalLM, Gemma2Config)
@@ -147,6 +150,17 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-bias": lambda: _llama(attention_bias=True, mlp_bias=True, head_dim=20),
     "mistral": lambda: _mistral(sliding_window=24, head_dim=16),
     "mistral-full": lambda: _mistral(sliding_window=None),
+    "ministral3": lambda: _ministral3(
+        head_dim=16,
+        rope_parameters=_rope(
+            "yarn",
+            factor=8.0,
+            original_max_position_embeddings=16,
+            llama_4_scaling_beta=0.4,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+    ),
     "qwen2": lambda: _qwen2(rope_parameters=_YARN_ROPE),
     "qwen2-window": lambda: _qwen2(use_sliding_window=True, sliding_window=20, max_window_layers=1),
     "qwen2-tied": lambda: _qwen2(tie_word_embeddings=True),

@@ -107,6 +107,10 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         }
         | _LATENT,
     ),
+    "mistral3": (
+        "Ministral3",
+        {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "gemma2": (
         "Gemma2",
         {
@@ -176,6 +180,7 @@ _ARCHITECTURES = {
     "GptOss": MODEL_ARCH.GPT_OSS,
     "DeepseekV2": MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3": MODEL_ARCH.DEEPSEEK2,
+    "Ministral3": MODEL_ARCH.MISTRAL3,
     "Gemma2": MODEL_ARCH.GEMMA2,
     "Gemma3": MODEL_ARCH.GEMMA3,
     "Phi3": MODEL_ARCH.PHI3,
@@ -186,7 +191,7 @@ _ARCHITECTURES = {
     "GPTNeoX": MODEL_ARCH.GPTNEOX,
     "Cohere2": MODEL_ARCH.COHERE2,
 }
-_PERMUTED = ("Llama", "Mixtral", "Granite", "SmolLM3")
+_PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3")
 
 
 def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
@@ -236,18 +241,19 @@ def write_file(
     *,
     is_absorbed: bool = True,
     most_tensors: int = 0,
+    architecture: MODEL_ARCH | None = None,
     change: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Write the file of a checkpoint. With MXFP4 only stacks of experts are in it, and other matrices in Q8_0.
 
     ``is_absorbed``: latent attention in the newer form; ``change`` may add to the metadata. With ``most_tensors`` there are
-    several files.
+    several files. ``architecture`` is another than the family's.
     """
     config = json.loads((directory / "config.json").read_text())
     config["is_absorbed"] = is_absorbed
     family = config["architectures"][0].removesuffix("ForCausalLM")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
-    architecture = _ARCHITECTURES[family]
+    architecture = _ARCHITECTURES[family] if architecture is None else architecture
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=most_tensors)
     _add_settings(writer, config)
     _SETTINGS.get(family, lambda *_: None)(writer, config)
@@ -439,6 +445,13 @@ def _add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
 
 
+def _add_ministral3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/mistral3.py``."""
+    _add_head_rope(writer, config)
+    writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
+    writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+
+
 def _add_gemma2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """``conversion/gemma.py``."""
     writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -498,6 +511,7 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "GptOss": _add_gpt_oss,
     "DeepseekV2": _add_deepseek,
     "DeepseekV3": _add_deepseek,
+    "Ministral3": _add_ministral3,
     "Gemma2": _add_gemma2,
     "Gemma3": _add_window,
     "Phi3": _add_phi3,

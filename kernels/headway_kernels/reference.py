@@ -58,6 +58,7 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    query_factors: Tensor | None = None,
 ) -> None:
     """``gpu.rotary.rotate_and_store``."""
     num_tokens, block_size = qkv.shape[0], pool_layer.shape[2]
@@ -68,7 +69,8 @@ def rotate_and_store(
     else:
         rotated_queries = queries
     cosine, sine = (table[positions.long(), None] for table in (cosines, sines))
-    queries.copy_(_rotated(rotated_queries, cosine, sine))
+    factors = 1 if query_factors is None else query_factors[positions.long(), None, None]
+    queries.copy_(_rotated(rotated_queries.float() * factors, cosine, sine))
     stored = torch.cat([_rotated(keys, cosine, sine), values], dim=1)
     targets: tuple[Tensor, ...] = (pool_layer,)
     sources: tuple[Tensor, ...] = (stored,)

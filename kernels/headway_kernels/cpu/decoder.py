@@ -139,7 +139,8 @@ class LayerWeights:
 
     Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
     ``qk_norm`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
-    None: all. ``sinks`` ``[heads]``, float32, or None: in each head's softmax a score without a value.
+    None: all. ``sinks`` ``[heads]``, float32, or None: in each head's softmax a score without a value. ``query_factors``
+    ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does.
     """
 
     qkv: PackedLinear | PackedLatent
@@ -153,6 +154,7 @@ class LayerWeights:
     rotations: Rotations | None
     window: int | None
     sinks: Tensor | None = None
+    query_factors: Tensor | None = None
 
 
 class Decoder:
@@ -368,6 +370,7 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         qk_norm=_address(layer.qk_norm),
         cosines=None if layer.rotations is None else layer.rotations.cosines.data_ptr(),
         sines=None if layer.rotations is None else layer.rotations.sines.data_ptr(),
+        query_factors=_address(layer.query_factors),
         window=layer.window or 0,
         activation=feed.activation,
         is_gated=dense is None or dense.is_gated,

@@ -61,6 +61,7 @@ class LayerStruct(ctypes.Structure):
         ("qk_norm", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
+        ("query_factors", ctypes.c_void_p),
         ("window", ctypes.c_int64),
         ("activation", ctypes.c_int64),
         ("is_gated", ctypes.c_int64),

@@ -33,6 +33,7 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    query_factors: Tensor | None = None,
 ) -> None:
     """Rotate queries in place; store rotated keys, and values, in the pool. ``qkv`` keeps its keys and values.
 
@@ -40,7 +41,7 @@ def rotate_and_store(
     channels i and i + head_dim / 2 are a pair. ``positions`` int32 ``[T]``, rows of the tables. ``slots`` int32
     ``[T]``, distinct; -1 stores nothing. ``cosines``, ``sines`` float32 ``[context, head_dim / 2]``, contiguous.
     ``pool_layer`` as of ``paged_attention``, of numbers or of codes. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an
-    RMSNorm per head, or None.
+    RMSNorm per head, or None. ``query_factors`` float32 ``[context]`` multiply queries by position; None: nothing does.
 
     Normalised heads are rounded before and after the product with the weight, then rotated in float32.
     """
@@ -59,6 +60,7 @@ def rotate_and_store(
         pool_layer,
         q_norm if normalise else qkv,
         k_norm if normalise else qkv,
+        cosines if query_factors is None else query_factors,
         qkv.stride(0),
         eps,
         NUM_HEADS=num_heads,
@@ -69,6 +71,7 @@ def rotate_and_store(
         BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs,
         NORMALISE=normalise,
+        GROWS=query_factors is not None,
         num_warps=NUM_WARPS,
         **dependent_launch(qkv.device),
     )
@@ -84,6 +87,7 @@ def _rotate_and_store(
     pool_layer,
     q_norm,
     k_norm,
+    query_factors,
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -94,6 +98,7 @@ def _rotate_and_store(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
+    GROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
@@ -117,6 +122,10 @@ def _rotate_and_store(
         inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
         left = _times_weight((first * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
         right = _times_weight((second * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
+    if GROWS:
+        factor = tl.where(is_query, tl.load(query_factors + position), 1.0)
+        left *= factor
+        right *= factor
     # Values are chosen, not rotated by nothing: a zero sine times an infinity would not be zero.
     rotated_first = tl.where(is_rotated, left * cosine - right * sine, first).to(dtype)
     rotated_second = tl.where(is_rotated, left * sine + right * cosine, second).to(dtype)

@@ -47,14 +47,14 @@ def activation_case(dtype, *, clamped=False):
     )
 
 
-def rotary_case(dtype, head_dim, normalise, *, codes=False):
+def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False):
     block_pairs = 1 << (head_dim // 2 - 1).bit_length()
     return CompileCase(
-        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise} codes={codes}",
+        name=f"rotate_and_store {dtype} {head_dim} normalise={normalise} codes={codes} grows={grows}",
         kernel=rotary._rotate_and_store,
         signature=dict.fromkeys(("qkv", "pool_layer", "q_norm", "k_norm"), f"*{dtype}")
         | ({"pool_layer": "*u8"} if codes else {})
-        | {"positions": "*i32", "slots": "*i32", "cosines": "*fp32", "sines": "*fp32"}
+        | {"positions": "*i32", "slots": "*i32", "cosines": "*fp32", "sines": "*fp32", "query_factors": "*fp32"}
         | {"qkv_stride": "i32", "eps": "fp32"},
         constants={
             "NUM_HEADS": NUM_HEADS,
@@ -65,6 +65,7 @@ def rotary_case(dtype, head_dim, normalise, *, codes=False):
             "BLOCK_HEADS": max(rotary.PAIRS_PER_PROGRAM // block_pairs, 1),
             "BLOCK_PAIRS": block_pairs,
             "NORMALISE": normalise,
+            "GROWS": grows,
         },
         num_warps=rotary.NUM_WARPS,
         aligned=("qkv", "pool_layer", "q_norm", "k_norm", "cosines", "sines", "qkv_stride"),
@@ -115,6 +116,7 @@ CASES = [
     rotary_case("bf16", HEAD_DIM, normalise=False),
     rotary_case("bf16", HEAD_DIM, normalise=True),
     rotary_case("bf16", 80, normalise=False),
+    rotary_case("bf16", HEAD_DIM, normalise=False, grows=True),
     rotary_case("bf16", HEAD_DIM, normalise=True, codes=True),
     rotary_case("fp32", HEAD_DIM, normalise=True),
     gather_case("bf16"),

@@ -52,10 +52,22 @@ def tables(head_dim, device):
     dtype=DTYPES,
     normalise=st.booleans(),
     has_codes=st.booleans(),
+    grows=st.booleans(),
     spare=st.sampled_from((0, 3)),
 )
 def test_equals_the_oracle(
-    kernel_device, data, num_tokens, num_kv_heads, group, head_dim, block_size, dtype, normalise, has_codes, spare
+    kernel_device,
+    data,
+    num_tokens,
+    num_kv_heads,
+    group,
+    head_dim,
+    block_size,
+    dtype,
+    normalise,
+    has_codes,
+    grows,
+    spare,
 ):
     tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
     num_heads = num_kv_heads * group
@@ -71,6 +83,7 @@ def test_equals_the_oracle(
         "k_norm": normal(seed + 2, head_dim, **options) if normalise else None,
     }
     _, cosines, sines = tables(head_dim, kernel_device)
+    factors = torch.linspace(1.0, 1.5, CONTEXT, device=kernel_device) if grows else None
     whole = torch.full((num_tokens, width + spare), torch.nan, **options)
     whole[:, :width] = normal(seed, num_tokens, width, **options)
     pool = torch.full((NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim), torch.nan, **options)
@@ -79,6 +92,7 @@ def test_equals_the_oracle(
     expected, expected_pool = whole[:, :width].clone(), pool.clone()
     columns = (column(positions, kernel_device), column(slots, kernel_device), cosines, sines)
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "eps": EPS}
+    shape["query_factors"] = factors
     reference.rotate_and_store(expected, *columns, expected_pool, **shape, **norms)
     rotate_and_store(whole[:, :width], *columns, pool, **shape, **norms)
     torch.testing.assert_close(whole[:, :width], expected, **tolerance)

@@ -60,6 +60,7 @@ USUAL = (
     "qwen2",
     "qwen3-bias",
     "mistral",
+    "ministral3",
     "gemma2",
     "olmo2",
     "granite",

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -16,7 +17,7 @@ from gguf_files import MODELS, VOCAB_SIZE, make_model, write_file
 from headway.__main__ import main
 from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
-from headway.gguf_import.model import config_of
+from headway.gguf_import.model import config_of, tensors_of
 from headway.gguf_import.tokenizer import tokenizer_of
 from headway_executor.backend import BackendConfig
 from headway_executor.backends.torch_backend import TorchBackend
@@ -54,6 +55,7 @@ OTHERWISE_IN_LLAMA_CPP = {
     "deepseek2-v3": "it takes the usual bounds for yarn",
     "gpt-oss": "the same, and cuts them to whole channels",
     "llama-bias": "the same",
+    "mistral3": "the usual bounds for yarn",
     "phi3": "it has no window",
     "qwen2": "the usual bounds for yarn",
 }
@@ -89,6 +91,43 @@ def test_llama_cpp_makes_the_same_of_the_file(tmp_path, name):
         if place is not None:
             logits = model(torch.tensor([prompt + ours[:place]])).logits[0, -1]
             assert logits[ours[place]] - logits[theirs[place]] < 0.005 * logits.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("qwen2", gguf.MODEL_ARCH.QWEN2VL),
+        ("qwen3", gguf.MODEL_ARCH.QWEN3VL),
+        ("qwen3moe", gguf.MODEL_ARCH.QWEN3VLMOE),
+    ],
+)
+def test_the_text_of_models_that_see_is_of_the_plain_family(tmp_path, name, architecture):
+    """Their positions have sections, and pictures enter several layers (``conversion/qwen3vl.py``)."""
+    make_model(tmp_path / "source", name, Kind.F32)
+    plain = write_file(tmp_path / "plain.gguf", tmp_path / "source", Kind.F32)
+
+    def change(writer):
+        writer.add_rope_dimension_sections([2, 3, 3, 0])
+        if architecture != gguf.MODEL_ARCH.QWEN2VL:
+            writer.add_num_deepstack_layers(3)
+
+    file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F32, architecture=architecture, change=change)
+    ours, theirs = GgufFile(file), GgufFile(plain)
+    assert config_of(ours) == config_of(theirs)
+    assert [name for name, _ in tensors_of(ours)] == [name for name, _ in tensors_of(theirs)]
+
+
+def test_the_file_of_pictures_is_refused(tmp_path, capfd):
+    writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    writer.add_type("mmproj")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["gguf", str(tmp_path / "mmproj.gguf"), str(tmp_path / "model")]) == 2
+    said = "it sees or hears for a model (mmproj); allowed: the file of the text, which is served alone\n"
+    assert capfd.readouterr().err.endswith(said)
 
 
 def test_the_older_form_of_latent_attention(tmp_path):

@@ -11,7 +11,7 @@ static void share_components(const decoder *of, const latent_weights *latent, co
     }
 }
 
-/* Queries and keys of one token: normalise, rotate; store key and value. */
+/* Queries and keys of one token: normalise, rotate, scale; store key and value. */
 static void place_token(const pass *now, const attention_tile *tile, int64_t which) {
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
@@ -32,6 +32,8 @@ static void place_token(const pass *now, const attention_tile *tile, int64_t whi
     for (int64_t head = 0; layer->cosines != NULL && head < shape->num_heads + shape->num_kv_heads; head++) {
         rotate(qkv + head * shape->head_dim, layer->cosines + position * half, layer->sines + position * half, half);
     }
+    for (int64_t i = 0; layer->query_factors != NULL && i < shape->num_heads * shape->head_dim; i++)
+        qkv[i] *= layer->query_factors[position];
     const int32_t *table = now->step->tables + tile->row * now->step->table_stride;
     const float *values = keys + shape->num_kv_heads * shape->head_dim;
     for (int64_t head = 0; head < shape->num_kv_heads; head++) {

@@ -73,8 +73,8 @@ typedef struct {
 
 /* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
  * `qk_norm` [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2], or NULL: no
- * rotation. `window`: how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU;
- * else it gives gates, then ups, or ups alone. */
+ * rotation. `query_factors` [context], or NULL: all 1. `window`: how many positions a token sees; 0: all. `gate_up` is
+ * packed with `gated` if it is gated by SILU; else it gives gates, then ups, or ups alone. */
 typedef struct {
     linear *qkv;
     linear *output;
@@ -87,6 +87,7 @@ typedef struct {
     const float *qk_norm;
     const float *cosines;
     const float *sines;
+    const float *query_factors;
     int64_t window;
     int64_t activation;
     int64_t is_gated;

@@ -14,6 +14,8 @@ from headway_proto.wording import shown
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+TEXT_CONFIG = "text_config"
+"""Where the fields of the text are, in a checkpoint of several models."""
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

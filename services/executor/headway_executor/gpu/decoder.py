@@ -27,7 +27,7 @@ from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
-_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT}
+_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT, Feature.QUERY_GROWTH}
 """What these kernels have beyond a plain decoder."""
 
 
@@ -47,7 +47,7 @@ class LayerWeights:
     """``qkv`` gives its parts side by side. Norms that a model does not have are None.
 
     ``query_norm`` and ``key_norm`` are ``[head_dim]``, or as wide as all heads. A query sees ``window`` positions; None:
-    all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``. ``sinks`` float32, ``[heads]``, or None.
+    all. ``cosines`` and ``sines`` float32, ``[context, head_dim/2]``; ``query_factors`` float32, ``[context]``, or None. ``sinks`` float32, ``[heads]``, or None.
     """
 
     attention_norm: NormTensors | None
@@ -56,6 +56,7 @@ class LayerWeights:
     key_norm: Tensor | None
     cosines: Tensor
     sines: Tensor
+    query_factors: Tensor | None
     output: DeviceLinear
     attention_post_norm: NormTensors | None
     window: int | None
@@ -289,4 +290,5 @@ class Decoder:
             q_norm=layer.query_norm if by_head else None,
             k_norm=layer.key_norm if by_head else None,
             eps=config.norm.eps,
+            query_factors=layer.query_factors,
         )

@@ -28,7 +28,7 @@ from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, Mod
 from headway_executor.models.latent_tensors import Expansion, LatentTensors
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource
-from headway_executor.models.rope import halves, rotations
+from headway_executor.models.rope import halves, query_factors, rotations
 from headway_kernels.gpu.tunings import Tunings
 
 
@@ -100,6 +100,7 @@ class _Loader:
         self._latent_space = None if latent is None else latent_space(latent, max_num_tokens, dtype, device)
         # Layers that are alike share memory.
         self._table = cache(lambda rope: _table(config, rope, max_model_len, device))
+        self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))
         self._expert_space = cache(lambda feed: ExpertSpace(max_num_tokens, config.hidden_size, feed, dtype, device))
         self._dense_space = cache(
             lambda width, is_gated: FeedForwardSpace(
@@ -122,6 +123,7 @@ class _Loader:
             key_norm=None if key_norm is None else self._norm_weight(key_norm),
             cosines=cosines,
             sines=sines,
+            query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
             output=self._projection(index, AdapterSite.OUTPUT, lambda read: read.output(index))
             if latent is None
             else self._adapted(self._weights.product(latent.output(), None), index, AdapterSite.OUTPUT),

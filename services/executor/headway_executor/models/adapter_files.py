@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from headway_executor.checkpoint.stored_weights.scheme import FLOATS
 from headway_executor.checkpoint.weights import open_safetensors
 from headway_executor.models.adapter_stacks import Stack, aliases_of, by_matrix, parameters_of, stacks_of
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.loading import expected_tensors, module_as_stored
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -130,13 +131,14 @@ def read_adapter_files(directory: Path, config: ModelConfig, layers: range) -> A
 class _Targets(NamedTuple):
     """What an adapter of the model may add to: ``shapes`` of weights, ``[out, in]``, by module, and ``stacks`` of experts.
 
-    ``parameters``: those that the configuration names.
+    ``parameters``: those that the configuration names. ``as_stored`` gives a module's name in the checkpoint.
     """
 
     shapes: Mapping[str, tuple[int, int]]
     stacks: Mapping[str, Stack]
     aliases: Mapping[str, str]
     parameters: tuple[str, ...]
+    as_stored: Callable[[str], str]
 
     def find(self, name: str) -> tuple[str, str, str] | None:
         """The module of a tensor, A or B, and the module's name in patterns; None: it is of something else."""
@@ -144,7 +146,8 @@ class _Targets(NamedTuple):
         if match is None:
             return None
         named, kind = match.groups()
-        module = self.aliases.get(named, named)
+        module = self.as_stored(named)
+        module = self.aliases.get(module, module)
         if module in self.stacks:
             return module, kind, self.stacks[module].parameter
         is_parameter = f".{named}.weight".endswith(self.parameters)
@@ -165,7 +168,9 @@ class _Targets(NamedTuple):
 def _targets_of(config: ModelConfig, fields: ConfigFields) -> _Targets:
     parameters = parameters_of(fields)
     named = tuple(f".{parameter}" for parameter in parameters)
-    return _Targets(_modules_of(config), stacks_of(config, parameters), aliases_of(config), named)
+    return _Targets(
+        _modules_of(config), stacks_of(config, parameters), aliases_of(config), named, partial(module_as_stored, config)
+    )
 
 
 class _Numbers(NamedTuple):

@@ -28,8 +28,8 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
     def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
         if experts is None:
             return None
-        names = ExpertNames(router=experts.names.router) if experts.is_stacked else experts.names
-        return msgspec.structs.replace(experts, is_stacked=False, has_router_bias=False, names=names)
+        names = experts.names if experts.stack is None else ExpertNames(router=experts.names.router)
+        return msgspec.structs.replace(experts, stack=None, has_router_bias=False, names=names)
 
     return msgspec.structs.replace(
         config,
@@ -97,7 +97,7 @@ def stacks_of(config: ModelConfig, parameters: Sequence[str]) -> dict[str, Stack
                 count,
                 2 * inner,
                 hidden,
-                feed.experts.is_stacked,
+                feed.experts.stack == "pairs",
             ),
             _DOWN: Stack(f"{wrapped}.{_DOWN}", (expert + names.down,), count, hidden, inner, takes_turns=False),
         }

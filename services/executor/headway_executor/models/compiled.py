@@ -28,7 +28,7 @@ from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, Latent
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource, layers_as_stored
 from headway_executor.models.part import ModelPart, part_of
-from headway_executor.models.rope import halves, rotations
+from headway_executor.models.rope import halves, query_factors, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.rank_place import ALONE, RankPlace
 from headway_kernels.cpu.coded_weight import CodedWeight, rounded_to_8_bits
@@ -246,6 +246,7 @@ class _Loader:
         self._activations = activations
         self._dtype = dtype
         self._rotations = {rope: _table(config, rope, max_model_len) for rope in config.ropes}
+        self._growth = functools.cache(lambda growth: query_factors(growth, max_model_len))  # one for layers alike
         self._padding = library.padded_head_dim(config.head_dim) - config.head_dim
 
     def embedding(self) -> Tensor:
@@ -269,6 +270,7 @@ class _Loader:
             mlp_post_norm=self._norm(index, names.mlp_post_norm),
             qk_norm=None if qk_norm is None else _float32(qk_norm),
             rotations=None if layer.rope is None else self._rotations[layer.rope],
+            query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
             window=layer.window,
             sinks=None if sinks is None else _float32(sinks),
         )

@@ -11,6 +11,7 @@ from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
 QkNorm: TypeAlias = Literal["none", "head", "all"]
+Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,13 +101,14 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none.
 
-    With ``is_stacked``, one tensor holds all experts, inputs before outputs, each gate beside its up.
+    With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
+    gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs.
     """
 
     routing: Routing
     shared_size: int = 0
     has_router_bias: bool = False
-    is_stacked: bool = False
+    stack: Stacking | None = None
     names: ExpertNames = ExpertNames()
 
 
@@ -123,12 +125,22 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsConfig | None = None
 
 
+class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries grow with their position p, by the factor ``1 + beta * ln(1 + floor(p / step))``."""
+
+    beta: float
+    step: int
+
+
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation."""
+    """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
+    ``query_growth`` None: queries stay as they are.
+    """
 
     feed_forward: FeedForwardConfig
     window: int | None = None
     rope: RopeConfig | None = None
+    query_growth: QueryGrowth | None = None
 
 
 class Scalings(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +157,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
 
     Norms and attention sinks without a name do not exist. ``qkv`` and ``gate_up`` name one tensor each, or one for all:
     part after part, or head after head (``is_fused_by_head``). ``heads``: the first that is stored. Nothing reads
-    ``ignored``, and the ``ignored_layers`` behind the last one.
+    ``ignored``, and the ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint,
+    which are not read either; then names have more in front, which the stored ones tell.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -166,6 +179,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
+    is_part: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

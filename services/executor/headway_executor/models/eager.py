@@ -4,7 +4,7 @@ Owns: building the decoder, from ids to hidden state. Must not know: files, how 
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, Latent
 from headway_executor.models.linear import GatheredLinear, Linear, SummedLinear, placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import whole
-from headway_executor.models.rope import interleaved, rotations
+from headway_executor.models.rope import interleaved, query_factors, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.ranks.stage_mates import Alone, ColumnMates, Cut
 from headway_kernels.experts import Expert
@@ -144,7 +144,7 @@ def load_eager(
     adapters: StepAdapters | None = None,
 ) -> tuple[Decoder, Tensor | None]:
     """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding."""
-    loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters)
+    loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters, max_model_len)
     part, tensors = loader.part, loader.tensors
     attention = config.attention
     decoder = Decoder(
@@ -170,8 +170,10 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         adapters: StepAdapters | None,
+        max_model_len: int,
     ) -> None:
         self._config = config
+        self._growth = cache(lambda growth: query_factors(growth, max_model_len).to(device))  # one for layers alike
         self._mates = _mates_of(stage)
         self._dtype = dtype
         self._device = device
@@ -183,6 +185,7 @@ class _Loader:
         """Layer ``index`` of the model, ``place`` of the stage."""
         config, names, tensors = self._config, self._config.names, self.tensors
         sinks, latent = tensors.sinks(index), tensors.latent(index)
+        growth = config.layers[index].query_growth
         output = tensors.output(index) if latent is None else (latent.output(), None)
         return DecoderLayer(
             attention_norm=self._layer_norm(index, names.attention_norm),
@@ -191,10 +194,12 @@ class _Loader:
                 qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
                 if latent is None
                 else self._latent_qkv(place, latent),
+                num_queries=len(self.part.heads),
                 num_rotated=len(self.part.heads) + len(self.part.kv_heads),
                 head_dim=config.head_dim,
                 qk_norm=self._qk_norm(index),
                 rope=config.layers[index].rope,
+                growth=None if growth is None else self._growth(growth),
                 output=self._back(
                     self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(config.head_dim)
                 ),

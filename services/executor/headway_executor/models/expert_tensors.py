@@ -24,12 +24,14 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
         yield names.correction, (count,)
-    if config.is_stacked:
+    if config.stack is not None:
         inner = feed.intermediate_size
-        yield names.gate_up[0], (count, hidden, 2 * inner)
-        yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
-        yield names.down, (count, inner, hidden)
-        yield f"{names.down}_bias", (count, hidden)
+        is_turned = config.stack != "rows"
+        yield names.gate_up[0], (count, hidden, 2 * inner) if is_turned else (count, 2 * inner, hidden)
+        yield names.down, (count, inner, hidden) if is_turned else (count, hidden, inner)
+        if feed.has_bias:
+            yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
+            yield f"{names.down}_bias", (count, hidden)
         return
     for number in range(count):
         yield from _feed_forward(config, names.expert.format(number), hidden, feed.intermediate_size)
@@ -56,7 +58,7 @@ class ExpertTensors:
 
     def __init__(self, config: ExpertsConfig, feed: FeedForwardConfig, part: ModelPart, read: Reading) -> None:
         self._config = config
-        self._size = feed.intermediate_size
+        self._size, self._has_bias = feed.intermediate_size, feed.has_bias
         self._names = config.names
         self._part = part
         self._read = read
@@ -86,24 +88,39 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
         inner, _ = self._own(number)
-        if self._config.is_stacked and number is not None:
-            # Inputs before outputs, a gate and its up side by side.
-            pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
-            name, rows = self._names.gate_up[0], range(number, number + 1)
-            bias = _gates_first(self._read(f"{name}_bias", rows, pairs)[0])
-            return _gates_first(self._read(name, rows, pairs)[0].t()), bias
+        if self._config.stack is not None and number is not None:
+            name = self._names.gate_up[0]
+            if self._config.stack == "pairs":
+                pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
+                return _gates_first(self._stacked(name, number, pairs)), self._stacked_bias(name, number, pairs)
+            size = self._size
+            owns = (None,) if inner is None else (inner, range(size + inner.start, size + inner.stop))
+            return torch.cat([self._stacked(name, number, own) for own in owns]), None
         parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in self._names.gate_up]
         return torch.cat(parts), None
 
     def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
-        if self._config.is_stacked and number is not None:
-            name, rows = self._names.down, range(number, number + 1)
-            back = self._read(name, rows, outputs)[0]
-            weight = (back if inputs is None else back[inputs.start : inputs.stop]).t()
-            return weight, self._read(f"{name}_bias", rows, outputs)[0] if self._adds_bias else None
+        if self._config.stack is not None and number is not None:
+            name = self._names.down
+            bias = self._stacked_bias(name, number, outputs) if self._adds_bias else None
+            return self._stacked(name, number, outputs, inputs), bias
         return self._read(f"{self._prefix(number)}{self._names.down}.weight", outputs, inputs), None
+
+    def _stacked(self, name: str, number: int, outputs: range | None = None, inputs: range | None = None) -> Tensor:
+        """Of one expert, ``[outputs, inputs]``."""
+        is_turned = self._config.stack != "rows"
+        columns, rows = (outputs, inputs) if is_turned else (inputs, outputs)
+        stored = self._read(name, range(number, number + 1), columns)[0]
+        own = stored if rows is None else stored[rows.start : rows.stop]
+        return own.t() if is_turned else own
+
+    def _stacked_bias(self, name: str, number: int, outputs: range | None) -> Tensor | None:
+        if not self._has_bias:
+            return None
+        bias = self._read(f"{name}_bias", range(number, number + 1), outputs)[0]
+        return _gates_first(bias) if name == self._names.gate_up[0] else bias
 
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)

@@ -28,6 +28,7 @@ class Feature(StrEnum):
     EXPERTS = "experts"
     SINKS = "attention sinks"
     LATENT = "latent attention"
+    QUERY_GROWTH = "queries that grow with their position"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -69,6 +70,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,
+        Feature.QUERY_GROWTH: any(layer.query_growth is not None for layer in config.layers),
         Feature.SEVERAL_ROPES: {layer.rope for layer in config.layers} != {config.layers[0].rope}
         or config.layers[0].rope is None,
     }

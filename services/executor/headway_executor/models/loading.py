@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.config import FeedForwardConfig, ModelConfig, TensorNames
+from headway_executor.models.config import ExpertNames, FeedForwardConfig, LayerConfig, ModelConfig, TensorNames
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
@@ -22,6 +22,17 @@ from headway_executor.models.part import ModelPart, whole
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _DECODER = "model."
+_LAYERS = "layers."
+_PLACES = (
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
+    ("model.text_model.", ""),
+)
+"""What is in front of a decoder's names instead, and of its head's, beside other models: as transformers 4 or 5 saves them.
+
+The first Qwen2-VL have nothing more there.
+"""
+_STACKED = ExpertNames(gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -43,20 +54,70 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
 
 
-def _named_as_stored(config: ModelConfig, stored: "Container[str] | TensorSource") -> ModelConfig:
+def _named_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
     """Models for vectors are stored without a head, and their tensors without the name of the decoder in front.
 
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
     """
+    config = _stacked_as_stored(_placed_as_stored(config, stored), stored)
     names = config.names
     bare = names.embedding.removeprefix(_DECODER)
-    if names.embedding in stored or bare not in stored:
+    if names.is_part or names.embedding in stored or bare not in stored:
         return config
     final_norm, layer = names.final_norm.removeprefix(_DECODER), names.layer.removeprefix(_DECODER)
     has_head = config.tie_word_embeddings or any(name in stored for name in names.heads)
     names = msgspec.structs.replace(names, embedding=bare, final_norm=final_norm, layer=layer)
     is_tied = config.tie_word_embeddings or not has_head
     return msgspec.structs.replace(config, names=names, has_head=has_head, tie_word_embeddings=is_tied)
+
+
+def module_as_stored(config: ModelConfig, module: str) -> str:
+    """A module of the decoder by its stored name, whichever transformers has named it."""
+    decoder = config.names.layer.partition(_LAYERS)[0]
+    for front in (*(front for front, _ in _PLACES), _DECODER):
+        if config.names.is_part and module.startswith(front + _LAYERS):
+            return decoder + module.removeprefix(front)
+    return module
+
+
+def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
+    """Beside other models, names have more in front. Such a checkpoint is tied if it has no head, whatever its file says."""
+    names = config.names
+    if not names.is_part:
+        return config
+    for decoder, of_head in _PLACES:
+        moved = msgspec.structs.replace(
+            names,
+            embedding=names.embedding.replace(_DECODER, decoder, 1),
+            final_norm=names.final_norm.replace(_DECODER, decoder, 1),
+            layer=names.layer.replace(_DECODER, decoder, 1),
+            heads=tuple(of_head + head for head in names.heads),
+        )
+        if moved.embedding in stored or f"{moved.final_norm}.weight" in stored:
+            names = moved
+            break
+    is_tied = config.tie_word_embeddings or not any(head in stored for head in names.heads)
+    return msgspec.structs.replace(config, names=names, tie_word_embeddings=is_tied)
+
+
+def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
+    """The experts of a layer may lie in one tensor, as in Qwen3-VL."""
+
+    def as_stored(index: int, layer: LayerConfig) -> LayerConfig:
+        experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
+        if experts is None or experts.stack is not None or prefix + _STACKED.gate_up[0] not in stored:
+            return layer
+        # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
+        is_turned = (
+            stored.read(prefix + _STACKED.gate_up[0], range(1)).shape[1] != 2 * layer.feed_forward.intermediate_size
+        )
+        names = msgspec.structs.replace(experts.names, gate_up=_STACKED.gate_up, down=_STACKED.down)
+        experts = msgspec.structs.replace(experts, stack="halves" if is_turned else "rows", names=names)
+        return msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(layer.feed_forward, experts=experts))
+
+    return msgspec.structs.replace(
+        config, layers=tuple(as_stored(index, layer) for index, layer in enumerate(config.layers))
+    )
 
 
 def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:
@@ -163,6 +224,12 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
     layers = range(config.num_layers, config.num_layers + config.names.ignored_layers)
     beyond = tuple(config.names.layer.format(index) for index in layers)
     unread = {name for name in checkpoint.headers if name.startswith(beyond)}
+    if config.names.is_part:
+        own = (
+            config.names.layer.partition(_LAYERS)[0],
+            *(head.removesuffix("weight") for head in config.names.heads),
+        )
+        unread |= {name for name in checkpoint.headers if not name.startswith(own)}
     checkpoint.check(expected_tensors(config, checkpoint), ignored_tensors(config) | unread)
 
 

@@ -4,7 +4,8 @@ Owns: rope scaling, the rotation, the order of channels. Must not know: batches,
 
 Sources: rope, Su et al. 2021 (arXiv 2104.09864); linear interpolation, Chen et al. 2023 (arXiv 2306.15595); dynamic NTK
 scaling, "Dynamically Scaled RoPE" (u/emozilla, 2023); YaRN, Peng et al. 2023 (arXiv 2309.00071); LongRoPE, Ding et al.
-2024 (arXiv 2402.13753); llama3, the model card and code of Llama 3.1.
+2024 (arXiv 2402.13753); llama3, the model card and code of Llama 3.1; growing queries, the models of Llama 4 and
+Ministral 3 in transformers, after Nakanishi 2025 (arXiv 2501.19399).
 
 In the table, a head is pairs of channels. Loading brings a family's channels into the order that its reader needs
 (``halves``: channels i and i + d/2; ``interleaved``: neighbours). Pairs behind the rotated part of a head turn by nothing.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.models.config import AttentionConfig, RopeConfig
+from headway_executor.models.config import AttentionConfig, QueryGrowth, RopeConfig
 
 
 def rotations(rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: int | None = None) -> Tensor:
@@ -30,6 +31,12 @@ def rotations(rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: i
     angles = positions[:, None] * frequencies
     turned = torch.polar(torch.full_like(angles, _attention_factor(rope)), angles)
     return functional.pad(turned, (0, head_dim // 2 - turned.shape[1]), value=1.0)
+
+
+def query_factors(growth: QueryGrowth, num_positions: int) -> Tensor:
+    """What queries are multiplied by, by position: float32, ``[num_positions]``."""
+    steps = torch.arange(num_positions) // growth.step
+    return 1 + growth.beta * torch.log1p(steps.float())
 
 
 def rotate_(heads: Tensor, rotation: Tensor) -> None:

@@ -136,7 +136,8 @@ def _describe_model(model: str, options: SimulatedOptions) -> _Model:
     if not model or not (path.is_dir() or "/" in model):
         return _Model(options.vocab_size, (options.eos_token_id,), options.context_length)
     try:
-        config = msgspec.convert(json.loads((path / "config.json").read_bytes()), _CheckpointConfig)
+        values = json.loads((path / "config.json").read_bytes())
+        config = msgspec.convert(_of_text(values), _CheckpointConfig)
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"model: {shown(model)}: its config.json cannot be read: {error}") from error
     eos = config.eos_token_id
@@ -144,6 +145,12 @@ def _describe_model(model: str, options: SimulatedOptions) -> _Model:
     if any(not 0 <= token < config.vocab_size for token in eos_token_ids) or len(eos_token_ids) >= config.vocab_size:
         raise ModelFilesError(f"model: {shown(model)}: eos_token_id {shown(eos)} is not within the vocabulary")
     return _Model(config.vocab_size, eos_token_ids, config.max_position_embeddings)
+
+
+def _of_text(values: object) -> object:
+    """Of a checkpoint of several models, the fields of its text."""
+    text = values.get("text_config") if isinstance(values, dict) else None
+    return {**values, **text} if isinstance(values, dict) and isinstance(text, dict) else values
 
 
 def _check_at_least(field: str, value: int, least: int) -> None:

@@ -18,7 +18,11 @@ PriorityName = Literal["realtime", "high", "normal", "low"]
 NOTHING = msgspec.Raw(b"null")
 """JSON that is not there."""
 
-_WHY = {"'item_reference'": ", since nothing is stored: send the item itself"}
+_NOT_TEXT = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
+_WHY = {
+    "'item_reference'": ", since nothing is stored: send the item itself",
+    **{repr(kind): ", since only text is read here" for kind in _NOT_TEXT},
+}
 _AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)

@@ -327,13 +327,16 @@ def _embed_request(body: EmbeddingsBody, tenant: str | None, inputs: Iterable[st
 
 
 def add_messages(chat: api.Chat, messages: Iterable[MessageBody]) -> None:
-    """Add messages; the texts of one are joined by newlines."""
+    """Add messages; several texts of one reach the template as they are, or joined by newlines where it wants one."""
     chat.SetInParent()
     for place, message in enumerate(messages):
         more = _more(message, place)
         if message.content is None and "tool_calls" not in more:
             raise invalid_argument(f"messages[{place}].content", "it is missing; allowed: a text")
-        text = "" if message.content is None else _text(message.content)
+        several = message.content if isinstance(message.content, list) and len(message.content) > 1 else []
+        if several:
+            more["content"] = [{"type": "text", "text": part.text} for part in several]
+        text = "" if message.content is None or several else _text(message.content)
         chat.messages.add(role=message.role, content=text, more=msgspec.json.encode(more).decode() if more else "")
 
 

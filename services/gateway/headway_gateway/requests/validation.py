@@ -318,10 +318,20 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
             )
         if message.more and not _is_json(message.more, dict):
             yield f"chat.messages[{place}].more", f"{shown(message.more)} is not allowed; allowed: a JSON object"
+        elif odd := _other_part(message.more):
+            yield f"chat.messages[{place}].more", f"content has {odd}; allowed: parts of type text"
     if chat.tools and not _is_json(chat.tools, list):
         yield "chat.tools", f"{shown(chat.tools)} is not allowed; allowed: a JSON array"
     if chat.variables:
         yield from _variable_violations(chat.variables)
+
+
+def _other_part(more: str) -> str:
+    """A part of a message's content that is not a text, in words; "" if there is none."""
+    content = msgspec.json.decode(more).get("content") if more else None
+    parts = content if isinstance(content, list) else []
+    kinds = [part.get("type") if isinstance(part, dict) else part for part in parts]
+    return next((f"a part of type {shown(kind)}" for kind in kinds if kind != "text"), "")
 
 
 def _variable_violations(variables: str) -> Iterable[tuple[str, str]]:

@@ -19,6 +19,7 @@ import jinja2.utils
 import msgspec
 
 from headway_gateway.text.bounded_process import limit_this_process, serve
+from headway_gateway.text.content_in_templates import ContentInTemplate
 from headway_gateway.text.tools_in_templates import ToolsInTemplate, ToolsNotShownError
 from headway_proto.wording import one_line, shown
 
@@ -108,12 +109,13 @@ def names_read(parsed: jinja2.nodes.Template) -> set[str]:
 class _Compiled:
     """One template."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, special: dict[str, str]) -> None:
         dialect = environment()
         parsed = dialect.parse(source)
-        self.generate = dialect.from_string(parsed).generate
+        self._generate = dialect.from_string(parsed).generate
         self._names = names_read(parsed)
-        self._tools = ToolsInTemplate(source, self._names)
+        self._special = special
+        self._tools = ToolsInTemplate(source, self._names, ContentInTemplate(self._render_one))
 
     def chat(self, given: Messages) -> dict[str, Any]:
         """Return the variables of a chat."""
@@ -123,6 +125,21 @@ class _Compiled:
         except ToolsNotShownError:
             read = ", ".join(sorted(self._names))
             raise jinja2.TemplateError(f"it does not show tools; it reads {read or 'none'}") from None
+
+    def text(self, variables: dict[str, Any]) -> str:
+        """Return what the template gives. Raises ``OverflowError``: it does not end."""
+        parts = []
+        num_characters = 0
+        for part in self._generate(variables):
+            num_characters += len(part)
+            if num_characters > MAX_OUTPUT_CHARACTERS:
+                raise OverflowError
+            parts.append(part)
+        return "".join(parts)
+
+    def _render_one(self, message: dict[str, Any]) -> str:
+        chat = {"messages": [message], "tools": None, "documents": None, "add_generation_prompt": True}
+        return self.text({**self._special, **chat})
 
     def check_names(self, given: Iterable[str], own: Container[str]) -> None:
         """Refuse variables of a caller that the template does not read: a slip would change nothing and stay unseen."""
@@ -135,25 +152,18 @@ class Renderer:
     """A compiled template, or two."""
 
     def __init__(self, template: TemplateSource) -> None:
-        self._template = self._for_tools = _Compiled(template.source)
+        self._template = self._for_tools = _Compiled(template.source, template.special)
         if template.for_tools is not None:
-            self._for_tools = _Compiled(template.for_tools)
+            self._for_tools = _Compiled(template.for_tools, template.special)
         self._special = template.special
 
     def render(self, chat: Messages) -> str:
         """Return the text, up to the assistant's answer."""
-        parts = []
-        num_characters = 0
         template = self._for_tools if chat.tools else self._template
         own = template.chat(chat)
         given = json.loads(chat.variables) if chat.variables else {}
         template.check_names(given, own)
-        for part in template.generate({"documents": None, **self._special, **given, **own}):
-            num_characters += len(part)
-            if num_characters > MAX_OUTPUT_CHARACTERS:
-                raise OverflowError
-            parts.append(part)
-        return "".join(parts)
+        return template.text({"documents": None, **self._special, **given, **own})
 
 
 def main() -> None:

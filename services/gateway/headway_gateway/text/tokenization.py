@@ -21,6 +21,10 @@ _TOKENIZER_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
 _MODEL_CONFIG_FILE = "config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_TEMPLATES_OF_PROCESSORS = (_PROCESSOR_FILES[0], "chat_template.json")
+"""Where a checkpoint that has a processor, of pictures say, may have its template, before the places of tokenizers."""
+_TEXT_CONFIG = "text_config"
 _TEMPLATE_DIRECTORY = "additional_chat_templates"
 _DEFAULT_TEMPLATE, _TOOLS_TEMPLATE = "default", "tool_use"
 _USED_TEMPLATES = (_DEFAULT_TEMPLATE, _TOOLS_TEMPLATE)
@@ -276,7 +280,9 @@ def load_text_model(directory: Path) -> TextModel:
 
 
 def _require_width(directory: Path, tokenizer: Tokenizer) -> None:
-    width = _read_config(directory / _MODEL_CONFIG_FILE).get("vocab_size")
+    config = _read_config(directory / _MODEL_CONFIG_FILE)
+    text = config.get(_TEXT_CONFIG)
+    width = (text if isinstance(text, dict) else config).get("vocab_size")
     most = _width(tokenizer)
     if isinstance(width, int) and most > width:
         raise TokenizerFilesError(
@@ -312,7 +318,13 @@ class _TemplateFaultError(Exception):
 
 
 def _templates(directory: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """Where the chat templates are, and those that are used, by name. As in transformers, files win over the configuration."""
+    """Where the chat templates are, and those that are used, by name. As in transformers, files win over the configuration,
+    and a processor has its own.
+    """
+    has_processor = any((directory / name).exists() for name in _PROCESSOR_FILES)
+    for name in _TEMPLATES_OF_PROCESSORS if has_processor else ():
+        if (of_processor := _read_config(directory / name).get("chat_template")) is not None:
+            return name, _named_templates(name, of_processor)
     folder = directory / _TEMPLATE_DIRECTORY
     files = {_DEFAULT_TEMPLATE: directory / _TEMPLATE_FILE} if (directory / _TEMPLATE_FILE).exists() else {}
     files |= {path.stem: path for path in folder.glob("*.jinja")}
@@ -321,12 +333,16 @@ def _templates(directory: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
             raise _TemplateFaultError(f"{_TEMPLATE_DIRECTORY}: no template is called {_DEFAULT_TEMPLATE}")
         used = {name: files[name] for name in _USED_TEMPLATES if name in files}
         return files[_DEFAULT_TEMPLATE].name, {name: _text_of(path) for name, path in used.items()}
-    entry: object = config.get("chat_template")
+    return _CONFIG_FILE, _named_templates(_CONFIG_FILE, config.get("chat_template"))
+
+
+def _named_templates(file: str, entry: object) -> dict[str, str]:
+    """Of a field, which may be one template or several by name."""
     if isinstance(entry, list):
         entry = {item.get("name"): item.get("template") for item in entry if _is_named(item)}
     if isinstance(entry, dict):
         if _DEFAULT_TEMPLATE not in entry:
-            raise _TemplateFaultError(f"{_CONFIG_FILE}: no chat template is called {_DEFAULT_TEMPLATE}")
+            raise _TemplateFaultError(f"{file}: no chat template is called {_DEFAULT_TEMPLATE}")
     else:
         entry = {_DEFAULT_TEMPLATE: entry}
     found: dict[str, str] = {}
@@ -335,8 +351,8 @@ def _templates(directory: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
         if isinstance(source, str):
             found[name] = source
         elif source is not None:
-            raise _TemplateFaultError(f"{_CONFIG_FILE}: chat_template is a {type(source).__name__}; allowed: a string")
-    return _CONFIG_FILE, found
+            raise _TemplateFaultError(f"{file}: chat_template is a {type(source).__name__}; allowed: a string")
+    return found
 
 
 def _text_of(path: Path) -> str:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Container, Iterable
 from typing import Any, TypeAlias
 
+from headway_gateway.text.content_in_templates import ContentInTemplate, with_text
+
 Message: TypeAlias = dict[str, Any]
 
 _ASKS_FOR_NO_CONTENT = re.compile(r"""content['"]?\]? is none\s*-?%}""")
@@ -60,9 +62,10 @@ class ToolsNotShownError(Exception):
 class ToolsInTemplate:
     """One template's needs."""
 
-    def __init__(self, source: str, names: Container[str]) -> None:
+    def __init__(self, source: str, names: Container[str], contents: ContentInTemplate) -> None:
         """``names``: the variables that it reads."""
         self._names = names
+        self._contents = contents
         self._asks_for_no_content = _ASKS_FOR_NO_CONTENT.search(source) is not None
         self._knows_developers = _DEVELOPER in source
         self._has_tools_in_message = _PHI_TOOLS in source
@@ -92,16 +95,18 @@ class ToolsInTemplate:
             return given | {"messages": _with_system(chat, "", {"content": f"{system}\n\n{shown}".lstrip()})}
         raise ToolsNotShownError
 
-    def _message(self, role: str, content: str, more: str = "") -> Message:
+    def _message(self, role: str, text: str, more: str = "") -> Message:
         if role == _DEVELOPER and not self._knows_developers:
             role = "system"
-        message = {"role": role, "content": content, **(json.loads(more) if more else {})}
+        message = {"role": role, "content": text, **(json.loads(more) if more else {})}
+        message["content"] = content = self._contents.shaped(message["content"])
         calls = message.get("tool_calls")
         if not isinstance(calls, list):
             return message
         if self._written_calls is not None:
             before, between, behind = self._written_calls
-            message["content"] += before + between.join(as_json(call["function"]) for call in calls) + behind
+            shown = before + between.join(as_json(call["function"]) for call in calls) + behind
+            message["content"] = with_text(content, shown)
         elif self._asks_for_no_content and not content:
             message["content"] = None
         return {**message, "tool_calls": [_call(one) for one in calls]}

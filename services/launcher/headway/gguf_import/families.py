@@ -179,6 +179,18 @@ def _deepseek_rope(metadata: Metadata) -> dict[str, object]:
     return rope
 
 
+def _mistral3(metadata: Metadata) -> Family:
+    """Ministral 3 has a temperature. Its factors of yarn are equal, so attention has none."""
+    layout = Layout(usual(DENSE), orders=_turned(metadata))
+    if not metadata.value("attention.temperature_scale", 0.0):
+        return Family("MistralForCausalLM", layout, {"sliding_window": None})
+    metadata.refuse_unless("rope.scaling.type", "yarn")
+    metadata.value("rope.scaling.yarn_log_multiplier", 0.0)
+    beta = metadata.number("attention.temperature_scale")
+    rope = metadata.rope() | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
+    return Family("Ministral3ForCausalLM", layout, {"rope_parameters": rope, "sliding_window": None})
+
+
 def _gemma2(metadata: Metadata) -> Family:
     fields = {
         "dtype": _WIDE_RANGE,
@@ -351,14 +363,18 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "gptneox": _gpt_neox,
     "granite": _granite,
     "llama": _llama,
+    "mistral3": _mistral3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2moe": _qwen2_moe,
+    "qwen2vl": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "qwen3vl": _qwen3,
+    "qwen3vlmoe": _qwen3_moe,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,
 }
-"""By ``general.architecture``."""
+"""By ``general.architecture``. Positions of Qwen-VL are three numbers, which in a text are the same."""

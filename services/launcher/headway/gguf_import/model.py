@@ -18,6 +18,7 @@ from headway.gguf_import.metadata import Metadata
 from headway.gguf_import.tokenizer import end_tokens_of
 from headway_proto.wording import shown
 
+_OF_PICTURES = "clip"
 _FLOATS = ("f32", "f16", "bf16")
 _WITH_BOOKS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 _BLOCKS = (
@@ -81,6 +82,8 @@ class _At(NamedTuple):
 
 def _metadata_of(file: GgufFile) -> Metadata:
     name = file.value("general.architecture")
+    if name == _OF_PICTURES:
+        raise file.refuse("it sees or hears for a model (mmproj); allowed: the file of the text, which is served alone")
     if not isinstance(name, str) or name not in FAMILIES:
         raise file.refuse(f"general.architecture {shown(name)} is not supported; allowed: {', '.join(FAMILIES)}")
     return Metadata(file)

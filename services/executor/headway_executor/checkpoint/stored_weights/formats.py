@@ -6,7 +6,7 @@ Owns: their names, weights that are not quantised, and what a description says o
 from collections.abc import Callable
 from pathlib import Path
 
-from headway_executor.checkpoint.fields import CONFIG_FILE, ConfigFields, read_json_object
+from headway_executor.checkpoint.fields import CONFIG_FILE, TEXT_CONFIG, ConfigFields, read_json_object
 from headway_executor.checkpoint.stored_weights.auto_round import auto_round_of
 from headway_executor.checkpoint.stored_weights.awq import awq_of
 from headway_executor.checkpoint.stored_weights.bitsandbytes import bitsandbytes_of
@@ -38,6 +38,7 @@ _FORMATS: dict[str, Callable[[ConfigFields], WeightScheme]] = {
 
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Where AutoGPTQ, AutoAWQ and Model Optimizer described the format before config.json did."""
+_FIELD = "quantization_config"
 _KV_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo")
 _KV_MODULES = "kv_cache_group"
 """Quark's, in ``export``."""
@@ -71,7 +72,9 @@ def asks_for_kv_codes(directory: Path) -> bool:
 
 def _description_in(directory: Path) -> ConfigFields | None:
     config = read_json_object(directory / CONFIG_FILE)
-    described, of_mlx = config.section("quantization_config"), config.values.get("quantization")
+    text = config.section(TEXT_CONFIG)
+    holder = text if text is not None and config.section(_FIELD) is None else config
+    described, of_mlx = holder.section(_FIELD), config.values.get("quantization")
     if isinstance(of_mlx, dict) and (described is None or "quant_method" not in described.values):
         return ConfigFields(f"{config.source}: quantization", {"quant_method": "mlx", **of_mlx})
     for name, method in _BESIDE.items():

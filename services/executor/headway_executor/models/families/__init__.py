@@ -24,7 +24,7 @@ from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite
 from headway_executor.models.families.llama import read_llama
-from headway_executor.models.families.mistral import read_mistral
+from headway_executor.models.families.mistral import read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from headway_executor.models.families.olmo import read_olmo2
 from headway_executor.models.families.phi import read_phi3
@@ -32,6 +32,7 @@ from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.starcoder import read_starcoder2
+from headway_executor.models.families.text_part import text_part_of
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Cohere2ForCausalLM": read_cohere2,
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
     "LlamaForCausalLM": read_llama,
+    "Ministral3ForCausalLM": read_ministral3,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "Olmo2ForCausalLM": read_olmo2,
@@ -85,7 +87,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ModelFilesError(f"{directory}: no such model directory") from None
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{directory}: {getattr(error, 'strerror', None) or error}") from None
-    fields = read_json_object(directory / CONFIG_FILE)
+    whole = read_json_object(directory / CONFIG_FILE)
+    text = text_part_of(whole)
+    fields = whole if text is None else text
     read = FAMILIES.get(re.sub(f"{_WITHOUT_HEAD}$", _SUFFIX, architecture_of(fields)))
     if read is None:
         names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
@@ -94,10 +98,13 @@ def read_model_config(directory: Path) -> ModelConfig:
             "architectures",
             f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}",
         )
-    _check_code(fields)
+    _check_code(whole)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     config = read(fields)
     _check_kinds(fields, config)
+    if text is not None:
+        tensors = msgspec.structs.replace(config.names, is_part=True)
+        config = msgspec.structs.replace(config, architecture=architecture_of(whole), names=tensors)
     return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
 
 

@@ -39,7 +39,7 @@ def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
     experts = ExpertsConfig(
         routing=read_routing(fields, ("num_local_experts", 128), chosen=4, is_normalised=True),
         has_router_bias=True,
-        is_stacked=True,
+        stack="pairs",
         names=_EXPERT_NAMES,
     )
     feed = msgspec.structs.replace(

@@ -1,7 +1,10 @@
-"""Mistral: every layer may have the same window."""
+"""Mistral: every layer may have the same window; in Ministral 3, queries grow with their position."""
+
+import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig
+from headway_executor.models.config import ModelConfig, QueryGrowth
+from headway_executor.models.families.positions import rope_section
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_attention,
@@ -22,3 +25,15 @@ def read_mistral(fields: ConfigFields) -> ModelConfig:
         feed_forward=read_feed_forward(fields),
         windows=[window_of(fields)] * num_layers_of(fields),
     )
+
+
+def read_ministral3(fields: ConfigFields) -> ModelConfig:
+    """``Ministral3ForCausalLM``."""
+    section = rope_section(fields)
+    growth = QueryGrowth(
+        beta=section.number("llama_4_scaling_beta"), step=section.integer("original_max_position_embeddings")
+    )
+    values = {"max_position_embeddings": 262_144, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
+    config = read_mistral(ConfigFields(fields.source, values | dict(fields.values)))
+    layers = tuple(msgspec.structs.replace(layer, query_growth=growth) for layer in config.layers)
+    return msgspec.structs.replace(config, layers=layers)

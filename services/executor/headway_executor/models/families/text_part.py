@@ -1,0 +1,163 @@
+"""Text parts: checkpoints of several models in one, of which the decoder of text is served.
+
+Owns: which they are, where their text's fields are, what these leave out. Must not know: tensors, how a family reads fields.
+
+Such a checkpoint is read as one of the family that its text is of. Published files leave out fields of ``text_config``
+that are as transformers' class has them.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from headway_executor.backend import ModelFilesError
+from headway_executor.checkpoint.fields import TEXT_CONFIG, ConfigFields
+from headway_executor.models.families.reading import architecture_of
+
+_SUFFIX = "ForConditionalGeneration"
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Text(NamedTuple):
+    """The family that reads a text's fields, the fields that may be left out, and those that the file does not decide.
+
+    With ``has_sections``, positions are of time, height and width, each for some channels (M-RoPE, Wang et al. 2024, arXiv
+    2409.12191). In a text all three are the same number, so this is a plain rope.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any] = _NONE
+    fixed: Mapping[str, Any] = _NONE
+    has_sections: bool = False
+
+
+_LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+_QWEN3_VL_MOE = {
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "num_local_experts": 60,
+}
+_QWEN3_VL = {"rope_theta": 5e5, "max_position_embeddings": 128_000}
+_QWEN2_VL = _Text(
+    "Qwen2ForCausalLM",
+    {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80},
+    {"head_dim": None},
+    has_sections=True,
+)
+
+_NO_WINDOW = {"use_sliding_window": False}
+
+_TEXTS = {
+    "cohere2": _Text("Cohere2ForCausalLM"),
+    "gemma2": _Text("Gemma2ForCausalLM"),
+    "gemma3_text": _Text("Gemma3ForCausalLM", _GEMMA3),
+    "gpt_oss": _Text("GptOssForCausalLM"),
+    "granite": _Text("GraniteForCausalLM"),
+    "llama": _Text("LlamaForCausalLM", _LLAMA),
+    "ministral3": _Text("Ministral3ForCausalLM"),
+    "mistral": _Text("MistralForCausalLM", _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8}),
+    "mixtral": _Text("MixtralForCausalLM"),
+    "phi3": _Text("Phi3ForCausalLM"),
+    "qwen2": _Text("Qwen2ForCausalLM"),
+    "qwen3": _Text("Qwen3ForCausalLM"),
+    "qwen3_moe": _Text("Qwen3MoeForCausalLM"),
+    "smollm3": _Text("SmolLM3ForCausalLM"),
+}
+"""By the ``model_type`` of ``text_config``, where the whole may have several."""
+
+_OPEN = {
+    "AyaVision": "cohere2",
+    "Cohere2Vision": "cohere2",
+    "Idefics2": "mistral",
+    "Idefics3": "llama",
+    "InternVL": "qwen2",
+    "Llava": "llama",
+    "LlavaNext": "llama",
+    "LlavaNextVideo": "llama",
+    "LlavaOnevision": "qwen2",
+    "Mistral3": "mistral",
+    "Qwen2Audio": "qwen2",
+    "SmolVLM": "llama",
+    "VipLlava": "llama",
+    "Voxtral": "llama",
+}
+"""Wholes of which the text may be of several families, and the ``model_type`` of one that names none."""
+
+_OWN = {
+    "Gemma3": _TEXTS["gemma3_text"],
+    "Qwen2VL": _QWEN2_VL,
+    "Qwen2_5_VL": _QWEN2_VL,
+    "Qwen3VL": _Text("Qwen3ForCausalLM", _QWEN3_VL, _NO_WINDOW, has_sections=True),
+    "Qwen3VLMoe": _Text("Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True),
+}
+"""Wholes with a text of their own."""
+
+_REASONS = {
+    "Gemma3n": "layers that share keys and values and that take inputs of their own",
+    "Gemma4": "layers that share keys and values, and heads of several sizes",
+    "Llama4": "attention in chunks, and experts whose inputs are scaled",
+    "Mllama": "layers that attend to pictures",
+    "PaliGemma": "attention to later tokens of the prompt",
+}
+"""What no backend has, of wholes that are often asked for."""
+
+
+def text_part_of(fields: ConfigFields) -> ConfigFields | None:
+    """The fields of the text of a whole, for its family; None: the checkpoint is of one model.
+
+    Raises:
+        ModelFilesError: the text is of no family that is served.
+    """
+    name = architecture_of(fields)
+    whole = name.removesuffix(_SUFFIX)
+    if whole == name:
+        return None
+    if whole in _REASONS:
+        raise ModelFilesError(
+            f"{fields.source}: architectures [{name!r}] is not supported, which has {_REASONS[whole]}"
+        )
+    inner = fields.section(TEXT_CONFIG)
+    if whole in _OWN:
+        text = _OWN[whole]
+    elif whole in _OPEN:
+        text = _text_of(inner or ConfigFields(fields.source, {}), _OPEN[whole])
+    else:
+        served = ", ".join(sorted(_OPEN.keys() | _OWN.keys()))
+        raise fields.refuse("architectures", f"the text of {served}, each with {_SUFFIX}")
+    # Qwen2-VL was published with the fields of its text beside those of the whole.
+    values = dict(text.defaults) | dict((inner or fields).values) | dict(text.fixed)
+    for either in (("dtype", "torch_dtype"), ("eos_token_id",)):
+        if any(fields.values.get(field) is not None for field in either):
+            values |= {field: fields.values.get(field) for field in either}
+    tied = [section.flag("tie_word_embeddings", default=False) for section in (fields, inner) if section is not None]
+    values |= {"architectures": [text.architecture]} | ({"tie_word_embeddings": True} if any(tied) else {})
+    if text.has_sections:
+        values |= {field: _plain(values.get(field)) for field in ("rope_scaling", "rope_parameters")}
+    return ConfigFields(fields.source if inner is None else inner.source, values)
+
+
+def _text_of(inner: ConfigFields, default: str) -> _Text:
+    kind = inner.values.get("model_type") or default
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        raise inner.refuse("model_type", ", ".join(_TEXTS))
+    return _TEXTS[kind]
+
+
+def _plain(rope: object) -> object:
+    """A rope of sections as the one that it is in a text."""
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "mrope":
+        return rope
+    return rope | {"rope_type": "default"}

@@ -1,0 +1,226 @@
+"""The text of checkpoints of several models against the whole model of transformers: the same tokens."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend_driver import BackendDriver, Request, load_adapter
+from checkpoints import VOCAB_SIZE
+from group_backend import InlineGroup
+from headway_executor.backend import BackendConfig, ModelFilesError
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.models.families import read_model_config
+from lora_files import merge_adapter, write_adapter
+from quantised_checkpoints import quantise
+from wholes import WHOLES, change_config, make_whole, rename_tensors
+
+NUM_OUTPUT = 16
+KERNELS = ("compiled", "eager")
+NEW_NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+"""Between transformers 4.52 and 5, some were saved with the names that the modules have since."""
+
+
+def open_backend(directory, backend=None, **settings):
+    backend = TorchBackend() if backend is None else backend
+    config = {"model": str(directory), "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 80, "block_size": 8}
+    return backend, backend.open(BackendConfig(**(config | settings)))
+
+
+def prompts():
+    draw = random.Random(0)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (5, 40)]
+
+
+def run(opened, adapter=""):
+    requests = [Request(prompt, NUM_OUTPUT, adapter=adapter) for prompt in prompts()]
+    BackendDriver(*opened).run(requests, budget=17)
+    return [request.output for request in requests]
+
+
+def tokens(directory, **settings):
+    return run(open_backend(directory, **settings))
+
+
+def expected_of(model):
+    model.generation_config.eos_token_id = None
+    size = {"max_new_tokens": NUM_OUTPUT, "min_new_tokens": NUM_OUTPUT, "do_sample": False}
+    return [
+        model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), **size)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in prompts()
+    ]
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_tokens_are_those_of_the_whole_model(tmp_path, name):
+    expected = expected_of(make_whole(tmp_path, name))
+    warnings = []
+    for kernels in KERNELS:
+        assert tokens(tmp_path, options={"kernels": kernels}, warn=warnings.append) == expected
+    assert not warnings
+    shown = read_model_config(tmp_path).architecture
+    assert shown.endswith("ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_vl"])
+def test_names_of_transformers_5_are_read_as_well(tmp_path, name):
+    expected = expected_of(make_whole(tmp_path, name))
+    renamed = NEW_NAMES if name != "qwen2_vl" else {"visual.": "model.visual.", "model.": "model.language_model."}
+
+    def new(stored):
+        old = next((old for old in renamed if stored.startswith(old)), "")
+        return renamed.get(old, "") + stored.removeprefix(old)
+
+    rename_tensors(tmp_path, new)
+    assert tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize("form", ["compiled", "eager", "fast"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_ranks_share_experts_in_one_tensor(tmp_path, form, turned):
+    expected = expected_of(make_whole(tmp_path, "qwen3_vl_moe", moe_intermediate_size=64))
+    if turned:
+        turn_experts(tmp_path)
+    options = {"kernels": "eager", "tensor_parallel_form": "fast"} if form == "fast" else {"kernels": form}
+    backend = InlineGroup(tensor_parallel=2)
+    assert tokens(tmp_path, backend=backend, options=options) == expected
+    backend.close()
+
+
+def turn_experts(directory):
+    """As published: inputs before outputs."""
+    path = directory / "model.safetensors"
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(turned, path, metadata={"format": "pt"})
+
+
+def test_experts_with_inputs_before_outputs_are_read_as_published(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "qwen3_vl_moe"))
+    turn_experts(tmp_path)
+    for kernels in KERNELS:
+        assert tokens(tmp_path, options={"kernels": kernels}) == expected
+
+
+def test_fields_that_published_files_leave_out_are_those_of_transformers(tmp_path):
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_model_config(tmp_path)
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert (config.context, config.dtype, config.eos_token_ids) == (131_072, "bfloat16", (1, 106))
+    assert config.tie_word_embeddings
+    near, far = config.layers[0], config.layers[5]
+    assert (near.window, near.rope.kind, near.rope.theta) == (1024, "default", 10_000.0)
+    assert (far.window, far.rope.kind, far.rope.theta, far.rope.factor) == (None, "linear", 1_000_000.0, 8.0)
+
+
+def test_the_first_qwen2_vl_has_the_fields_of_its_text_beside_the_others(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "qwen2_vl"))
+
+    def flat(config):
+        text = config.pop("text_config")
+        sections = text.pop("rope_parameters")["mrope_section"]
+        return text | config | {"rope_theta": 10_000.0, "rope_scaling": {"type": "mrope", "mrope_section": sections}}
+
+    change_config(tmp_path, flat)
+    assert tokens(tmp_path) == expected
+
+
+def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
+    make_whole(tmp_path, "llava")
+    sections = {"type": "mrope", "mrope_section": [2, 2, 2]}
+    change_config(tmp_path, lambda config: config | {"text_config": config["text_config"] | {"rope_scaling": sections}})
+    with pytest.raises(
+        ModelFilesError, match=r"config\.json: text_config: rope_scaling: type 'mrope' is not supported"
+    ):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("whole", "reason"),
+    [
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "attention in chunks"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "share keys and values"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},
+            "text_config: model_type 'opt' is not supported; allowed: cohere2, ",
+        ),
+        ({"architectures": ["OtherForConditionalGeneration"]}, "allowed: the text of AyaVision, "),
+    ],
+)
+def test_other_wholes_are_refused_in_one_line(tmp_path, whole, reason):
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ModelFilesError, match=reason) as refused:
+        read_model_config(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tensor_of_the_text_that_is_missing_or_odd_is_named(tmp_path):
+    make_whole(tmp_path, "mistral3")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"language_model.model.layers.9.odd.weight": torch.ones(1)}, path)
+    with pytest.raises(ModelFilesError, match=r"tensor language_model\.model\.layers\.9\.odd\.weight does not belong"):
+        open_backend(tmp_path)
+    del tensors["language_model.model.norm.weight"]
+    save_file(tensors, path)
+    with pytest.raises(ModelFilesError, match=r"tensor language_model\.model\.norm\.weight is missing"):
+        open_backend(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["model.language_model.", "language_model.model."])
+def test_adapters_of_the_text_have_the_names_of_either_version(tmp_path, named):
+    model = make_whole(tmp_path / "model", "mistral3")
+    own = {"targets": ("q_proj", "o_proj", "up_proj"), "rank": 2}
+    adapter = write_adapter(tmp_path / "adapter", model.model.language_model, seed=1, **own)
+    path = adapter / "adapter_model.safetensors"
+    front = "base_model.model."
+    save_file({front + named + name.removeprefix(front): tensor for name, tensor in load_file(path).items()}, path)
+    opened = open_backend(tmp_path / "model")
+    plain, loaded = run(opened), load_adapter(opened[0], "one", str(adapter))
+    got = run(opened, loaded.identity)
+    of_modules = {name.replace(named, "model.language_model."): tensor for name, tensor in load_file(path).items()}
+    save_file(of_modules, path)
+    assert got == expected_of(merge_adapter(adapter, model)) != plain
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "w4a16", "fp8-blocks", "nf4", "mlx", "w8a8"])
+def test_quantised_weights_of_the_text_have_its_names(tmp_path, kind):
+    make_whole(tmp_path / "model", "gemma3", hidden_size=64, head_dim=32)
+    rename_tensors(
+        tmp_path / "model", lambda name: name if name.startswith("language_model.") else name + "_of_pictures"
+    )
+    reference = quantise(tmp_path / "model", kind)
+    for kernels in KERNELS:
+        assert tokens(tmp_path / "model", options={"kernels": kernels}) == tokens(reference)
+
+
+def test_a_text_may_have_the_description_of_its_weights(tmp_path):
+    make_whole(tmp_path / "model", "mistral3", hidden_size=64)
+    rename_tensors(
+        tmp_path / "model", lambda name: name if name.startswith("language_model.") else name + "_of_pictures"
+    )
+    reference = quantise(tmp_path / "model", "awq")
+
+    def moved(config):
+        described = {"quantization_config": config.pop("quantization_config")}
+        return config | {"text_config": config["text_config"] | described}
+
+    change_config(tmp_path / "model", moved)
+    assert tokens(tmp_path / "model") == tokens(reference)

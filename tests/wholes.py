@@ -1,0 +1,135 @@
+"""Tiny random checkpoints of several models in one, of which Headway serves the text.
+
+``make_whole(directory, name)`` writes one, as transformers 5 saves it, or with names as transformers 4 had them.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from checkpoints import randomise, small_sizes, tokenizer
+
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_SIGLIP = _CLIP | {"model_type": "siglip_vision_model"}
+_PIXTRAL = _CLIP | {"model_type": "pixtral"}
+_QWEN2_VL_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2, "patch_size": 4}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+
+
+def _text(kind: str, **changes: object) -> dict[str, object]:
+    return small_sizes(**changes) | {"model_type": kind}
+
+
+_SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2]}
+_MISTRAL = _text("mistral", sliding_window=None, head_dim=16)
+
+_WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "gemma3": (
+        "Gemma3",
+        _SIGLIP,
+        _text("gemma3_text", sliding_window=20, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=True),
+    ),
+    "mistral3": ("Mistral3", _PIXTRAL, _MISTRAL),
+    "mistral3-ministral3": (
+        "Mistral3",
+        _PIXTRAL,
+        _text(
+            "ministral3",
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.4,
+            },
+        ),
+    ),
+    "qwen2_vl": ("Qwen2VL", _QWEN2_VL_VISION, _text("qwen2_vl_text", rope_parameters=_SECTIONS)),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        _QWEN_VISION,
+        _text("qwen2_5_vl_text", rope_parameters=_SECTIONS, tie_word_embeddings=True),
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        _QWEN_VISION,
+        _text("qwen3_vl_text", head_dim=12, rope_parameters=_SECTIONS | {"mrope_interleaved": True}),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        _QWEN_VISION,
+        _text(
+            "qwen3_vl_moe_text",
+            head_dim=12,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            rope_parameters=_SECTIONS,
+        ),
+    ),
+    "llava": ("Llava", _CLIP, _text("llama")),
+    "llava_next": ("LlavaNext", _CLIP, _MISTRAL),
+    "llava_onevision": ("LlavaOnevision", _SIGLIP, _text("qwen2", tie_word_embeddings=True)),
+    "internvl": (
+        "InternVL",
+        _CLIP | {"model_type": "internvl_vision", "image_size": [8, 8], "patch_size": [4, 4]},
+        _text("qwen3", head_dim=16),
+    ),
+    "idefics3": ("Idefics3", _SIGLIP | {"model_type": "idefics3_vision"}, _text("llama", pad_token_id=0)),
+    "smolvlm": ("SmolVLM", _SIGLIP | {"model_type": "smolvlm_vision"}, _text("llama", pad_token_id=0)),
+}
+WHOLES = tuple(_WHOLES)
+"""Names that ``make_whole`` knows."""
+
+
+def make_whole(directory: Path, name: str, **changes: object) -> PreTrainedModel:
+    """Write the checkpoint of a whole with its tokenizer into ``directory`` and return the model itself, float32.
+
+    ``changes`` are of its text's fields.
+    """
+    of_class, vision, text = _WHOLES[name]
+    text = text | changes
+    torch.manual_seed(0)
+    tied = {"tie_word_embeddings": bool(text["tie_word_embeddings"])}
+    config = getattr(transformers, f"{of_class}Config")(vision_config=vision, text_config=text, **tied)
+    config._attn_implementation = "eager"
+    model = randomise(getattr(transformers, f"{of_class}ForConditionalGeneration")(config), name)
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return model
+
+
+def rename_tensors(directory: Path, renamed: Callable[[str], str]) -> None:
+    """Store all tensors under other names."""
+    path = directory / "model.safetensors"
+    save_file({renamed(name): tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def change_config(directory: Path, change: Callable[[dict[str, object]], dict[str, object]]) -> None:
+    """Write config.json anew."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
