@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -240,7 +241,44 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "olmoe": lambda: _olmoe(num_experts=4, num_experts_per_tok=2, intermediate_size=32),
 }
 
-_MAKERS |= _MIXTURES
+_WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def _named(name: str, **changes: object) -> Callable[[], PreTrainedModel]:
+    """A family by its name in transformers."""
+    return lambda: _of(getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config"))(**changes)
+
+
+_FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma1": _named("Gemma", head_dim=16, tie_word_embeddings=True),
+    "glm": _named("Glm", head_dim=16),
+    "glm4": _named("Glm4", head_dim=12, rope_parameters=_rope("default", partial_rotary_factor=1.0)),
+    "cohere": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True),
+    "exaone4": _named("Exaone4", head_dim=16, **_WINDOWS),
+    "olmo3": _named(
+        "Olmo3", rope_parameters={"full_attention": _YARN_ROPE, "sliding_attention": _rope("default")}, **_WINDOWS
+    ),
+    "arcee": _named("Arcee", mlp_bias=True),
+    "seed_oss": _named("SeedOss", head_dim=16, attention_out_bias=True),
+    "ernie4_5": _named("Ernie4_5", head_dim=16, use_bias=True),
+    "stablelm": _named("StableLm", rope_parameters=_rope("default", partial_rotary_factor=0.5), use_qkv_bias=True),
+    "stablelm-parallel": _named(
+        "StableLm", rope_parameters=_rope("default", partial_rotary_factor=0.5), use_parallel_residual=True
+    ),
+    "nemotron": _named("Nemotron", head_dim=16),
+    "youtu": _named("Youtu", q_lora_rank=20, **_LATENT),
+    "glm4_moe": _named(
+        "Glm4Moe",
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+        head_dim=16,
+    ),
+}
+
+_MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
 
@@ -261,8 +299,8 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             if parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name:
-                # Gemma adds 1 to the weight.
-                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") else 0.0)
+                # Gemma and Nemotron add 1 to the weight.
+                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith(("gemma", "nemotron")) else 0.0)
     return model.eval()
 
 

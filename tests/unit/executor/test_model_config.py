@@ -42,7 +42,7 @@ def test_agrees_with_transformers_on_every_family(tmp_path, name):
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
     assert ours.norm.eps == next(getattr(theirs, field) for field in fields if hasattr(theirs, field))
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     windows = [getattr(theirs, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]

@@ -10,7 +10,6 @@ from headway_executor.models.config import (
     FeedForwardConfig,
     ModelConfig,
 )
-from headway_executor.models.families.positions import read_rope, scaled_context
 from headway_executor.models.families.qwen import QWEN3_HEAD_DIM, QWEN_CONTEXT
 from headway_executor.models.families.reading import (
     FULL,
@@ -32,7 +31,6 @@ _MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate_up=("w1", "w3"), down="w2"
 )
 _QWEN2_NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
-_MIXTRAL_CONTEXT = 131_072
 _FIRST_WINDOW = 28
 
 
@@ -41,12 +39,10 @@ def read_mixtral(fields: ConfigFields) -> ModelConfig:
     refuse_partial_rotation(fields)
     routing = read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True)
     experts = ExpertsConfig(routing=routing, names=_MIXTRAL_NAMES)
-    rope = read_rope(fields, fields.integer("max_position_embeddings", _MIXTRAL_CONTEXT), theta=1e6)
     return read_model(
         fields,
-        default_context=_MIXTRAL_CONTEXT,
-        ropes=[rope] * num_layers_of(fields),
-        context=scaled_context(fields, rope, fields.integer("max_position_embeddings", _MIXTRAL_CONTEXT)),
+        default_context=131_072,
+        theta=1e6,
         attention=read_attention(fields),
         feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=experts),
         norm=read_rms_norm(fields, eps=1e-5),
