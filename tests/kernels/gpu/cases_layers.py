@@ -65,6 +65,7 @@ def rotary_case(dtype, head_dim, normalise, *, codes=False):
             "BLOCK_HEADS": max(rotary.PAIRS_PER_PROGRAM // block_pairs, 1),
             "BLOCK_PAIRS": block_pairs,
             "NORMALISE": normalise,
+            "NORMS_ROTATED": False,
         },
         num_warps=rotary.NUM_WARPS,
         aligned=("qkv", "pool_layer", "q_norm", "k_norm", "cosines", "sines", "qkv_stride"),

@@ -51,11 +51,23 @@ def tables(head_dim, device):
     block_size=st.sampled_from((1, 5, 16)),
     dtype=DTYPES,
     normalise=st.booleans(),
+    norms_rotated=st.booleans(),
     has_codes=st.booleans(),
     spare=st.sampled_from((0, 3)),
 )
 def test_equals_the_oracle(
-    kernel_device, data, num_tokens, num_kv_heads, group, head_dim, block_size, dtype, normalise, has_codes, spare
+    kernel_device,
+    data,
+    num_tokens,
+    num_kv_heads,
+    group,
+    head_dim,
+    block_size,
+    dtype,
+    normalise,
+    norms_rotated,
+    has_codes,
+    spare,
 ):
     tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
     num_heads = num_kv_heads * group
@@ -69,6 +81,7 @@ def test_equals_the_oracle(
     norms = {
         "q_norm": normal(seed + 1, head_dim, **options) if normalise else None,
         "k_norm": normal(seed + 2, head_dim, **options) if normalise else None,
+        "norms_rotated": norms_rotated,
     }
     _, cosines, sines = tables(head_dim, kernel_device)
     whole = torch.full((num_tokens, width + spare), torch.nan, **options)

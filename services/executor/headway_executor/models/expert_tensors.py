@@ -23,26 +23,35 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
     if config.has_router_bias:
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
-        yield names.correction, (count,)
+        yield names.correction, (1, count) if config.has_correction_row else (count,)
     if config.is_stacked:
         inner = feed.intermediate_size
+        if config.has_outputs_first:
+            yield f"{names.gate_up[0]}.weight", (count, 2 * inner, hidden)
+            yield f"{names.down}.weight", (count, hidden, inner)
+            yield from _shared(config, hidden)
+            return
         yield names.gate_up[0], (count, hidden, 2 * inner)
         yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
         yield names.down, (count, inner, hidden)
         yield f"{names.down}_bias", (count, hidden)
         return
     for number in range(count):
-        yield from _feed_forward(config, names.expert.format(number), hidden, feed.intermediate_size)
-    if config.shared_size:
-        yield from _feed_forward(config, names.shared, hidden, config.shared_size)
+        prefix = names.expert.format(number)
+        for name in names.gate_up:
+            yield f"{prefix}{name}.weight", (feed.intermediate_size, hidden)
+        yield f"{prefix}{names.down}.weight", (hidden, feed.intermediate_size)
+    yield from _shared(config, hidden)
     if names.shared_gate is not None:
         yield f"{names.shared_gate}.weight", (1, hidden)
 
 
-def _feed_forward(config: ExpertsConfig, prefix: str, hidden: int, inner: int) -> Shapes:
-    for name in config.names.gate_up:
-        yield f"{prefix}{name}.weight", (inner, hidden)
-    yield f"{prefix}{config.names.down}.weight", (hidden, inner)
+def _shared(config: ExpertsConfig, hidden: int) -> Shapes:
+    names, inner = config.names, config.shared_size
+    if inner:
+        for name in names.shared_gate_up:
+            yield f"{names.shared}{name}.weight", (2 * inner // len(names.shared_gate_up), hidden)
+        yield f"{names.shared}{names.shared_down}.weight", (hidden, inner)
 
 
 class Reading(Protocol):
@@ -69,7 +78,7 @@ class ExpertTensors:
 
     def correction(self) -> Tensor | None:
         """``[experts]``, or None."""
-        return None if self._names.correction is None else self._read(self._names.correction)
+        return None if self._names.correction is None else self._read(self._names.correction).flatten()
 
     def expert(self, number: int) -> Expert:
         """One of those that are chosen."""
@@ -86,28 +95,43 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
         inner, _ = self._own(number)
+        if number is None and len(self._names.shared_gate_up) == 1:
+            return self._halves(self._read(f"{self._names.shared}{self._names.shared_gate_up[0]}.weight"), inner), None
+        if self._config.has_outputs_first and number is not None:
+            both = self._read(f"{self._names.gate_up[0]}.weight", range(number, number + 1))[0]
+            return self._halves(both, inner), None
         if self._config.is_stacked and number is not None:
             # Inputs before outputs, a gate and its up side by side.
             pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
             name, rows = self._names.gate_up[0], range(number, number + 1)
             bias = _gates_first(self._read(f"{name}_bias", rows, pairs)[0])
             return _gates_first(self._read(name, rows, pairs)[0].t()), bias
-        parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in self._names.gate_up]
+        names = self._names.shared_gate_up if number is None else self._names.gate_up
+        parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in names]
         return torch.cat(parts), None
 
     def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
+        if self._config.has_outputs_first and number is not None:
+            back = self._read(f"{self._names.down}.weight", range(number, number + 1), inputs)[0]
+            return back if outputs is None else back[outputs.start : outputs.stop], None
         if self._config.is_stacked and number is not None:
             name, rows = self._names.down, range(number, number + 1)
             back = self._read(name, rows, outputs)[0]
             weight = (back if inputs is None else back[inputs.start : inputs.stop]).t()
             return weight, self._read(f"{name}_bias", rows, outputs)[0] if self._adds_bias else None
-        return self._read(f"{self._prefix(number)}{self._names.down}.weight", outputs, inputs), None
+        name = self._names.shared_down if number is None else self._names.down
+        return self._read(f"{self._prefix(number)}{name}.weight", outputs, inputs), None
 
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)
         return Expert(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    @staticmethod
+    def _halves(both: Tensor, inner: range | None) -> Tensor:
+        """All gates before all ups: the own ones of each."""
+        return both if inner is None else torch.cat([half[inner.start : inner.stop] for half in both.chunk(2)])
 
     def _prefix(self, number: int | None) -> str:
         return self._names.shared if number is None else self._names.expert.format(number)

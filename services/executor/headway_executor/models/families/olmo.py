@@ -1,9 +1,9 @@
-"""OLMo 2 and 3: norms only behind attention and feed-forward, and over all queries and all keys of a token."""
+"""OLMo: layer norms without weights; OLMo 2 and 3: norms only behind attention and feed-forward, and over all queries and all keys of a token."""
 
 from collections.abc import Sequence
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, RopeConfig, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig, RopeConfig, TensorNames
 from headway_executor.models.families.reading import (
     every_nth_full,
     read_attention,
@@ -12,6 +12,7 @@ from headway_executor.models.families.reading import (
     read_rms_norm,
     read_ropes,
     refuse_partial_rotation,
+    refuse_unless,
     window_of,
     windows_of,
 )
@@ -24,6 +25,20 @@ NORMS_BEHIND = TensorNames(
 )
 _CONTEXT = 2048
 _THETA_3 = 500_000.0
+
+
+def read_olmo1(fields: ConfigFields) -> ModelConfig:
+    """``OlmoForCausalLM``."""
+    refuse_partial_rotation(fields)
+    refuse_unless(fields, "clip_qkv", None)
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=_CONTEXT,
+        attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias),
+        feed_forward=read_feed_forward(fields),
+        norm=NormConfig(eps=1e-5, kind="layer", has_weight=False),
+    )
 
 
 def read_olmo2(fields: ConfigFields) -> ModelConfig:

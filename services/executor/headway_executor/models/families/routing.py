@@ -3,6 +3,7 @@
 Owns: the numbers of experts, which layers have them. Must not know: one family, tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -17,16 +18,21 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
 def read_routing(
-    fields: ConfigFields, count: tuple[str, int | None], *, chosen: int | None, is_normalised: bool
+    fields: ConfigFields,
+    count: tuple[str, int | None],
+    *,
+    chosen: int | None,
+    is_normalised: bool,
+    chosen_field: str = "num_experts_per_tok",
 ) -> Routing:
     """Of how many experts each token goes through how many.
 
     ``count`` is the field of all experts and its default, ``chosen`` a default.
     """
     num_experts = fields.integer(*count, high=MOST_EXPERTS)
-    num_chosen = fields.integer("num_experts_per_tok", chosen)
+    num_chosen = fields.integer(chosen_field, chosen)
     if num_chosen > num_experts:
-        raise fields.refuse("num_experts_per_tok", f"an integer from 1 to {num_experts}, the number of experts")
+        raise fields.refuse(chosen_field, f"an integer from 1 to {num_experts}, the number of experts")
     return Routing(num_experts=num_experts, num_chosen=num_chosen, is_normalised=is_normalised)
 
 
@@ -46,15 +52,16 @@ def read_corrected(
     is_normalised: bool = True,
     scaling: float = 1.0,
     groups: tuple[int, int] = (1, 1),
+    correction: str = CORRECTION,
 ) -> ExpertsConfig:
-    """Experts chosen by sigmoid scores with a correction, in groups, as in DeepSeek V3; all numbers are defaults."""
+    """Experts chosen by sigmoid scores with a correction, in groups, as in DeepSeek V3; all numbers are defaults, ``correction`` is its name."""
     for field, allowed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         refuse_unless(fields, field, allowed)
     is_normalised = fields.flag("norm_topk_prob", default=is_normalised)
     routing = read_routing(fields, count, chosen=chosen, is_normalised=is_normalised)
     routing = replace(routing, scoring=Scoring.SIGMOID, scaling=fields.number("routed_scaling_factor", scaling))
     return ExpertsConfig(
-        routing=in_groups(fields, routing, scores_per_group=2, default=groups), names=ExpertNames(correction=CORRECTION)
+        routing=in_groups(fields, routing, scores_per_group=2, default=groups), names=ExpertNames(correction=correction)
     )
 
 
@@ -81,14 +88,31 @@ def behind_dense_layers(
     *,
     size: int | None = None,
     shared: int | None = None,
+    shared_field: str = "n_shared_experts",
     first: int,
 ) -> list[FeedForwardConfig]:
-    """The feed-forward of each layer: dense ones before ``first``, and then experts, with shared ones in one.
+    """The feed-forward of each layer: by default dense ones before ``first``, and then experts, with shared ones in one.
 
     ``size`` (columns of an expert), ``shared`` (how many) and ``first`` are defaults.
     """
     dense, inner = read_feed_forward(fields), fields.integer("moe_intermediate_size", size)
-    experts = msgspec.structs.replace(experts, shared_size=inner * fields.integer("n_shared_experts", shared, high=64))
+    experts = msgspec.structs.replace(experts, shared_size=inner * fields.integer(shared_field, shared, high=64))
     sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
     first = fields.integer("first_k_dense_replace", first, low=0)
-    return [dense if i < first else sparse for i in range(num_layers_of(fields))]
+    return by_mlp_type(fields, dense, sparse, [i >= first for i in range(num_layers_of(fields))])
+
+
+def by_mlp_type(
+    fields: ConfigFields, dense: FeedForwardConfig, sparse: FeedForwardConfig, usual: Sequence[bool]
+) -> list[FeedForwardConfig]:
+    """The feed-forward of each layer by ``mlp_layer_types``; ``usual``: which are sparse if the file does not say."""
+    kinds = fields.values.get("mlp_layer_types")
+    if kinds is None:
+        return [sparse if is_sparse else dense for is_sparse in usual]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(usual)
+        or any(kind not in ("dense", "sparse") for kind in kinds)
+    ):
+        raise fields.refuse("mlp_layer_types", f"a list of {len(usual)} names, each dense or sparse")
+    return [sparse if kind == "sparse" else dense for kind in kinds]
