@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every supported family, made with transformers, each with a tokenizer.
 
-``make_checkpoint(directory, name)`` writes one; ``FAMILIES`` lists the names; ``change_head`` makes a tied one's head odd. Weights are drawn with a large standard
+``make_checkpoint(directory, name)`` writes one; ``FAMILIES`` lists the names, ``FURTHER`` some of them; ``change_head`` makes a tied one's head odd. Weights are drawn with a large standard
 deviation, so that the two best logits are rarely close and greedy tokens can be compared exactly.
 """
 
@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -254,9 +255,74 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "olmoe": lambda: _olmoe(num_experts=4, num_experts_per_tok=2, intermediate_size=32),
 }
 
-_MAKERS |= _MIXTURES
+_WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def _named(name: str, **changes: object) -> Callable[[], PreTrainedModel]:
+    """A family by its name in transformers."""
+    return lambda: _of(getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config"))(**changes)
+
+
+_SHARED: dict[str, object] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+}
+_SCALED = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 3.0, "attention_multiplier": 0.1}
+_HALF_ROPE = _rope("default", partial_rotary_factor=0.5)
+
+_FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma1": _named("Gemma", head_dim=16, tie_word_embeddings=True),
+    "glm": _named("Glm", head_dim=16),
+    "glm4": _named("Glm4", head_dim=12, rope_parameters=_rope("default", partial_rotary_factor=1.0)),
+    "cohere": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True),
+    "exaone4": _named("Exaone4", head_dim=16, **_WINDOWS),
+    "olmo3": _named(
+        "Olmo3", rope_parameters={"full_attention": _YARN_ROPE, "sliding_attention": _rope("default")}, **_WINDOWS
+    ),
+    "arcee": _named("Arcee", mlp_bias=True),
+    "seed_oss": _named("SeedOss", head_dim=16, attention_out_bias=True),
+    "ernie4_5": _named("Ernie4_5", head_dim=16, use_bias=True),
+    "stablelm": _named("StableLm", rope_parameters=_HALF_ROPE, use_qkv_bias=True),
+    "stablelm-parallel": _named("StableLm", rope_parameters=_HALF_ROPE, use_parallel_residual=True),
+    "nemotron": _named("Nemotron", head_dim=16),
+    "youtu": _named("Youtu", q_lora_rank=20, **_LATENT),
+    "olmo": _named("Olmo"),
+    "phi": _named("Phi", rope_parameters=_HALF_ROPE),
+    "hunyuan": _named("HunYuanDenseV1", head_dim=16),
+    "hyperclovax": _named("HyperCLOVAX", **_SCALED),
+    "glm4_moe": _named("Glm4Moe", use_qk_norm=True, head_dim=16, **_SHARED),
+    "solar_open": _named("SolarOpen", head_dim=16, **_SHARED | {"num_experts_per_tok": 6}),
+    "dots1": _named("Dots1", n_shared_experts=2, n_group=4, topk_group=2, **_WINDOWS | _SHARED),
+    "exaone_moe": _named("ExaoneMoe", head_dim=16, num_experts=8, **_WINDOWS | _SHARED),
+    "ernie4_5_moe": _named("Ernie4_5_Moe", moe_num_experts=6, moe_k=2, moe_intermediate_size=20),
+    "minimax_m2": _named(
+        "MiniMaxM2", num_local_experts=6, num_experts_per_tok=2, head_dim=16, rope_parameters=_HALF_ROPE
+    ),
+    "mellum": _named(
+        "Mellum",
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        head_dim=16,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        rope_parameters=_GEMMA3_ROPE,
+        **_WINDOWS,
+    ),
+    "flex_olmo": _named("FlexOlmo", num_experts=4, num_experts_per_tok=3, intermediate_size=32),
+    "hunyuan_moe": _named("HunYuanMoEV1", num_experts=5, moe_topk=2, head_dim=16, intermediate_size=32),
+    "granite_moe": _named("GraniteMoe", num_local_experts=5, intermediate_size=32, **_SCALED),
+    "granite_moe-shared": _named(
+        "GraniteMoeShared", num_local_experts=5, intermediate_size=32, shared_intermediate_size=40, **_SCALED
+    ),
+}
+
+_MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
+FURTHER = tuple(_FURTHER)
+"""Of these, those that put parts together which others have, too. Tests with many settings take some for them."""
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
@@ -275,8 +341,8 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             if parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name:
-                # Gemma adds 1 to the weight.
-                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") else 0.0)
+                # Gemma and Nemotron add 1 to the weight.
+                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith(("gemma", "nemotron")) else 0.0)
     return model.eval()
 
 

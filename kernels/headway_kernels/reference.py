@@ -58,20 +58,23 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    norms_rotated: bool = False,
     query_factors: Tensor | None = None,
 ) -> None:
     """``gpu.rotary.rotate_and_store``."""
     num_tokens, block_size = qkv.shape[0], pool_layer.shape[2]
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
-    if q_norm is not None and k_norm is not None:
-        rotated_queries, keys = _rms_normalised(queries, q_norm, eps), _rms_normalised(keys, k_norm, eps)
-    else:
-        rotated_queries = queries
     cosine, sine = (table[positions.long(), None] for table in (cosines, sines))
-    factors = 1 if query_factors is None else query_factors[positions.long(), None, None]
-    queries.copy_(_rotated(rotated_queries.float() * factors, cosine, sine))
-    stored = torch.cat([_rotated(keys, cosine, sine), values], dim=1)
+
+    def placed(heads: Tensor, norm: Tensor | None, factors: Tensor | float = 1) -> Tensor:
+        if norms_rotated:
+            heads = _rotated(heads, cosine, sine)
+        heads = (heads if norm is None else _rms_normalised(heads, norm, eps)).float() * factors
+        return heads if norms_rotated else _rotated(heads, cosine, sine)
+
+    stored = torch.cat([placed(keys, k_norm).to(qkv.dtype), values], dim=1)
+    queries.copy_(placed(queries, q_norm, 1 if query_factors is None else query_factors[positions.long(), None, None]))
     targets: tuple[Tensor, ...] = (pool_layer,)
     sources: tuple[Tensor, ...] = (stored,)
     if kv_codes.is_coded(pool_layer):

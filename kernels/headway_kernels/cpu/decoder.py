@@ -65,7 +65,8 @@ class DecoderShape:
     """Sizes and variants of a model, and its tensors outside of layers.
 
     ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none. ``is_parallel``:
-    attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself. A rank of several says in ``own`` what it has; its heads are counted
+    attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself;
+    ``norms_rotated``: behind the rotation. A rank of several says in ``own`` what it has; its heads are counted
     alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``, of keys and values:
     float32 or bfloat16.
     """
@@ -84,6 +85,7 @@ class DecoderShape:
     norm_kind: NormKind = NormKind.RMS
     is_parallel: bool = False
     norms_all_heads: bool = False
+    norms_rotated: bool = False
     score_softcap: float = 0.0
     residual_factor: float = 1.0
     logits_factor: float = 1.0
@@ -337,6 +339,7 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         norm_kind=shape.norm_kind,
         is_parallel=shape.is_parallel,
         norms_all_heads=shape.norms_all_heads,
+        norms_rotated=shape.norms_rotated,
         norm_eps=shape.norm_eps,
         score_scale=shape.score_scale,
         score_softcap=shape.score_softcap,

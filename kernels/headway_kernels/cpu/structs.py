@@ -34,6 +34,7 @@ class ShapeStruct(ctypes.Structure):
         ("norm_kind", ctypes.c_int64),
         ("is_parallel", ctypes.c_int64),
         ("norms_all_heads", ctypes.c_int64),
+        ("norms_rotated", ctypes.c_int64),
         ("norm_eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
         ("score_softcap", ctypes.c_float),

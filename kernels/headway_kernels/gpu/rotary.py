@@ -33,6 +33,7 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    norms_rotated: bool = False,
     query_factors: Tensor | None = None,
 ) -> None:
     """Rotate queries in place; store rotated keys, and values, in the pool. ``qkv`` keeps its keys and values.
@@ -43,7 +44,8 @@ def rotate_and_store(
     ``pool_layer`` as of ``paged_attention``, of numbers or of codes. ``q_norm``, ``k_norm`` ``[head_dim]``: weights of an
     RMSNorm per head, or None. ``query_factors`` float32 ``[context]`` multiply queries by position; None: nothing does.
 
-    Normalised heads are rounded before and after the product with the weight, then rotated in float32.
+    Normalised heads are rounded before and after the product with the weight, then rotated in float32; with
+    ``norms_rotated``, rotated and rounded before that.
     """
     num_tokens = qkv.shape[0]
     if num_tokens == 0:
@@ -72,6 +74,7 @@ def rotate_and_store(
         BLOCK_PAIRS=block_pairs,
         NORMALISE=normalise,
         GROWS=query_factors is not None,
+        NORMS_ROTATED=norms_rotated,
         num_warps=NUM_WARPS,
         **dependent_launch(qkv.device),
     )
@@ -99,6 +102,7 @@ def _rotate_and_store(
     BLOCK_PAIRS: tl.constexpr,
     NORMALISE: tl.constexpr,
     GROWS: tl.constexpr,
+    NORMS_ROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_grid(PDL)
@@ -117,18 +121,22 @@ def _rotate_and_store(
     cosine = tl.load(cosines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
     sine = tl.load(sines + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
     left, right = first, second
+    if NORMS_ROTATED:
+        left = (first * cosine - second * sine).to(dtype).to(tl.float32)
+        right = (first * sine + second * cosine).to(dtype).to(tl.float32)
     if NORMALISE:
-        squares = tl.sum(first * first + second * second, axis=1)
+        squares = tl.sum(left * left + right * right, axis=1)
         inverse = tl.math.rsqrt(squares / (2 * PAIRS) + eps)[:, None]
-        left = _times_weight((first * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
-        right = _times_weight((second * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
+        left = _times_weight((left * inverse).to(dtype), q_norm, k_norm, pairs, PAIRS, is_query)
+        right = _times_weight((right * inverse).to(dtype), q_norm + PAIRS, k_norm + PAIRS, pairs, PAIRS, is_query)
     if GROWS:
         factor = tl.where(is_query, tl.load(query_factors + position), 1.0)
-        left *= factor
-        right *= factor
+        left, right = left * factor, right * factor
+    if not NORMS_ROTATED:
+        left, right = left * cosine - right * sine, left * sine + right * cosine
     # Values are chosen, not rotated by nothing: a zero sine times an infinity would not be zero.
-    rotated_first = tl.where(is_rotated, left * cosine - right * sine, first).to(dtype)
-    rotated_second = tl.where(is_rotated, left * sine + right * cosine, second).to(dtype)
+    rotated_first = tl.where(is_rotated, left, first).to(dtype)
+    rotated_second = tl.where(is_rotated, right, second).to(dtype)
 
     tl.store(source, rotated_first, mask=within & is_query)
     tl.store(source + PAIRS, rotated_second, mask=within & is_query)

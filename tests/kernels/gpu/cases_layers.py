@@ -66,6 +66,7 @@ def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False):
             "BLOCK_PAIRS": block_pairs,
             "NORMALISE": normalise,
             "GROWS": grows,
+            "NORMS_ROTATED": False,
         },
         num_warps=rotary.NUM_WARPS,
         aligned=("qkv", "pool_layer", "q_norm", "k_norm", "cosines", "sines", "qkv_stride"),

@@ -51,6 +51,7 @@ def tables(head_dim, device):
     block_size=st.sampled_from((1, 5, 16)),
     dtype=DTYPES,
     normalise=st.booleans(),
+    norms_rotated=st.booleans(),
     has_codes=st.booleans(),
     grows=st.booleans(),
     spare=st.sampled_from((0, 3)),
@@ -67,6 +68,7 @@ def test_equals_the_oracle(
     normalise,
     has_codes,
     grows,
+    norms_rotated,
     spare,
 ):
     tolerance = (NORMALISED_TOLERANCE if normalise else TOLERANCE)[dtype]
@@ -81,6 +83,7 @@ def test_equals_the_oracle(
     norms = {
         "q_norm": normal(seed + 1, head_dim, **options) if normalise else None,
         "k_norm": normal(seed + 2, head_dim, **options) if normalise else None,
+        "norms_rotated": norms_rotated,
     }
     _, cosines, sines = tables(head_dim, kernel_device)
     factors = torch.linspace(1.0, 1.5, CONTEXT, device=kernel_device) if grows else None

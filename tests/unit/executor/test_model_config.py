@@ -42,8 +42,9 @@ def test_agrees_with_transformers_on_every_family(tmp_path, name):
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
-    assert ours.norm.eps == next(getattr(theirs, field) for field in fields if hasattr(theirs, field))
+    fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+    # That of OLMo is not in its configuration.
+    assert ours.norm.eps == next((getattr(theirs, field) for field in fields if hasattr(theirs, field)), 1e-5)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     windows = [getattr(theirs, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
     assert [layer.window for layer in ours.layers] == windows
@@ -167,7 +168,7 @@ def test_refuses_with_one_line_that_names_the_field(tmp_path, changes, field):
     with pytest.raises(ModelFilesError, match=field) as caught:
         read(tmp_path, LLAMA | changes)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < (400 if field == "architectures" else 300), "all families are named"
+    assert len(str(caught.value)) < (1000 if field == "architectures" else 300), "all families are named"
 
 
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": None}
@@ -268,7 +269,7 @@ def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
     assert read(tmp_path, old) == read(tmp_path, new)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"mellum"}))  # Which has to name them all.
 def test_a_theta_that_is_not_named_is_that_of_transformers(tmp_path, name):
     make_model(name).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())

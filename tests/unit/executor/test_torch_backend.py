@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, FURTHER, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
@@ -78,17 +78,35 @@ def round_products(model: PreTrainedModel, of_weight, of_inputs):
             module.register_forward_pre_hook(lambda _, inputs: (of_inputs(inputs[0]), *inputs[1:]))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     shard = "40KB" if request.param in {"llama3", "qwen3-bias"} else "5GB"
     model = make_checkpoint(directory, request.param, max_shard_size=shard)
     model.generation_config.eos_token_id = None
-    return directory, [(prompt, *reference(model, prompt)) for prompt in prompts()]
+    asked = prompts(LENGTHS[1::3] if request.param in FURTHER else LENGTHS)
+    return directory, [(prompt, *reference(model, prompt)) for prompt in asked]
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "eager"])
-@pytest.mark.parametrize(("block_size", "budget"), [(8, 7), (8, 512), (16, 16), (16, 60)])
+KERNELS, STEPS = ("compiled", "eager"), ((8, 7), (8, 512), (16, 16), (16, 60))
+ENOUGH = (("compiled", 8, 7), ("eager", 16, 60))
+"""Settings that show whether a family's description is right."""
+
+
+def cases(settings, enough):
+    """Of every family, those that are not enough for ``FURTHER`` ones only in ``make deep``."""
+    return [
+        pytest.param(name, *case, marks=pytest.mark.deep if name in FURTHER and case not in enough else ())
+        for name in FAMILIES
+        for case in settings
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "block_size", "budget"),
+    cases([(kernels, *steps) for steps in STEPS for kernels in KERNELS], ENOUGH),
+    indirect=["family"],
+)
 def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget, kernels):
     directory, expected = family
     backend, info = open_backend(directory, block_size=block_size, options={"kernels": kernels})
@@ -197,7 +215,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
         open_backend(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("family", "dtype"), cases([("bfloat16",), ("float16",)], []), indirect=["family"])
 def test_half_precision_is_close(family, dtype):
     directory, expected = family
     backend, info = open_backend(directory, dtype=dtype)

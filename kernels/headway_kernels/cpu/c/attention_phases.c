@@ -11,7 +11,15 @@ static void share_components(const decoder *of, const latent_weights *latent, co
     }
 }
 
-/* Queries and keys of one token: normalise, rotate, scale; store key and value. */
+static void normalise_queries_and_keys(const decoder_shape *shape, const float *norm, float *qkv, float *keys) {
+    const float *key_norm = norm + shape->num_heads * shape->true_head_dim;
+    int together = shape->norms_all_heads != 0;
+    normalise_heads(qkv, shape->num_heads, shape->head_dim, shape->true_head_dim, norm, shape->norm_eps, together);
+    normalise_heads(keys, shape->num_kv_heads, shape->head_dim, shape->true_head_dim, key_norm, shape->norm_eps,
+                    together);
+}
+
+/* Queries and keys of one token: normalise and rotate, or the other way round; scale queries; store key and value. */
 static void place_token(const pass *now, const attention_tile *tile, int64_t which) {
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
@@ -22,16 +30,11 @@ static void place_token(const pass *now, const attention_tile *tile, int64_t whi
     if (layer->latent != NULL)
         share_components(of, layer->latent, of->space.compressed + (tile->token + which) * of->strides.compressed,
                          keys);
-    if (layer->qk_norm != NULL) {
-        const float *key_norm = layer->qk_norm + shape->num_heads * shape->true_head_dim;
-        normalise_heads(qkv, shape->num_heads, shape->head_dim, shape->true_head_dim, layer->qk_norm, shape->norm_eps,
-                        shape->norms_all_heads != 0);
-        normalise_heads(keys, shape->num_kv_heads, shape->head_dim, shape->true_head_dim, key_norm, shape->norm_eps,
-                        shape->norms_all_heads != 0);
-    }
+    if (layer->qk_norm != NULL && !shape->norms_rotated) normalise_queries_and_keys(shape, layer->qk_norm, qkv, keys);
     for (int64_t head = 0; layer->cosines != NULL && head < shape->num_heads + shape->num_kv_heads; head++) {
         rotate(qkv + head * shape->head_dim, layer->cosines + position * half, layer->sines + position * half, half);
     }
+    if (layer->qk_norm != NULL && shape->norms_rotated) normalise_queries_and_keys(shape, layer->qk_norm, qkv, keys);
     for (int64_t i = 0; layer->query_factors != NULL && i < shape->num_heads * shape->head_dim; i++)
         qkv[i] *= layer->query_factors[position];
     const int32_t *table = now->step->tables + tile->row * now->step->table_stride;

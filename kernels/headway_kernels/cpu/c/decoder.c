@@ -141,11 +141,16 @@ static row_adapters adapters_of(const pass *now, enum site site) {
     };
 }
 
+/* Whether something happens to what is added to the hidden state. */
+static int adds_beside(const pass *now, norm_weights norm) {
+    return norm.weight != NULL || now->of->shape.residual_factor != 1.0f;
+}
+
 /* Run a product whose result is added to the hidden state, behind a norm if there is one. */
 static void run_adding(member *self, pass *now, product of_layer, norm_weights norm, const linear *next) {
     const decoder *of = now->of;
     const int64_t num_rows = of_layer.inputs.num_rows;
-    const int beside = norm.weight != NULL || of->shape.residual_factor != 1.0f;
+    const int beside = adds_beside(now, norm);
     of_layer.epilogue = beside ? STORE : ADD;
     of_layer.out = (beside ? of->space.added : of->rows.hidden) + of->shape.hidden_start;
     of_layer.out_stride = of->strides.hidden;
@@ -219,9 +224,15 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
                              .hidden_start = of->shape.hidden_start,
                              .meet = meet_experts,
                              .context = now};
+    const int beside = adds_beside(now, layer->mlp_post_norm);
+    if (beside) part.added = of->space.added;
     if (now->step->most_expert_rank > 0) part.adapters = adapters_of(now, SITE_ROUTER);
     run_experts(self, now->expert_space, layer->experts, layer - of->layers, of->rows.hidden, of->strides.hidden,
                 num_tokens, norm, &part);
+    if (beside) {
+        row_phase phase = {now, layer->mlp_post_norm};
+        team_phase(self, add_task, &phase, num_tokens);
+    }
     meet(self, now, MEET_HIDDEN, num_tokens);
 }
 

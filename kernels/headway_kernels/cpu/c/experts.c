@@ -231,12 +231,13 @@ static void add_task(void *work, int64_t token) {
     const int64_t each = per_token(now->layer);
     const int32_t *places = space->places + token * each;
     const float *weights = space->weights + token * each;
-    float *to = now->hidden + token * now->stride;
+    float *added = now->part->added;
+    float *to = (added == NULL ? now->hidden : added) + token * now->stride;
     const int64_t start = now->part->hidden_start, end = start + now->layer->down[0]->num_panels * PANEL;
     for (int64_t column = start; column < end; column += LANES) {
         vec sum = {0};
         for (int64_t i = 0; i < each; i++) sum += weights[i] * load(space->outputs + places[i] * now->stride + column);
-        store(to + column, load(to + column) + sum);
+        store(to + column, added == NULL ? load(to + column) + sum : sum);
     }
 }
 

@@ -289,6 +289,7 @@ class Decoder:
             head_dim=config.head_dim,
             q_norm=layer.query_norm if by_head else None,
             k_norm=layer.key_norm if by_head else None,
+            norms_rotated=config.attention.norms_rotated,
             eps=config.norm.eps,
             query_factors=layer.query_factors,
         )

@@ -63,7 +63,7 @@ def load_decoder(
     )
     loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
-    is_shared = config.tie_word_embeddings and config.scalings.embedding == 1
+    is_shared = config.tie_word_embeddings and config.scalings.embedding == 1 and not config.has_head_bias
 
     def layer(index: int) -> LayerWeights:
         progress(index, config.num_layers)
@@ -75,7 +75,7 @@ def load_decoder(
         final_norm=loader.norm(weights.tensors.final_norm()),
         head=weights.product(embedding, None, is_exact=True)
         if is_shared
-        else weights.linear(lambda read: (read.head(), None), is_exact=True),
+        else weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True),
     )
 
 

@@ -188,6 +188,7 @@ def load_compiled(
         norm_kind=NormKind.RMS if config.norm.kind == "rms" else NormKind.LAYER,
         is_parallel=config.is_parallel,
         norms_all_heads=attention.qk_norm == "all",
+        norms_rotated=attention.norms_rotated,
         score_softcap=attention.softcap or 0.0,
         residual_factor=scalings.residual,
         logits_factor=scalings.logits,
@@ -253,7 +254,7 @@ class _Loader:
         return copy_of_table(self._tensors.embedding(torch.float32), torch.float32)
 
     def head(self) -> PackedLinear:
-        return self.projection(lambda read: (read.head(), None))
+        return self.projection(lambda read: (read.head(), read.head_bias()))
 
     def layer(self, index: int) -> LayerWeights:
         tensors, names, layer = self._tensors, self._config.names, self._config.layers[index]

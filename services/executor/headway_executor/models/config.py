@@ -35,12 +35,14 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class NormConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All norms of a model; where they are is in its ``TensorNames``.
 
-    ``offset`` is added to the weights. ``rounds_first``: the result is rounded before the product with the weight.
+    ``offset`` is added to the weights; without ``has_weight`` they are 1. ``rounds_first``: the result is rounded before the
+    product with the weight.
     """
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     offset: float = 0.0
+    has_weight: bool = True
     has_bias: bool = False
     rounds_first: bool = False
 
@@ -66,8 +68,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
 
     The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
-    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token. With ``latent``,
-    keys and values are made of a compressed row.
+    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, before they are
+    rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of a compressed row.
     """
 
     num_heads: int
@@ -78,6 +80,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_interleaved: bool = False
     softcap: float | None = None
     qk_norm: QkNorm = "none"
+    norms_rotated: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     latent: LatentConfig | None = None
@@ -86,7 +89,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
 
-    Without a name, there is no ``correction`` and no ``shared_gate``.
+    Without a name, there is no ``correction`` and no ``shared_gate``. ``shared_gate_up`` names one tensor each, or one for
+    both, gates first.
     """
 
     router: str = "mlp.gate"
@@ -95,6 +99,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     shared: str = "mlp.shared_experts."
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
     shared_gate: str | None = None
 
 
@@ -102,13 +108,15 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which experts there are. All tokens go through a shared one of ``shared_size`` columns; 0: there is none.
 
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
-    gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs.
+    gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. ``has_correction_row``:
+    the correction is stored as a matrix of one row.
     """
 
     routing: Routing
     shared_size: int = 0
     has_router_bias: bool = False
     stack: Stacking | None = None
+    has_correction_row: bool = False
     names: ExpertNames = ExpertNames()
 
 
@@ -157,8 +165,9 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
 
     Norms and attention sinks without a name do not exist. ``qkv`` and ``gate_up`` name one tensor each, or one for all:
     part after part, or head after head (``is_fused_by_head``). ``heads``: the first that is stored. Nothing reads
-    ``ignored``, and the ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint,
+    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint,
     which are not read either; then names have more in front, which the stored ones tell.
+    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -171,6 +180,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     key_norm: str = "self_attn.k_norm"
     sinks: str | None = None
     ignored_layers: int = 0
+    ignored_prefixes: tuple[str, ...] = ()
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -201,6 +211,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
     has_head: bool = True
+    has_head_bias: bool = False
     dtype: str
     eos_token_ids: tuple[int, ...]
 

@@ -89,7 +89,8 @@ class SpanNorms:
 class Attention:
     """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None.
 
-    A query sees ``window`` positions; None: all. ``rope`` None: nothing is rotated. ``growth``: see ``query_factors``; None: 1.
+    With ``norms_rotated`` it does so behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None:
+    nothing is rotated. ``growth``: see ``query_factors``; None: 1.
     """
 
     index: int
@@ -98,6 +99,7 @@ class Attention:
     num_queries: int
     head_dim: int
     qk_norm: Product | None
+    norms_rotated: bool
     rope: RopeConfig | None
     output: Product
     growth: Tensor | None
@@ -108,10 +110,12 @@ class Attention:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
         qkv = self.qkv(inputs)
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and not self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
         if self.rope is not None:
             rotate_(heads, rotations[self.rope])
+        if self.qk_norm is not None and self.norms_rotated:
+            heads.copy_(self.qk_norm(heads))
         if self.growth is not None:
             heads[:, : self.num_queries].mul_(self.growth[positions, None, None])
         return self.output(plan.attend(self.index, self.window, qkv, self.sinks))

@@ -198,6 +198,7 @@ class _Loader:
                 num_rotated=len(self.part.heads) + len(self.part.kv_heads),
                 head_dim=config.head_dim,
                 qk_norm=self._qk_norm(index),
+                norms_rotated=config.attention.norms_rotated,
                 rope=config.layers[index].rope,
                 growth=None if growth is None else self._growth(growth),
                 output=self._back(
@@ -224,7 +225,9 @@ class _Loader:
 
     def head(self) -> Product:
         """The product that gives the logits."""
-        return GatheredLinear(self._linear(self.tensors.head(), None), self._mates, outputs=self.part.vocab)
+        return GatheredLinear(
+            self._linear(self.tensors.head(), self.tensors.head_bias()), self._mates, outputs=self.part.vocab
+        )
 
     def _latent_qkv(self, place: int, latent: LatentTensors) -> LatentQkv:
         config, query = self._config.attention.latent, latent.query()

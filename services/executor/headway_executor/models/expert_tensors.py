@@ -23,7 +23,7 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
     if config.has_router_bias:
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
-        yield names.correction, (count,)
+        yield names.correction, (1, count) if config.has_correction_row else (count,)
     if config.stack is not None:
         inner = feed.intermediate_size
         is_turned = config.stack != "rows"
@@ -32,19 +32,22 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         if feed.has_bias:
             yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
             yield f"{names.down}_bias", (count, hidden)
-        return
-    for number in range(count):
-        yield from _feed_forward(config, names.expert.format(number), hidden, feed.intermediate_size)
-    if config.shared_size:
-        yield from _feed_forward(config, names.shared, hidden, config.shared_size)
+    for number in range(count if config.stack is None else 0):
+        prefix = names.expert.format(number)
+        for name in names.gate_up:
+            yield f"{prefix}{name}.weight", (feed.intermediate_size, hidden)
+        yield f"{prefix}{names.down}.weight", (hidden, feed.intermediate_size)
+    yield from _shared(config, hidden)
     if names.shared_gate is not None:
         yield f"{names.shared_gate}.weight", (1, hidden)
 
 
-def _feed_forward(config: ExpertsConfig, prefix: str, hidden: int, inner: int) -> Shapes:
-    for name in config.names.gate_up:
-        yield f"{prefix}{name}.weight", (inner, hidden)
-    yield f"{prefix}{config.names.down}.weight", (hidden, inner)
+def _shared(config: ExpertsConfig, hidden: int) -> Shapes:
+    names, inner = config.names, config.shared_size
+    if inner:
+        for name in names.shared_gate_up:
+            yield f"{names.shared}{name}.weight", (2 * inner // len(names.shared_gate_up), hidden)
+        yield f"{names.shared}{names.shared_down}.weight", (hidden, inner)
 
 
 class Reading(Protocol):
@@ -71,7 +74,7 @@ class ExpertTensors:
 
     def correction(self) -> Tensor | None:
         """``[experts]``, or None."""
-        return None if self._names.correction is None else self._read(self._names.correction)
+        return None if self._names.correction is None else self._read(self._names.correction).flatten()
 
     def expert(self, number: int) -> Expert:
         """One of those that are chosen."""
@@ -88,6 +91,8 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
         inner, _ = self._own(number)
+        if number is None and len(self._names.shared_gate_up) == 1:
+            return self._halves(self._read(f"{self._names.shared}{self._names.shared_gate_up[0]}.weight"), inner), None
         if self._config.stack is not None and number is not None:
             name = self._names.gate_up[0]
             if self._config.stack == "pairs":
@@ -96,7 +101,8 @@ class ExpertTensors:
             size = self._size
             owns = (None,) if inner is None else (inner, range(size + inner.start, size + inner.stop))
             return torch.cat([self._stacked(name, number, own) for own in owns]), None
-        parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in self._names.gate_up]
+        names = self._names.shared_gate_up if number is None else self._names.gate_up
+        parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in names]
         return torch.cat(parts), None
 
     def down(self, number: int | None) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +112,8 @@ class ExpertTensors:
             name = self._names.down
             bias = self._stacked_bias(name, number, outputs) if self._adds_bias else None
             return self._stacked(name, number, outputs, inputs), bias
-        return self._read(f"{self._prefix(number)}{self._names.down}.weight", outputs, inputs), None
+        name = self._names.shared_down if number is None else self._names.down
+        return self._read(f"{self._prefix(number)}{name}.weight", outputs, inputs), None
 
     def _stacked(self, name: str, number: int, outputs: range | None = None, inputs: range | None = None) -> Tensor:
         """Of one expert, ``[outputs, inputs]``."""
@@ -125,6 +132,11 @@ class ExpertTensors:
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)
         return Expert(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    @staticmethod
+    def _halves(both: Tensor, inner: range | None) -> Tensor:
+        """All gates before all ups: the own ones of each."""
+        return both if inner is None else torch.cat([half[inner.start : inner.stop] for half in both.chunk(2)])
 
     def _prefix(self, number: int | None) -> str:
         return self._names.shared if number is None else self._names.expert.format(number)

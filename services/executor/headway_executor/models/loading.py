@@ -42,6 +42,8 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
     words = [name for name in pair if not config.tie_word_embeddings or name in stored]
     expected = dict(_norm_tensors(config, names.final_norm))
     expected |= dict.fromkeys(words or [names.embedding], (config.vocab_size, config.hidden_size))
+    if config.has_head_bias:
+        expected[_bias_of(pair[1])] = (config.vocab_size,)
     for index in range(config.num_layers):
         prefix = names.layer.format(index)
         expected |= {prefix + name: shape for name, shape in _layer_tensors(config, index)}
@@ -124,6 +126,10 @@ def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> s
     return next((name for name in names.heads if name in stored), names.heads[0])
 
 
+def _bias_of(head: str) -> str:
+    return f"{head.removesuffix('.weight')}.bias"
+
+
 def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
     names, attention = config.names, config.attention
     if attention.latent is not None:
@@ -163,8 +169,9 @@ def _projections(names: Sequence[str], inputs: int, outputs: Sequence[int], *, h
 
 
 def _norm_tensors(config: ModelConfig, name: str) -> _Shapes:
-    for kind in ("weight", "bias") if config.norm.has_bias else ("weight",):
-        yield f"{name}.{kind}", (config.hidden_size,)
+    for kind, is_there in (("weight", config.norm.has_weight), ("bias", config.norm.has_bias)):
+        if is_there:
+            yield f"{name}.{kind}", (config.hidden_size,)
 
 
 def _qkv_widths(config: ModelConfig) -> tuple[int, int, int]:
@@ -222,7 +229,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint, quantization: str
         )
     config = _named_as_stored(config, checkpoint)
     layers = range(config.num_layers, config.num_layers + config.names.ignored_layers)
-    beyond = tuple(config.names.layer.format(index) for index in layers)
+    beyond = (*(config.names.layer.format(index) for index in layers), *config.names.ignored_prefixes)
     unread = {name for name in checkpoint.headers if name.startswith(beyond)}
     if config.names.is_part:
         own = (
@@ -282,6 +289,10 @@ class ModelTensors:
         """``[own_vocab, hidden]``; of the embedding if the two are tied."""
         tied = self._config.tie_word_embeddings and self._names.embedding in self._checkpoint
         return self._read_named(self._names.embedding if tied else self._head, self._part.own_vocab)
+
+    def head_bias(self) -> Tensor | None:
+        """``[own_vocab]``, or None."""
+        return self._read_named(_bias_of(self._head), self._part.own_vocab) if self._config.has_head_bias else None
 
     def final_norm(self) -> NormTensors:
         """The norm before the head."""
@@ -358,7 +369,10 @@ class ModelTensors:
         return torch.cat(norms)
 
     def _norm(self, name: str) -> NormTensors:
-        weight = self._offset(self._read_named(f"{name}.weight"))
+        if self._config.norm.has_weight:
+            weight = self._offset(self._read_named(f"{name}.weight"))
+        else:
+            weight = self._here(torch.ones(self._config.hidden_size))
         return NormTensors(weight, self._read_named(f"{name}.bias") if self._config.norm.has_bias else None)
 
     def _offset(self, weight: Tensor) -> Tensor:

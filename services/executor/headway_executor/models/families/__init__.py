@@ -16,46 +16,87 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
-from headway_executor.models.families.cohere import read_cohere2
-from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3
-from headway_executor.models.families.gemma import read_gemma2
+from headway_executor.models.families.cohere import read_cohere, read_cohere2
+from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_youtu
+from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
+from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
+from headway_executor.models.families.gemma import read_gemma1, read_gemma2
 from headway_executor.models.families.gemma3 import read_gemma3
+from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
 from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
-from headway_executor.models.families.granite import read_granite
-from headway_executor.models.families.llama import read_llama
+from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
+from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
+from headway_executor.models.families.llama import read_arcee, read_llama, read_seed_oss
 from headway_executor.models.families.mistral import read_ministral3, read_mistral
-from headway_executor.models.families.mixtures import read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
-from headway_executor.models.families.olmo import read_olmo2
-from headway_executor.models.families.phi import read_phi3
+from headway_executor.models.families.mixtures import (
+    read_dots1,
+    read_flex_olmo,
+    read_mellum,
+    read_minimax_m2,
+    read_mixtral,
+    read_olmoe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
+from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
+from headway_executor.models.families.phi import read_phi, read_phi3
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
 from headway_executor.models.families.smollm import read_smollm3
+from headway_executor.models.families.stablelm import read_nemotron, read_stablelm
 from headway_executor.models.families.starcoder import read_starcoder2
 from headway_executor.models.families.text_part import text_part_of
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
+    "ArceeForCausalLM": read_arcee,
     "Cohere2ForCausalLM": read_cohere2,
+    "CohereForCausalLM": read_cohere,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "Dots1ForCausalLM": read_dots1,
+    "Ernie4_5ForCausalLM": read_ernie,
+    "Ernie4_5_MoeForCausalLM": read_ernie_moe,
+    "Exaone4ForCausalLM": read_exaone4,
+    "ExaoneMoeForCausalLM": read_exaone_moe,
+    "FlexOlmoForCausalLM": read_flex_olmo,
     "GPTNeoXForCausalLM": read_gpt_neox,
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
+    "GemmaForCausalLM": read_gemma1,
+    "Glm4ForCausalLM": read_glm4,
+    "Glm4MoeForCausalLM": read_glm4_moe,
+    "GlmForCausalLM": read_glm,
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
+    "GraniteMoeForCausalLM": read_granite_moe,
+    "GraniteMoeSharedForCausalLM": read_granite_moe,
+    "HunYuanDenseV1ForCausalLM": read_hunyuan,
+    "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
+    "HyperCLOVAXForCausalLM": read_hyperclovax,
     "LlamaForCausalLM": read_llama,
+    "MellumForCausalLM": read_mellum,
+    "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
+    "NemotronForCausalLM": read_nemotron,
     "Olmo2ForCausalLM": read_olmo2,
+    "Olmo3ForCausalLM": read_olmo3,
+    "OlmoForCausalLM": read_olmo1,
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,
+    "PhiForCausalLM": read_phi,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
     "Qwen3MoeForCausalLM": read_qwen3_moe,
+    "SeedOssForCausalLM": read_seed_oss,
     "SmolLM3ForCausalLM": read_smollm3,
+    "SolarOpenForCausalLM": read_solar_open,
+    "StableLmForCausalLM": read_stablelm,
     "Starcoder2ForCausalLM": read_starcoder2,
+    "YoutuForCausalLM": read_youtu,
 }
 """How to read the configuration of each architecture."""
 

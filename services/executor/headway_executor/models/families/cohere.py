@@ -1,8 +1,9 @@
-"""Cohere 2 (Command R7B, Command A): attention beside the feed-forward behind one norm; only windows have positions."""
+"""Command R and Command A: attention beside the feed-forward behind one norm; in Cohere 2, only windows have positions."""
+
+from collections.abc import Sequence
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, Scalings, TensorNames
-from headway_executor.models.families.positions import read_rope, scaled_context
 from headway_executor.models.families.reading import (
     SLIDING,
     every_nth_full,
@@ -10,29 +11,43 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     refuse_partial_rotation,
+    refuse_unless,
     window_of,
     windows_of,
 )
 
-_CONTEXT = 8192
+
+def read_cohere(fields: ConfigFields) -> ModelConfig:
+    """``CohereForCausalLM``."""
+    refuse_unless(fields, "use_qk_norm", False)
+    return _read(fields, theta=500_000.0)
 
 
 def read_cohere2(fields: ConfigFields) -> ModelConfig:
     """``Cohere2ForCausalLM``."""
+    kinds = every_nth_full(fields, 4)
+    windows = windows_of(fields, kinds, window_of(fields))
+    return _read(fields, theta=10_000.0, windows=windows, rotates=[kind == SLIDING for kind in kinds])
+
+
+def _read(
+    fields: ConfigFields,
+    *,
+    theta: float,
+    windows: Sequence[int | None] | None = None,
+    rotates: Sequence[bool] | None = None,
+) -> ModelConfig:
     refuse_partial_rotation(fields)
     has_bias = fields.flag("attention_bias", default=False)
-    kinds = every_nth_full(fields, 4)
-    context = fields.integer("max_position_embeddings", _CONTEXT)
-    rope = read_rope(fields, context)
     return read_model(
         fields,
-        default_context=_CONTEXT,
-        context=scaled_context(fields, rope, context),
+        default_context=8192,
         attention=read_attention(fields, is_interleaved=True, qkv_bias=has_bias, output_bias=has_bias),
         feed_forward=read_feed_forward(fields),
         norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer"),
-        windows=windows_of(fields, kinds, window_of(fields)),
-        ropes=[rope if kind == SLIDING else None for kind in kinds],
+        windows=windows,
+        theta=theta,
+        rotates=rotates,
         scalings=Scalings(logits=fields.number("logit_scale", 0.0625)),
         names=TensorNames(mlp_norm="input_layernorm"),
         is_parallel=True,

@@ -1,15 +1,14 @@
-"""DeepSeek V2 and V3: latent attention, groups of experts beside shared ones, the first layers dense."""
+"""DeepSeek V2 and V3: latent attention, groups of experts beside shared ones, the first layers dense; Youtu without them."""
 
 import math
-from dataclasses import dataclass, replace
-
-import msgspec
+from collections.abc import Sequence
+from dataclasses import replace
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
     AttentionConfig,
-    ExpertNames,
     ExpertsConfig,
+    FeedForwardConfig,
     LatentConfig,
     ModelConfig,
     RopeConfig,
@@ -23,18 +22,7 @@ from headway_executor.models.families.reading import (
     refuse_partial_rotation,
     refuse_unless,
 )
-from headway_executor.models.families.routing import read_routing
-from headway_kernels.routing import Routing, Scoring
-
-_CORRECTION = "mlp.gate.e_score_correction_bias"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Defaults:
-    shared: int
-    expert_size: int
-    first_sparse: int
-    context: int
+from headway_executor.models.families.routing import behind_dense_layers, in_groups, read_corrected, read_routing
 
 
 def read_deepseek_v2(fields: ConfigFields) -> ModelConfig:
@@ -47,63 +35,48 @@ def read_deepseek_v2(fields: ConfigFields) -> ModelConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.refuse("topk_method", "greedy, group_limited_greedy")
     if method != "greedy":
-        routing = _in_groups(fields, routing, scores_per_group=1)
-    defaults = _Defaults(shared=2, expert_size=1407, first_sparse=0, context=2048)
-    return _read(fields, ExpertsConfig(routing=routing), defaults, is_interleaved=True)
+        routing = in_groups(fields, routing, scores_per_group=1)
+    feeds = behind_dense_layers(fields, ExpertsConfig(routing=routing), size=1407, shared=2, first=0)
+    return _read(fields, feeds, default_context=2048, is_interleaved=True)
 
 
 def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     """``DeepseekV3ForCausalLM``. Nothing reads its layers that predict further tokens."""
-    for field, allowed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        refuse_unless(fields, field, allowed)
-    is_normalised = fields.flag("norm_topk_prob", default=True)
-    routing = read_routing(fields, ("n_routed_experts", 256), chosen=8, is_normalised=is_normalised)
-    routing = replace(routing, scoring=Scoring.SIGMOID, scaling=fields.number("routed_scaling_factor", 2.5))
-    experts = ExpertsConfig(
-        routing=_in_groups(fields, routing, scores_per_group=2, default=(8, 4)),
-        names=ExpertNames(correction=_CORRECTION),
-    )
-    defaults = _Defaults(shared=1, expert_size=2048, first_sparse=3, context=4096)
-    return _read(fields, experts, defaults, is_interleaved=fields.flag("rope_interleave", default=True))
+    experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5, groups=(8, 4))
+    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
+    is_interleaved = fields.flag("rope_interleave", default=True)
+    return _read(fields, feeds, default_context=4096, is_interleaved=is_interleaved)
 
 
-def _in_groups(
+def read_youtu(fields: ConfigFields) -> ModelConfig:
+    """``YoutuForCausalLM``: without experts."""
+    is_interleaved = fields.flag("rope_interleave", default=True)
+    feed = read_feed_forward(fields)
+    return _read(fields, feed, default_context=131_072, is_interleaved=is_interleaved, tied=True)
+
+
+def _read(
     fields: ConfigFields,
-    routing: Routing,
+    feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig],
     *,
-    scores_per_group: int,
-    default: tuple[int | None, int | None] = (None, None),
-) -> Routing:
-    num_groups, num_open = fields.integer("n_group", default[0]), fields.integer("topk_group", default[1])
-    size = routing.num_experts // num_groups
-    if routing.num_experts % num_groups or (num_groups > 1 and size < scores_per_group):
-        raise fields.refuse("n_group", f"a divisor of n_routed_experts, {routing.num_experts}, for groups of 2 or more")
-    if num_open > num_groups or routing.num_chosen > num_open * size:
-        raise fields.refuse("topk_group", f"at most n_group, {num_groups}, with num_experts_per_tok experts or more")
-    return replace(routing, num_groups=num_groups, num_open_groups=num_open, scores_per_group=scores_per_group)
-
-
-def _read(fields: ConfigFields, experts: ExpertsConfig, defaults: _Defaults, *, is_interleaved: bool) -> ModelConfig:
+    default_context: int,
+    is_interleaved: bool,
+    tied: bool = False,
+) -> ModelConfig:
     refuse_partial_rotation(fields)
     for field, allowed in (("attention_bias", False), ("moe_layer_freq", 1)):
         refuse_unless(fields, field, allowed)
-    context, num_layers = fields.integer("max_position_embeddings", defaults.context), num_layers_of(fields)
+    context = fields.integer("max_position_embeddings", default_context)
     rope = read_rope(fields, context)
-    inner = fields.integer("moe_intermediate_size", defaults.expert_size)
-    shared_size = inner * fields.integer("n_shared_experts", defaults.shared, high=64)
-    dense = read_feed_forward(fields)
-    sparse = msgspec.structs.replace(
-        dense, intermediate_size=inner, experts=msgspec.structs.replace(experts, shared_size=shared_size)
-    )
-    first = fields.integer("first_k_dense_replace", defaults.first_sparse, low=0)
     return read_model(
         fields,
-        default_context=defaults.context,
+        default_context=default_context,
         attention=_read_attention(fields, rope, is_interleaved=is_interleaved),
-        feed_forward=[dense if i < first else sparse for i in range(num_layers)],
-        ropes=[rope] * num_layers,
+        feed_forward=feed_forward,
+        ropes=[rope] * num_layers_of(fields),
         context=scaled_context(fields, rope, context),
         names=TensorNames(ignored_layers=fields.integer("num_nextn_predict_layers", 0, low=0)),
+        tied=tied,
     )
 
 

@@ -1,6 +1,8 @@
-"""Gemma 2, and what Gemma 3 shares with it: norms before and behind, soft caps, two kinds of layers in turn."""
+"""Gemma, Gemma 2, and what Gemma 3 shares with that: norms before and behind, soft caps, two kinds of layers in turn."""
 
 from collections.abc import Sequence
+
+import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, QkNorm, RopeConfig, Scalings, TensorNames
@@ -20,6 +22,25 @@ _NAMES = TensorNames(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
+
+
+def read_gemma1(fields: ConfigFields) -> ModelConfig:
+    """``GemmaForCausalLM``. Its "gelu" is the approximate one: old files name it so."""
+    refuse_partial_rotation(fields)
+    refuse_unless(fields, "use_bidirectional_attention", False)
+    has_bias = fields.flag("attention_bias", default=False)
+    feed_forward = read_feed_forward(fields, default="gelu_pytorch_tanh")
+    if feed_forward.activation == "gelu":
+        feed_forward = msgspec.structs.replace(feed_forward, activation="gelu_tanh")
+    return read_model(
+        fields,
+        default_context=8192,
+        attention=read_attention(fields, head_dim=256, num_kv_heads=16, qkv_bias=has_bias, output_bias=has_bias),
+        feed_forward=feed_forward,
+        norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
+        scalings=Scalings(embedding=fields.integer("hidden_size") ** 0.5),
+        tied=True,
+    )
 
 
 def read_gemma2(fields: ConfigFields) -> ModelConfig:

@@ -4,7 +4,6 @@ import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig, NormConfig, TensorNames
-from headway_executor.models.families.positions import read_rope, scaled_context
 from headway_executor.models.families.reading import (
     FULL,
     SLIDING,
@@ -23,8 +22,6 @@ from headway_executor.models.families.routing import read_routing
 _NAMES = TensorNames(sinks="self_attn.sinks")
 _EXPERT_NAMES = ExpertNames(router="mlp.router", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
 _WINDOW = 128
-_CONTEXT = 131_072
-_THETA = 150_000.0
 
 
 def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
@@ -46,13 +43,10 @@ def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
         read_feed_forward(fields), activation="clamped_swish", has_bias=True, experts=experts
     )
     kinds = layer_types_of(fields, [FULL if i % 2 else SLIDING for i in range(num_layers_of(fields))])
-    context = fields.integer("max_position_embeddings", _CONTEXT)
-    rope = read_rope(fields, context, theta=_THETA)
     return read_model(
         fields,
-        default_context=_CONTEXT,
-        context=scaled_context(fields, rope, context),
-        ropes=[rope] * len(kinds),
+        default_context=131_072,
+        theta=150_000.0,
         attention=read_attention(fields, head_dim=64, num_kv_heads=8, qkv_bias=has_bias, output_bias=has_bias),
         feed_forward=feed,
         norm=NormConfig(eps=fields.number("rms_norm_eps", 1e-5)),

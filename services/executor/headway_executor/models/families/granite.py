@@ -1,28 +1,84 @@
-"""Granite: Llama with factors on embeddings, scores, the hidden state and logits."""
+"""Granite and HyperCLOVA X: Llama with factors on embeddings, scores, the hidden state and logits; mixtures of it."""
+
+import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, Scalings
+from headway_executor.models.config import (
+    ExpertNames,
+    ExpertsConfig,
+    FeedForwardConfig,
+    ModelConfig,
+    Scalings,
+    TensorNames,
+)
 from headway_executor.models.families.reading import (
     read_attention,
     read_feed_forward,
     read_model,
     refuse_partial_rotation,
 )
+from headway_executor.models.families.routing import read_routing
+
+_EXPERT_NAMES = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    gate_up=("block_sparse_moe.input_linear.weight",),
+    down="block_sparse_moe.output_linear.weight",
+    shared="shared_mlp.",
+    shared_gate_up=("input_linear",),
+    shared_down="output_linear",
+)
+_NORMS_BEHIND = TensorNames(attention_post_norm="post_norm1", mlp_post_norm="post_norm2")
 
 
 def read_granite(fields: ConfigFields) -> ModelConfig:
     """``GraniteForCausalLM``."""
+    return _read(fields, _dense(fields))
+
+
+def read_hyperclovax(fields: ConfigFields) -> ModelConfig:
+    """``HyperCLOVAXForCausalLM``: with norms behind attention and feed-forward, too."""
+    names = _NORMS_BEHIND if fields.flag("use_post_norm", default=True) else None
+    config = _read(fields, _dense(fields), scale=None, names=names)
+    # What divides logits elsewhere multiplies them here.
+    factor = fields.number("logits_scaling", 1.0)
+    return msgspec.structs.replace(config, scalings=msgspec.structs.replace(config.scalings, logits=factor))
+
+
+def read_granite_moe(fields: ConfigFields) -> ModelConfig:
+    """``GraniteMoeForCausalLM``, ``GraniteMoeSharedForCausalLM``: all experts of a layer in one tensor."""
+    experts = ExpertsConfig(
+        routing=read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True),
+        shared_size=fields.integer("shared_intermediate_size", 0, low=0),
+        stack="rows",
+        names=_EXPERT_NAMES,
+    )
+    return _read(fields, msgspec.structs.replace(read_feed_forward(fields), experts=experts))
+
+
+def _dense(fields: ConfigFields) -> FeedForwardConfig:
+    return read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False))
+
+
+def _read(
+    fields: ConfigFields,
+    feed_forward: FeedForwardConfig,
+    *,
+    scale: float | None = 1.0,
+    names: TensorNames | None = None,
+) -> ModelConfig:
+    """``scale`` is a default; None: that of the heads."""
     refuse_partial_rotation(fields)
     has_bias = fields.flag("attention_bias", default=False)
-    scale = fields.number("attention_multiplier", 1.0)
+    scale = fields.optional_number("attention_multiplier") or scale
     return read_model(
         fields,
         default_context=2048,
         attention=read_attention(fields, scale=scale, qkv_bias=has_bias, output_bias=has_bias),
-        feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
+        feed_forward=feed_forward,
         scalings=Scalings(
             embedding=fields.number("embedding_multiplier", 1.0),
             residual=fields.number("residual_multiplier", 1.0),
             logits=1.0 / fields.number("logits_scaling", 1.0),
         ),
+        names=names,
     )

@@ -1,11 +1,12 @@
-"""Llama 2, 3 and 3.x."""
+"""Llama 2, 3 and 3.x, and what differs from it by a few fields: Arcee, Seed-OSS."""
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig
+from headway_executor.models.config import ModelConfig, TensorNames
 from headway_executor.models.families.reading import (
     read_attention,
     read_feed_forward,
     read_model,
+    read_rms_norm,
     refuse_partial_rotation,
 )
 
@@ -18,5 +19,36 @@ def read_llama(fields: ConfigFields) -> ModelConfig:
         fields,
         default_context=2048,
         attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias),
+        feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
+    )
+
+
+def read_arcee(fields: ConfigFields) -> ModelConfig:
+    """``ArceeForCausalLM``: a feed-forward without a gate."""
+    refuse_partial_rotation(fields)
+    has_bias, in_mlp = (fields.flag(field, default=False) for field in ("attention_bias", "mlp_bias"))
+    return read_model(
+        fields,
+        default_context=4096,
+        attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias),
+        feed_forward=read_feed_forward(fields, default="relu2", is_gated=False, has_bias=in_mlp),
+        norm=read_rms_norm(fields, eps=1e-5),
+        names=TensorNames(gate_up=("mlp.up_proj",)),
+    )
+
+
+def read_seed_oss(fields: ConfigFields) -> ModelConfig:
+    """``SeedOssForCausalLM``."""
+    refuse_partial_rotation(fields)
+    return read_model(
+        fields,
+        default_context=524_288,
+        attention=read_attention(
+            fields,
+            head_dim=128,
+            num_kv_heads=8,
+            qkv_bias=fields.flag("attention_bias", default=True),
+            output_bias=fields.flag("attention_out_bias", default=False),
+        ),
         feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
     )

@@ -1,4 +1,7 @@
-"""Mixtures whose decoder is that of a dense family: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE."""
+"""Mixtures whose decoder is that of a dense family: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, FlexOlmo, Mellum, MiniMax, dots."""
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -9,8 +12,10 @@ from headway_executor.models.config import (
     ExpertsConfig,
     FeedForwardConfig,
     ModelConfig,
+    TensorNames,
 )
-from headway_executor.models.families.positions import read_rope, scaled_context
+from headway_executor.models.families.olmo import NORMS_BEHIND
+from headway_executor.models.families.positions import rotary_factor
 from headway_executor.models.families.qwen import QWEN3_HEAD_DIM, QWEN_CONTEXT
 from headway_executor.models.families.reading import (
     FULL,
@@ -21,18 +26,33 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     read_rms_norm,
+    read_ropes,
     refuse_partial_rotation,
     refuse_unless,
     window_of,
     windows_of,
 )
-from headway_executor.models.families.routing import layers_named, read_routing
+from headway_executor.models.families.routing import (
+    behind_dense_layers,
+    by_mlp_type,
+    layers_named,
+    read_corrected,
+    read_routing,
+)
+from headway_kernels.routing import Scoring
 
 _MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate_up=("w1", "w3"), down="w2"
 )
 _QWEN2_NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
-_MIXTRAL_CONTEXT = 131_072
+_MINIMAX: Mapping[str, object] = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+}
+"""Fields of files that are older than transformers' own model."""
 _FIRST_WINDOW = 28
 
 
@@ -41,12 +61,10 @@ def read_mixtral(fields: ConfigFields) -> ModelConfig:
     refuse_partial_rotation(fields)
     routing = read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True)
     experts = ExpertsConfig(routing=routing, names=_MIXTRAL_NAMES)
-    rope = read_rope(fields, fields.integer("max_position_embeddings", _MIXTRAL_CONTEXT), theta=1e6)
     return read_model(
         fields,
-        default_context=_MIXTRAL_CONTEXT,
-        ropes=[rope] * num_layers_of(fields),
-        context=scaled_context(fields, rope, fields.integer("max_position_embeddings", _MIXTRAL_CONTEXT)),
+        default_context=131_072,
+        theta=1e6,
         attention=read_attention(fields),
         feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=experts),
         norm=read_rms_norm(fields, eps=1e-5),
@@ -88,6 +106,81 @@ def read_olmoe(fields: ConfigFields) -> ModelConfig:
         attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias, qk_norm="all"),
         feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=ExpertsConfig(routing=routing)),
         norm=read_rms_norm(fields, eps=1e-5),
+    )
+
+
+def read_flex_olmo(fields: ConfigFields) -> ModelConfig:
+    """``FlexOlmoForCausalLM``: OLMo 2 with experts."""
+    refuse_partial_rotation(fields)
+    routing = read_routing(fields, ("num_experts", 7), chosen=5, is_normalised=_normalises(fields))
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=4096,
+        attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias, qk_norm="all"),
+        feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=ExpertsConfig(routing=routing)),
+        norm=read_rms_norm(fields, rounds_first=False),
+        theta=500_000.0,
+        names=NORMS_BEHIND,
+    )
+
+
+def read_mellum(fields: ConfigFields) -> ModelConfig:
+    """``MellumForCausalLM``: Qwen3-MoE with windows that have a rope of their own. Nothing reads what predicts further tokens."""
+    num_layers, context = num_layers_of(fields), fields.integer("max_position_embeddings", 131_072)
+    count = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    is_normalised = fields.flag("norm_topk_prob", default=True)
+    experts = ExpertsConfig(routing=read_routing(fields, (count, 64), chosen=8, is_normalised=is_normalised))
+    dense, inner = read_feed_forward(fields), fields.integer("moe_intermediate_size", 896)
+    sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
+    kinds = layer_types_of(fields, [FULL] * num_layers)
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=context,
+        attention=read_attention(
+            fields, head_dim=128, num_kv_heads=4, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head"
+        ),
+        feed_forward=by_mlp_type(fields, dense, sparse, [True] * num_layers),
+        windows=windows_of(fields, kinds, window_of(fields, 1024)),
+        ropes=read_ropes(fields, kinds, context, near=10_000.0, far=500_000.0),
+        names=TensorNames(ignored_prefixes=("mtp.",)),
+    )
+
+
+def read_dots1(fields: ConfigFields) -> ModelConfig:
+    """``Dots1ForCausalLM``: Qwen3 with experts as DeepSeek V3 has them."""
+    refuse_partial_rotation(fields)
+    window, first = window_of(fields), fields.integer("max_window_layers", 62, low=0)
+    usual = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers_of(fields))]
+    experts = read_corrected(fields, ("n_routed_experts", None), chosen=None, is_normalised=False)
+    has_bias = fields.flag("attention_bias", default=False)
+    return read_model(
+        fields,
+        default_context=2048,
+        attention=read_attention(fields, num_kv_heads=32, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head"),
+        feed_forward=behind_dense_layers(fields, experts, size=1408, first=0),
+        windows=windows_of(fields, layer_types_of(fields, usual), window),
+    )
+
+
+def read_minimax_m2(fields: ConfigFields) -> ModelConfig:
+    """``MiniMaxM2ForCausalLM``: norms over all heads, partly rotated; ``rotary_dim`` is how much of a head is rotated."""
+    for field, allowed in _MINIMAX.items():
+        refuse_unless(fields, field, allowed)
+    if set(fields.values.get("attn_type_list") or [1]) != {1}:
+        raise fields.refuse("attn_type_list", "a list of 1, full attention")
+    routing = read_routing(fields, ("num_local_experts", 256), chosen=8, is_normalised=True)
+    names = msgspec.structs.replace(_MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias")
+    experts = ExpertsConfig(routing=replace(routing, scoring=Scoring.SIGMOID), names=names)
+    head_dim = fields.integer("head_dim", 128)
+    partial = rotary_factor(fields, fields.integer("rotary_dim", head_dim) / head_dim)
+    return read_model(
+        fields,
+        default_context=196_608,
+        attention=read_attention(fields, head_dim=head_dim, num_kv_heads=8, partial=partial, qk_norm="all"),
+        feed_forward=msgspec.structs.replace(read_feed_forward(fields), experts=experts),
+        theta=5e6,
     )
 
 

@@ -1,7 +1,9 @@
-"""Phi-3 and Phi-4: fused projections, and longrope up to the context before its scaling."""
+"""Phi 1 to 2: layer norms, attention beside the feed-forward; Phi-3 and Phi-4: fused projections, longrope up to the context before its scaling."""
+
+import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, RopeConfig, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig, RopeConfig, TensorNames
 from headway_executor.models.families.positions import original_context_of, read_rope, rope_section, rotary_factor
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -9,12 +11,35 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     read_rms_norm,
+    refuse_unless,
     window_of,
 )
 
 _CONTEXT = 4096
 _LONG = ("longrope", "su", "yarn")
 _NAMES = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+_OLD_NAMES = TensorNames(
+    final_norm="model.final_layernorm",
+    output="self_attn.dense",
+    gate_up=("mlp.fc1",),
+    down="mlp.fc2",
+    mlp_norm="input_layernorm",
+)
+
+
+def read_phi(fields: ConfigFields) -> ModelConfig:
+    """``PhiForCausalLM``: biases everywhere, behind the head too."""
+    refuse_unless(fields, "qk_layernorm", False)
+    config = read_model(
+        fields,
+        default_context=2048,
+        attention=read_attention(fields, partial=rotary_factor(fields, 0.5), qkv_bias=True, output_bias=True),
+        feed_forward=read_feed_forward(fields, default="gelu_new", is_gated=False, has_bias=True),
+        norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
+        names=_OLD_NAMES,
+        is_parallel=True,
+    )
+    return msgspec.structs.replace(config, has_head_bias=True)
 
 
 def read_phi3(fields: ConfigFields) -> ModelConfig:

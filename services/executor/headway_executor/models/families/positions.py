@@ -8,7 +8,8 @@ from headway_executor.checkpoint.fields import MAX_SIZE, ConfigFields
 from headway_executor.models.config import RopeConfig
 
 _KINDS = "default, linear, dynamic, yarn, llama3"
-_THETA = 10_000.0
+THETA = 10_000.0
+"""Of most families."""
 
 
 def rope_section(fields: ConfigFields) -> ConfigFields:
@@ -36,7 +37,7 @@ def read_rope(
     max_position_embeddings: int,
     *,
     section: ConfigFields | None = None,
-    theta: float = _THETA,
+    theta: float = THETA,
     theta_field: str = "rope_theta",
 ) -> RopeConfig:
     """The rope of a ``section``; theta may be inside or beside it, by default ``theta``."""

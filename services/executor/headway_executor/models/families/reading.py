@@ -22,7 +22,7 @@ from headway_executor.models.config import (
     Scalings,
     TensorNames,
 )
-from headway_executor.models.families.positions import read_rope, rotary_factor, scaled_context
+from headway_executor.models.families.positions import THETA, read_rope, rotary_factor, scaled_context
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_WINDOW = 4096
@@ -112,6 +112,8 @@ def read_model(
     norm: NormConfig | None = None,
     windows: Sequence[int | None] | None = None,
     ropes: Sequence[RopeConfig | None] | None = None,
+    theta: float = THETA,
+    rotates: Sequence[bool] | None = None,
     names: TensorNames | None = None,
     scalings: Scalings | None = None,
     is_parallel: bool = False,
@@ -120,14 +122,15 @@ def read_model(
 ) -> ModelConfig:
     """The rest of a description. ``windows``, ``ropes`` and ``feed_forward`` may differ by layer.
 
-    Without ``ropes``, all layers have the one of the file. ``tied`` is a default.
+    Without ``ropes``, all layers that are rotated have the one of the file; ``rotates`` says which: by default, all. ``theta``
+    and ``tied`` are defaults.
     """
     num_layers = num_layers_of(fields)
     max_position_embeddings = fields.integer("max_position_embeddings", default_context)
     if ropes is None:
-        rope = read_rope(fields, max_position_embeddings)
+        rope = read_rope(fields, max_position_embeddings, theta=theta)
         context = scaled_context(fields, rope, max_position_embeddings) if context is None else context
-        ropes = [rope] * num_layers
+        ropes = [rope if rotated else None for rotated in rotates or [True] * num_layers]
     feeds = [feed_forward] * num_layers if isinstance(feed_forward, FeedForwardConfig) else feed_forward
     windows = [None] * num_layers if windows is None else windows
     return ModelConfig(
@@ -187,6 +190,27 @@ def windows_of(fields: ConfigFields, kinds: Sequence[str], window: int | None) -
     if SLIDING in kinds and window is None:
         raise fields.refuse("sliding_window", f"a number, as layer_types names {SLIDING}")
     return [window if kind == SLIDING else None for kind in kinds]
+
+
+def read_ropes(
+    fields: ConfigFields,
+    kinds: Sequence[str],
+    max_position_embeddings: int,
+    *,
+    near: float,
+    far: float,
+    near_field: str = "rope_theta",
+) -> list[RopeConfig]:
+    """The rope of each layer, where layers with windows have one of their own; ``near`` is its theta, ``far`` of others."""
+    empty = ConfigFields(fields.source, {})
+    parameters = fields.section("rope_parameters") or empty
+    scaling = fields.section("rope_scaling") or parameters.section(FULL) or empty
+    local = parameters.section(SLIDING) or empty
+    for section in (fields, scaling, local):
+        refuse_unless(section, "partial_rotary_factor", 1.0)
+    plain = read_rope(fields, max_position_embeddings, section=scaling, theta=far)
+    of_windows = read_rope(fields, max_position_embeddings, section=local, theta=near, theta_field=near_field)
+    return [of_windows if kind == SLIDING else plain for kind in kinds]
 
 
 def refuse_partial_rotation(fields: ConfigFields) -> None:

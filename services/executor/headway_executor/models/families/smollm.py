@@ -2,7 +2,6 @@
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig
-from headway_executor.models.families.positions import read_rope, scaled_context
 from headway_executor.models.families.reading import (
     FULL,
     SLIDING,
@@ -16,9 +15,6 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 
-_CONTEXT = 32_768
-_THETA = 2_000_000.0
-
 
 def read_smollm3(fields: ConfigFields) -> ModelConfig:
     """``SmolLM3ForCausalLM``."""
@@ -27,16 +23,14 @@ def read_smollm3(fields: ConfigFields) -> ModelConfig:
     rotates = _rotating(fields)
     window = window_of(fields, None) if fields.flag("use_sliding_window", default=False) else None
     usual = [FULL if window is None or rotated else SLIDING for rotated in rotates]
-    context = fields.integer("max_position_embeddings", _CONTEXT)
-    rope = read_rope(fields, context, theta=_THETA)
     return read_model(
         fields,
-        default_context=_CONTEXT,
-        context=scaled_context(fields, rope, context),
+        default_context=32_768,
+        theta=2e6,
+        rotates=rotates,
         attention=read_attention(fields, num_kv_heads=4, qkv_bias=has_bias, output_bias=has_bias),
         feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
         windows=windows_of(fields, layer_types_of(fields, usual), window),
-        ropes=[rope if rotated else None for rotated in rotates],
         tied=True,
     )
 
