@@ -241,10 +241,17 @@ def _place(request: Request) -> tuple[int, int, int]:
     return request.rank, int(lane), request.arrival
 
 
-def placed_in_order(placed: Request, waiting: Collection[Request]) -> None:
-    """No request goes to a cell before another of its rank that was preempted or came first."""
-    first = min((_place(request) for request in waiting if not is_promoted(request.rank)), default=None)
-    require(first is None or _place(placed) < first, "FCFS", f"{_place(placed)} is placed before {first}")
+def placed_in_order(placed: Request, waiting: Collection[Request], *, goes_on: bool) -> None:
+    """No request goes to a cell before another of its rank that was preempted or came first.
+
+    In the line of those who go on with their blocks all have run, and who made way for another comes behind the others.
+    """
+
+    def place(request: Request) -> tuple[int, int, int]:
+        return (request.rank, request.num_ways_made > 0, request.arrival) if goes_on else _place(request)
+
+    first = min((place(request) for request in waiting if not is_promoted(request.rank)), default=None)
+    require(first is None or place(placed) < first, "FCFS", f"{place(placed)} is placed before {first}")
 
 
 def no_starvation(unserved_steps: dict[int, int]) -> None:
@@ -377,10 +384,16 @@ def has_blocks_for(core: Scheduler, request: Request) -> bool:
     return -(-len(request.token_ids) // core.rows.block_size) < core.pool.num_free
 
 
-def no_wait_beside_room(room_since: Mapping[tuple[int, int], float], arrivals: Collection[int], now: float) -> None:
-    """Of the requests in placement, one goes soon to a cell with room. By cell and arrival: since when there is room."""
+def no_wait_beside_room(
+    room_since: Mapping[tuple[int, int, int], float], arrivals: Collection[int], now: float
+) -> None:
+    """Of the requests in placement, one goes soon to a cell with room.
+
+    ``room_since``: since when there is room, by cell, epoch and arrival. An epoch that ends takes with it what the cell
+    had computed, and those who had begun begin again before others.
+    """
     waited = {
-        arrival: max((now - since for (_, other), since in room_since.items() if other == arrival), default=0.0)
+        arrival: max((now - since for (*_, other), since in room_since.items() if other == arrival), default=0.0)
         for arrival in arrivals
     }
     least = min(waited.values())

@@ -35,8 +35,8 @@ class PlacementWatch:
         """By arrival: steps of all cells since the request waits here."""
         self._idle: dict[tuple[int, int], set[int]] = {}
         """By cell without any request, and its epoch: the arrivals that waited."""
-        self._room_since: dict[tuple[int, int], float] = {}
-        """By cell and arrival: since when there has been room for this request."""
+        self._room_since: dict[tuple[int, int, int], float] = {}
+        """By cell, its epoch, and arrival: since when there has been room for this request."""
         self._has_placed = False
         """Whether a request was placed since the last check; it may have come back."""
         self._going_on: set[int] = set()
@@ -54,16 +54,16 @@ class PlacementWatch:
             if request.status is RequestStatus.WAITING and draw < self._world.schedule.settings.hands_off:
                 request.is_leaving = True
             if self._watches_fcfs:
-                invariants.placed_in_order(placed.request, self._line_of(placed.request))
+                goes_on = id(request) in self._going_on
+                invariants.placed_in_order(request, self._line_of(goes_on=goes_on), goes_on=goes_on)
         return placed
 
     def _waiting(self) -> list[Request]:
         placement = self._placement
         return [request for origin, request in placement._requests.items() if origin not in placement._homeless]
 
-    def _line_of(self, request: Request) -> list[Request]:
-        """Who waits in the line from which this request was just taken."""
-        goes_on = id(request) in self._going_on
+    def _line_of(self, *, goes_on: bool) -> list[Request]:
+        """Who waits in the queue, or in the line of those who go on with their blocks."""
         return [other for other in self._waiting() if (other in self._placement._going_on) == goes_on]
 
     def count_step(self) -> None:
@@ -96,13 +96,13 @@ class PlacementWatch:
                 continue
             for request in waiting:
                 if cell.number in allowed[request.arrival] and invariants.has_blocks_for(core, request):
-                    key = cell.number, request.arrival
+                    key = cell.number, core.epoch, request.arrival
                     self._room_since[key] = room_before.get(key, self._world.now)
         self._has_placed = False
         if waiting and len(self._room_since) >= len(waiting):
             invariants.no_wait_beside_room(self._room_since, allowed, self._world.now)
 
-    def _room_at_the_last_check(self) -> dict[tuple[int, int], float]:
+    def _room_at_the_last_check(self) -> dict[tuple[int, int, int], float]:
         """Since when there was room; nothing if the scheduler has stood still since."""
         before, self._room_since = self._room_since, {}
         has_stood_still = self._world.now - self._checked_at > _LONGEST_BEAT_S
