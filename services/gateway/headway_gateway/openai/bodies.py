@@ -18,7 +18,7 @@ PriorityName = Literal["realtime", "high", "normal", "low"]
 NOTHING = msgspec.Raw(b"null")
 """JSON that is not there."""
 
-_WHY = {"'item_reference'": ", since nothing is stored: send the item itself"}
+_WHY = {"'item_reference'": ", since nothing is stored: send the item itself, as clients do that are told store: false"}
 _AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
