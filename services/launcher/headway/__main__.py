@@ -17,6 +17,7 @@ import msgspec
 
 from headway.flags.configuration import OneLineParser, suggestion
 from headway.flags.settings import ConfigurationError
+from headway.standard_streams import open_closed
 from headway_process.installation import install_advice
 from headway_process.last_words import write_last_line
 from headway_process.lean_imports import one_blas_thread
@@ -72,6 +73,7 @@ class Command(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
+    open_closed()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help", "help"}:
         sys.stdout.write(overview())
