@@ -74,7 +74,7 @@ class Command(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     open_closed()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _asked(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help", "help"}:
         sys.stdout.write(overview())
         return 0 if words else USAGE_EXIT_CODE
@@ -106,6 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package not in _EXTRAS:
             raise
         return _refuse(f"headway {name}", f"this host lacks {package}; {install_advice(_EXTRAS[package])}")
+
+
+def _asked(words: Sequence[str]) -> list[str]:
+    """``help COMMAND`` asks for the help of a command."""
+    return [words[1], "--help"] if words[:1] == ["help"] and len(words) > 1 else list(words)
 
 
 def _leave_stdout() -> None:
