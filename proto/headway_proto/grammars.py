@@ -49,6 +49,11 @@ _MAY_OVERLAP = (
     "oneOf: one value may be of several of its schemas; allowed: anyOf, or schemas that differ in type or in the const "
     "or enum of a required property"
 )
+_ALLOWED = {
+    'Unimplemented keys: ["uniqueItems"]': "; allowed: an enum of few items, maxItems 1, or an array that may repeat some",
+    "Unimplemented keys": "; allowed: a schema without them",
+    "Unknown format": "; allowed: a pattern, another format, or none",
+}
 _DEAD_END = "NoExtension"
 """The library's error begins with this if no token is left."""
 
@@ -322,4 +327,5 @@ def _reason(message: str) -> str:
     words = " ".join(_PLACE.sub("", _EXCERPT.sub("", message.replace("<non-verbose/>", ""))).split())
     if "coerce_one_of" in words:
         return _MAY_OVERLAP
-    return words[:_MAX_REASON_CHARACTERS] or "no reason was given"
+    allowed = next((said for begin, said in _ALLOWED.items() if words.startswith(begin)), "")
+    return words[:_MAX_REASON_CHARACTERS] + allowed or "no reason was given"

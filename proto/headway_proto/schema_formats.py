@@ -19,6 +19,16 @@ UUID = _UUID_WITH % "[0-9a-fA-F]{4}-[0-9a-fA-F]{4}"
 """The pattern of a UUID of any version."""
 
 
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_SECONDS = r"[0-9]+(?:[.,][0-9]+)?S"
+_CLOCK = f"T(?:[0-9]+H(?:[0-9]+M)?(?:{_SECONDS})?|[0-9]+M(?:{_SECONDS})?|{_SECONDS})"
+_CALENDAR = "(?:[0-9]+Y(?:[0-9]+M)?(?:[0-9]+D)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+
+DURATION = f"P(?:[0-9]+W|{_CALENDAR}(?:{_CLOCK})?|{_CLOCK})"
+"""The pattern of a duration, of weeks or of other units."""
+
+
 def _whole(pattern: str) -> dict[str, Any]:
     return {"pattern": f"^(?:{pattern})$"}
 
@@ -43,9 +53,26 @@ FORMATS: Mapping[str, dict[str, Any]] = {
     "base64url": _base64("_-"),
     "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
     "url": {"format": "uri"},
+    # A network has no bits behind its mask; these are the usual ones.
+    "ipv4network": _whole(
+        rf"{_BYTE}\.0\.0\.0/8|{_BYTE}\.{_BYTE}\.0\.0/16|(?:{_BYTE}\.){{3}}0/24|(?:{_BYTE}\.){{3}}{_BYTE}/32"
+    ),
+    "ipv4interface": _whole(rf"(?:{_BYTE}\.){{3}}{_BYTE}/(?:3[0-2]|[12]?[0-9])"),
     # These say nothing of the text.
     **{name: {} for name in ("binary", "directory-path", "file-path", "password", "path")},
 }
+PATTERNS: Mapping[str, dict[str, Any]] = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": _whole(
+        r"(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": _whole(DURATION),
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": {
+        "maxLength": 253,
+        **_whole(rf"{_LABEL}(?:\.{_LABEL})*\.?"),
+    },
+}
+"""What zod 4 writes beside the formats email, duration and hostname, without look-ahead."""
+
 FORMATS_OF_DRAFTS = frozenset(
     [
         "duration",

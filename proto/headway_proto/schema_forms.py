@@ -12,7 +12,7 @@ from itertools import count, permutations
 from typing import Any
 from urllib.parse import unquote
 
-from headway_proto.schema_formats import FORMATS, FORMATS_OF_DRAFTS, UUID
+from headway_proto.schema_formats import FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID
 from headway_proto.schema_numbers import objects_within
 from headway_proto.schema_values import ANYTHING, NOTHING, Values, own_values, texts_of, type_of, types_of
 
@@ -159,6 +159,7 @@ class _Rewriting:
         if _is_any(schema.get("not")) and "not" not in self._pinned:
             return False
         self._drop_what_says_nothing(schema)
+        _say_pattern(schema)
         self._say_format(schema)
         self._say_names(schema)
         self._say_any_of(schema)
@@ -397,6 +398,18 @@ class _Rewriting:
 
 def _unescaped(step: str) -> str:
     return unquote(step).replace("~1", "/").replace("~0", "~")
+
+
+def _say_pattern(schema: dict[str, Any]) -> None:
+    known = schema.get("pattern")
+    said = PATTERNS.get(known) if isinstance(known, str) else None
+    if said is None:
+        return
+    del schema["pattern"]
+    if said.keys() & schema.keys():
+        _also(schema, said)
+    else:
+        schema.update(said)
 
 
 def _is_any(schema: Schema) -> bool:

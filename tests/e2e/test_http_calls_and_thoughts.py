@@ -667,7 +667,8 @@ async def test_an_item_that_is_named_alone_is_refused_with_the_reason(tmp_path: 
             error = (await answer.json())["error"]
     assert error["param"] == "input[1].type"
     assert error["message"].startswith(
-        "input[1].type: 'item_reference' is not allowed, since nothing is stored: send the"
+        "input[1].type: 'item_reference' is not allowed, since nothing is stored: send the item itself, as clients do that are "
+        "told store: false; allowed: "
     )
 
 

@@ -1,6 +1,7 @@
 """``headway.LLM``: the answers of a server, in the order of the prompts, and no process that outlives the program."""
 
 import asyncio
+import copy
 import os
 import signal
 import subprocess
@@ -66,6 +67,11 @@ def test_an_interrupt_ends_what_runs_and_the_next_call_works(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS[0], max_tokens=2)) == 1
     with Client(llm.address) as client:
         wait_until(lambda: not client.status().num_running, 5, "the end of the requests")
+
+
+def test_it_cannot_be_sent_to_another_process(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="an LLM cannot be sent to another process; make another there"):
+        copy.copy(llm)  # as a pickle would be made
 
 
 def test_a_fork_is_told_that_it_has_none(llm: LLM) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from headway.flags.configuration import OneLineParser, suggestion
 from headway.flags.settings import ConfigurationError
+from headway.standard_streams import open_closed
 from headway_process.installation import install_advice
 from headway_process.last_words import write_last_line
 from headway_process.lean_imports import one_blas_thread
@@ -72,7 +73,8 @@ class Command(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    open_closed()
+    words = _asked(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help", "help"}:
         sys.stdout.write(overview())
         return 0 if words else USAGE_EXIT_CODE
@@ -104,6 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package not in _EXTRAS:
             raise
         return _refuse(f"headway {name}", f"this host lacks {package}; {install_advice(_EXTRAS[package])}")
+
+
+def _asked(words: Sequence[str]) -> list[str]:
+    """``help COMMAND`` asks for the help of a command."""
+    return [words[1], "--help"] if words[:1] == ["help"] and len(words) > 1 else list(words)
 
 
 def _leave_stdout() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from numbers import Integral
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from headway.child_server import ChildServer, ServingError
 from headway.client import AsyncClient, ChatMessage, Client, GenerateOptions, GenerationResult, GenerationStream
@@ -114,6 +114,11 @@ class LLM:
         self._client.close()
         self._loop.close()
         self._processes.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be sent to another process; make another there, or ask this one's address with a Client"
+        )
 
     def __enter__(self) -> Self:
         return self

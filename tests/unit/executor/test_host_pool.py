@@ -135,6 +135,18 @@ def test_a_space_below_one_block_is_refused():
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no huge pages")
+def test_blocks_that_no_memory_can_hold_are_refused_in_one_line():
+    told = r"^num_kv_blocks 1073741824 is not allowed; the memory cannot be had: .*; allowed: fewer$"
+    with pytest.raises(BackendConfigError, match=told):
+        KvPool(
+            num_layers=1 << 20,
+            num_blocks=1 << 30,
+            block_size=4,
+            block=StoredBlock((2, 4, 5), torch.float32),
+            device=CPU,
+        )
+
+
 def test_a_copied_table_may_have_huge_pages():
     table = torch.arange(3 << 10, dtype=torch.bfloat16).view(-1, 3)
     copied = copy_of_table(table, torch.float32)

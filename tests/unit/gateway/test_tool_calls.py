@@ -107,6 +107,16 @@ CASES = {
         ["I look.", LOOK, GO],
     ),
     "coder, no function": (QWEN_CODER, f"<tool_call>{CALL}</tool_call>", [f"<tool_call>{CALL}</tool_call>"]),
+    "coder, cut within a value": (
+        QWEN_CODER,
+        "<tool_call>\n<function=look>\n<parameter=at>\nrm -rf /\n",
+        ["<tool_call>\n<function=look>\n<parameter=at>\nrm -rf /\n"],
+    ),
+    "coder without its end": (
+        QWEN_CODER,
+        "<tool_call>\n<function=look>\n<parameter=at>\nx\n</parameter>\n</function>\n",
+        [ToolCall("look", '{"at":"x"}')],
+    ),
     "coder, cut": (QWEN_CODER, "<tool_call>\n<function=look", ["<tool_call>\n<function=look"]),
     "gemma": (
         FUNCTION_GEMMA,

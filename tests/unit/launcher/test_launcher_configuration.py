@@ -239,6 +239,11 @@ def test_what_is_said_to_be_allowed_is_what_is_checked(value: float) -> None:
         ("serve --port 8000", "unknown flag --port; host and port are one flag: --grpc-address HOST:PORT"),
         ("gateway --host=::", "unknown flag --host; host and port are one flag: --grpc-address HOST:PORT"),
         ("serve --api-key sekret", "unknown flag --api-key; tokens are in a file: --auth-token-file FILE"),
+        ("serve --served-model-name=x", "unknown flag --served-model-name; the model has the name of its directory"),
+        ("serve --gpu-memory-utilization 0.9", "unknown flag --gpu-memory-utilization; blocks take what is free"),
+        ("serve --tool-call-parser hermes", "unknown flag --tool-call-parser; the chat template says what calls"),
+        ("serve --trust-remote-code", "unknown flag --trust-remote-code; no code of a model is run"),
+        ("serve --ctx-size 4096", "unknown flag --ctx-size; did you mean --max-model-len?"),
         ("executor models/mine", "unexpected argument 'models/mine'; did you mean --model 'models/mine'?"),
         (
             "serve models/mine stray",

@@ -32,3 +32,24 @@ def test_a_reader_that_has_seen_enough_is_no_error_to_tell(words):
     finally:
         os.close(writing)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("version",), 0, ""),
+        (("nothing",), 2, "headway: unknown command nothing"),
+        (
+            ("generate", "--file", "-", "--address", "127.0.0.1:1"),
+            2,
+            "headway generate: --file: '-' has no prompt in it",
+        ),
+    ],
+)
+def test_a_standard_stream_that_is_closed_leads_nowhere(words, code, told):
+    for closed in ("<&-", ">&-", "<&- >&-"):
+        shell = ["sh", "-c", f'exec "$0" -m headway "$@" {closed}', sys.executable, *words]
+        ended = subprocess.run(shell, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=False)
+        assert (ended.returncode, ended.stderr.strip()[: len(told) or None]) == (code, told)
+    silent = ["sh", "-c", 'exec "$0" -m headway "$@" 2>&-', sys.executable, *words]
+    assert subprocess.run(silent, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False).returncode == code

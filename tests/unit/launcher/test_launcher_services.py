@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headway.__main__ import COMMANDS, overview, parser_of
+from headway.__main__ import COMMANDS, main, overview, parser_of
 from headway.flags.settings import ConfigurationError, ModelDirectoryError
 from headway.planning.model_source import DEMO_MODEL_DIRECTORY
 from headway.planning.plan import make_plan, without_settings
@@ -128,6 +128,17 @@ def test_the_socket_directory_is_private_short_and_removed(tmp_path, monkeypatch
         assert directory.stat().st_mode & 0o777 == 0o700
         assert len(str(directory / "ingress").encode()) <= 107
     assert not directory.exists()
+
+
+def test_help_of_a_command_is_its_help(capsys):
+    told = []
+    for words in (["help", "health"], ["health", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(words)
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert main(["help", "nothing"]) == 2
+    assert main(["help"]) == 0
 
 
 def test_the_overview_lists_every_command_and_every_command_has_help():

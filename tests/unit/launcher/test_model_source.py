@@ -111,6 +111,30 @@ def test_directories_and_names_of_nothing_stay(tmp_path: Path) -> None:
         assert models.directory_of(name) == name
 
 
+def test_a_directory_with_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nothing").symlink_to("none")
+    assert ModelSources().directory_of(str(tmp_path)) == str(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelSourceError, match=r"^'config\.json' in it is a pipe or a device; allowed: files$"):
+        ModelSources().directory_of(str(tmp_path))
+
+
+def test_a_user_without_a_home_is_told_where_a_checkpoint_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"GGUF")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(ModelSourceError, match=r"has no home directory; XDG_CACHE_HOME names a place$"):
+        ModelSources().directory_of(str(file))
+
+
 def test_a_gguf_file_becomes_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "small.gguf"

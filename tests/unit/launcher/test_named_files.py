@@ -1,7 +1,6 @@
 """Files that a user names: what has no end, no line end or no reader is one line."""
 
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,9 +58,3 @@ def test_a_line_may_be_as_long_as_is_said(tmp_path: Path):
     assert [len(next(lines)[1]) for _ in range(2)] == [0, MOST_BYTES - 1]
     with pytest.raises(ConfigurationError, match=rf"^--file: line 3 of .* is too long; allowed: {MOST_BYTES} bytes"):
         next(lines)
-
-
-def test_a_closed_standard_input_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["generate", "--file", "-"]) == 2
-    assert "--file: - is not allowed, since the standard input is closed" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 import datetime as dt
 import enum
+import ipaddress
 import json
 import random
+import re
 import time
 import uuid
 from typing import Annotated, Any, Literal
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 
 from headway_proto.grammars import ConstraintError, GrammarCompiler
 from headway_proto.sampling import Constraint
+from headway_proto.schema_formats import PATTERNS
 from headway_proto.schema_forms import rewritten
 from model_core import demo_model
 
@@ -205,6 +208,39 @@ def test_dates_and_times_exist(compiler, kind, good, bad) -> None:
         pydantic.TypeAdapter(readers[kind]).validate_json(text)
 
 
+EMAIL, DURATION, HOSTNAME = PATTERNS
+LONG = ".".join(["a" * 60] * 5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "good", "bad"),
+    [
+        (EMAIL, "email", ["a@b.de", "a.b+c_'d-e@x-y.z1.com", "A@B.CD", "a.'b@c.de"],
+         [".a@b.de", "a..b@c.de", "a.@b.de", "a'@b.de", "a@b", "a@-b.de", "a@b..de", "a@b.d1", "@b.de"]),
+        (DURATION, "duration", ["P1W", "P1Y2M3D", "P3D", "PT1H", "P1YT2M", "PT1H3.5S", "PT4M5S"],
+         ["P", "PT", "P1YT", "P1W1D", "P1D1Y", "1D", "PT1S2H", "P1.5D"]),
+        (HOSTNAME, "hostname", ["a", "a-b.c1.de", "x" * 63], ["", "-a", "a..b", "x" * 64, "a_b", LONG]),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_what_zod_says_with_look_ahead_is_said_without(compiler, pattern, kind, good, bad) -> None:
+    assert [bool(re.search(pattern, value)) for value in good + bad] == [True] * len(good) + [False] * len(bad)
+    for more in ({}, {"format": kind}, {"maxLength": 200}):
+        schema = {"type": "string", "pattern": pattern, **more}
+        said = [value for value in good if more.get("format") != "duration" or "." not in value]
+        assert [passes(compiler, schema, value) for value in said + bad] == [True] * len(said) + [False] * len(bad)
+    for text in outputs(compiler, {"type": "string", "pattern": pattern, "maxLength": 60}, 40):
+        assert re.search(pattern, json.loads(text))
+
+
+def test_networks_have_no_bits_behind_their_masks(compiler) -> None:
+    for kind in (ipaddress.IPv4Network, ipaddress.IPv4Interface):
+        for text in outputs(compiler, pydantic.TypeAdapter(kind).json_schema(), 20):
+            pydantic.TypeAdapter(kind).validate_json(text)
+    assert passes(compiler, {"type": "string", "format": "ipv4network"}, "10.1.0.0/16")
+    assert not passes(compiler, {"type": "string", "format": "ipv4network"}, "10.1.2.0/16")
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -216,14 +252,14 @@ def test_dates_and_times_exist(compiler, kind, good, bad) -> None:
         ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "^oneOf"),
         ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"], "minProperties": 2}]}, "^oneOf"),
         ({"dependencies": {"a": {"required": ["b"]}}}, "dependencies"),
-        (of(set[str]), "uniqueItems"),
+        (of(set[str]), "uniqueItems.*; allowed: an enum of few items, maxItems 1"),
         ({"type": "array", "items": {"enum": list(range(6))}, "uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "null"}}, '"not"'),
         ({"not": {}}, "Unsatisfiable"),
         (COLORS | {"propertyNames": {"pattern": "^a"}, "patternProperties": {"b$": {}}}, "propertyNames"),
         (COLORS | {"propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
         (COLORS | {"propertyNames": {"not": {"const": "a"}}}, "propertyNames"),
-        ({"type": "string", "format": "ipv4network"}, "Unknown format: ipv4network"),
+        ({"type": "string", "format": "ipv6network"}, "Unknown format: ipv6network; allowed: a pattern, another format"),
         ({"type": "string", "format": "uri-reference", "pattern": "a"}, "Unknown format: uri-reference"),
         ({"properties": {"a": {"$ref": "#/oneOf/0"}}, "oneOf": [{"type": "string"}, {"$ref": "#/oneOf/0"}]}, "oneOf"),
     ],

@@ -14,6 +14,7 @@ from headway_executor.backend import BackendConfig, BackendConfigError, HostMemo
 from headway_executor.memory.host_memory import free_host_bytes, untouched_zeros
 from headway_executor.memory.host_pool import HostBytes, HostPool, block_index, memory_for
 from headway_proto.columns import Int32Array
+from headway_proto.wording import one_line
 
 _CPU_SHARE = 0.5
 _DEVICE_SHARE = 0.85
@@ -129,7 +130,14 @@ class KvPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return untouched_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        return untouched_zeros(shape, dtype)
+    except (OSError, OverflowError) as error:
+        raise BackendConfigError(
+            f"num_kv_blocks {shape[1]} is not allowed; the memory cannot be had: {one_line(error):.120}; allowed: fewer"
+        ) from error
 
 
 def num_pool_blocks(

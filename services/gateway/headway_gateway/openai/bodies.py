@@ -20,7 +20,7 @@ NOTHING = msgspec.Raw(b"null")
 
 _NOT_TEXT = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
 _WHY = {
-    "'item_reference'": ", since nothing is stored: send the item itself",
+    "'item_reference'": ", since nothing is stored: send the item itself, as clients do that are told store: false",
     **{repr(kind): ", since only text is read here" for kind in _NOT_TEXT},
 }
 _AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)

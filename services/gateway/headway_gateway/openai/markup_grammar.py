@@ -15,7 +15,7 @@ from typing import Any
 from headway_gateway.openai.markup_values import kinds_of, referred
 from headway_gateway.openai.tool_schemas import moved
 from headway_gateway.text.grammar_literals import pattern, text
-from headway_proto.schema_formats import FORMATS, UUID
+from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID
 from headway_proto.schema_forms import ASSERTIONS
 from headway_proto.wording import shown
 
@@ -35,6 +35,7 @@ _LETTERS_OF_URIS = "[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _FORMATS = {
     "uuid": UUID,
+    "duration": DURATION,
     "email": r"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?\.)+[A-Za-z]{2,}",
     "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
     "uri": f"[a-z][a-z0-9+.-]*://{_LETTERS_OF_URIS}+",
@@ -161,12 +162,14 @@ class _Rules:
                     raise UnsayableError(f"the text {shown(one)} is not allowed in this form; allowed: others")
                 yield text(one + _END)
             return
+        known = PATTERNS.get(schema.get("pattern", ""), {})
+        schema = {**known, **schema, **{key: known[key] for key in known if key == "pattern"}}
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         whole = [f"(?s:.{{{least},{most}}})" if (least, most) != (0, "") else "(?s:.*)"]
         if "pattern" in schema:
             whole.append(_searched(schema["pattern"]))
-        if (name := schema.get("format")) is not None:
-            whole.append(_of_format(name))
+        if "format" in schema and not (known or _is_beside_its_pattern(schema)):
+            whole.append(_of_format(schema["format"]))
         yield self._terminal(
             [one + _END for one in whole], [_HOLDS_A_MARK, *(_LOOKS_LIKE[one] for one in sorted(others))]
         )
@@ -216,6 +219,11 @@ def _begin(name: str) -> str:
 
 def _literal(words: str) -> str:
     return re.sub(r"[^\w\s<>=/]", lambda found: "\\" + found[0], words)
+
+
+def _is_beside_its_pattern(schema: dict[str, Any]) -> bool:
+    """As zod writes its formats, and names them beside."""
+    return "pattern" in schema and schema["format"] not in FORMATS_OF_DRAFTS.union(("date", "date-time", "time"))
 
 
 def _of_format(name: object) -> str:

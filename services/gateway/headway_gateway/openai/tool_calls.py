@@ -36,6 +36,8 @@ class CallForm(NamedTuple):
     """Returns the calls in what stands between; none if one cannot be read."""
     signs: tuple[str, ...]
     """A template that has them all teaches this form, if no form before it is taught."""
+    last: str = ""
+    """What a call without ``end`` ends with, or else it was cut short. In JSON this shows by itself."""
 
 
 class _Call(msgspec.Struct):
@@ -133,7 +135,7 @@ FUNCTION_GEMMA = CallForm(
 MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
 GRANITE = CallForm("<|tool_call|>", "", _from_json, ("<|tool_call|>",))
-QWEN_CODER = CallForm("<tool_call>", "</tool_call>", _of_markup, ("<tool_call>", "<function="))
+QWEN_CODER = CallForm("<tool_call>", "</tool_call>", _of_markup, ("<tool_call>", "<function="), "</function>")
 HERMES = CallForm("<tool_call>", "</tool_call>", _from_json, ("<tool_call>",))
 LLAMA = CallForm("", "", _from_json, ('{"name": function name, "parameters": ', "tools"))
 _FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, QWEN_CODER, HERMES, LLAMA)
@@ -171,7 +173,10 @@ class ToolText:
     def finish(self) -> list[str | ToolCall]:
         """Return the rest. Calls may lack their end."""
         held, self._held = self._held, ""
-        return list(self._called(held, "") if self._is_in_call else self._text(held))
+        if not self._is_in_call:
+            return list(self._text(held))
+        is_whole = held.rstrip().endswith(self._form.last)
+        return list(self._called(held, "") if is_whole else self._text(self._begin + held))
 
     def _take(self) -> Iterator[str | ToolCall]:
         while True:

@@ -219,8 +219,6 @@ def _job(prompt: str, options: dict[str, Any], *, is_chat: bool) -> Job:
 
 def _lines(file: str) -> Iterator[tuple[int, str]]:
     origin = "--file"
-    if file == "-" and sys.stdin is None:
-        raise ConfigurationError(f"{origin}: - is not allowed, since the standard input is closed; allowed: a file")
     found = lines_of(sys.stdin.buffer, file, origin) if file == "-" else lines_of_file(file, origin)
     for number, line in found:
         yield number, line.decode("utf-8", "replace")

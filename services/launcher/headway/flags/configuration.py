@@ -53,14 +53,39 @@ Layer = Mapping[str, Given]
 _POSITIONAL = ("--prompt", "--model")
 """Other programs allow these words without a flag, if the command has one of the flags."""
 _ADDRESSES = (
-    ("--grpc-address", "host and port are one flag: --grpc-address HOST:PORT, such as --grpc-address 127.0.0.1:50051"),
+    (
+        "--grpc-address",
+        "host and port are one flag: --grpc-address HOST:PORT, or --http-address HOST:PORT for OpenAI's API",
+    ),
     ("--address", "host and port of the server are one flag: --address HOST:PORT, such as --address 127.0.0.1:50051"),
 )
 _TOKENS = (
     ("--auth-token-file", "tokens are in a file: --auth-token-file FILE, see docs/security.md"),
     ("--token-file", "the token is read from a file, since others see command lines: --token-file FILE"),
 )
-_ELSEWHERE = {"--port": _ADDRESSES, "--host": _ADDRESSES, "--api-key": _TOKENS, "--token": _TOKENS}
+_NAMES = (("--model", "the model has the name of its directory, and a request may leave it out"),)
+_SHARES = (("--num-kv-blocks", "blocks take what is free; --num-kv-blocks N bounds them"),)
+_FORMS = (("--http-address", "the chat template says what calls and thoughts look like; leave it out"),)
+_TEMPLATES = (("--model", "the template is chat_template.jinja in the model's directory"),)
+_CODE = (("--model", "no code of a model is run; leave it out"),)
+_CONTEXTS = (("--max-model-len", "did you mean --max-model-len?"),)
+_ELSEWHERE = {
+    "--port": _ADDRESSES,
+    "--host": _ADDRESSES,
+    "--api-key": _TOKENS,
+    "--token": _TOKENS,
+    "--served-model-name": _NAMES,
+    "--alias": _NAMES,
+    "--gpu-memory-utilization": _SHARES,
+    "--mem-fraction-static": _SHARES,
+    "--enable-auto-tool-choice": _FORMS,
+    "--tool-call-parser": _FORMS,
+    "--reasoning-parser": _FORMS,
+    "--chat-template": _TEMPLATES,
+    "--trust-remote-code": _CODE,
+    "--ctx-size": _CONTEXTS,
+    "--context-length": _CONTEXTS,
+}
 """Other programs' names for a flag, by our flag."""
 
 

@@ -142,6 +142,8 @@ def _number(reader: gguf.GGUFReader, key: str) -> object:
 
 
 def _opened(path: Path) -> gguf.GGUFReader:
+    if path.exists() and not path.is_file():  # a pipe's reader would wait
+        raise ConfigurationError(f"{path}: not a readable GGUF file (it is no file)")
     try:
         reader = gguf.GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from headway_proto.wording import one_line
+from headway_proto.wording import one_line, shown
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_DIRECTORY = Path(__file__).parents[1] / "demo_model"
@@ -71,6 +71,7 @@ class ModelSources:
             return str(DEMO_MODEL_DIRECTORY)
         path = Path(name)
         if path.is_dir():
+            _require_files(path)
             return name
         if path.suffix == ".gguf" and path.is_file():
             return str(self._from_gguf(path))
@@ -80,7 +81,10 @@ class ModelSources:
         return self._from_hub(of_hub["repository"], of_hub["revision"])
 
     def _from_gguf(self, file: Path) -> Path:
-        directory = _cache() / "gguf" / _name_of(file)
+        try:
+            directory = _cache() / "gguf" / _name_of(file)
+        except OSError as error:
+            raise ModelSourceError(f"no checkpoint can be made of it: {error}; XDG_CACHE_HOME names a place") from None
         if directory.is_dir():
             return directory
         self._say(f"making a checkpoint of {file} ({file.stat().st_size / 1e9:.2f} GB) in {directory}, once")
@@ -140,6 +144,14 @@ class ModelSources:
         return directory
 
 
+def _require_files(directory: Path) -> None:
+    """Whoever reads a pipe waits for its writer, and a device may have no end."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if Path(entry).exists() and not (entry.is_file() or entry.is_dir()):
+                raise ModelSourceError(f"{shown(entry.name)} in it is a pipe or a device; allowed: files")
+
+
 def _check_sums(directory: Path, say: Callable[[str], None]) -> None:
     """Compare large files with the SHA-256 that the hub calls them by, once.
 
@@ -149,19 +161,20 @@ def _check_sums(directory: Path, say: Callable[[str], None]) -> None:
     blobs = [path.resolve() for path in sorted(directory.glob("*.safetensors"))]
     summed = [blob for blob in blobs if len(blob.name) == _SHA256_DIGITS]
     facts = [(str(blob), blob.stat().st_size, blob.stat().st_mtime_ns) for blob in summed]
-    mark = _cache() / "checked" / hashlib.sha256(repr(facts).encode()).hexdigest()
-    if not summed or mark.exists():
+    mark = None
+    with contextlib.suppress(OSError):
+        mark = _cache() / "checked" / hashlib.sha256(repr(facts).encode()).hexdigest()
+    if not summed or (mark is not None and mark.exists()):
         return
     say(f"checking the sums of {len(summed)} files ({sum(size for _, size, _ in facts) / 1e9:.2f} GB)")
     for blob in summed:
         if _sha256(blob) != blob.name:
             blob.unlink()
             raise ModelSourceError(f"{blob.name[:12]}..., a file of it, came damaged and was removed; try again")
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    except OSError:
-        return  # it is checked again next time
+    if mark is not None:
+        with contextlib.suppress(OSError):  # it is checked again next time
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
 
 def _sha256(path: Path) -> str:
@@ -177,4 +190,8 @@ def _name_of(file: Path) -> str:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
+    """Raises OSError: a user without a name, and without HOME, has no place for it."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
+    except RuntimeError:
+        raise OSError("this user has no home directory") from None
