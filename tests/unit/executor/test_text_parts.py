@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend_driver import BackendDriver, Request, load_adapter
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, make_checkpoint
 from group_backend import InlineGroup
-from headway_executor.backend import BackendConfig, ModelFilesError
+from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.families import read_model_config
 from lora_files import merge_adapter, write_adapter
@@ -154,7 +154,7 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
 @pytest.mark.parametrize(
     ("whole", "reason"),
     [
-        ({"architectures": ["Llama4ForConditionalGeneration"]}, "attention in chunks"),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, "layers that attend to pictures"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "share keys and values"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
@@ -224,3 +224,39 @@ def test_a_text_may_have_the_description_of_its_weights(tmp_path):
 
     change_config(tmp_path / "model", moved)
     assert tokens(tmp_path / "model") == tokens(reference)
+
+
+def test_a_context_is_no_longer_than_a_chunk_of_attention(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "llama4", attention_chunk_size=64))
+    warnings = []
+    opened = open_backend(tmp_path, warn=warnings.append)
+    assert opened[1].max_model_len == 64
+    assert warnings == [
+        "attention is in chunks of 64 tokens, so the context has as many here, of the model's 256",
+    ]
+    assert run(opened) == expected
+    with pytest.raises(BackendConfigError, match="max_model_len 65 is not allowed"):
+        open_backend(tmp_path, max_model_len=65)
+
+
+def test_adapters_of_experts_get_weighed_inputs_too(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "llama4")
+    draw = torch.Generator().manual_seed(1)
+    tensors = {}
+    experts = model.model.layers[1].feed_forward.experts
+    with torch.no_grad():
+        for number in (0, 2, 3):
+            for name, outputs, inputs in (("gate_proj", 32, 48), ("up_proj", 32, 48), ("down_proj", 48, 32)):
+                down, up = (torch.randn(size, generator=draw) * 0.2 for size in ((2, inputs), (outputs, 2)))
+                module = f"base_model.model.model.layers.1.feed_forward.experts.{number}.{name}"
+                tensors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+                stack = experts.down_proj if name == "down_proj" else experts.gate_up_proj
+                start = 32 if name == "up_proj" else 0
+                stack[number, :, start : start + outputs] += (up @ down).t()
+    adapter = write_adapter(tmp_path / "adapter", model, seed=1, targets=("q_proj",), rank=2, lora_alpha=2)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    expected = expected_of(model)
+    for kernels in KERNELS:
+        opened = open_backend(tmp_path / "model", options={"kernels": kernels})
+        loaded = load_adapter(opened[0], "one", str(adapter))
+        assert run(opened, loaded.identity) == expected != run(opened)

@@ -299,7 +299,7 @@ class _Loader:
 
     def _qk_norm(self, index: int) -> Product | None:
         weight = self.tensors.qk_norm(index)
-        if weight is None or self._config.attention.qk_norm == "head":
+        if weight is None or self._config.attention.qk_norm != "all":
             return None if weight is None else self._rms_norm(weight)
         num_heads = len(self.part.heads)
         queries, keys = (self._rms_norm(part.flatten()) for part in (weight[:num_heads], weight[num_heads:]))

@@ -98,6 +98,7 @@ _OPEN = {
 
 _OWN = {
     "Gemma3": _TEXTS["gemma3_text"],
+    "Llama4": _Text("Llama4ForCausalLM"),
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
     "Qwen3VL": _Text("Qwen3ForCausalLM", _QWEN3_VL, _NO_WINDOW, has_sections=True),
@@ -108,7 +109,6 @@ _OWN = {
 _REASONS = {
     "Gemma3n": "layers that share keys and values and that take inputs of their own",
     "Gemma4": "layers that share keys and values, and heads of several sizes",
-    "Llama4": "attention in chunks, and experts whose inputs are scaled",
     "Mllama": "layers that attend to pictures",
     "PaliGemma": "attention to later tokens of the prompt",
 }
