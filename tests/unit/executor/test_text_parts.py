@@ -141,6 +141,17 @@ def test_the_first_qwen2_vl_has_the_fields_of_its_text_beside_the_others(tmp_pat
     assert tokens(tmp_path) == expected
 
 
+def test_what_is_not_read_is_not_waited_for(tmp_path):
+    make_whole(tmp_path, "llava", hidden_size=256, intermediate_size=1024)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"vision_tower.odd.weight": torch.zeros(1 << 20)}, path)
+    seen = []
+    open_backend(tmp_path, progress=lambda what, done, total: seen.append((what, done, total)))
+    read = [(done, total) for what, done, total in seen if what == "reading the weights, MiB"]
+    assert read[-1] == (read[-1][1], read[-1][1])
+    assert 0 < read[-1][1] <= (path.stat().st_size >> 20) - 4
+
+
 def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
     make_whole(tmp_path, "llava")
     sections = {"type": "mrope", "mrope_section": [2, 2, 2]}
