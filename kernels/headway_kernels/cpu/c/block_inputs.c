@@ -149,8 +149,8 @@ INLINE void pack_digits(const int block, const float *row, const float *weight, 
     *sum = ((parts[0] - parts[3]) + parts[1]) + parts[2];
 }
 
-INLINE void pack_row_of_digits(const int block, const linear *with, const float *row, float factor,
-                               const float *weight, char *tile, int64_t rows, int64_t place) {
+INLINE void pack_row_of_digits(const int block, const linear *with, const float *row, float factor, const float *weight,
+                               char *tile, int64_t rows, int64_t place) {
     const int64_t num_blocks = blocks_in(with), bytes = bytes_of_packed_block(block, NUM_DIGITS);
     const int32_t added = added_to_codes(with);
     float *sums = (float *)(tile + num_blocks * rows * bytes);

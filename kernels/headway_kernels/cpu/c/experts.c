@@ -309,8 +309,9 @@ static int reserve_tokens(expert_space *space, const expert_sizes *sizes, int64_
     space->outputs = stream_alloc(num_pairs * hidden * 4);
     space->groups = stream_alloc(sizes->layers * 2 * sizes->experts * (int64_t)sizeof *space->groups);
     space->products = stream_alloc(sizes->layers * (int64_t)sizeof *space->products);
-    if (!has_inputs || !space->scores || !space->chosen || !space->weights || !space->of_inputs || !space->places || !space->tokens ||
-        !space->gate_up || !space->activations || !space->outputs || !space->groups || !space->products) {
+    if (!has_inputs || !space->scores || !space->chosen || !space->weights || !space->of_inputs || !space->places ||
+        !space->tokens || !space->gate_up || !space->activations || !space->outputs || !space->groups ||
+        !space->products) {
         free_expert_space(space);
         return 0;
     }
