@@ -167,6 +167,7 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
     [
         ({"architectures": ["MllamaForConditionalGeneration"]}, "layers that attend to pictures"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "share keys and values"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "heads of several sizes"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},

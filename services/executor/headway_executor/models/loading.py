@@ -100,24 +100,31 @@ def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfi
 
 
 def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
-    """The experts of a layer may lie in one tensor, as in Qwen3-VL."""
+    """The experts of a layer may lie in one tensor, as in Qwen3-VL and Llama 4."""
 
-    def as_stored(index: int, layer: LayerConfig) -> LayerConfig:
-        experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
+    def stack_of(index: int, layer: LayerConfig) -> str | None:
+        experts = layer.feed_forward.experts
         if experts is None or experts.stack is not None:
-            return layer
-        gate_up, _ = stacked_names(experts.names)
-        if prefix + gate_up not in stored:
-            return layer
-        # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
-        outputs = stored.read(prefix + gate_up, range(1)).shape[1]
-        is_turned = outputs != 2 * layer.feed_forward.intermediate_size
-        experts = msgspec.structs.replace(experts, stack="halves" if is_turned else "rows")
-        return msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(layer.feed_forward, experts=experts))
+            return None
+        name = config.names.layer.format(index) + stacked_names(experts.names)[0]
+        return name if name in stored else None
 
-    return msgspec.structs.replace(
-        config, layers=tuple(as_stored(index, layer) for index, layer in enumerate(config.layers))
-    )
+    names = [stack_of(index, layer) for index, layer in enumerate(config.layers)]
+    first = next((index for index, name in enumerate(names) if name is not None), None)
+    if first is None:
+        return config
+    # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
+    outputs = stored.read(str(names[first]), range(1)).shape[1]
+    is_turned = outputs != 2 * config.layers[first].feed_forward.intermediate_size
+
+    def stacked(layer: LayerConfig) -> LayerConfig:
+        feed = layer.feed_forward
+        assert feed.experts is not None
+        experts = msgspec.structs.replace(feed.experts, stack="halves" if is_turned else "rows")
+        return msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(feed, experts=experts))
+
+    layers = (layer if name is None else stacked(layer) for name, layer in zip(names, config.layers, strict=True))
+    return msgspec.structs.replace(config, layers=tuple(layers))
 
 
 def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:
