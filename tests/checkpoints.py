@@ -29,6 +29,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -104,6 +106,7 @@ def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Callabl
 
 
 _llama = _of(LlamaForCausalLM, LlamaConfig)
+_llama4 = _of(Llama4ForCausalLM, Llama4TextConfig)
 _mistral = _of(MistralForCausalLM, MistralConfig)
 _ministral3 = _of(Ministral3ForCausalLM, Ministral3Config)
 _qwen2 = _of(Qwen2ForCausalLM, Qwen2Config)
@@ -215,6 +218,18 @@ _DEEPSEEK_ROPE = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9}
 
 _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: _mixtral(num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "llama4": lambda: _llama4(
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        intermediate_size_mlp=40,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1],
+        floor_scale=10,
+        attn_scale=0.4,
+        rope_parameters=_LLAMA3_ROPE,
+    ),
     "qwen2_moe": lambda: _qwen2_moe(
         num_experts=6,
         num_experts_per_tok=3,

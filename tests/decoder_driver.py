@@ -20,7 +20,7 @@ from headway_executor.models.compiled import CompiledModel, load_compiled
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
-from headway_executor.models.loading import expected_tensors
+from headway_executor.models.loading import as_stored, expected_tensors
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight
 from headway_kernels.cpu.decoder import Decoder
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm
@@ -124,8 +124,8 @@ def compiled_decoder(
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """The checkpoint on the kernels."""
-    config = read_model_config(directory)
     with torch.inference_mode(), Checkpoint(directory) as checkpoint:
+        config = as_stored(read_model_config(directory), checkpoint, print)
         return load_compiled(
             config,
             checkpoint,
@@ -154,8 +154,8 @@ def compiled_model(directory: Path, library: CpuLibrary, sequences: Sequences, *
 
 def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
     """The checkpoint as torch operators, with a pool."""
-    config = read_model_config(directory)
     with torch.inference_mode(), Checkpoint(directory) as checkpoint:
+        config = as_stored(read_model_config(directory), checkpoint, print)
         decoder, embedding = load_eager(
             config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU
         )

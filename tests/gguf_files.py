@@ -107,6 +107,18 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         }
         | _LATENT,
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": _DEFAULT_ROPE,
+        },
+    ),
     "mistral3": (
         "Ministral3",
         {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -180,6 +192,7 @@ _ARCHITECTURES = {
     "GptOss": MODEL_ARCH.GPT_OSS,
     "DeepseekV2": MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3": MODEL_ARCH.DEEPSEEK2,
+    "Llama4": MODEL_ARCH.LLAMA4,
     "Ministral3": MODEL_ARCH.MISTRAL3,
     "Gemma2": MODEL_ARCH.GEMMA2,
     "Gemma3": MODEL_ARCH.GEMMA3,
@@ -198,7 +211,8 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     """Write a checkpoint whose weights a file of this ``kind`` holds exactly; return the model."""
     family, changes = MODELS[name]
     sizes = small_sizes(hidden_size=64, head_dim=16)
-    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    is_part = family in ("Gemma3", "Llama4")
+    config = getattr(transformers, f"{family}TextConfig" if is_part else f"{family}Config")
     kind_of_model = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)
     # Only the eager attention of transformers has soft caps.
@@ -335,6 +349,17 @@ def _gpt_oss(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str
         yield f"{name}.weight" if name.endswith("sinks") else name, values
 
 
+def _llama4(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/llama.py``: gates and ups are apart, with outputs first."""
+    if name.endswith("experts.gate_up_proj"):
+        for part, half in zip(("gate_proj", "up_proj"), np.split(values.swapaxes(1, 2), 2, axis=1), strict=True):
+            yield name.replace("gate_up_proj", f"{part}.weight"), half
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", values.swapaxes(1, 2)
+    else:
+        yield name, values
+
+
 def _deepseek(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
     """``conversion/deepseek.py``: keys and values of latent attention are apart, and the keys turned around."""
     if "kv_b_proj" in name and config["is_absorbed"]:
@@ -352,6 +377,7 @@ _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
     "Gemma3": _gemma,
     "GPTNeoX": _gpt_neox,
     "GptOss": _gpt_oss,
+    "Llama4": _llama4,
     "DeepseekV2": _deepseek,
     "DeepseekV3": _deepseek,
 }
@@ -362,7 +388,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(config["num_attention_heads"])
     absorbs = "kv_lora_rank" in config and config["is_absorbed"]
     writer.add_head_count_kv(1 if absorbs else config["num_key_value_heads"])
@@ -445,6 +471,13 @@ def _add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
 
 
+def _add_llama4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/llama.py``."""
+    _add_head_rope(writer, config)
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
 def _add_ministral3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """``conversion/mistral3.py``."""
     _add_head_rope(writer, config)
@@ -511,6 +544,7 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "GptOss": _add_gpt_oss,
     "DeepseekV2": _add_deepseek,
     "DeepseekV3": _add_deepseek,
+    "Llama4": _add_llama4,
     "Ministral3": _add_ministral3,
     "Gemma2": _add_gemma2,
     "Gemma3": _add_window,

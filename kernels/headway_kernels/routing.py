@@ -23,7 +23,7 @@ class Routing:
 
     With several groups of equal size, a group's score is the sum of its ``scores_per_group`` best, and only the best
     ``num_open_groups`` groups take part. The weight of a chosen expert is its score, with ``is_normalised`` its share of
-    the chosen scores, times ``scaling``.
+    the chosen scores, times ``scaling``. It multiplies what the expert gives, or with ``weighs_inputs`` what it gets.
     """
 
     num_experts: int
@@ -34,3 +34,4 @@ class Routing:
     scores_per_group: int = 1
     is_normalised: bool = False
     scaling: float = 1.0
+    weighs_inputs: bool = False

@@ -29,6 +29,7 @@ class _RoutingStruct(ctypes.Structure):
         ("num_open_groups", ctypes.c_int64),
         ("scores_per_group", ctypes.c_int64),
         ("is_normalised", ctypes.c_int64),
+        ("weighs_inputs", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("correction", ctypes.c_void_p),
     )
@@ -164,6 +165,7 @@ def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStru
         num_open_groups=routing.num_open_groups,
         scores_per_group=routing.scores_per_group,
         is_normalised=int(routing.is_normalised),
+        weighs_inputs=int(routing.weighs_inputs),
         scaling=routing.scaling,
         correction=None if correction is None else correction.data_ptr(),
     )

@@ -399,7 +399,8 @@ def test_the_hidden_states_of_every_family_are_those_of_transformers(tmp_path: P
     result = backend.execute(batch((1, 12, 8, 1), (2, 7, 13, 1), **fields))
     backend.close()
     with torch.no_grad():
-        states = model.base_model(torch.from_numpy(token_ids[None]).long()).last_hidden_state[0].double()
+        base = getattr(model, model.base_model_prefix, None) or model.model  # Llama 4 names another
+        states = base(torch.from_numpy(token_ids[None]).long()).last_hidden_state[0].double()
     for entry, expected in zip(result.vectors, (states[-1], states.mean(0)), strict=True):
         vector = decode_floats(entry.values)
         assert len(vector) == info.embedding_size

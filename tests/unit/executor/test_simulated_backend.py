@@ -376,6 +376,12 @@ def test_a_checkpoint_directory_describes_the_model(tmp_path):
     assert open_with(model, max_model_len=64).max_model_len == 64
 
 
+def test_a_checkpoint_of_several_models_is_its_text(tmp_path):
+    text = {"vocab_size": 77, "max_position_embeddings": 128}
+    info = open_with(write_config(tmp_path, vocab_size=9, eos_token_id=5, text_config=text))
+    assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (77, 128, (5,))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend_driver import BackendDriver, Request, load_adapter
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, make_checkpoint
 from group_backend import InlineGroup
-from headway_executor.backend import BackendConfig, ModelFilesError
+from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.models.families import read_model_config
 from lora_files import merge_adapter, write_adapter
@@ -141,6 +141,17 @@ def test_the_first_qwen2_vl_has_the_fields_of_its_text_beside_the_others(tmp_pat
     assert tokens(tmp_path) == expected
 
 
+def test_what_is_not_read_is_not_waited_for(tmp_path):
+    make_whole(tmp_path, "llava", hidden_size=256, intermediate_size=1024)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"vision_tower.odd.weight": torch.zeros(1 << 20)}, path)
+    seen = []
+    open_backend(tmp_path, progress=lambda what, done, total: seen.append((what, done, total)))
+    read = [(done, total) for what, done, total in seen if what == "reading the weights, MiB"]
+    assert read[-1] == (read[-1][1], read[-1][1])
+    assert 0 < read[-1][1] <= (path.stat().st_size >> 20) - 4
+
+
 def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
     make_whole(tmp_path, "llava")
     sections = {"type": "mrope", "mrope_section": [2, 2, 2]}
@@ -154,8 +165,9 @@ def test_ropes_of_sections_are_those_of_such_models_alone(tmp_path):
 @pytest.mark.parametrize(
     ("whole", "reason"),
     [
-        ({"architectures": ["Llama4ForConditionalGeneration"]}, "attention in chunks"),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, "layers that attend to pictures"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "share keys and values"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "heads of several sizes"),
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "later tokens of the prompt"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}},
@@ -224,3 +236,39 @@ def test_a_text_may_have_the_description_of_its_weights(tmp_path):
 
     change_config(tmp_path / "model", moved)
     assert tokens(tmp_path / "model") == tokens(reference)
+
+
+def test_a_context_is_no_longer_than_a_chunk_of_attention(tmp_path):
+    expected = expected_of(make_whole(tmp_path, "llama4", attention_chunk_size=64))
+    warnings = []
+    opened = open_backend(tmp_path, warn=warnings.append)
+    assert opened[1].max_model_len == 64
+    assert warnings == [
+        "attention is in chunks of 64 tokens, so the context has as many here, of the model's 256",
+    ]
+    assert run(opened) == expected
+    with pytest.raises(BackendConfigError, match="max_model_len 65 is not allowed"):
+        open_backend(tmp_path, max_model_len=65)
+
+
+def test_adapters_of_experts_get_weighed_inputs_too(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "llama4")
+    draw = torch.Generator().manual_seed(1)
+    tensors = {}
+    experts = model.model.layers[1].feed_forward.experts
+    with torch.no_grad():
+        for number in (0, 2, 3):
+            for name, outputs, inputs in (("gate_proj", 32, 48), ("up_proj", 32, 48), ("down_proj", 48, 32)):
+                down, up = (torch.randn(size, generator=draw) * 0.2 for size in ((2, inputs), (outputs, 2)))
+                module = f"base_model.model.model.layers.1.feed_forward.experts.{number}.{name}"
+                tensors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+                stack = experts.down_proj if name == "down_proj" else experts.gate_up_proj
+                start = 32 if name == "up_proj" else 0
+                stack[number, :, start : start + outputs] += (up @ down).t()
+    adapter = write_adapter(tmp_path / "adapter", model, seed=1, targets=("q_proj",), rank=2, lora_alpha=2)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    expected = expected_of(model)
+    for kernels in KERNELS:
+        opened = open_backend(tmp_path / "model", options={"kernels": kernels})
+        loaded = load_adapter(opened[0], "one", str(adapter))
+        assert run(opened, loaded.identity) == expected != run(opened)

@@ -63,6 +63,9 @@ def test_added_tokens_may_be_more_than_the_model_knows(directory):
     (directory / "config.json").write_text(json.dumps({"vocab_size": width}))
     model = load_text_model(directory)
     assert (model.vocab_size, model.encode("a<image>")[-1]) == (width, width)
+    for config in ({"vocab_size": 9, "text_config": {"vocab_size": width}}, {"vocab_size": 9, "text_config": {}}):
+        (directory / "config.json").write_text(json.dumps(config))
+        assert load_text_model(directory).vocab_size == width
     (directory / "config.json").write_text(json.dumps({"vocab_size": width - 1}))
     with pytest.raises(TokenizerFilesError, match=f"{width} token ids; allowed: at most {width - 1}, the logits"):
         load_text_model(directory)

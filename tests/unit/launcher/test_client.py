@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import socket
 import subprocess
 import sys
@@ -520,3 +521,11 @@ def test_an_option_of_embed_that_does_not_fit_is_refused_here(
 ) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(error, match=words):
         client.embed(["x"], **options)
+
+
+def test_parts_of_a_message_reach_the_server_as_they_are():
+    parts = [{"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    request = generate_request([{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}], {})
+    first, second = request.chat.messages
+    assert (first.content, json.loads(first.more)) == ("", {"content": parts})
+    assert (second.content, second.more) == ("a", "")

@@ -494,13 +494,15 @@ def test_whatever_stands_in_the_metadata_is_taken_or_refused_in_one_line(tmp_pat
     assert not [line for line in said if "\n" in line or len(line) > 400]
 
 
-def test_the_factors_of_llama_3_are_found(tmp_path, capfd):
+@pytest.mark.parametrize("high", [4.0, 1.0])
+def test_the_factors_of_llama_3_and_4_are_found(tmp_path, high):
     turns = 8192 / (2 * np.pi * 10_000.0 ** (np.arange(0, 64, 2) / 64))
-    share = np.clip((turns - 1) / 3, 0, 1)
+    share = np.clip((turns - 1) / (high - 1), 0, 1) if high > 1 else turns > 1
     factors = (1 / ((1 - share) / 8 + share)).astype(np.float32)
     write_file(tmp_path / "model.gguf", [Kind.Q8_0], changes=[lambda w: w.add_tensor("rope_freqs.weight", factors)])
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 0
-    assert read_model_config(tmp_path / "model").ropes[0].kind == "llama3"
+    rope = read_model_config(tmp_path / "model").ropes[0]
+    assert (rope.kind, rope.factor, rope.high_freq_factor) == ("llama3", 8.0, high)
 
 
 @pytest.mark.parametrize(

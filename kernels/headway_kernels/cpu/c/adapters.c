@@ -29,18 +29,18 @@ INLINE void apply(const int is_bfloat16, const low_rank *of, int64_t inputs, con
     for (; r < of->rank; r++) dot_products(is_bfloat16, 1, inputs, row, weight, of->down, r, factor, out);
 }
 
-void adapt_row(const row_adapters *of, int64_t row, int64_t inputs, const float *from, rms_norm norm) {
+void adapt_row(const row_adapters *of, int64_t row, const packed_inputs *inputs, const float *from, rms_norm norm) {
     const int64_t hidden_row = of->rows == NULL ? row : of->rows[row];
     const low_rank *adapter = of->by_token[of->tokens == NULL ? hidden_row : of->tokens[hidden_row]];
     const low_rank *addition = adapter == NULL || adapter[of->addition].rank == 0 ? NULL : &adapter[of->addition];
     of->added.additions[row] = addition;
     if (addition == NULL) return;
-    const float factor = norm.weight == NULL ? 1.0f : root_mean_square_factor(from, inputs, norm.eps);
+    const float factor = input_factor(inputs, row, from, norm);
     float *out = of->added.downs + row * of->added.stride;
     if (addition->is_bfloat16)
-        apply(1, addition, inputs, from, norm.weight, factor, out);
+        apply(1, addition, inputs->inputs, from, norm.weight, factor, out);
     else
-        apply(0, addition, inputs, from, norm.weight, factor, out);
+        apply(0, addition, inputs->inputs, from, norm.weight, factor, out);
 }
 
 /* LANES of up (down x). */

@@ -51,7 +51,7 @@ typedef struct {
 
 /* Find the addition to row `row` of a product with so many inputs, which are at `from` and which the product normalises
  * by `norm`, and apply its first half: down x. */
-void adapt_row(const row_adapters *of, int64_t row, int64_t inputs, const float *from, rms_norm norm);
+void adapt_row(const row_adapters *of, int64_t row, const packed_inputs *inputs, const float *from, rms_norm norm);
 
 /* Add up (down x) to a row's sums with a panel. */
 void add_low_rank(const added_rows *of, int64_t row, int64_t panel, vec *low, vec *high);

@@ -25,10 +25,6 @@ static int32_t added_to_codes(const linear *of) {
     return ADDED_TO_CODES8;
 }
 
-static float norm_factor(const linear *with, const float *row, rms_norm norm) {
-    return norm.weight != NULL ? root_mean_square_factor(row, with->inputs, norm.eps) : 1.0f;
-}
-
 /* ---- one digit ---- */
 
 /* One row in a packed block. */
@@ -68,16 +64,15 @@ INLINE void pack_block(const int block, const float *row, const float *weight, i
     *to.sum = *to.scale * (float)sum;
 }
 
-INLINE void pack_row(const int block, const linear *with, const float *row, rms_norm norm, char *tile, int64_t rows,
-                     int64_t place) {
-    const float factor = norm_factor(with, row, norm);
+INLINE void pack_row(const int block, const linear *with, const float *row, float factor, const float *weight,
+                     char *tile, int64_t rows, int64_t place) {
     const int64_t num_blocks = blocks_in(with);
     const int32_t added = added_to_codes(with);
     for (int64_t k = 0; k < num_blocks; k++, tile += rows * bytes_of_packed_block(block, 1)) {
         float *scales = (float *)(tile + rows * block);
         const packed_block to = {(int8_t *)tile + place * block, scales + place, (int32_t *)scales + rows + place,
                                  scales + 2 * rows + place};
-        pack_block(block, row, norm.weight, k * block, with->inputs, factor, added, to);
+        pack_block(block, row, weight, k * block, with->inputs, factor, added, to);
     }
 }
 
@@ -154,14 +149,13 @@ INLINE void pack_digits(const int block, const float *row, const float *weight, 
     *sum = ((parts[0] - parts[3]) + parts[1]) + parts[2];
 }
 
-INLINE void pack_row_of_digits(const int block, const linear *with, const float *row, rms_norm norm, char *tile,
-                               int64_t rows, int64_t place) {
-    const float factor = norm_factor(with, row, norm);
+INLINE void pack_row_of_digits(const int block, const linear *with, const float *row, float factor, const float *weight,
+                               char *tile, int64_t rows, int64_t place) {
     const int64_t num_blocks = blocks_in(with), bytes = bytes_of_packed_block(block, NUM_DIGITS);
     const int32_t added = added_to_codes(with);
     float *sums = (float *)(tile + num_blocks * rows * bytes);
     for (int64_t k = 0; k < num_blocks; k++) {
-        pack_digits(block, row, norm.weight, k * block, with->inputs, factor, added,
+        pack_digits(block, row, weight, k * block, with->inputs, factor, added,
                     (quad_of_digits *)(tile + (k * rows + place) * bytes),
                     with->has_minima ? sums + k * rows + place : NULL);
     }
@@ -177,19 +171,20 @@ void pack_tile_in_blocks(const packed_inputs *to, const linear *with, int64_t ti
     char *start = (char *)to->tiles + first * bytes_of_packed_row(with);
     for (int64_t i = 0; i < rows; i++) {
         const float *row = from + row_taken(to, first + i) * stride;
+        const float factor = input_factor(to, first + i, row, norm);
 #if MULTIPLIES_DIGITS
         if (with->num_digits > 1 && is_whole) {
-            pack_row_of_digits(BLOCK, with, row, norm, start, rows, i);
+            pack_row_of_digits(BLOCK, with, row, factor, norm.weight, start, rows, i);
             continue;
         }
         if (with->num_digits > 1) {
-            pack_row_of_digits(SMALL_BLOCK, with, row, norm, start, rows, i);
+            pack_row_of_digits(SMALL_BLOCK, with, row, factor, norm.weight, start, rows, i);
             continue;
         }
 #endif
         if (is_whole)
-            pack_row(BLOCK, with, row, norm, start, rows, i);
+            pack_row(BLOCK, with, row, factor, norm.weight, start, rows, i);
         else
-            pack_row(SMALL_BLOCK, with, row, norm, start, rows, i);
+            pack_row(SMALL_BLOCK, with, row, factor, norm.weight, start, rows, i);
     }
 }

@@ -127,16 +127,18 @@ static void place_pairs(const expert_pass *now, int64_t *counts) {
     for (int64_t i = 0; i < num_pairs; i++) {
         int64_t place = next[space->chosen[i]]++;
         space->places[i] = (int32_t)place;
+        space->of_inputs[place] = space->weights[i];
+        if (now->layer->choose.weighs_inputs) space->weights[i] = 1.0f;
         space->tokens[place] = (int32_t)(i / per_token(now->layer));
     }
 }
 
 /* The inputs of `count` pairs from `first` on. */
 static packed_inputs inputs_of(const expert_space *space, const linear *with, int64_t first, int64_t count, void *tiles,
-                               const int32_t *rows) {
+                               const int32_t *rows, const float *weights) {
     const product_space *of = &space->inputs;
     return (packed_inputs){count, with->inputs, tiles_of(count), tiles, of->factors + first, of->offsets + first,
-                           rows,  NULL};
+                           rows,  NULL,         weights};
 }
 
 /* What adapters add to pairs from `first` on in one product, by its number behind the router. */
@@ -195,8 +197,9 @@ static void sort_task(void *work, int64_t task) {
         float *own = rows + (i < layer->choose.num_experts ? layer->inner_start : layer->shared_start);
         float *out = packs ? (float *)packed : own;
         if (!activates) out = space->gate_up + first * 2 * widest;
-        packed_inputs inputs = inputs_of(space, gate_up, first, counts[i], tiles, space->tokens + first);
-        packed_inputs inner = inputs_of(space, down, first, counts[i], packs ? packed : tiles, NULL);
+        const float *weights = layer->choose.weighs_inputs ? space->of_inputs + first : NULL;
+        packed_inputs inputs = inputs_of(space, gate_up, first, counts[i], tiles, space->tokens + first, weights);
+        packed_inputs inner = inputs_of(space, down, first, counts[i], packs ? packed : tiles, NULL, NULL);
         add_group(first_products, (product_group){.with = gate_up,
                                                   .inputs = inputs,
                                                   .from = now->hidden,
@@ -276,6 +279,7 @@ void free_expert_space(expert_space *space) {
     free(space->scores);
     free(space->chosen);
     free(space->weights);
+    free(space->of_inputs);
     free(space->places);
     free(space->tokens);
     free(space->gate_up);
@@ -297,6 +301,7 @@ static int reserve_tokens(expert_space *space, const expert_sizes *sizes, int64_
     space->scores = stream_alloc(num_tokens * padded_outputs(sizes->experts) * 4);
     space->chosen = stream_alloc(num_pairs * 4);
     space->weights = stream_alloc(num_pairs * 4);
+    space->of_inputs = stream_alloc(num_pairs * 4);
     space->places = stream_alloc(num_pairs * 4);
     space->tokens = stream_alloc(num_pairs * 4);
     const int64_t inner_bytes = larger_of(num_pairs * sizes->inner * 4, packed_bytes(num_rows, sizes->inner));
@@ -305,8 +310,9 @@ static int reserve_tokens(expert_space *space, const expert_sizes *sizes, int64_
     space->outputs = stream_alloc(num_pairs * hidden * 4);
     space->groups = stream_alloc(sizes->layers * 2 * sizes->experts * (int64_t)sizeof *space->groups);
     space->products = stream_alloc(sizes->layers * (int64_t)sizeof *space->products);
-    if (!has_inputs || !space->scores || !space->chosen || !space->weights || !space->places || !space->tokens ||
-        !space->gate_up || !space->activations || !space->outputs || !space->groups || !space->products) {
+    if (!has_inputs || !space->scores || !space->chosen || !space->weights || !space->of_inputs || !space->places ||
+        !space->tokens || !space->gate_up || !space->activations || !space->outputs || !space->groups ||
+        !space->products) {
         free_expert_space(space);
         return 0;
     }

@@ -22,7 +22,8 @@ enum scoring { SCORE_SOFTMAX, SCORE_SIGMOID };
 /* How a token's scores choose. Each expert's score is a softmax over all, or a sigmoid. `correction` ([num_experts] or
  * NULL) is added to choose, but not to weigh. With several groups of equal size, a group's score is the sum of its
  * `scores_per_group` largest, and only the best `num_open_groups` take part (DeepSeek-AI 2024, arXiv 2405.04434 and
- * 2412.19437). A chosen expert's weight is its score, of all chosen ones if `is_normalised`, times `scaling`. */
+ * 2412.19437). A chosen expert's weight is its score, of all chosen ones if `is_normalised`, times `scaling`. It
+ * multiplies what the expert gives, or with `weighs_inputs` what it gets (Llama 4). */
 typedef struct {
     int64_t num_experts;
     int64_t num_chosen;
@@ -31,6 +32,7 @@ typedef struct {
     int64_t num_open_groups;
     int64_t scores_per_group;
     int64_t is_normalised;
+    int64_t weighs_inputs;
     float scaling;
     const float *correction;
 } routing;
@@ -82,6 +84,7 @@ typedef struct {
     float *scores;        /* [tokens, panels of the router] */
     int32_t *chosen;      /* [tokens, experts of each]: ascending */
     float *weights;       /* the same */
+    float *of_inputs;     /* [pairs]: weights of what experts get */
     int32_t *places;      /* the same: which pair */
     int32_t *tokens;      /* [pairs] */
     float *gate_up;       /* of pairs, in rows: not with SILU */

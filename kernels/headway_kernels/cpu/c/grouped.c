@@ -36,7 +36,7 @@ static void pack_task(void *work, int64_t task) {
     const int64_t end = tile_start(tile + 1, inputs->num_tiles, inputs->num_rows);
     for (int64_t row = tile_start(tile, inputs->num_tiles, inputs->num_rows); row < end; row++) {
         const float *from = group->from + row_taken(inputs, row) * of->from_stride;
-        adapt_row(&group->adapters, row, inputs->inputs, from, of->norm);
+        adapt_row(&group->adapters, row, inputs, from, of->norm);
     }
 }
 

@@ -12,6 +12,11 @@ float root_mean_square_factor(const float *row, int64_t inputs, float eps) {
     return 1.0f / sqrtf(sum / (float)inputs + eps);
 }
 
+float input_factor(const packed_inputs *inputs, int64_t row, const float *from, rms_norm norm) {
+    const float factor = norm.weight == NULL ? 1.0f : root_mean_square_factor(from, inputs->inputs, norm.eps);
+    return inputs->weights == NULL ? factor : inputs->weights[row] * factor;
+}
+
 typedef code codes __attribute__((vector_size(LANES * sizeof(code)), aligned(1), may_alias));
 
 /* In the order in which a tile stores them. */

@@ -47,6 +47,7 @@ typedef struct {
     int32_t *offsets;        /* int8: the amount to subtract from the outputs of each row */
     const int32_t *rows;     /* which rows to pack, or NULL: the first ones, in order */
     const added_rows *added; /* what is added to the outputs of each row, see adapters.h; or NULL */
+    const float *weights;    /* a factor on each row that is packed, or NULL: 1 */
 } packed_inputs;
 
 /* The preparation of inputs: RMS normalisation (Zhang & Sennrich 2019, arXiv 1910.07467), or nothing if `weight`
@@ -69,6 +70,9 @@ static inline int64_t row_taken(const packed_inputs *inputs, int64_t row) {
 
 /* 1 / root mean square of a row. */
 float root_mean_square_factor(const float *row, int64_t inputs, float eps);
+
+/* The factor on the inputs of row `row` of those that are packed, which is `from`: of the norm, and its weight. */
+float input_factor(const packed_inputs *inputs, int64_t row, const float *from, rms_norm norm);
 
 /* Inputs k to k + LANES - 1 of a row, times the norm's weight if there is one; zeros behind the end. */
 INLINE vec normed_inputs(const float *row, const float *weight, int64_t k, int64_t inputs) {

@@ -12,7 +12,7 @@ static void pack_task(void *work, int64_t task) {
     const product *of = work;
     const int64_t row = task - of->inputs.num_tiles;
     if (row >= 0) {
-        adapt_row(&of->adapters, row, of->with->inputs, of->from + row * of->from_stride, of->norm);
+        adapt_row(&of->adapters, row, &of->inputs, of->from + row * of->from_stride, of->norm);
         return;
     }
     pack_tile(&of->inputs, of->with, task, of->from, of->from_stride, of->norm);

@@ -104,7 +104,7 @@ void pack_tile_whole(const packed_inputs *to, int64_t form, int64_t tile, const 
     char *start = (char *)to->tiles + tile * packed_tile_bytes(to->inputs, form);
     for (int64_t i = 0; i < rows; i++) {
         const float *row = from + row_taken(to, first + i) * stride;
-        float factor = norm.weight != NULL ? root_mean_square_factor(row, to->inputs, norm.eps) : 1.0f;
+        float factor = input_factor(to, first + i, row, norm);
         if (form == FORM_INT8) {
             float scale = pack_int8_row((code *)start, SIDE, i, row, to->inputs, norm.weight, &to->offsets[first + i]);
             to->factors[first + i] = factor * scale;

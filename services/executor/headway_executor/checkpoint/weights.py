@@ -10,6 +10,7 @@ Pickle checkpoints are refused: unpickling runs code. Nothing here calls ``torch
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -39,6 +40,9 @@ _SUFFIX = ".safetensors"
 _WEIGHT = ".weight"
 _CODES_OF_A_WORD = 8
 
+_BITS = re.compile("[0-9]+")
+"""In the name of a dtype; one without is of bytes."""
+
 _SAMPLED_PAGES = 16
 _PAGE_BYTES = 4096
 
@@ -57,6 +61,12 @@ class TensorHeader(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        bits = _BITS.search(self.dtype)
+        return math.prod(self.shape) * (8 if bits is None else int(bits[0])) // 8
+
 
 class _Reading:
     """How much of the files has been read, in MiB, for people who wait. Of several ranks each reads its share.
@@ -64,10 +74,14 @@ class _Reading:
     Several threads may read.
     """
 
-    def __init__(self, num_bytes: int, report: Report) -> None:
-        self._num_bytes, self._num_read = num_bytes, 0
+    def __init__(self, num_bytes: int, num_ranks: int, report: Report) -> None:
+        self._num_bytes, self._num_ranks, self._num_read = num_bytes // num_ranks, num_ranks, 0
         self._report = report
         self._lock = Lock()
+
+    def leave_out(self, num_bytes: int) -> None:
+        """Nobody reads so many of all ranks' bytes."""
+        self._num_bytes -= num_bytes // self._num_ranks
 
     def count(self, tensor: Tensor) -> Tensor:
         with self._lock:
@@ -126,7 +140,7 @@ class Checkpoint:
             _check_index(weight_map, self.headers)
         self._scheme = scheme_in(directory)
         num_bytes = sum((directory / name).stat().st_size for name in names)
-        self._stored = _Files(self._files, self.headers, _Reading(num_bytes // num_ranks, report))
+        self._stored = _Files(self._files, self.headers, _Reading(num_bytes, num_ranks, report))
 
     def __enter__(self) -> Self:
         return self
@@ -179,6 +193,7 @@ class Checkpoint:
             raise ModelFilesError(
                 f"{self.headers[extra[0]].file}: tensor {extra[0][:64]} does not belong to this model"
             )
+        self._stored.reading.leave_out(sum(self.headers[name].num_bytes for name in ignored & self.headers.keys()))
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         """Return a tensor, or some of its rows and columns (of the first and the last dimension), the only ones read.

@@ -270,7 +270,7 @@ class Decoder:
 
     def _rotate(self, qkv: Tensor, layer: LayerWeights, layer_pool: Tensor, num_tokens: int) -> None:
         config, space = self._config, self._space
-        by_head = config.attention.qk_norm == "head"
+        by_head = config.attention.qk_norm != "all"
         if config.attention.qk_norm == "all":
             widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
             norms = (layer.query_norm, layer.key_norm)

@@ -249,7 +249,7 @@ def _down(index: int, number: int | None, read: ModelTensors) -> tuple[Tensor, T
 
 def _head_norms(config: ModelConfig, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Of queries and of keys: for a head, or for all."""
-    if weights is None or config.attention.qk_norm == "head":
+    if weights is None or config.attention.qk_norm != "all":
         return (None, None) if weights is None else (weights[0], weights[-1])
     return weights[: config.num_heads].flatten(), weights[config.num_heads :].flatten()
 

@@ -16,7 +16,7 @@ import msgspec
 from torch import Tensor
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ExpertNames, ExpertsConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, ModelConfig
 
 _MODULE = "mlp.experts"
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -28,8 +28,7 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
     def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
         if experts is None:
             return None
-        names = experts.names if experts.stack is None else ExpertNames(router=experts.names.router)
-        return msgspec.structs.replace(experts, stack=None, has_router_bias=False, names=names)
+        return msgspec.structs.replace(experts, stack=None, has_router_bias=False)
 
     return msgspec.structs.replace(
         config,

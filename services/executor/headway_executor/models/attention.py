@@ -91,25 +91,44 @@ class Group(Protocol):
 
 
 class AttentionPlan:
-    """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values, of a model in ``dtype``."""
+    """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values of ``positions`` (the same), of a model
+    in ``dtype``.
+    """
 
     def __init__(
-        self, shape: AttentionShape, pool: KvPool, rows: OrderedRows, slots: _Int64Array, dtype: torch.dtype
+        self,
+        shape: AttentionShape,
+        pool: KvPool,
+        rows: OrderedRows,
+        slots: _Int64Array,
+        positions: Tensor,
+        dtype: torch.dtype,
     ) -> None:
         self._shape = shape
         self._vectors = KvVectors(pool, shape.num_kv_heads, dtype)
         self._rows = rows
         keys = self._vectors.keys(slots)
         self._written = torch.from_numpy(np.concatenate([keys, keys + self._vectors.value_offset]).T.reshape(-1))
+        self._positions = positions
         self._groups: dict[int | None, list[tuple[slice, Group]]] = {}
 
-    def attend(self, index: int, window: int | None, qkv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        index: int,
+        window: int | None,
+        qkv: Tensor,
+        sinks: Tensor | None = None,
+        growth: Tensor | None = None,
+    ) -> Tensor:
         """Store new keys and values, and attend; return ``[tokens, heads * head_dim]``.
 
         ``qkv`` ``[tokens, (heads + 2 * kv_heads) * head_dim]``. A query sees ``window`` positions, its own included;
-        None: all. ``sinks`` ``[heads]``: in each head's softmax a score without a value.
+        None: all. ``sinks`` ``[heads]``: in each head's softmax a score without a value. ``growth`` ``[context]`` multiplies
+        queries by their positions, in place.
         """
         shape = self._shape
+        if growth is not None:
+            qkv[:, : shape.query_width].mul_(growth[self._positions, None])
         vectors = self._vectors.of_layer(index)
         self._written = self._written.to(qkv.device)
         vectors.store(self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))

@@ -10,7 +10,7 @@ import msgspec
 from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
-QkNorm: TypeAlias = Literal["none", "head", "all"]
+QkNorm: TypeAlias = Literal["none", "head", "all", "plain"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
 
 
@@ -68,8 +68,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
 
     The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
-    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, before they are
-    rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of a compressed row.
+    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by head,
+    without weights, in layers with a rope. It does so before they are rotated; with ``norms_rotated``, behind that. With
+    ``latent``, keys and values are made of a compressed row.
     """
 
     num_heads: int
@@ -90,7 +91,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
 
     Without a name, there is no ``correction`` and no ``shared_gate``. ``shared_gate_up`` names one tensor each, or one for
-    both, gates first.
+    both, gates first. ``stacks``: of tensors that hold all experts, gates and ups, and the way back; None: see
+    ``expert_tensors``.
     """
 
     router: str = "mlp.gate"
@@ -102,6 +104,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_down: str = "down_proj"
     shared_gate: str | None = None
+    stacks: tuple[str, str] | None = None
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,21 +137,24 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries grow with their position p, by the factor ``1 + beta * ln(1 + floor(p / step))``."""
+    """Queries grow with their position p, by the factor ``1 + beta * ln(1 + floor((p + first) / step))``."""
 
     beta: float
     step: int
+    first: int = 0
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
-    ``query_growth`` None: queries stay as they are.
+    ``query_growth`` None: queries stay as they are. With a ``chunk``, a query sees no more than its own chunk of so many
+    positions; no backend has such masks, so no context is longer.
     """
 
     feed_forward: FeedForwardConfig
     window: int | None = None
     rope: RopeConfig | None = None
     query_growth: QueryGrowth | None = None
+    chunk: int | None = None
 
 
 class Scalings(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +201,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model.
 
-    ``context`` includes rope scaling. A model without ``has_head`` makes vectors and no text. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
+    ``context`` includes rope scaling; ``context_note`` says why it is shorter than the file's. A model without ``has_head`` makes vectors and no text. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
     state.
     """
 
@@ -203,6 +209,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     context: int
+    context_note: str = ""
     attention: AttentionConfig
     norm: NormConfig
     layers: tuple[LayerConfig, ...]

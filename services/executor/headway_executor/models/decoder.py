@@ -96,17 +96,16 @@ class Attention:
     index: int
     qkv: Product
     num_rotated: int
-    num_queries: int
     head_dim: int
     qk_norm: Product | None
     norms_rotated: bool
     rope: RopeConfig | None
     output: Product
-    growth: Tensor | None
     window: int | None
     sinks: Tensor | None
+    growth: Tensor | None
 
-    def __call__(self, inputs: Tensor, positions: Tensor, rotations: Rotations, plan: AttentionPlan) -> Tensor:
+    def __call__(self, inputs: Tensor, rotations: Rotations, plan: AttentionPlan) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
         qkv = self.qkv(inputs)
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
@@ -116,9 +115,7 @@ class Attention:
             rotate_(heads, rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
-        if self.growth is not None:
-            heads[:, : self.num_queries].mul_(self.growth[positions, None, None])
-        return self.output(plan.attend(self.index, self.window, qkv, self.sinks))
+        return self.output(plan.attend(self.index, self.window, qkv, self.sinks, self.growth))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +157,9 @@ class DecoderLayer:
     residual: float
     is_parallel: bool
 
-    def __call__(self, hidden: Tensor, positions: Tensor, rotations: Rotations, plan: AttentionPlan) -> None:
+    def __call__(self, hidden: Tensor, rotations: Rotations, plan: AttentionPlan) -> None:
         """Add attention and feed-forward to ``hidden`` (``[tokens, hidden]``) in place."""
-        attended = self.attention(_normed(self.attention_norm, hidden), positions, rotations, plan)
+        attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
         inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
         hidden.add_(_normed(self.attention_post_norm, attended), alpha=self.residual)
         made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
@@ -188,7 +185,7 @@ class Decoder:
         """Store keys and values; change ``hidden`` (``[tokens, hidden]``) in place. ``positions`` int64, ``[tokens]``."""
         rotations = {rope: table.index_select(0, positions).unsqueeze(1) for rope, table in self.rotations.items()}
         for layer in self.layers:
-            layer(hidden, positions, rotations, plan)
+            layer(hidden, rotations, plan)
 
     def logits(self, hidden: Tensor, sampled: Tensor) -> Tensor:
         """Return logits, ``[n, vocab]``, in the model's dtype; without a head, what it would get.

@@ -106,7 +106,7 @@ class EagerModel:
         device = token_ids.device
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
-        plan = AttentionPlan(self._shape, self.pool, ordered, slots, self._dtype)
+        plan = AttentionPlan(self._shape, self.pool, ordered, slots, store_positions, self._dtype)
         if self._step_adapters is not None:
             self._step_adapters.begin(columns[0], device)
         hidden = self._begin(token_ids[store_rows, store_positions])
@@ -194,7 +194,6 @@ class _Loader:
                 qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
                 if latent is None
                 else self._latent_qkv(place, latent),
-                num_queries=len(self.part.heads),
                 num_rotated=len(self.part.heads) + len(self.part.kv_heads),
                 head_dim=config.head_dim,
                 qk_norm=self._qk_norm(index),
@@ -302,7 +301,7 @@ class _Loader:
 
     def _qk_norm(self, index: int) -> Product | None:
         weight = self.tensors.qk_norm(index)
-        if weight is None or self._config.attention.qk_norm == "head":
+        if weight is None or self._config.attention.qk_norm != "all":
             return None if weight is None else self._rms_norm(weight)
         num_heads = len(self.part.heads)
         queries, keys = (self._rms_norm(part.flatten()) for part in (weight[:num_heads], weight[num_heads:]))

@@ -3,13 +3,13 @@
 Owns: their names, experts that lie in one tensor. Must not know: files, the rest of a layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig
+from headway_executor.models.config import ExpertNames, ExpertsConfig, FeedForwardConfig
 from headway_executor.models.part import ModelPart
 from headway_kernels.experts import Expert
 
@@ -24,30 +24,40 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
         yield f"{names.router}.bias", (count,)
     if names.correction is not None:
         yield names.correction, (1, count) if config.has_correction_row else (count,)
-    if config.stack is not None:
-        inner = feed.intermediate_size
-        is_turned = config.stack != "rows"
-        yield names.gate_up[0], (count, hidden, 2 * inner) if is_turned else (count, 2 * inner, hidden)
-        yield names.down, (count, inner, hidden) if is_turned else (count, hidden, inner)
-        if feed.has_bias:
-            yield f"{names.gate_up[0]}_bias", (count, 2 * inner)
-            yield f"{names.down}_bias", (count, hidden)
-    for number in range(count if config.stack is None else 0):
-        prefix = names.expert.format(number)
-        for name in names.gate_up:
-            yield f"{prefix}{name}.weight", (feed.intermediate_size, hidden)
-        yield f"{prefix}{names.down}.weight", (hidden, feed.intermediate_size)
-    yield from _shared(config, hidden)
+    if config.stack is None:
+        for number in range(count):
+            yield from _feed_forward(
+                names.expert.format(number), names.gate_up, names.down, hidden, feed.intermediate_size
+            )
+    else:
+        yield from _stacks(config, feed, hidden)
+    if config.shared_size:
+        yield from _feed_forward(names.shared, names.shared_gate_up, names.shared_down, hidden, config.shared_size)
     if names.shared_gate is not None:
         yield f"{names.shared_gate}.weight", (1, hidden)
 
 
-def _shared(config: ExpertsConfig, hidden: int) -> Shapes:
-    names, inner = config.names, config.shared_size
-    if inner:
-        for name in names.shared_gate_up:
-            yield f"{names.shared}{name}.weight", (2 * inner // len(names.shared_gate_up), hidden)
-        yield f"{names.shared}{names.shared_down}.weight", (hidden, inner)
+def stacked_names(names: ExpertNames) -> tuple[str, str]:
+    """Of the tensors that hold all experts: gates and ups, and the way back."""
+    prefix = names.expert.removesuffix("{}.")
+    return names.stacks or (f"{prefix}gate_up_proj", f"{prefix}down_proj")
+
+
+def _stacks(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -> Shapes:
+    count, inner, is_turned = config.routing.num_experts, feed.intermediate_size, config.stack != "rows"
+    gate_up, down = stacked_names(config.names)
+    yield gate_up, (count, hidden, 2 * inner) if is_turned else (count, 2 * inner, hidden)
+    yield down, (count, inner, hidden) if is_turned else (count, hidden, inner)
+    if feed.has_bias:
+        yield f"{gate_up}_bias", (count, 2 * inner)
+        yield f"{down}_bias", (count, hidden)
+
+
+def _feed_forward(prefix: str, gate_up: Sequence[str], down: str, hidden: int, inner: int) -> Shapes:
+    """Gates and ups may be in one tensor."""
+    for name in gate_up:
+        yield f"{prefix}{name}.weight", (2 * inner // len(gate_up), hidden)
+    yield f"{prefix}{down}.weight", (hidden, inner)
 
 
 class Reading(Protocol):
@@ -63,6 +73,7 @@ class ExpertTensors:
         self._config = config
         self._size, self._has_bias = feed.intermediate_size, feed.has_bias
         self._names = config.names
+        self._gate_up, self._down = stacked_names(config.names)
         self._part = part
         self._read = read
 
@@ -91,17 +102,19 @@ class ExpertTensors:
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
         """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
         inner, _ = self._own(number)
-        if number is None and len(self._names.shared_gate_up) == 1:
-            return self._halves(self._read(f"{self._names.shared}{self._names.shared_gate_up[0]}.weight"), inner), None
+        if self._config.stack == "pairs" and number is not None:
+            pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
+            bias = self._stacked_bias(self._gate_up, number, pairs)
+            weight = _gates_first(self._stacked(self._gate_up, number, pairs))
+            return weight, None if bias is None else _gates_first(bias)
         if self._config.stack is not None and number is not None:
-            name = self._names.gate_up[0]
-            if self._config.stack == "pairs":
-                pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
-                return _gates_first(self._stacked(name, number, pairs)), self._stacked_bias(name, number, pairs)
-            size = self._size
-            owns = (None,) if inner is None else (inner, range(size + inner.start, size + inner.stop))
-            return torch.cat([self._stacked(name, number, own) for own in owns]), None
-        names = self._names.shared_gate_up if number is None else self._names.gate_up
+            if inner is None:
+                return self._stacked(self._gate_up, number), None
+            ups = range(self._size + inner.start, self._size + inner.stop)
+            return torch.cat([self._stacked(self._gate_up, number, own) for own in (inner, ups)]), None
+        names = self._names.gate_up if number is not None else self._names.shared_gate_up
+        if len(names) == 1:
+            return self._halves(self._read(f"{self._prefix(number)}{names[0]}.weight"), inner), None
         parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in names]
         return torch.cat(parts), None
 
@@ -109,10 +122,9 @@ class ExpertTensors:
         """``[hidden, inner]``, and bias; as ``gate_up``."""
         _, (outputs, inputs) = self._own(number)
         if self._config.stack is not None and number is not None:
-            name = self._names.down
-            bias = self._stacked_bias(name, number, outputs) if self._adds_bias else None
-            return self._stacked(name, number, outputs, inputs), bias
-        name = self._names.shared_down if number is None else self._names.down
+            bias = self._stacked_bias(self._down, number, outputs) if self._adds_bias else None
+            return self._stacked(self._down, number, outputs, inputs), bias
+        name = self._names.down if number is not None else self._names.shared_down
         return self._read(f"{self._prefix(number)}{name}.weight", outputs, inputs), None
 
     def _stacked(self, name: str, number: int, outputs: range | None = None, inputs: range | None = None) -> Tensor:
@@ -126,8 +138,7 @@ class ExpertTensors:
     def _stacked_bias(self, name: str, number: int, outputs: range | None) -> Tensor | None:
         if not self._has_bias:
             return None
-        bias = self._read(f"{name}_bias", range(number, number + 1), outputs)[0]
-        return _gates_first(bias) if name == self._names.gate_up[0] else bias
+        return self._read(f"{name}_bias", range(number, number + 1), outputs)[0]
 
     def _expert(self, number: int | None) -> Expert:
         (gate_up, gate_up_bias), (down, down_bias) = self.gate_up(number), self.down(number)

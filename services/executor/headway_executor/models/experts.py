@@ -41,23 +41,26 @@ class Experts:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the sum of what each token's experts give, ``[tokens, hidden]``, a new tensor."""
         chosen, weights = choose_experts(self.routing, self.router(hidden), self.correction)
-        given = self._of_pairs(hidden, chosen).mul_(weights.to(hidden.dtype).unsqueeze(-1)).sum(1)
+        given = self._of_pairs(hidden, chosen, weights.to(hidden.dtype)).sum(1)
         if self.shared is None:
             return given
         shared = self.shared(hidden)
         return given.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid()))
 
-    def _of_pairs(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """What each chosen expert gives, ``[tokens, num_chosen, hidden]``; each runs once, with all of its tokens."""
+    def _of_pairs(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What each chosen expert gives, weighed, ``[tokens, num_chosen, hidden]``; each runs once, with all of its tokens."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         tokens = order // chosen.shape[1]
         if self.begin is not None:
             self.begin(tokens, counts)
         rows = hidden.index_select(0, tokens)
+        if self.routing.weighs_inputs:
+            rows.mul_(weights.flatten()[order, None])
         activated = self.between(self._in_turn([expert.activated for expert in self.experts], rows, counts))
         given = self.behind(self._in_turn([expert.down for expert in self.experts], activated, counts))
-        return torch.empty_like(given).index_copy_(0, order, given).view(*chosen.shape, -1)
+        in_order = torch.empty_like(given).index_copy_(0, order, given).view(*chosen.shape, -1)
+        return in_order if self.routing.weighs_inputs else in_order.mul_(weights.unsqueeze(-1))
 
     @staticmethod
     def _in_turn(products: list[Product], rows: Tensor, counts: list[int]) -> Tensor:

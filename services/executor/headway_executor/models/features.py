@@ -28,6 +28,7 @@ class Feature(StrEnum):
     EXPERTS = "experts"
     SINKS = "attention sinks"
     LATENT = "latent attention"
+    WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
@@ -65,6 +66,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.UNGATED: any(not feed.is_gated for feed in feeds),
         Feature.OTHER_ACTIVATION: any(feed.activation != "silu" for feed in feeds),
         Feature.EXPERTS: any(feed.experts is not None for feed in feeds),
+        Feature.WEIGHED_INPUTS: any(feed.experts is not None and feed.experts.routing.weighs_inputs for feed in feeds),
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.config import ExpertNames, FeedForwardConfig, LayerConfig, ModelConfig, TensorNames
-from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes
+from headway_executor.models.config import FeedForwardConfig, LayerConfig, ModelConfig, TensorNames
+from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes, stacked_names
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
 
@@ -32,7 +32,6 @@ _PLACES = (
 
 The first Qwen2-VL have nothing more there.
 """
-_STACKED = ExpertNames(gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -103,23 +102,31 @@ def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfi
 
 
 def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
-    """The experts of a layer may lie in one tensor, as in Qwen3-VL."""
+    """The experts of a layer may lie in one tensor, as in Qwen3-VL and Llama 4."""
 
-    def as_stored(index: int, layer: LayerConfig) -> LayerConfig:
-        experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
-        if experts is None or experts.stack is not None or prefix + _STACKED.gate_up[0] not in stored:
-            return layer
-        # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
-        is_turned = (
-            stored.read(prefix + _STACKED.gate_up[0], range(1)).shape[1] != 2 * layer.feed_forward.intermediate_size
-        )
-        names = msgspec.structs.replace(experts.names, gate_up=_STACKED.gate_up, down=_STACKED.down)
-        experts = msgspec.structs.replace(experts, stack="halves" if is_turned else "rows", names=names)
-        return msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(layer.feed_forward, experts=experts))
+    def stack_of(index: int, layer: LayerConfig) -> str | None:
+        experts = layer.feed_forward.experts
+        if experts is None or experts.stack is not None:
+            return None
+        name = config.names.layer.format(index) + stacked_names(experts.names)[0]
+        return name if name in stored else None
 
-    return msgspec.structs.replace(
-        config, layers=tuple(as_stored(index, layer) for index, layer in enumerate(config.layers))
-    )
+    names = [stack_of(index, layer) for index, layer in enumerate(config.layers)]
+    first = next((index for index, name in enumerate(names) if name is not None), None)
+    if first is None:
+        return config
+    # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
+    outputs = stored.read(str(names[first]), range(1)).shape[1]
+    is_turned = outputs != 2 * config.layers[first].feed_forward.intermediate_size
+
+    def stacked(layer: LayerConfig) -> LayerConfig:
+        feed = layer.feed_forward
+        assert feed.experts is not None
+        experts = msgspec.structs.replace(feed.experts, stack="halves" if is_turned else "rows")
+        return msgspec.structs.replace(layer, feed_forward=msgspec.structs.replace(feed, experts=experts))
+
+    layers = (layer if name is None else stacked(layer) for name, layer in zip(names, config.layers, strict=True))
+    return msgspec.structs.replace(config, layers=tuple(layers))
 
 
 def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:
@@ -145,7 +152,7 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
     if names.sinks is not None:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
-    if attention.qk_norm != "none":
+    if attention.qk_norm in ("head", "all"):
         yield f"{names.query_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[0],)
         yield f"{names.key_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[1],)
 
@@ -358,9 +365,11 @@ class ModelTensors:
     def qk_norm(self, index: int) -> Tensor | None:
         """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
         kind = self._config.attention.qk_norm
-        if kind == "none":
-            return None
         counts = (len(self._part.heads), len(self._part.kv_heads))
+        if kind == "none" or (kind == "plain" and self._config.layers[index].rope is None):
+            return None
+        if kind == "plain":
+            return torch.ones(sum(counts), self._config.head_dim, device=self._device)
         norms = []
         for name, count in zip((self._names.query_norm, self._names.key_norm), counts, strict=True):
             weight = self._offset(self._read(index, f"{name}.weight"))

@@ -47,6 +47,8 @@ def settings_of(config: BackendConfig, device: torch.device) -> ModelSettings:
             f"rope_type dynamic: max_model_len {max_model_len} is beyond the model's own context, "
             f"{beyond[0].original_context}; a longer prompt gets other tokens than from transformers (see docs/models.md)"
         )
+    if model_config.context_note:
+        config.warn(model_config.context_note)
     if config.kv_cache_dtype == "auto" and asks_for_kv_codes(Path(config.model)):
         config.warn(
             f"the checkpoint is meant for keys and values of few bits; kv_cache_dtype auto keeps them in {str(dtype).removeprefix('torch.')}, "

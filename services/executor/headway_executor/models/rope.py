@@ -35,7 +35,7 @@ def rotations(rope: RopeConfig, head_dim: int, num_positions: int, rotary_dim: i
 
 def query_factors(growth: QueryGrowth, num_positions: int) -> Tensor:
     """What queries are multiplied by, by position: float32, ``[num_positions]``."""
-    steps = torch.arange(num_positions) // growth.step
+    steps = (torch.arange(num_positions) + growth.first) // growth.step
     return 1 + growth.beta * torch.log1p(steps.float())
 
 

@@ -13,10 +13,10 @@ from headway_proto.wording import shown
 
 
 class ChatMessage(TypedDict):
-    """One message of a chat prompt."""
+    """One message of a chat prompt: a text, or parts of a text, each ``{"type": "text", "text": ...}``."""
 
     role: str
-    content: str
+    content: str | Sequence[Mapping[str, Any]]
 
 
 RequestT = TypeVar("RequestT")
@@ -258,9 +258,14 @@ def _set_prompt(request: generation_pb2.GenerateRequest | admin_pb2.PinPrefixReq
 
 
 def _chat(messages: Sequence[Any]) -> generation_pb2.Chat:
-    return generation_pb2.Chat(
-        messages=[generation_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
-    )
+    return generation_pb2.Chat(messages=[_message(message["role"], message["content"]) for message in messages])
+
+
+def _message(role: str, content: Any) -> generation_pb2.ChatMessage:
+    """The server reads parts, and refuses those that are no text."""
+    if isinstance(content, list | tuple):
+        return generation_pb2.ChatMessage(role=role, more=json.dumps({"content": content}))
+    return generation_pb2.ChatMessage(role=role, content=content)
 
 
 def tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.TokenizeRequest:

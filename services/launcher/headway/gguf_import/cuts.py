@@ -11,6 +11,7 @@ _BY_CASE = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENDING|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENDING"
     r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _DEEPSEEK_LETTERS = (
     "µÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼι"
     "ῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀"  # noqa: RUF001
@@ -57,7 +58,7 @@ CUTS = {
     "dbrx": Cut((_LLAMA_3,)),
     "smaug-bpe": Cut((_LLAMA_3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Cut((_LLAMA_3.replace("{1,3}", ""),), is_normalised=True)),
-    "gpt-4o": Cut((_BY_CASE.replace("ENDING", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", "{1,3}"),)),
+    **dict.fromkeys(("gpt-4o", "llama4"), Cut((_BY_CASE.replace("ENDING", _ENDING).replace("DIGITS", "{1,3}"),))),
     "tekken": Cut((_BY_CASE.replace("ENDING", "").replace("DIGITS", ""),), merges_late=True),
     "deepseek-llm": Cut(_DEEPSEEK_2),
     "deepseek-v3": Cut(_DEEPSEEK_3),

@@ -28,6 +28,8 @@ from headway.gguf_import.metadata import Metadata
 
 _WIDE_RANGE = "bfloat16"
 """The hidden states of Gemma grow beyond float16."""
+_EXPERTS_OF_MAVERICK = 128
+"""Of the model that does not normalise queries and keys."""
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
 
@@ -56,6 +58,29 @@ def _mixtral(metadata: Metadata) -> Family:
     places = usual({"ffn_gate_inp": "block_sparse_moe.gate"}, experts)
     fields = {"num_local_experts": metadata.integer("expert_count"), "num_experts_per_tok": _chosen(metadata)}
     return Family("MixtralForCausalLM", Layout(places, orders=_turned(metadata)), fields | {"sliding_window": None})
+
+
+def _llama4(metadata: Metadata) -> Family:
+    """A file says neither which layers have no positions nor how queries grow, and has no channels to turn."""
+    if metadata.value("attention.sliding_window", None) == 0:
+        raise metadata.refuse("attention.sliding_window", "absent: attention in chunks")
+    names = {place: name.replace("mlp.", "") for place, name in DENSE.items()}
+    places = usual(
+        {place: f"feed_forward.{name}" for place, name in names.items()},
+        {f"{place}_exps": f"feed_forward.experts.{{}}.{name}" for place, name in names.items()},
+        {f"{place}_shexp": f"feed_forward.shared_expert.{name}" for place, name in names.items()},
+        {"ffn_gate_inp": "feed_forward.router"},
+    )
+    num_experts = metadata.integer("expert_count")
+    fields = {
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata.integer("feed_forward_length"),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": _chosen(metadata),
+        "interleave_moe_layer_step": metadata.integer("interleave_moe_layer_step", 1),
+        "use_qk_norm": num_experts != _EXPERTS_OF_MAVERICK,
+    }
+    return Family("Llama4ForCausalLM", Layout(places), fields)
 
 
 def _qwen2(metadata: Metadata) -> Family:
@@ -363,6 +388,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "gptneox": _gpt_neox,
     "granite": _granite,
     "llama": _llama,
+    "llama4": _llama4,
     "mistral3": _mistral3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,

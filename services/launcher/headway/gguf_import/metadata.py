@@ -18,7 +18,9 @@ _NO_DEFAULT = object()
 _MOST = (1 << 31) - 1
 _MOST_LAYERS = 9999
 _ROPE_FACTORS = "rope_freqs.weight"
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA_3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+_HIGH_FREQ_FACTORS = (4.0, 1.0)
+"""Of Llama 3, and of Llama 4, where each frequency is stretched or not."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.sliding_window": (0,),
     "attention.scale": (0.0,),
@@ -155,14 +157,14 @@ class Metadata:
             raise self._refuse_rope_factors()
         stored = self.file.wide(_ROPE_FACTORS).double()
         factor, context = float(stored.max()), float(_LLAMA_3["original_max_position_embeddings"])
-        low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
+        low = _LLAMA_3["low_freq_factor"]
         theta = self.number("rope.freq_base", 10_000.0)
         turns = context / (2 * math.pi * theta ** (torch.arange(0, self.head_dim, 2).double() / self.head_dim))
-        share = ((turns - low) / (high - low)).clamp(0, 1)
-        expected = 1 / ((1 - share) / factor + share)
-        if not torch.allclose(stored, expected, rtol=1e-3):
-            raise self._refuse_rope_factors()
-        return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+        for high in _HIGH_FREQ_FACTORS:
+            share = ((turns - low) / (high - low)).clamp(0, 1)
+            if torch.allclose(stored, 1 / ((1 - share) / factor + share), rtol=1e-3):
+                return {"rope_type": "llama3", "factor": factor, "high_freq_factor": high, **_LLAMA_3}
+        raise self._refuse_rope_factors()
 
     def _refuse_rope_factors(self) -> ConfigurationError:
         return self.file.refuse(f"{_ROPE_FACTORS} is not supported; allowed: the factors of Llama 3")

@@ -28,6 +28,7 @@ from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
 from headway_executor.models.families.llama import read_arcee, read_llama, read_seed_oss
+from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mistral import read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import (
     read_dots1,
@@ -42,7 +43,14 @@ from headway_executor.models.families.mixtures import (
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
 from headway_executor.models.families.phi import read_phi, read_phi3
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
-from headway_executor.models.families.reading import FULL, SLIDING, architecture_of, layer_types_of, refuse_unless
+from headway_executor.models.families.reading import (
+    CHUNKED,
+    FULL,
+    SLIDING,
+    architecture_of,
+    layer_types_of,
+    refuse_unless,
+)
 from headway_executor.models.families.smollm import read_smollm3
 from headway_executor.models.families.stablelm import read_nemotron, read_stablelm
 from headway_executor.models.families.starcoder import read_starcoder2
@@ -74,6 +82,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "HyperCLOVAXForCausalLM": read_hyperclovax,
+    "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
     "MellumForCausalLM": read_mellum,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
@@ -141,7 +150,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         )
     _check_code(whole)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
-    config = read(fields)
+    config = _within_chunks(read(fields))
     _check_kinds(fields, config)
     if text is not None:
         tensors = msgspec.structs.replace(config.names, is_part=True)
@@ -149,9 +158,18 @@ def read_model_config(directory: Path) -> ModelConfig:
     return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
 
 
+def _within_chunks(config: ModelConfig) -> ModelConfig:
+    """See ``LayerConfig.chunk``."""
+    chunk = min((layer.chunk for layer in config.layers if layer.chunk is not None), default=config.context)
+    if chunk >= config.context:
+        return config
+    note = f"attention is in chunks of {chunk} tokens, so the context has as many here, of the model's {config.context}"
+    return msgspec.structs.replace(config, context=chunk, context_note=note)
+
+
 def _check_kinds(fields: ConfigFields, config: ModelConfig) -> None:
     """Not all families read ``layer_types``; none may be asked there for what it does not do."""
-    kinds = [FULL if layer.window is None else SLIDING for layer in config.layers]
+    kinds = [CHUNKED if layer.chunk else FULL if layer.window is None else SLIDING for layer in config.layers]
     if layer_types_of(fields, kinds) != kinds:
         raise fields.refuse("layer_types", "as this family has its windows, or absent")
 

@@ -20,7 +20,7 @@ from headway_executor.models.families.reading import (
 from headway_executor.models.families.routing import read_routing
 
 _NAMES = TensorNames(sinks="self_attn.sinks")
-_EXPERT_NAMES = ExpertNames(router="mlp.router", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
+_EXPERT_NAMES = ExpertNames(router="mlp.router")
 _WINDOW = 128
 
 

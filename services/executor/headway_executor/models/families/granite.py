@@ -21,8 +21,7 @@ from headway_executor.models.families.routing import read_routing
 
 _EXPERT_NAMES = ExpertNames(
     router="block_sparse_moe.router.layer",
-    gate_up=("block_sparse_moe.input_linear.weight",),
-    down="block_sparse_moe.output_linear.weight",
+    stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared="shared_mlp.",
     shared_gate_up=("input_linear",),
     shared_down="output_linear",

@@ -24,7 +24,7 @@ from headway_executor.models.config import (
 )
 from headway_executor.models.families.positions import THETA, read_rope, rotary_factor, scaled_context
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 DEFAULT_WINDOW = 4096
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -174,8 +174,9 @@ def layer_types_of(fields: ConfigFields, default: Sequence[str]) -> list[str]:
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return list(default)
-    if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in (SLIDING, FULL) for kind in kinds):
-        raise fields.refuse("layer_types", f"a list of {len(default)} names, each {SLIDING} or {FULL}")
+    allowed = [FULL, SLIDING] + [CHUNKED] * (CHUNKED in default)
+    if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in allowed for kind in kinds):
+        raise fields.refuse("layer_types", f"a list of {len(default)} names, each {' or '.join(allowed)}")
     return kinds
 
 

@@ -20,7 +20,7 @@ def read_smollm3(fields: ConfigFields) -> ModelConfig:
     """``SmolLM3ForCausalLM``."""
     refuse_partial_rotation(fields)
     has_bias = fields.flag("attention_bias", default=False)
-    rotates = _rotating(fields)
+    rotates = rotating_layers(fields)
     window = window_of(fields, None) if fields.flag("use_sliding_window", default=False) else None
     usual = [FULL if window is None or rotated else SLIDING for rotated in rotates]
     return read_model(
@@ -35,11 +35,12 @@ def read_smollm3(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def _rotating(fields: ConfigFields) -> list[bool]:
+def rotating_layers(fields: ConfigFields) -> list[bool]:
+    """Which layers have rotary positions."""
     num_layers = num_layers_of(fields)
     interval = fields.integer("no_rope_layer_interval", 4)
     flags = fields.values.get("no_rope_layers")
-    if flags is None:
+    if not flags:
         return [(i + 1) % interval != 0 for i in range(num_layers)]
     if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
         raise fields.refuse("no_rope_layers", f"a list of {num_layers} numbers, each 0 or 1")

@@ -14,7 +14,8 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import TEXT_CONFIG, ConfigFields
 from headway_executor.models.families.reading import architecture_of
 
-_SUFFIX = "ForConditionalGeneration"
+_SUFFIX, _SUFFIX_OF_TEXTS = "ForConditionalGeneration", "ForCausalLM"
+_TIED = "tie_word_embeddings"
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -98,6 +99,7 @@ _OPEN = {
 
 _OWN = {
     "Gemma3": _TEXTS["gemma3_text"],
+    "Llama4": _Text("Llama4ForCausalLM"),
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
     "Qwen3VL": _Text("Qwen3ForCausalLM", _QWEN3_VL, _NO_WINDOW, has_sections=True),
@@ -108,7 +110,6 @@ _OWN = {
 _REASONS = {
     "Gemma3n": "layers that share keys and values and that take inputs of their own",
     "Gemma4": "layers that share keys and values, and heads of several sizes",
-    "Llama4": "attention in chunks, and experts whose inputs are scaled",
     "Mllama": "layers that attend to pictures",
     "PaliGemma": "attention to later tokens of the prompt",
 }
@@ -123,12 +124,11 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     """
     name = architecture_of(fields)
     whole = name.removesuffix(_SUFFIX)
+    reason = _REASONS.get(whole.removesuffix(_SUFFIX_OF_TEXTS))
+    if reason is not None:
+        raise ModelFilesError(f"{fields.source}: architectures [{name!r}] is not supported, which has {reason}")
     if whole == name:
         return None
-    if whole in _REASONS:
-        raise ModelFilesError(
-            f"{fields.source}: architectures [{name!r}] is not supported, which has {_REASONS[whole]}"
-        )
     inner = fields.section(TEXT_CONFIG)
     if whole in _OWN:
         text = _OWN[whole]
@@ -142,8 +142,9 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     for either in (("dtype", "torch_dtype"), ("eos_token_id",)):
         if any(fields.values.get(field) is not None for field in either):
             values |= {field: fields.values.get(field) for field in either}
-    tied = [section.flag("tie_word_embeddings", default=False) for section in (fields, inner) if section is not None]
-    values |= {"architectures": [text.architecture]} | ({"tie_word_embeddings": True} if any(tied) else {})
+    said = [section for section in (fields, inner) if section is not None and section.values.get(_TIED) is not None]
+    values |= {"architectures": [text.architecture]}
+    values |= {_TIED: any(section.flag(_TIED, default=False) for section in said)} if said else {}
     if text.has_sections:
         values |= {field: _plain(values.get(field)) for field in ("rope_scaling", "rope_parameters")}
     return ConfigFields(fields.source if inner is None else inner.source, values)
