@@ -29,7 +29,9 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
         if experts is None:
             return None
         names = ExpertNames(router=experts.names.router) if experts.is_stacked else experts.names
-        return msgspec.structs.replace(experts, is_stacked=False, has_router_bias=False, names=names)
+        return msgspec.structs.replace(
+            experts, is_stacked=False, has_outputs_first=False, has_router_bias=False, names=names
+        )
 
     return msgspec.structs.replace(
         config,
@@ -97,7 +99,7 @@ def stacks_of(config: ModelConfig, parameters: Sequence[str]) -> dict[str, Stack
                 count,
                 2 * inner,
                 hidden,
-                feed.experts.is_stacked,
+                feed.experts.is_stacked and not feed.experts.has_outputs_first,
             ),
             _DOWN: Stack(f"{wrapped}.{_DOWN}", (expert + names.down,), count, hidden, inner, takes_turns=False),
         }
