@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import make_checkpoint, make_model
+from checkpoints import FURTHER, make_checkpoint, make_model
 from headway import AsyncClient
 from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
@@ -45,6 +45,7 @@ DESCRIBED = (
     *("gemma2", "gemma3", "phi3", "phi3-long", "olmo2", "granite", "smollm3", "starcoder2"),
     *("gpt_neox", "gpt_neox-in-turn", "cohere2"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *FURTHER,
 )
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
 TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))

@@ -18,12 +18,15 @@ from headway_gateway.openai.tool_calls import (
 from headway_gateway.openai.tool_calls import (
     DEEPSEEK,
     FUNCTION_GEMMA,
+    GLM,
     GRANITE,
     HERMES,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     PHI,
     QWEN_CODER,
+    SEED,
     CallForm,
 )
 from headway_proto import generation_pb2 as api
@@ -265,7 +268,7 @@ def test_calls_of_strict_tools_in_channels() -> None:
     judged(outputs, at_once, calls[SUN], [*bad, thought + calls[SUN][0]])
 
 
-@pytest.mark.parametrize("form", [LLAMA, QWEN_CODER, FUNCTION_GEMMA])
+@pytest.mark.parametrize("form", [LLAMA, QWEN_CODER, SEED, MINIMAX, GLM, FUNCTION_GEMMA])
 def test_forms_without_rules_leave_calls_as_they_are(form: CallForm) -> None:
     assert marked_grammar(None, Room(USUAL, calls=form, tools=(STRICT,)), Outputs(MARKS).marks) is None
     assert marked_grammar(None, Room(None, calls=HERMES, tools=(STRICT,)), Outputs("").marks) is None
