@@ -56,6 +56,16 @@ _LATENT = {
     "head_dim": 8,
     "routed_scaling_factor": 1.5,
 }
+_HALF_ROPE = _DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
+_GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 3.0, "attention_multiplier": 0.1}
+_CORRECTED: dict[str, object] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}}),
@@ -179,6 +189,56 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
+FURTHER: dict[str, tuple[str, dict[str, object]]] = {
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "olmo": ("Olmo", {}),
+    "olmo2-olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 20,
+            "num_hidden_layers": 5,
+            "rope_parameters": {"sliding_attention": _DEFAULT_ROPE, "full_attention": YARN | {"rope_theta": 20_000.0}},
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 20, "num_hidden_layers": 5, "rope_parameters": _DEFAULT_ROPE}),
+    "arcee": ("Arcee", {}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "seed_oss": ("SeedOss", {}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "ernie4_5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hunyuan-dense": ("HunYuanDenseV1", {}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": 3, "intermediate_size": 32}),
+    "granitemoe": ("GraniteMoe", _GRANITE | {"num_local_experts": 4, "intermediate_size": 32}),
+    "granitemoe-shared": (
+        "GraniteMoeShared",
+        _GRANITE | {"num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 64},
+    ),
+    "command-r": ("Cohere", {"logit_scale": 0.5, "tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
+    "glm4": ("Glm4", {"rope_parameters": _HALF_ROPE}),
+    "glm4moe": ("Glm4Moe", _CORRECTED | {"use_qk_norm": True, "rope_parameters": _HALF_ROPE}),
+    "dots1": ("Dots1", _CORRECTED | {"num_key_value_heads": 4, "sliding_window": None, "norm_topk_prob": True}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "rope_parameters": _HALF_ROPE},
+    ),
+    "phi2": ("Phi", {"num_key_value_heads": 4, "rope_parameters": _HALF_ROPE}),
+    "stablelm": ("StableLm", {"head_dim": None, "use_qkv_bias": True, "rope_parameters": _HALF_ROPE}),
+    "stablelm-parallel": (
+        "StableLm",
+        {"head_dim": None, "use_parallel_residual": True, "rope_parameters": _HALF_ROPE},
+    ),
+    "nemotron": ("Nemotron", {"rope_parameters": _HALF_ROPE}),
+}
+MODELS |= FURTHER
 """By name: the family in transformers' words, and its configuration."""
 
 _ARCHITECTURES = {
@@ -203,8 +263,28 @@ _ARCHITECTURES = {
     "Starcoder2": MODEL_ARCH.STARCODER2,
     "GPTNeoX": MODEL_ARCH.GPTNEOX,
     "Cohere2": MODEL_ARCH.COHERE2,
+    "Gemma": MODEL_ARCH.GEMMA,
+    "Olmo": MODEL_ARCH.OLMO,
+    "Olmo3": MODEL_ARCH.OLMO2,
+    "Exaone4": MODEL_ARCH.EXAONE4,
+    "Arcee": MODEL_ARCH.ARCEE,
+    "SeedOss": MODEL_ARCH.SEED_OSS,
+    "Ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "Ernie4_5_Moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "HunYuanDenseV1": MODEL_ARCH.HUNYUAN_DENSE,
+    "HunYuanMoEV1": MODEL_ARCH.HUNYUAN_MOE,
+    "GraniteMoe": MODEL_ARCH.GRANITE_MOE,
+    "GraniteMoeShared": MODEL_ARCH.GRANITE_MOE,
+    "Cohere": MODEL_ARCH.COMMAND_R,
+    "Glm4": MODEL_ARCH.GLM4,
+    "Glm4Moe": MODEL_ARCH.GLM4_MOE,
+    "Dots1": MODEL_ARCH.DOTS1,
+    "MiniMaxM2": MODEL_ARCH.MINIMAXM2,
+    "Phi": MODEL_ARCH.PHI2,
+    "StableLm": MODEL_ARCH.STABLELM,
+    "Nemotron": MODEL_ARCH.NEMOTRON,
 }
-_PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3")
+_PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
 
 
 def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
@@ -226,12 +306,12 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
 
 
 def _rounded(name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
-    if values.dim() == 1 or kind == Kind.F32:
+    if values.dim() == 1 or name.endswith("_bias") or kind == Kind.F32:
         return values
     if "kv_b_proj" in name:
         # The file has one half of it turned around, and three numbers are exact in blocks of either direction.
         return torch.tensor(0.25).copysign(values) * (values.abs() > values.abs().median())
-    is_stack = values.dim() == 3  # inputs before outputs
+    is_stack = values.dim() == 3 and not name.endswith(".weight")  # inputs before outputs
     rows = values.transpose(1, 2) if is_stack else values
     of_experts = Kind.MXFP4 if kind == Kind.MXFP4 and is_stack else Kind.Q8_0 if kind == Kind.MXFP4 else kind
     again = torch.from_numpy(dequantised(quantised(np.ascontiguousarray(rows), of_experts), of_experts))
@@ -360,6 +440,24 @@ def _llama4(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str,
         yield name, values
 
 
+def _granite_moe(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/granite.py``: gates and ups are apart. Their names are those of other families with such places."""
+    if name.endswith("input_linear.weight"):
+        prefix = name[: name.index(".", len("model.layers.")) + 1]
+        place = "mlp.experts" if "sparse" in name else "mlp.shared_expert"
+        for kind, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
+            yield f"{prefix}{place}.{kind}_proj.weight", half
+    else:
+        yield from _permuted(name, values, config)
+
+
+def _corrected(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/base.py``: what has no end of its own gets one, and loses dimensions of 1."""
+    if name.endswith("e_score_correction_bias"):
+        name, values = name.replace("_bias", ".bias"), values.flatten()
+    yield name, values
+
+
 def _deepseek(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
     """``conversion/deepseek.py``: keys and values of latent attention are apart, and the keys turned around."""
     if "kv_b_proj" in name and config["is_absorbed"]:
@@ -373,8 +471,9 @@ def _deepseek(name: str, values: Values, config: dict[str, Any]) -> Iterator[tup
 
 _Change = Callable[[str, Values, dict[str, Any]], Iterator[tuple[str, Values]]]
 _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
-    "Gemma2": _gemma,
-    "Gemma3": _gemma,
+    **dict.fromkeys(("Gemma", "Gemma2", "Gemma3", "Nemotron"), _gemma),
+    **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _granite_moe),
+    **dict.fromkeys(("Ernie4_5_Moe", "Glm4Moe", "Dots1", "MiniMaxM2"), _corrected),
     "GPTNeoX": _gpt_neox,
     "GptOss": _gpt_oss,
     "Llama4": _llama4,
@@ -399,6 +498,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("rms_norm_eps", writer.add_layer_norm_rms_eps),
         ("layer_norm_eps", writer.add_layer_norm_eps),
         ("norm_epsilon", writer.add_layer_norm_eps),
+        ("norm_eps", writer.add_layer_norm_eps),
+        ("moe_num_experts", writer.add_expert_count),
+        ("moe_k", writer.add_expert_used_count),
+        ("moe_topk", writer.add_expert_used_count),
         ("num_local_experts", writer.add_expert_count),
         ("num_experts", writer.add_expert_count),
         ("n_routed_experts", writer.add_expert_count),
@@ -535,6 +638,83 @@ def _add_cohere2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
 
 
+def _add_olmo(writer: gguf.GGUFWriter, _: dict[str, Any]) -> None:
+    """``conversion/olmo.py``."""
+    writer.add_layer_norm_eps(1e-5)
+
+
+def _add_windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/olmo.py``, ``conversion/exaone.py``."""
+    if config["sliding_window"] is None:
+        return
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _add_cohere(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/command_r.py``."""
+    writer.add_logit_scale(config["logit_scale"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _add_partial_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/glm.py``, ``conversion/nemotron.py``, ``conversion/phi.py``, ``conversion/minimax.py``."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * config["rope_parameters"]["partial_rotary_factor"]))
+
+
+def _add_stablelm(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``StableLMModel`` of ``convert_hf_to_gguf.py``."""
+    _add_partial_rope(writer, config)
+    writer.add_parallel_residual(config["use_parallel_residual"])
+
+
+def _add_minimax(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/minimax.py``."""
+    _add_partial_rope(writer, config)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _add_corrected(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/dots1.py``."""
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _add_glm4_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/glm.py``."""
+    _add_corrected(writer, config)
+    _add_partial_rope(writer, config)
+
+
+def _add_ernie_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/ernie.py``; the length of shared experts there is another one."""
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+
+
+def _add_hunyuan_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/hunyuan.py``."""
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_shared_count(1)
+
+
+def _add_granite_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/granite.py``."""
+    _add_granite(writer, config)
+    if config.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
 _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Llama": _add_head_rope,
     "Mixtral": _add_head_rope,
@@ -552,6 +732,22 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Granite": _add_granite,
     "GPTNeoX": _add_gpt_neox,
     "Cohere2": _add_cohere2,
+    "Olmo": _add_olmo,
+    "Olmo3": _add_windows,
+    "Exaone4": _add_windows,
+    "Arcee": _add_head_rope,
+    "Ernie4_5_Moe": _add_ernie_moe,
+    "HunYuanMoEV1": _add_hunyuan_moe,
+    "GraniteMoe": _add_granite_moe,
+    "GraniteMoeShared": _add_granite_moe,
+    "Cohere": _add_cohere,
+    "Glm4": _add_partial_rope,
+    "Glm4Moe": _add_glm4_moe,
+    "Dots1": _add_corrected,
+    "MiniMaxM2": _add_minimax,
+    "Phi": _add_partial_rope,
+    "StableLm": _add_stablelm,
+    "Nemotron": _add_partial_rope,
 }
 
 

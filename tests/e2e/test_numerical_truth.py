@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import make_checkpoint, make_model
+from checkpoints import FURTHER, make_checkpoint, make_model
 from headway import AsyncClient
 from headway_executor.backend import BackendConfig, ExecutorBackend, StepBatch, StepResult
 from headway_executor.backends.torch_backend import TorchBackend
@@ -45,6 +45,7 @@ DESCRIBED = (
     *("gemma2", "gemma3", "phi3", "phi3-long", "olmo2", "granite", "smollm3", "starcoder2"),
     *("gpt_neox", "gpt_neox-in-turn", "cohere2"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+    *FURTHER,
 )
 EVERY_SETTING = tuple(itertools.product((8, 16), (16, 512), (False, True), (False, True)))
 TWO_SETTINGS = ((8, 16, True, True), (16, 512, False, False))
@@ -135,12 +136,22 @@ def generated(
         yield None if bool(ties[place, :max_tokens].any()) else tuple(tokens)
 
 
+class Checkpoints(dict[str, Path]):
+    """By family, each made when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = self._directory / family
+        make_checkpoint(self[family], family, max_shard_size="50KB")
+        return self[family]
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("checkpoints")
-    for family in (*FAMILIES, *VARIANTS, *DESCRIBED):
-        make_checkpoint(directory / family, family, max_shard_size="50KB")
-    return {family: directory / family for family in (*FAMILIES, *VARIANTS, *DESCRIBED)}
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 def settings_of(
@@ -184,7 +195,7 @@ class Gate:
 
 @pytest.mark.parametrize(("family", "block_size", "budget", "small_pool", "shared_prefixes", "kernels"), CASES)
 async def test_greedy_tokens_equal_transformers(
-    checkpoints: dict[str, Path],
+    checkpoints: Checkpoints,
     tmp_path: Path,
     family: str,
     block_size: int,
@@ -219,7 +230,7 @@ def on_triton(config: BackendConfig) -> BackendConfig:
     [(family, *setting) for family in (*FAMILIES, "llama-yarn", "qwen3-bias") for setting in TWO_SETTINGS],
 )
 async def test_the_triton_backend_equals_transformers_on_a_device(
-    checkpoints: dict[str, Path],
+    checkpoints: Checkpoints,
     tmp_path: Path,
     family: str,
     block_size: int,
@@ -235,7 +246,7 @@ async def test_the_triton_backend_equals_transformers_on_a_device(
 
 
 @pytest.mark.usefixtures("triton_interpreter")
-async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A few requests, in chunks, with preemption and shared prefixes: interpreted where there is no device."""
     config, limits = settings_of(checkpoints["llama3"], 8, 64, small_pool=True)
     config = msgspec.structs.replace(config, num_kv_blocks=MAX_MODEL_LEN // config.block_size)
@@ -254,7 +265,7 @@ async def test_the_triton_backend_equals_transformers_over_grpc(checkpoints: dic
     "family", ["llama3", "qwen3", *(pytest.param(family, marks=pytest.mark.deep) for family in DESCRIBED)]
 )
 async def test_swapped_requests_go_on_as_if_nothing_had_been(
-    checkpoints: dict[str, Path], tmp_path: Path, family: str
+    checkpoints: Checkpoints, tmp_path: Path, family: str
 ) -> None:
     """A pool for one longest request, large budgets, and no prefix cache that could bring back what a swap lost."""
     config, limits = settings_of(checkpoints[family], 8, 512, small_pool=True)
@@ -273,7 +284,7 @@ async def test_swapped_requests_go_on_as_if_nothing_had_been(
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 async def test_classes_objectives_and_prefix_aware_starts_change_no_token(
-    checkpoints: dict[str, Path], tmp_path: Path, preemption: str
+    checkpoints: Checkpoints, tmp_path: Path, preemption: str
 ) -> None:
     config, limits = settings_of(checkpoints["llama2"], 8, 64, small_pool=True)
     # For one longest request: with more, it depends on the times of steps whether any is preempted.
@@ -327,7 +338,7 @@ async def generate_all(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_logprobs_agree_with_transformers(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+async def test_logprobs_agree_with_transformers(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
     config, limits = settings_of(checkpoints[family], 8, 48, small_pool=False)
     requests = workload(family, False).requests[:12]
     with running(tmp_path, checkpoints[family], TorchBackend(), config, limits) as headway:

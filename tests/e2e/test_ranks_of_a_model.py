@@ -50,6 +50,11 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v2-lite",
     "deepseek_v3",
+    "phi",
+    "hunyuan_moe",
+    "granite_moe-shared",
+    "ernie4_5_moe",
+    "glm4_moe",
 )
 
 

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.hunyuan_v1_dense import HunYuanDenseV1Config
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoints import FAMILIES, make_model
@@ -23,6 +25,7 @@ LLAMA = {
     "max_position_embeddings": 128,
     "eos_token_id": 2,
 }
+_MINIMAX_CODE = "modeling_minimax_m2.MiniMaxM2ForCausalLM"
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 
 
@@ -267,6 +270,75 @@ def test_older_spellings_of_gemma_3_mean_the_same(tmp_path):
         },
     }
     assert read(tmp_path, old) == read(tmp_path, new)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name):
+    model = make_model(name)
+    values = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    usual = type(model.config)().to_dict()
+    named = {field: value for field, value in values.items() if field not in usual or usual[field] != value}
+    # What ends an answer is named by every published file.
+    ends = {"architectures": values["architectures"], "eos_token_id": values["eos_token_id"]}
+    assert read(tmp_path, named | ends) == read(tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min"),
+        ("ernie4_5_moe", {"moe_k": 7}, "moe_k"),
+        ("exaone4", {"sliding_window": None}, "sliding_window"),
+        ("gemma1", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("hunyuan", {"use_cla": True}, "use_cla"),
+        ("hunyuan_moe", {"moe_topk": [2, 2, 3]}, "moe_topk"),
+        ("hunyuan_moe", {"num_shared_expert": [2, 2, 2]}, "num_shared_expert"),
+        ("hunyuan_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped"),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+    ],
+)
+def test_refuses_what_would_change_a_result(tmp_path, name, changes, field):
+    make_model(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert read(tmp_path, values)
+    with pytest.raises(ModelFilesError, match=rf"^config\.json: {field} .* is not supported; allowed: "):
+        read(tmp_path, values | changes)
+
+
+def test_lists_of_equal_numbers_are_the_number(tmp_path):
+    make_model("hunyuan_moe").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    lists = {"moe_topk": [2] * 3, "num_experts": 5, "num_shared_expert": [1] * 3, "moe_intermediate_size": [32] * 3}
+    assert read(tmp_path, values | lists) == read(tmp_path, values)
+
+
+def test_hunyuans_alpha_is_a_theta_for_any_length(tmp_path):
+    rope = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 10_000.0, "factor": 1.0}
+    config = HunYuanDenseV1Config(head_dim=16, rope_parameters=rope)
+    values = LLAMA | {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
+    for parameters in ({"rope_parameters": rope}, {"rope_scaling": {**rope, "type": "dynamic"}}):
+        (ours,) = read(tmp_path, values | parameters).ropes
+        cos, sin = HunYuanDenseV1RotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+        table = rotations(ours, 16, 300)
+        torch.testing.assert_close(table.real, cos[0, :, :8], rtol=0, atol=1e-5)
+        torch.testing.assert_close(table.imag, sin[0, :, :8], rtol=0, atol=1e-5)
+
+
+def test_minimax_says_how_much_of_a_head_is_rotated(tmp_path):
+    make_model("minimax_m2").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rope_parameters"]
+    old = values | {"rotary_dim": 8, "rope_theta": 5e6, "auto_map": {"AutoModelForCausalLM": _MINIMAX_CODE}}
+    assert read(tmp_path, old).attention.rotary_dim == 8
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"mellum"}))  # Which has to name them all.

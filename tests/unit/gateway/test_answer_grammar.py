@@ -20,12 +20,16 @@ from headway_gateway.openai.tool_calls import (
 from headway_gateway.openai.tool_calls import (
     DEEPSEEK,
     FUNCTION_GEMMA,
+    GLM,
     GRANITE,
     HERMES,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     PHI,
     QWEN_CODER,
+    SEED,
+    CallForm,
     ToolText,
 )
 from headway_proto import generation_pb2 as api
@@ -406,8 +410,9 @@ def test_what_has_no_rules_in_markup_is_told(schema: dict[str, object], problem:
     assert not problem_of_tools(HERMES, [Function("look", parameters=schema, strict=True)])
 
 
-def test_forms_without_rules_leave_calls_as_they_are() -> None:
-    assert marked_grammar(None, Room(USUAL, calls=FUNCTION_GEMMA, tools=(STRICT,)), Outputs(MARKS).marks) is None
+@pytest.mark.parametrize("form", [SEED, MINIMAX, GLM, FUNCTION_GEMMA])
+def test_forms_without_rules_leave_calls_as_they_are(form: CallForm) -> None:
+    assert marked_grammar(None, Room(USUAL, calls=form, tools=(STRICT,)), Outputs(MARKS).marks) is None
     assert marked_grammar(None, Room(None, calls=HERMES, tools=(STRICT,)), Outputs("").marks) is None
 
 

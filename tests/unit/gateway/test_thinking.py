@@ -9,6 +9,7 @@ from headway_gateway.openai.thinking import (
     GRANITE,
     MAGISTRAL,
     OLDER_GRANITE,
+    SEED,
     USUAL,
     ThinkingText,
     Thought,
@@ -76,6 +77,7 @@ def test_answers_do_not_wait() -> None:
     [
         ("{{ x.split('</think>') }}", USUAL),
         ("{{ x }}", None),
+        ("{%- set think_end_token = '</seed:think>' -%}", SEED),
         ("{{ '[THINK]' + block['thinking'] + '[/THINK]' }}", MAGISTRAL),
         ("<|START_RESPONSE|>{{ message.content }}<|END_RESPONSE|>", COHERE),
         ("Write your thoughts between <think></think> and write your response between <response></response>", GRANITE),

@@ -13,12 +13,15 @@ from headway_gateway.openai.tool_calls import (
     DEEPSEEK,
     FORCED,
     FUNCTION_GEMMA,
+    GLM,
     GRANITE,
     HERMES,
     LLAMA,
+    MINIMAX,
     MISTRAL,
     PHI,
     QWEN_CODER,
+    SEED,
     CallForm,
     ToolCall,
     ToolText,
@@ -118,6 +121,35 @@ CASES = {
         [ToolCall("look", '{"at":"x"}')],
     ),
     "coder, cut": (QWEN_CODER, "<tool_call>\n<function=look", ["<tool_call>\n<function=look"]),
+    "seed": (
+        SEED,
+        "I look.<seed:tool_call>\n<function=look>\n<parameter=at>a < b</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=go>\n</function>\n</seed:tool_call>",
+        ["I look.", LOOK, GO],
+    ),
+    "minimax": (
+        MINIMAX,
+        'I look.\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">a < b</parameter>\n</invoke>\n'
+        '<invoke name="go">\n</invoke>\n</minimax:tool_call>',
+        ["I look.", LOOK, GO],
+    ),
+    "minimax, no name": (
+        MINIMAX,
+        "<minimax:tool_call><invoke>look</invoke></minimax:tool_call>",
+        ["<minimax:tool_call><invoke>look</invoke></minimax:tool_call>"],
+    ),
+    "glm": (
+        GLM,
+        "I look.\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>a < b</arg_value>\n</tool_call>\n<tool_call>go\n</tool_call>",
+        ["I look.", LOOK, GO],
+    ),
+    "glm 4.7": (GLM, "<tool_call>look<arg_key>at</arg_key><arg_value>a < b</arg_value></tool_call>", [LOOK]),
+    "glm, json": (GLM, f"<tool_call>{CALL}</tool_call>", [f"<tool_call>{CALL}</tool_call>"]),
+    "glm, lines": (
+        GLM,
+        "<tool_call>x\n<arg_key>a</arg_key>\n<arg_value>\n b\n</arg_value>\n<arg_key>c</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
+        [ToolCall("x", '{"a":"\\n b\\n","c":"5"}')],
+    ),
     "gemma": (
         FUNCTION_GEMMA,
         "I look.<start_function_call>call:look{at:<escape>a < b<escape>}<end_function_call>"
@@ -226,7 +258,9 @@ def test_values_that_nest_deeply_are_values_or_text() -> None:
         ("{{ messages }}", None),
         ("<tool_call>{{ tools }}", HERMES),
         ("<tool_call><function=x>", QWEN_CODER),
-        ("<tool_call><arg_key>", None),
+        ("<tool_call>{function-name}\n<arg_key>", GLM),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", MINIMAX),
+        ("<seed:tool_call>\n<function=x>", SEED),
         ("{% if tools %}[TOOL_CALLS]", MISTRAL),
         ("{% if tools %}<|tool_call|>", GRANITE),
         ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", PHI),

@@ -325,7 +325,7 @@ def test_a_byte_level_tokenizer_stays_what_it_is(tmp_path):
     assert fields["chat_template"] == "{{ messages }}"
 
 
-@pytest.mark.parametrize("name", ["deepseek-r1-qwen", "llama3"])
+@pytest.mark.parametrize("name", ["deepseek-r1-qwen", "llama3", "glm4", "hunyuan", "minimax-m2", "exaone4"])
 def test_other_names_of_a_cut_are_known(tmp_path, name):
     def add(writer):
         add_tokens(writer, "gpt2", ["a", "b", "ab"], merges=["a b"], pre=name)
@@ -333,6 +333,14 @@ def test_other_names_of_a_cut_are_known(tmp_path, name):
 
     made, _ = imported(tmp_path, add)
     assert made.encode("ab", add_special_tokens=False).ids == [2]
+
+
+def test_seed_cuts_lines_from_marks(tmp_path):
+    def add(writer):
+        add_tokens(writer, "gpt2", ["!", "Ċ", "!Ċ", "1", "2", "12"], merges=["! Ċ", "1 2"], pre="seed-coder")
+
+    made, _ = imported(tmp_path, add)
+    assert made.encode("!\n12").ids == [0, 1, 3, 4]
 
 
 def test_the_end_token_stands_behind_a_text_if_the_file_says_so(tmp_path):
@@ -491,7 +499,7 @@ def test_whatever_stands_in_the_metadata_is_taken_or_refused_in_one_line(tmp_pat
             except ConfigurationError as refusal:
                 said.append(str(refusal))
     assert len(said) > 100
-    assert not [line for line in said if "\n" in line or len(line) > 400]
+    assert not [line for line in said if "\n" in line or len(line) > 600]
 
 
 @pytest.mark.parametrize("high", [4.0, 1.0])
@@ -565,10 +573,10 @@ def test_vectors_are_pooled_as_the_file_says(tmp_path, capfd, kind, pooling):
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, capfd):
-    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="gemma")
+    write_file(tmp_path / "model.gguf", [Kind.Q8_0], architecture="falcon")
     assert main(["gguf", str(tmp_path / "model.gguf"), str(tmp_path / "model")]) == 2
     assert (
-        "general.architecture 'gemma' is not supported; allowed: cohere2, deepseek2, gemma2" in capfd.readouterr().err
+        "general.architecture 'falcon' is not supported; allowed: arcee, cohere2, command-r" in capfd.readouterr().err
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from backend_driver import BackendDriver, Request
-from gguf_files import MODELS, VOCAB_SIZE, make_model, write_file
+from gguf_files import FURTHER, MODELS, VOCAB_SIZE, make_model, write_file
 from headway.__main__ import main
 from headway.flags.settings import ConfigurationError
 from headway.gguf_import.file import GgufFile
@@ -53,14 +53,15 @@ OTHERWISE_IN_LLAMA_CPP = {
     "deepseek2": "it scores groups by two experts",
     "deepseek2-lite": "only with 26 or 27 layers are queries not compressed",
     "deepseek2-v3": "it takes the usual bounds for yarn",
-    "gpt-oss": "the same, and cuts them to whole channels",
-    "llama-bias": "the same",
-    "mistral3": "the usual bounds for yarn",
+    "exaone4": "only with 64 layers does it have windows",
+    "gpt-oss": "it takes the usual bounds for yarn, and cuts them to whole channels",
+    "llama-bias": "it takes the usual bounds for yarn",
+    "mistral3": "it takes the usual bounds for yarn",
     "phi3": "it has no window",
     "qwen2": "the usual bounds for yarn",
 }
 CASES = [
-    *((name, Kind.F16, "eager") for name in MODELS),
+    *(pytest.param(name, Kind.F16, "eager", marks=pytest.mark.deep if name in FURTHER else ()) for name in MODELS),
     *((name, Kind.Q8_0, "compiled") for name in MODELS),
     ("gpt-oss", Kind.MXFP4, "eager"),
     ("gpt-oss", Kind.MXFP4, "compiled"),
@@ -128,6 +129,21 @@ def test_the_file_of_pictures_is_refused(tmp_path, capfd):
     assert main(["gguf", str(tmp_path / "mmproj.gguf"), str(tmp_path / "model")]) == 2
     said = "it sees or hears for a model (mmproj); allowed: the file of the text, which is served alone\n"
     assert capfd.readouterr().err.endswith(said)
+
+
+def test_layers_that_predict_further_tokens_are_left(tmp_path):
+    """GLM 4.5 has one behind the others, which counts as they do."""
+
+    def add(writer):
+        writer.add_block_count(4)
+        writer.add_nextn_predict_layers(1)
+        for place in ("attn_norm", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.3.{place}.weight", np.ones(64, np.float32))
+
+    model = make_model(tmp_path / "source", "glm4moe", Kind.F16)
+    file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.F16, change=add)
+    assert main(["gguf", str(file), str(tmp_path / "model")]) == 0
+    assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
 
 
 def test_the_older_form_of_latent_attention(tmp_path):
@@ -198,7 +214,8 @@ def test_a_file_may_say_which_layers_have_the_window(tmp_path, pattern, kinds):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("olmo2", lambda w: w.add_sliding_window(64), "olmo2.attention.sliding_window 64 is not supported"),
+        ("qwen3", lambda w: w.add_sliding_window(64), "qwen3.attention.sliding_window 64 is not supported"),
+        ("olmo", lambda w: w.add_clamp_kqv(8.0), "olmo.attention.clamp_kqv 8.0 is not supported"),
         ("granite", lambda w: w.add_rope_scaling_finetuned(False), "granite.rope.scaling.finetuned False"),
         ("deepseek2-v3", lambda w: w.add_nextn_predict_layers(1), "deepseek2.nextn_predict_layers 1"),
         ("qwen2", lambda w: w.add_expert_count(8), "qwen2.expert_count 8 is not supported; allowed: none"),

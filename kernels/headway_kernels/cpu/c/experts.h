@@ -57,8 +57,8 @@ typedef struct {
 /* What a rank of several shares with the others: activations of pairs, and those of the shared expert by token, both in
  * rows of the widest expert. It adds to the hidden state from `hidden_start` on. `meet` waits until the activations of
  * `num_tokens` tokens are complete. Of a rank that is alone, all is 0. `adapters` are those of the router, in whatever
- * room; behind an adapter's addition to the router are two to each expert: to `gate_up`, to `down`. With `added`, rows as
- * those of the hidden state get what would be added to it. */
+ * room; behind an adapter's addition to the router are two to each expert: to `gate_up`, to `down`. With `added`, rows
+ * as those of the hidden state get what would be added to it. */
 typedef struct {
     float *pairs;
     float *of_shared;
@@ -114,8 +114,8 @@ void free_expert_space(expert_space *space);
 
 #define EXPERT_PHASES 10
 
-/* hidden += what the experts make of its normalised rows, whole panels `stride` apart, or `added` = that. All members call this for layer
- * `number`, in at most EXPERT_PHASES phases beside those of `meet`. */
+/* hidden += what the experts make of its normalised rows, whole panels `stride` apart, or `added` = that. All members
+ * call this for layer `number`, in at most EXPERT_PHASES phases beside those of `meet`. */
 void run_experts(member *self, expert_space *space, const expert_layer *layer, int64_t number, float *hidden,
                  int64_t stride, int64_t num_tokens, rms_norm norm, const expert_part *part);
 

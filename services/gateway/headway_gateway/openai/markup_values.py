@@ -1,15 +1,32 @@
-"""Values of ``<parameter=NAME>...</parameter>``, which are texts until a JSON schema says what they are.
+"""Values of ``<parameter=NAME>...</parameter>`` and its like, which are texts until a JSON schema says what they are.
 
 Must not know: where calls are.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-_PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>\s*(?=<parameter=|\Z)|(?=<parameter=)|\Z)", re.DOTALL)
+
+class Markup(NamedTuple):
+    """``value`` finds names and values; with ``has_lines``, a value stands on lines of its own."""
+
+    value: re.Pattern[str]
+    has_lines: bool = False
+
+
+def _between(begin: str, end: str, following: str) -> re.Pattern[str]:
+    """A value goes up to the last ``end`` before what is ``following``, so it may contain one."""
+    return re.compile(rf"{begin}(.*?)(?:{end}\s*(?={following}|\Z)|(?={following})|\Z)", re.DOTALL)
+
+
+_PARAMETER = _between("<parameter=([^>]*)>", "</parameter>", "<parameter=")
+CODER_VALUES, SEED_VALUES = Markup(_PARAMETER, has_lines=True), Markup(_PARAMETER)
+MINIMAX_VALUES = Markup(_between('<parameter name="([^"]*)">', "</parameter>", "<parameter name="))
+GLM_VALUES = Markup(_between(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", "</arg_value>", "<arg_key>"))
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
@@ -22,16 +39,17 @@ _WORDS = {"True": True, "False": False, "None": None}
 """As templates show such values in earlier calls."""
 
 
-def values_of(text: str, schema: Any) -> dict[str, Any]:
+def values_of(markup: Markup, text: str, schema: Any) -> dict[str, Any]:
     """Return the values by their names. A value that its schema does not allow stays a text, and so does one without."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     known = properties if isinstance(properties, dict) else {}
     others = schema.get("additionalProperties") if isinstance(schema, dict) else None
     return {
         name.strip(): _value(
-            content.removeprefix("\n").removesuffix("\n"), set(kinds_of(known.get(name.strip(), others), schema))
+            content.removeprefix("\n").removesuffix("\n") if markup.has_lines else content,
+            set(kinds_of(known.get(name.strip(), others), schema)),
         )
-        for name, content in _PARAMETER.findall(text)
+        for name, content in markup.value.findall(text)
     }
 
 

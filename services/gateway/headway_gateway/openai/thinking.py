@@ -28,6 +28,7 @@ COHERE = ThoughtForm("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE
 MAGISTRAL = ThoughtForm("[THINK]", "[/THINK]")
 GRANITE = ThoughtForm("<think>", "</think>", "<response>", "</response>")
 OLDER_GRANITE = ThoughtForm("Here is my thought process:", "Here is my response:")
+SEED = ThoughtForm("<seed:think>", "</seed:think>")
 USUAL = ThoughtForm("<think>", "</think>")
 
 _SIGNS = (
@@ -35,6 +36,7 @@ _SIGNS = (
     (MAGISTRAL.end, MAGISTRAL),
     ("<response></response>", GRANITE),
     (OLDER_GRANITE.end, OLDER_GRANITE),
+    (SEED.end, SEED),
     (USUAL.end, USUAL),
 )
 

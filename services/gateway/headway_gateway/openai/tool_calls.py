@@ -9,12 +9,20 @@ What looks like a call and is none stays text. White space before a call belongs
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from headway_gateway.openai.marks import num_uncertain
-from headway_gateway.openai.markup_values import values_of
+from headway_gateway.openai.markup_values import (
+    CODER_VALUES,
+    GLM_VALUES,
+    MINIMAX_VALUES,
+    SEED_VALUES,
+    Markup,
+    values_of,
+)
 
 Schemas: TypeAlias = Mapping[str, Any]
 """The JSON schemas of the tools' parameters, by the tools' names."""
@@ -94,13 +102,31 @@ def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
     return _all_or_none(calls)
 
 
-def _of_markup(text: str, schemas: Schemas) -> list[ToolCall]:
+def _of_markup(
+    text: str,
+    schemas: Schemas,
+    *,
+    values: Markup,
+    begin: str = "<function=",
+    name_end: str = ">",
+    end: str = "</function>",
+) -> list[ToolCall]:
     calls = []
-    for part in text.split("<function=")[1:]:
-        name, mark, parameters = (part.rpartition("</function>")[0] or part).partition(">")
-        values = values_of(parameters, schemas.get(name.strip()))
-        calls.append(call_of(name.strip(), msgspec.json.encode(values).decode()) if mark else None)
+    for part in text.split(begin)[1:]:
+        name, mark, parameters = (part.rpartition(end)[0] or part).partition(name_end)
+        calls.append(_marked_up(name.strip(), parameters, schemas, values) if mark else None)
     return _all_or_none(calls)
+
+
+def _of_glm(text: str, schemas: Schemas) -> list[ToolCall]:
+    """One call, whose name nothing marks."""
+    name, mark, behind = text.partition("<arg_key>")
+    is_name = _GLM_NAME.fullmatch(name.strip()) is not None
+    return _all_or_none([_marked_up(name.strip(), mark + behind, schemas, GLM_VALUES) if is_name else None])
+
+
+def _marked_up(name: str, parameters: str, schemas: Schemas, values: Markup) -> ToolCall | None:
+    return call_of(name, msgspec.json.encode(values_of(values, parameters, schemas.get(name))).decode())
 
 
 def _of_function_gemma(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
@@ -125,6 +151,7 @@ DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁ca
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
+_GLM_NAME = re.compile(r"[^\s<>{}]+")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 DEEPSEEK = CallForm(_DEEPSEEK_BEGIN, _DEEPSEEK_END, _of_deepseek, (_DEEPSEEK_BEGIN,))
@@ -135,22 +162,39 @@ FUNCTION_GEMMA = CallForm(
 MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
 GRANITE = CallForm("<|tool_call|>", "", _from_json, ("<|tool_call|>",))
-QWEN_CODER = CallForm("<tool_call>", "</tool_call>", _of_markup, ("<tool_call>", "<function="), "</function>")
+QWEN_CODER = CallForm(
+    "<tool_call>",
+    "</tool_call>",
+    partial(_of_markup, values=CODER_VALUES),
+    ("<tool_call>", "<function="),
+    "</function>",
+)
+SEED = CallForm(
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    partial(_of_markup, values=SEED_VALUES),
+    ("<seed:tool_call>",),
+    "</function>",
+)
+MINIMAX = CallForm(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    partial(_of_markup, values=MINIMAX_VALUES, begin='<invoke name="', name_end='">', end="</invoke>"),
+    ("<minimax:tool_call>",),
+    "</invoke>",
+)
+GLM = CallForm("<tool_call>", "</tool_call>", _of_glm, ("<tool_call>", "<arg_key>"), "</arg_value>")
 HERMES = CallForm("<tool_call>", "</tool_call>", _from_json, ("<tool_call>",))
 LLAMA = CallForm("", "", _from_json, ('{"name": function name, "parameters": ', "tools"))
-_FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, QWEN_CODER, HERMES, LLAMA)
+_FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, SEED, MINIMAX, GLM, QWEN_CODER, HERMES, LLAMA)
 
 FORCED = CallForm("", "", _from_json, ())
 """Calls under a constraint, an array."""
 
-_NO_JSON = "<arg_key>"
-"""Some templates have calls in a markup of their own between Hermes's marks."""
-
 
 def form_of(template: str) -> CallForm | None:
     """Return the form that a chat template teaches; None if none is known."""
-    form = next((form for form in _FORMS if all(sign in template for sign in form.signs)), None)
-    return None if form is HERMES and _NO_JSON in template else form
+    return next((form for form in _FORMS if all(sign in template for sign in form.signs)), None)
 
 
 class ToolText:

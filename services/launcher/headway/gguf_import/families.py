@@ -6,6 +6,7 @@ Metadata is what llama.cpp's converter writes (``conversion/*.py`` of ggml-org/l
 llama.cpp takes for it (``src/models/*.cpp``), which is what the published models have.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,9 +19,11 @@ from headway.gguf_import.layout import (
     Order,
     alone,
     as_matrix,
+    by_expert,
     by_halves,
     by_head,
     keys_and_values,
+    shared,
     side_by_side,
     usual,
 )
@@ -30,6 +33,7 @@ _WIDE_RANGE = "bfloat16"
 """The hidden states of Gemma grow beyond float16."""
 _EXPERTS_OF_MAVERICK = 128
 """Of the model that does not normalise queries and keys."""
+_OLMO_EPS = 1e-5
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
 
@@ -52,10 +56,12 @@ def _llama(metadata: Metadata) -> Family:
     return Family("LlamaForCausalLM", Layout(usual(DENSE), orders=_turned(metadata)), {"mlp_bias": has_bias})
 
 
+_SPARSE_BLOCK = {"ffn_gate_inp": "block_sparse_moe.gate"} | by_expert("block_sparse_moe.experts", ("w1", "w3", "w2"))
+"""Experts as Mixtral has them."""
+
+
 def _mixtral(metadata: Metadata) -> Family:
-    names = {"gate": "w1", "up": "w3", "down": "w2"}
-    experts = {f"ffn_{place}_exps": f"block_sparse_moe.experts.{{}}.{name}" for place, name in names.items()}
-    places = usual({"ffn_gate_inp": "block_sparse_moe.gate"}, experts)
+    places = usual(_SPARSE_BLOCK)
     fields = {"num_local_experts": metadata.integer("expert_count"), "num_experts_per_tok": _chosen(metadata)}
     return Family("MixtralForCausalLM", Layout(places, orders=_turned(metadata)), fields | {"sliding_window": None})
 
@@ -94,8 +100,7 @@ def _qwen3(metadata: Metadata) -> Family:
 
 
 def _qwen2_moe(metadata: Metadata) -> Family:
-    shared = {f"{place}_shexp": name.replace("mlp.", "mlp.shared_expert.") for place, name in DENSE.items()}
-    places = usual(EXPERTS, shared, {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"})
+    places = usual(EXPERTS, shared("mlp.shared_expert."), {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"})
     fields = _experts(metadata) | {
         "shared_expert_intermediate_size": metadata.integer(
             "expert_shared_feed_forward_length", metadata.integer("feed_forward_length")
@@ -171,7 +176,7 @@ def _deepseek(metadata: Metadata) -> Family:
     places = usual(
         DENSE,
         EXPERTS,
-        {f"{place}_shexp": name.replace("mlp.", "mlp.shared_experts.") for place, name in DENSE.items()},
+        shared("mlp.shared_experts."),
         {
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -214,6 +219,11 @@ def _mistral3(metadata: Metadata) -> Family:
     beta = metadata.number("attention.temperature_scale")
     rope = metadata.rope() | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
     return Family("Ministral3ForCausalLM", layout, {"rope_parameters": rope, "sliding_window": None})
+
+
+def _gemma(metadata: Metadata) -> Family:
+    del metadata
+    return Family("GemmaForCausalLM", Layout(usual(DENSE), norm_offset=1.0), {"dtype": _WIDE_RANGE})
 
 
 def _gemma2(metadata: Metadata) -> Family:
@@ -282,25 +292,207 @@ def _long_rope(metadata: Metadata) -> dict[str, object] | None:
     return rope
 
 
+def _olmo(metadata: Metadata) -> Family:
+    if not math.isclose(metadata.number(LAYER), _OLMO_EPS, rel_tol=1e-6):
+        raise metadata.refuse(LAYER, f"{_OLMO_EPS:g}")
+    places = _without(usual(DENSE), "attn_norm", "ffn_norm")
+    layout = Layout(places, orders=_turned(metadata))
+    return Family("OlmoForCausalLM", layout, {"clip_qkv": None}, eps=("layer_norm_eps", LAYER))
+
+
 def _olmo2(metadata: Metadata) -> Family:
-    del metadata
+    """With a window it is OLMo 3."""
+    layout = Layout(_norms_behind())
+    if not metadata.integer("attention.sliding_window", 0, low=0):
+        return Family("Olmo2ForCausalLM", layout)
+    theta = metadata.number("rope.freq_base_swa", metadata.number("rope.freq_base", 10_000.0))
+    near = {"rope_type": "default", "rope_theta": theta}
+    fields = {"rope_parameters": {"full_attention": metadata.rope(), "sliding_attention": near}}
+    return Family("Olmo3ForCausalLM", layout, fields | _windows(metadata, every=4))
+
+
+def _exaone4(metadata: Metadata) -> Family:
+    return Family("Exaone4ForCausalLM", Layout(_norms_behind()), _windows(metadata, every=4))
+
+
+def _norms_behind() -> dict[str, str]:
     behind = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-    places = usual(DENSE, QK_NORMS, behind)
-    return Family(
-        "Olmo2ForCausalLM", Layout({place: places[place] for place in places.keys() - {"attn_norm", "ffn_norm"}})
-    )
+    return _without(usual(DENSE, QK_NORMS, behind), "attn_norm", "ffn_norm")
+
+
+def _without(places: Mapping[str, str], *absent: str) -> dict[str, str]:
+    return {place: name for place, name in places.items() if place not in absent}
 
 
 def _granite(metadata: Metadata) -> Family:
-    metadata.refuse_unless("rope.scaling.finetuned", allowed=True)
+    has_bias = metadata.has_tensor("blk.0.ffn_up.bias")
+    return Family(
+        "GraniteForCausalLM",
+        Layout(usual(DENSE), orders=_turned(metadata)),
+        _granite_factors(metadata) | {"mlp_bias": has_bias},
+    )
+
+
+def _granite_moe(metadata: Metadata) -> Family:
+    """A tensor for each matrix of an expert, unlike checkpoints, for blocks of gates and ups may be of two kinds."""
+    experts = {"ffn_gate_inp": "block_sparse_moe.router.layer"} | by_expert("block_sparse_moe.experts")
+    layout = Layout(usual(experts, shared("shared_mlp.")), orders=_turned(metadata))
     fields = {
-        "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias"),
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": _chosen(metadata),
+        "shared_intermediate_size": metadata.integer("expert_shared_feed_forward_length", 0, low=0),
+    }
+    return Family("GraniteMoeSharedForCausalLM", layout, fields | _granite_factors(metadata))
+
+
+def _granite_factors(metadata: Metadata) -> dict[str, object]:
+    metadata.refuse_unless("rope.scaling.finetuned", allowed=True)
+    return {
         "attention_multiplier": metadata.value("attention.scale", 0.0) or metadata.head_dim**-0.5,
         "embedding_multiplier": metadata.value("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": metadata.value("residual_scale", 0.0) or 1.0,
         "logits_scaling": metadata.number("logit_scale"),
     }
-    return Family("GraniteForCausalLM", Layout(usual(DENSE), orders=_turned(metadata)), fields)
+
+
+def _arcee(metadata: Metadata) -> Family:
+    places = _without(usual(DENSE), "ffn_gate")
+    has_bias = metadata.has_tensor("blk.0.ffn_up.bias")
+    return Family("ArceeForCausalLM", Layout(places, orders=_turned(metadata)), {"mlp_bias": has_bias})
+
+
+def _seed_oss(metadata: Metadata) -> Family:
+    del metadata
+    return Family("SeedOssForCausalLM", Layout(usual(DENSE, {"post_attention_norm": "post_attention_layernorm"})))
+
+
+def _ernie(metadata: Metadata) -> Family:
+    has_bias = metadata.has_tensor("blk.0.attn_q.bias")
+    return Family("Ernie4_5ForCausalLM", Layout(usual(DENSE)), {"use_bias": has_bias})
+
+
+def _ernie_moe(metadata: Metadata) -> Family:
+    correction = {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
+    layout = Layout(usual(DENSE, EXPERTS, shared("mlp.shared_experts."), correction), orders={"exp_probs_b": as_matrix})
+    inner, num_shared = (
+        metadata.integer("expert_feed_forward_length"),
+        metadata.integer("expert_shared_count", 0, low=0),
+    )
+    metadata.refuse_unless("expert_shared_feed_forward_length", inner * num_shared)
+    fields = {
+        "moe_num_experts": metadata.integer("expert_count"),
+        "moe_k": _chosen(metadata),
+        "moe_intermediate_size": inner,
+        "moe_num_shared_experts": num_shared,
+        "moe_layer_start_index": metadata.integer("leading_dense_block_count", 0, low=0),
+        "moe_layer_interval": metadata.integer("interleave_moe_layer_step", 1),
+    }
+    return Family("Ernie4_5_MoeForCausalLM", layout, fields)
+
+
+_HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+
+
+def _hunyuan(metadata: Metadata) -> Family:
+    del metadata
+    return Family("HunYuanDenseV1ForCausalLM", Layout(usual(DENSE, _HUNYUAN_NORMS)))
+
+
+def _hunyuan_moe(metadata: Metadata) -> Family:
+    places = usual(EXPERTS, shared("mlp.shared_mlp."), _HUNYUAN_NORMS, {"ffn_gate_inp": "mlp.gate.wg"})
+    fields = {
+        "num_experts": metadata.integer("expert_count"),
+        "moe_topk": _chosen(metadata),
+        "intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_shared_expert": metadata.integer("expert_shared_count"),
+    }
+    return Family("HunYuanMoEV1ForCausalLM", Layout(places), fields)
+
+
+def _glm4(metadata: Metadata) -> Family:
+    places = {
+        "ffn_up": "mlp.gate_up_proj",
+        "ffn_down": "mlp.down_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    }
+    return Family("Glm4ForCausalLM", Layout(usual(places)), {"rope_parameters": _partly(metadata)})
+
+
+def _glm4_moe(metadata: Metadata) -> Family:
+    fields = _corrected(metadata) | {
+        "rope_parameters": _partly(metadata),
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+    norm = {"post_attention_norm": "post_attention_layernorm"}
+    layout = Layout(_corrected_places(QK_NORMS, norm), num_layers=metadata.read_layers)
+    return Family("Glm4MoeForCausalLM", layout, fields)
+
+
+def _dots1(metadata: Metadata) -> Family:
+    fields = _corrected(metadata) | {"sliding_window": None}
+    return Family("Dots1ForCausalLM", Layout(_corrected_places(QK_NORMS)), fields)
+
+
+def _corrected(metadata: Metadata) -> dict[str, object]:
+    """Of mixtures whose experts are those of DeepSeek V3."""
+    if metadata.integer("expert_gating_func", 2, low=0) not in (0, 2):
+        raise metadata.refuse("expert_gating_func", "2 (sigmoid)")
+    return {
+        "num_hidden_layers": metadata.read_layers,
+        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, low=0),
+        "n_routed_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": _chosen(metadata),
+        "n_shared_experts": metadata.integer("expert_shared_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(metadata.value("expert_weights_norm", False)),
+    }
+
+
+def _corrected_places(*more: Mapping[str, str]) -> dict[str, str]:
+    correction = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+    return usual(DENSE, EXPERTS, shared("mlp.shared_experts."), correction, *more)
+
+
+def _minimax_m2(metadata: Metadata) -> Family:
+    if metadata.integer("expert_gating_func", 2, low=0) not in (0, 2):
+        raise metadata.refuse("expert_gating_func", "2 (sigmoid)")
+    places = usual(_SPARSE_BLOCK, QK_NORMS, {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"})
+    fields = {
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": _chosen(metadata),
+        "intermediate_size": metadata.integer("expert_feed_forward_length", metadata.integer("feed_forward_length")),
+        "rope_parameters": _partly(metadata),
+    }
+    return Family("MiniMaxM2ForCausalLM", Layout(places), fields)
+
+
+def _phi2(metadata: Metadata) -> Family:
+    outside = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+    places = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+    layout = Layout(_without(usual(places), "ffn_norm"), outside=outside)
+    fields = {"rope_parameters": _partly(metadata)}
+    return Family("PhiForCausalLM", layout, fields, eps=("layer_norm_eps", LAYER))
+
+
+def _stablelm(metadata: Metadata) -> Family:
+    """llama.cpp goes by the norm, too: without one before the feed-forward, that stands beside attention."""
+    fields = {
+        "head_dim": None,
+        "use_qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight"),
+        "rope_parameters": _partly(metadata),
+    }
+    return Family("StableLmForCausalLM", Layout(usual(DENSE)), fields, eps=("layer_norm_eps", LAYER))
+
+
+def _nemotron(metadata: Metadata) -> Family:
+    layout = Layout(_without(usual(DENSE), "ffn_gate"), norm_offset=1.0)
+    fields = {"mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias"), "rope_parameters": _partly(metadata)}
+    return Family("NemotronForCausalLM", layout, fields, eps=("norm_eps", LAYER))
 
 
 def _smollm3(metadata: Metadata) -> Family:
@@ -314,7 +506,6 @@ def _starcoder2(metadata: Metadata) -> Family:
 
 
 def _gpt_neox(metadata: Metadata) -> Family:
-    rotary = metadata.integer("rope.dimension_count", metadata.head_dim)
     layout = Layout(
         {
             "attn_norm": "input_layernorm",
@@ -336,13 +527,19 @@ def _gpt_neox(metadata: Metadata) -> Family:
         "head_dim": None,
         "attention_bias": metadata.has_tensor("blk.0.attn_qkv.bias"),
         "use_parallel_residual": bool(metadata.value("use_parallel_residual")),
-        "rope_parameters": metadata.rope() | _partial(metadata, rotary),
+        "rope_parameters": _partly(metadata),
     }
     return Family("GPTNeoXForCausalLM", layout, fields, eps=("layer_norm_eps", LAYER))
 
 
+def _cohere(metadata: Metadata) -> Family:
+    layout = Layout(_without(usual(DENSE), "ffn_norm"))
+    fields = {"logit_scale": metadata.number("logit_scale")}
+    return Family("CohereForCausalLM", layout, fields, eps=("layer_norm_eps", LAYER))
+
+
 def _cohere2(metadata: Metadata) -> Family:
-    places = {place: name for place, name in usual(DENSE).items() if place != "ffn_norm"}
+    places = _without(usual(DENSE), "ffn_norm")
     fields = {"logit_scale": metadata.number("logit_scale")} | _windows(metadata, every=4)
     return Family("Cohere2ForCausalLM", Layout(places), fields, eps=("layer_norm_eps", LAYER))
 
@@ -369,6 +566,10 @@ def _partial(metadata: Metadata, rotary: int) -> dict[str, object]:
     return {"partial_rotary_factor": 1.0 if rotary == head_dim else (rotary + 0.25) / head_dim}
 
 
+def _partly(metadata: Metadata) -> dict[str, object]:
+    return metadata.rope() | _partial(metadata, metadata.integer("rope.dimension_count", metadata.head_dim))
+
+
 def _windows(metadata: Metadata, *, every: int, default: int = 0) -> dict[str, object]:
     """Of ``every`` so many layers the last one has no window, or as a list says."""
     window = metadata.integer("attention.sliding_window", default, low=0)
@@ -380,18 +581,34 @@ def _windows(metadata: Metadata, *, every: int, default: int = 0) -> dict[str, o
 
 
 FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
+    "arcee": _arcee,
     "cohere2": _cohere2,
+    "command-r": _cohere,
     "deepseek2": _deepseek,
+    "dots1": _dots1,
+    "ernie4_5": _ernie,
+    "ernie4_5-moe": _ernie_moe,
+    "exaone4": _exaone4,
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "glm4": _glm4,
+    "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "gptneox": _gpt_neox,
     "granite": _granite,
+    "granitemoe": _granite_moe,
+    "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
     "llama": _llama,
     "llama4": _llama4,
+    "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
+    "nemotron": _nemotron,
+    "olmo": _olmo,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
+    "phi2": _phi2,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2moe": _qwen2_moe,
@@ -400,7 +617,9 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "qwen3moe": _qwen3_moe,
     "qwen3vl": _qwen3,
     "qwen3vlmoe": _qwen3_moe,
+    "seed_oss": _seed_oss,
     "smollm3": _smollm3,
+    "stablelm": _stablelm,
     "starcoder2": _starcoder2,
 }
 """By ``general.architecture``. Positions of Qwen-VL are three numbers, which in a text are the same."""

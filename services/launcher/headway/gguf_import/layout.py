@@ -34,6 +34,21 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 """Braces: a stack of weights, one of each expert."""
+_CORRECTIONS = (
+    *("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias"),
+    "block_sparse_moe.e_score_correction_bias",
+)
+
+
+def shared(prefix: str) -> dict[str, str]:
+    """The places of an expert for all tokens."""
+    return {f"{place}_shexp": name.replace("mlp.", prefix) for place, name in DENSE.items()}
+
+
+def by_expert(prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
+    """The places of experts behind another prefix."""
+    kinds = zip(("gate", "up", "down"), names, strict=True)
+    return {f"ffn_{kind}_exps": f"{prefix}.{{}}.{name}" for kind, name in kinds}
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,8 @@ class Joined:
 class Layout:
     """``inside`` names what follows ``layer``, the prefix of one; ``orders`` and ``joined`` go by place.
 
-    ``norm_offset`` was added to the weights of norms. A name among ``bare`` has no end, such as ``.weight``.
+    ``norm_offset`` was added to the weights of norms. A name among ``bare`` has no end, such as ``.weight``. Nothing needs
+    layers from ``num_layers`` on.
     """
 
     inside: Mapping[str, str]
@@ -73,7 +89,8 @@ class Layout:
     joined: Mapping[tuple[str, ...], Joined] = field(default_factory=dict)
     norm_offset: float = 0.0
     ignored: frozenset[str] = frozenset()
-    bare: frozenset[str] = frozenset({"self_attn.sinks", "mlp.gate.e_score_correction_bias"})
+    bare: frozenset[str] = frozenset({"self_attn.sinks", *_CORRECTIONS})
+    num_layers: int | None = None
 
 
 def usual(*more: Mapping[str, str]) -> dict[str, str]:

@@ -124,6 +124,14 @@ class Metadata:
             raise self.refuse("block_count", f"1 to {_MOST_LAYERS}")
         return count
 
+    @property
+    def read_layers(self) -> int:
+        """How many layers without those that predict further tokens, which are the last."""
+        further = self.integer("nextn_predict_layers", 0, low=0)
+        if further >= self.num_layers:
+            raise self.refuse("nextn_predict_layers", f"0 to {self.num_layers - 1}")
+        return self.num_layers - further
+
     def rope(self) -> dict[str, object]:
         """``rope_parameters`` of config.json."""
         theta = {"rope_theta": self.number("rope.freq_base", 10_000.0)}

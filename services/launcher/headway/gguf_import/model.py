@@ -127,6 +127,9 @@ def _check_widths(metadata: Metadata) -> None:
 def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
     """None: nothing needs it. Raises ``ConfigurationError``: it is unknown."""
     stem, _, end = tensor.rpartition(".")
+    of_layer = re.match(r"blk\.(\d{1,4})\.", stem)
+    if layout.num_layers is not None and of_layer is not None and int(of_layer[1]) >= layout.num_layers:
+        return None
     inside = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", stem)
     place = stem if inside is None else inside[2]
     if place in layout.ignored:
@@ -183,7 +186,7 @@ def _read(file: GgufFile, tensors: list[str], at: _At, layout: Layout) -> Iterat
 def _at_one_place(file: GgufFile, tensor: str, at: _At, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     kind = file.kind(tensor)
     found = file.floats(tensor) if kind in _FLOATS else file.blocks(tensor)
-    if layout.norm_offset and at.place.endswith("norm"):
+    if layout.norm_offset and at.end == "weight" and at.place.endswith("norm"):
         found = found.float() - layout.norm_offset
     if at.place in layout.orders:
         found = layout.orders[at.place](found)

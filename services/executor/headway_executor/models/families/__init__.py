@@ -115,6 +115,11 @@ _KNOWN_CODE = frozenset(
         "modeling_phi3.Phi3ForCausalLM",
         "modeling_deepseek.DeepseekV2ForCausalLM",
         "modeling_deepseek.DeepseekV3ForCausalLM",
+        "modeling_ernie4_5.Ernie4_5_ForCausalLM",
+        "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",
+        "modeling_hyperclovax.HyperCLOVAXForCausalLM",
+        "hunyuan.HunYuanMoEV1ForCausalLM",
+        "modeling_minimax_m2.MiniMaxM2ForCausalLM",
     }
 )
 """Code in checkpoints that is older than transformers' own of the same model. It is not run either.

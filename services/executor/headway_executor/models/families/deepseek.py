@@ -45,7 +45,7 @@ def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     experts = read_corrected(fields, ("n_routed_experts", 256), scaling=2.5, groups=(8, 4))
     feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
     is_interleaved = fields.flag("rope_interleave", default=True)
-    return _read(fields, feeds, default_context=4096, is_interleaved=is_interleaved)
+    return _read(fields, feeds, default_context=4096, is_interleaved=is_interleaved, further=1)
 
 
 def read_youtu(fields: ConfigFields) -> ModelConfig:
@@ -61,8 +61,10 @@ def _read(
     *,
     default_context: int,
     is_interleaved: bool,
+    further: int = 0,
     tied: bool = False,
 ) -> ModelConfig:
+    """``further``: how many layers predict further tokens, by default."""
     refuse_partial_rotation(fields)
     for field, allowed in (("attention_bias", False), ("moe_layer_freq", 1)):
         refuse_unless(fields, field, allowed)
@@ -75,7 +77,7 @@ def _read(
         feed_forward=feed_forward,
         ropes=[rope] * num_layers_of(fields),
         context=scaled_context(fields, rope, context),
-        names=TensorNames(ignored_layers=fields.integer("num_nextn_predict_layers", 0, low=0)),
+        names=TensorNames(ignored_layers=fields.integer("num_nextn_predict_layers", further, low=0)),
         tied=tied,
     )
 

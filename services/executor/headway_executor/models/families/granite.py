@@ -26,6 +26,9 @@ _EXPERT_NAMES = ExpertNames(
     shared_gate_up=("input_linear",),
     shared_down="output_linear",
 )
+_NAMES_APART = ExpertNames(
+    router="block_sparse_moe.router.layer", expert="block_sparse_moe.experts.{}.", shared="shared_mlp."
+)
 _NORMS_BEHIND = TensorNames(attention_post_norm="post_norm1", mlp_post_norm="post_norm2")
 
 
@@ -44,12 +47,17 @@ def read_hyperclovax(fields: ConfigFields) -> ModelConfig:
 
 
 def read_granite_moe(fields: ConfigFields) -> ModelConfig:
-    """``GraniteMoeForCausalLM``, ``GraniteMoeSharedForCausalLM``: all experts of a layer in one tensor."""
+    """``GraniteMoeForCausalLM``, ``GraniteMoeSharedForCausalLM``: all experts of a layer in one tensor.
+
+    What ``headway gguf`` makes has one for each matrix of an expert.
+    """
+    quantization = fields.section("quantization_config")
+    is_stacked = quantization is None or quantization.values.get("quant_method") != "gguf"
     experts = ExpertsConfig(
         routing=read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True),
         shared_size=fields.integer("shared_intermediate_size", 0, low=0),
-        stack="rows",
-        names=_EXPERT_NAMES,
+        stack="rows" if is_stacked else None,
+        names=_EXPERT_NAMES if is_stacked else _NAMES_APART,
     )
     return _read(fields, msgspec.structs.replace(read_feed_forward(fields), experts=experts))
 

@@ -64,8 +64,8 @@ def _with_one_number(fields: ConfigFields) -> ConfigFields:
 
 def _read(fields: ConfigFields, feed_forward: FeedForwardConfig) -> ModelConfig:
     refuse_partial_rotation(fields)
-    refuse_unless(fields, "use_qk_norm", True)
-    refuse_unless(fields, "use_cla", False)
+    for field, allowed in (("use_qk_norm", True), ("use_cla", False), ("use_mla", False)):
+        refuse_unless(fields, field, allowed)
     has_bias = fields.flag("attention_bias", default=False)
     attention = read_attention(fields, qk_norm="head", qkv_bias=has_bias, output_bias=has_bias)
     rope = _stretched(fields, attention.head_dim)
