@@ -32,6 +32,7 @@ from lora_files import write_adapter
 from model_core import ModelCore
 from quantised_checkpoints import KINDS, change_config, quantise
 from unit.executor.test_adapters import adapters_of
+from wholes import make_whole
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 ALSO_ON_A_DEVICE = ("test_greedy_tokens_and_logprobs_equal_transformers",)
@@ -133,6 +134,13 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family):
             assert entry.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
             assert list(entry.top_token_ids) == best.indices.tolist()
             assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_the_text_of_a_whole_has_its_tokens(tmp_path):
+    model = make_whole(tmp_path, "qwen3_vl_moe", num_hidden_layers=1)
+    request = Request(prompt(9), 3)
+    BackendDriver(*open_backend(tmp_path)).run([request], budget=16)
+    assert request.output == expected(model, request.prompt, 3)[0]
 
 
 @pytest.mark.parametrize(
