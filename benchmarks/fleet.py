@@ -200,7 +200,7 @@ class Fleet:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if words[3:4] and words[3] in services and any(word.endswith(ends) for word in words):
+                if words[4:5] and words[4] in services and any(word.endswith(ends) for word in words):
                     found.append(process)
         return found
 

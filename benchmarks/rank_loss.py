@@ -61,7 +61,7 @@ def ranks() -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.cmdline()[3:4] == ["executor"]:
+            if process.cmdline()[4:5] == ["executor"]:
                 found[int(process.environ().get(RANK, "0"))] = process
     return found
 

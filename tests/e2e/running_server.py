@@ -64,7 +64,7 @@ class Command:
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
-                found[child.cmdline()[3]] = child
+                found[child.cmdline()[4]] = child
         return found
 
     def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:

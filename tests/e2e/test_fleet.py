@@ -53,8 +53,8 @@ def processes_by_replica(server: Command) -> dict[str, dict[str, psutil.Process]
         with contextlib.suppress(psutil.Error):
             words = child.cmdline()
             links = [word for word in words if word.startswith(("--step-address=", "--ingress-address="))]
-            if links and words[3] in SERVICES:
-                found.setdefault(links[0].rpartition("-")[2], {})[words[3]] = child
+            if links and words[4] in SERVICES:
+                found.setdefault(links[0].rpartition("-")[2], {})[words[4]] = child
     return found
 
 

@@ -519,6 +519,19 @@ async def test_a_word_of_no_list_is_refused_with_the_list(http) -> None:
     ]
 
 
+async def test_a_field_of_other_servers_is_refused_with_ours(http) -> None:
+    completion, embedding = ("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": "x"})
+    for (path, body), name, ours in (
+        (completion, "max_new_tokens", ", with max_tokens in its place"),
+        (completion, "guided_json", ", with structured_outputs.json in its place"),
+        (embedding, "max_new_tokens", ""),
+        (completion, "nothing", ""),
+    ):
+        async with http.post(path, json={**body, name: 1}) as answer:
+            told = (await answer.json())["error"]["message"]
+        assert told == f"{name}: it is not known here; allowed: unset{ours}"
+
+
 async def test_what_does_not_fit_is_told_in_the_words_that_clients_look_for(http) -> None:
     """By the code, or by these words of the message, they shorten their prompt and come again."""
     long, huge = "x " * 2000, "x" * 90_000

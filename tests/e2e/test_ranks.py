@@ -31,7 +31,7 @@ def ranks_of(server: Command) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.cmdline()[3] == "executor":
+            if process.cmdline()[4:5] == ["executor"]:
                 found[int(process.environ().get("RANK", "0"))] = process
     return found
 

@@ -375,7 +375,7 @@ def test_a_log_that_cannot_be_written_harms_nobody(how):
                 client.wait_ready(40)
             assert len(tokens_of(address)) == 24
             children = psutil.Process(process.pid).children()
-            next(child for child in children if child.cmdline()[3] == "executor").kill()
+            next(child for child in children if child.cmdline()[4] == "executor").kill()
             assert len(tokens_of(address, max_tokens=200)) == 200
             process.terminate()
             assert process.wait(30) == 0

@@ -104,7 +104,7 @@ class _ClientProcess:
     @classmethod
     async def start(cls, index: int) -> "_ClientProcess":
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "headway_lab.bench.worker"),
+            *(sys.executable, "-P", "-m", "headway_lab.bench.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the parent: it asks for what was measured

@@ -92,7 +92,7 @@ class WorkerGroup:
         while not self._is_stopping:
             started_at = time.monotonic()
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "headway_gateway.worker", stdin=asyncio.subprocess.PIPE
+                sys.executable, "-P", "-m", "headway_gateway.worker", stdin=asyncio.subprocess.PIPE
             )
             self._processes.append(process)
             if self._is_stopping:

@@ -38,7 +38,7 @@ class ChildServer:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._launcher = subprocess.Popen(
-            [sys.executable, "-m", "headway.beneath", *words],
+            [sys.executable, "-P", "-m", "headway.beneath", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -96,6 +96,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def channel_options(address: str) -> tuple[tuple[str, int], ...]:
+    """Return options of gRPC's for a channel to HOST:PORT: no proxy leads to this machine, whatever the environment says."""
+    return (("grpc.enable_http_proxy", 0),) if is_loopback(address.rpartition(":")[0]) else ()
+
+
 def check_metrics_address(address: str, token_file: str, num_ports: int = 1) -> None:
     """Refuse an unusable address, or one that strangers could read without a token.
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from headway.__main__ import main
+from headway.client.connection import Endpoint
 from headway.flags.settings import ConfigurationError
 from headway.running import health, readiness
 from headway.running.health import UNREACHABLE, Health, Target, client_certificate, health_of, root_certificates
+from headway_process.addresses import channel_options
 
 
 def _openssl(*words: str | Path) -> None:
@@ -138,3 +140,16 @@ def test_serve_tells_why_its_own_gateway_cannot_be_asked(monkeypatch, address, r
         address = address or f"127.0.0.1:{server.getsockname()[1]}"
         told = told.replace("ADDRESS", address)
         assert readiness._why([Target(address=address)], [], names_target=names_target) == told
+
+
+def test_no_proxy_leads_to_this_machine(monkeypatch):
+    """A gateway beside the launcher would never be ready."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy, socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        proxy.setblocking(False)
+        health_of(Target(address=f"127.0.0.1:{server.getsockname()[1]}"), timeout_s=0.5)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert channel_options("192.0.2.1:5") == ()
+    assert Endpoint("localhost:5")._options()[-1] == channel_options("[::1]:5")[0] == ("grpc.enable_http_proxy", 0)

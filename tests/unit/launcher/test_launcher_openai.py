@@ -23,9 +23,11 @@ def test_smg_starts_last_stops_first_and_listens_on_loopback_only(tmp_path) -> N
     assert made.start_order == ["executor", "scheduler", "gateway", "smg"]
     assert [list(stage) for stage in made.stop_stages] == [["smg"], ["gateway"], ["scheduler"], ["executor"]]
     assert made.openai_address == "127.0.0.1:30000"
+    # Without -P, a file of the current directory, such as random.py, would be imported in place of Python's own.
+    assert all(words[1:3] == ["-P", "-m"] for words in made.commands.values())
     words = made.commands["smg"]
-    assert words[1:4] == ["-m", "headway.planning.openai_front", "127.0.0.1:50999"]
-    flags = dict(zip(words[4::2], words[5::2], strict=True))
+    assert words[1:5] == ["-P", "-m", "headway.planning.openai_front", "127.0.0.1:50999"]
+    flags = dict(zip(words[5::2], words[6::2], strict=True))
     assert (flags["--host"], flags["--port"]) == ("127.0.0.1", "30000")
     assert flags["--worker-urls"] == "grpc://127.0.0.1:50999"
     assert flags["--prometheus-host"] == "127.0.0.1"

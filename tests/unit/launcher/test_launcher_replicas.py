@@ -148,7 +148,7 @@ def test_smg_has_every_replica_and_a_port_of_its_own() -> None:
     pytest.importorskip("smg_grpc_proto", reason="needs the stubs of VllmEngine: the extra smg")
     plan = plan_of(*THREE, "--openai-address", "127.0.0.1:30000", "--kv-events")
     words = plan.commands["smg"]
-    assert words[3] == "127.0.0.1:50900,127.0.0.1:50901,127.0.0.1:50902"
+    assert words[4] == "127.0.0.1:50900,127.0.0.1:50901,127.0.0.1:50902"
     first = words.index("--worker-urls") + 1
     assert words[first : first + 3] == [f"grpc://{target.address}" for target in plan.targets]
     assert words[first + 3].startswith("--")

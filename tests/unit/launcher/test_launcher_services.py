@@ -33,7 +33,7 @@ def plan_of(*words: str, **environment: str):
 
 
 def child_flags(plan, name: str) -> list[str]:
-    return plan.commands[name][4:]
+    return plan.commands[name][5:]
 
 
 def test_settings_of_one_name_agree_between_services():

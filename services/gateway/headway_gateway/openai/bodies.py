@@ -23,6 +23,18 @@ _WHY = {
     "'item_reference'": ", since nothing is stored: send the item itself, as clients do that are told store: false",
     **{repr(kind): ", since only text is read here" for kind in _NOT_TEXT},
 }
+_IN_PLACE = {
+    "ebnf": "grammar",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "json_schema": "response_format",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""What other servers, or earlier versions of them, call a field."""
 _AT = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
@@ -409,7 +421,12 @@ def _wrong_field(content: bytes, message: str, kind: type) -> CallRefusedError:
     unknown = _UNKNOWN.fullmatch(problem)
     if unknown is not None:
         name = unknown["name"] if unknown["name"].isprintable() else shown(unknown["name"])
-        return invalid_argument(f"{field}.{name}".removeprefix(".")[:200], "it is not known here; allowed: unset")
+        ours = "" if field else _IN_PLACE.get(name, "")
+        instead = (
+            f", with {ours} in its place" if ours.partition(".")[0] in getattr(kind, "__struct_fields__", ()) else ""
+        )
+        where = f"{field}.{name}".removeprefix(".")[:200]
+        return invalid_argument(where, f"it is not known here; allowed: unset{instead}")
     missing = _MISSING.fullmatch(problem)
     if missing is not None:
         return invalid_argument(f"{field}.{missing['name']}".removeprefix("."), "it is missing")

@@ -44,9 +44,14 @@ _FORMATS = {
 """The usual ones of each; nothing else is written."""
 _OF_ARGUMENTS = frozenset(("$defs", "additionalProperties", "definitions", "properties", "required", "type"))
 _OF_TEXTS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern", "type"))
-_NOT_PLAIN = frozenset(("array", "integer", "number", "object"))
-_OF_NO_PLAIN = ASSERTIONS - _OF_TEXTS - {"$ref", "allOf", "anyOf", "else", "if", "not", "oneOf", "then", "x-guidance"}
-"""Keywords that say nothing of texts, truth values and null."""
+_OF_ALL = frozenset(
+    ("$ref", "allOf", "anyOf", "const", "else", "enum", "if", "not", "oneOf", "then", "type", "x-guidance")
+)
+_SAYS_NOTHING_OF = {
+    "string": ASSERTIONS - _OF_TEXTS - _OF_ALL,
+    "boolean": ASSERTIONS - _OF_ALL,
+    "null": ASSERTIONS - _OF_ALL,
+}
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_HOPS = 8
 _NAME = r"[^<>\s](?:[^<>\n]*[^<>\s])?"
@@ -120,15 +125,21 @@ class _Rules:
             raise UnsayableError("it refers to others too often; allowed: fewer $ref")
         several = [key for key in ("anyOf", "oneOf") if key in plain]
         if several and len(ASSERTIONS.intersection(plain)) == 1 and isinstance(plain[several[0]], list):
+            if several == ["oneOf"]:
+                self._require_different(plain["oneOf"])
             for one in plain[several[0]]:
                 yield from self._members(one, hops - 1)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("enum"), list):
-            for are_texts in (True, False):
-                found = [one for one in plain["enum"] if isinstance(one, str) is are_texts]
-                yield {"enum": found}
+            _require_only(plain, frozenset(("enum", "type")))
+            found = [one for one in plain["enum"] if _is_of(one, plain.get("type"))]
+            if not found:
+                raise UnsayableError("enum: no value of it has its type; allowed: one or more")
+            texts = [one for one in found if isinstance(one, str)]
+            yield from ({"enum": some} for some in (texts, [one for one in found if one not in texts]) if some)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("type"), list):
             for kind in dict.fromkeys(plain["type"]):
-                said = plain if kind in _NOT_PLAIN else {key: plain[key] for key in plain if key not in _OF_NO_PLAIN}
+                nothing = _SAYS_NOTHING_OF.get(kind, frozenset())
+                said = {key: plain[key] for key in plain if key not in nothing}
                 yield from self._members({**said, "type": kind}, hops - 1)
         elif kinds - {"string"} and "string" in kinds:
             raise UnsayableError(
@@ -143,12 +154,27 @@ class _Rules:
             yield from self._texts(schema, others)
         elif len(kinds) == 1 and kinds <= _WORDS.keys() and set(ASSERTIONS.intersection(schema)) == {"type"}:
             yield from (text(word + _END) for word in _WORDS[kinds.pop()])
+        elif isinstance(schema.get("enum"), list) and set(ASSERTIONS.intersection(schema)) == {"enum"}:
+            # A word is one terminal, as a text is: another could begin with it.
+            words = [one for one in schema["enum"] if one is None or isinstance(one, bool)]
+            yield from (text(json.dumps(one) + _END) for one in words)
+            if rest := [one for one in schema["enum"] if one is not None and not isinstance(one, bool)]:
+                yield self._json({"enum": rest})
         elif kinds & _WORDS.keys():
             raise UnsayableError(
-                "true, false or null beside a text is not allowed in a list; allowed: as a type of its own"
+                "true, false or null beside a text is not allowed in this form; allowed: as a type or enum alone"
             )
         else:
             yield self._json(schema)
+
+    def _require_different(self, schemas: Sequence[Any]) -> None:
+        """A value must be of one alone."""
+        seen: set[str] = set()
+        for one in schemas:
+            kinds = {"number" if kind == "integer" else kind for kind in kinds_of(self._plain(one), self._root)}
+            if not kinds or kinds & seen:
+                raise UnsayableError("oneOf is not allowed in this form for values of one type; allowed: anyOf")
+            seen |= kinds
 
     def _texts(self, schema: dict[str, Any], others: set[str]) -> Iterator[str]:
         _require_only(schema, _OF_TEXTS)
@@ -211,6 +237,13 @@ class _Rules:
 def _require_only(schema: dict[str, Any], allowed: frozenset[str]) -> None:
     if more := ASSERTIONS.intersection(schema) - allowed:
         raise UnsayableError(f"{min(more)} is not allowed in this form; allowed: {', '.join(sorted(allowed))}")
+
+
+def _is_of(value: Any, types: Any) -> bool:
+    """Return whether a value has one of the types, if there are any."""
+    named = {types} if isinstance(types, str) else set(types or ())
+    kinds = set(kinds_of({"const": value}, None))
+    return not named or bool(named & (kinds | ({"number"} if kinds == {"integer"} else set())))
 
 
 def _begin(name: str) -> str:

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2_grpc
 from headway.client.calls import AnswerT, Call
 from headway.client.generation import Generation, Patience
 from headway.client.requests import GenerateOptions, Prompt, generate_request
+from headway_process.addresses import channel_options
 from headway_proto import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -48,14 +49,17 @@ class Endpoint:
     def channel(self) -> grpc.Channel:
         """Connect, for threads."""
         if not self.encrypts:
-            return grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
-        return grpc.secure_channel(self.address, self._credentials(), options=_CHANNEL_OPTIONS)
+            return grpc.insecure_channel(self.address, options=self._options())
+        return grpc.secure_channel(self.address, self._credentials(), options=self._options())
 
     def aio_channel(self, options: tuple[tuple[str, int], ...] = ()) -> grpc.aio.Channel:
         """Connect, for the running event loop."""
         if not self.encrypts:
-            return grpc.aio.insecure_channel(self.address, options=(*_CHANNEL_OPTIONS, *options))
-        return grpc.aio.secure_channel(self.address, self._credentials(), options=(*_CHANNEL_OPTIONS, *options))
+            return grpc.aio.insecure_channel(self.address, options=(*self._options(), *options))
+        return grpc.aio.secure_channel(self.address, self._credentials(), options=(*self._options(), *options))
+
+    def _options(self) -> tuple[tuple[str, int], ...]:
+        return (*_CHANNEL_OPTIONS, *channel_options(self.address))
 
     def _credentials(self) -> grpc.ChannelCredentials:
         certificate, key = self.client_certificate or (None, None)

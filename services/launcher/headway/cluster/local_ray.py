@@ -67,7 +67,7 @@ class LocalRay:
         self._make_directory()
         with (self._directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "headway.cluster.local_ray", str(self._directory), str(num_nodes)],
+                [sys.executable, "-P", "-m", "headway.cluster.local_ray", str(self._directory), str(num_nodes)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -136,7 +136,7 @@ class Member:
         _write_keys(keys, order.keys)
         words = command_words(order, {**self._links, "curve_keys": str(keys), "metrics_address": self._metrics})
         return FleetOrders(
-            commands={order.name: [sys.executable, "-m", "headway", order.service, *words]},
+            commands={order.name: [sys.executable, "-P", "-m", "headway", order.service, *words]},
             stop_stages=[{order.name: order.grace_s}],
             restart_policy=RestartPolicy(max_restarts=order.max_restarts, window_s=order.restart_window_s),
             hang_s=order.hang_s,

@@ -93,7 +93,7 @@ class ModelSources:
             with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".part-") as beside:
                 made = Path(beside) / "checkpoint"
                 # A process of its own: this one shall not hold PyTorch and the weights while it supervises.
-                command = [sys.executable, "-m", "headway", "gguf", str(file), str(made)]
+                command = [sys.executable, "-P", "-m", "headway", "gguf", str(file), str(made)]
                 done = subprocess.run(
                     command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
                 )

@@ -30,7 +30,7 @@ def command(
     host, _, port = openai_address.rpartition(":")
     workers = [f"{_SCHEME}{Target(address=address).reachable_address}" for address in gateway_addresses]
     return [
-        *(sys.executable, "-m", "headway.planning.openai_front", ",".join(gateway_addresses)),
+        *(sys.executable, "-P", "-m", "headway.planning.openai_front", ",".join(gateway_addresses)),
         *("--host", host.strip("[]"), "--port", port),
         # By default smg serves its metrics on every interface.
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
@@ -95,7 +95,8 @@ def ready_gateways(openai_address: str) -> list[str]:
 def _asked(openai_address: str, path: str) -> bytes:
     import urllib.request  # it imports much, and smg runs in few fleets
 
-    with urllib.request.urlopen(f"http://{openai_address}/{path}", timeout=1.0) as answer:
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with without_proxy.open(f"http://{openai_address}/{path}", timeout=1.0) as answer:
         content: bytes = answer.read()
         return content
 

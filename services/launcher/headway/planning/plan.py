@@ -350,7 +350,7 @@ def _target(gateway: GatewayConfig, serve: ServeConfig, probe_token: str) -> Tar
 
 
 def _command(name: str, config: msgspec.Struct) -> list[str]:
-    words = [sys.executable, "-m", "headway", name]
+    words = [sys.executable, "-P", "-m", "headway", name]
     for setting in settings_of(type(config)).values():
         value = getattr(config, setting.name)
         if setting.required or value != setting.default:

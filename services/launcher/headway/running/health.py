@@ -13,6 +13,7 @@ import msgspec
 
 from headway.flags.named_files import bytes_of_file
 from headway.flags.settings import ConfigurationError
+from headway_process.addresses import channel_options
 from headway_process.tls import tls_context
 from headway_proto.wording import shown
 
@@ -202,13 +203,13 @@ def _channel(target: Target, timeout_s: float) -> "Iterator[grpc.Channel]":
 
     address = target.reachable_address
     if target.certificates is None:
-        channel = grpc.insecure_channel(address)
+        channel = grpc.insecure_channel(address, channel_options(address))
     else:
         name = _certified_name(target, target.certificates, timeout_s)
-        options = (("grpc.ssl_target_name_override", name),) if name else ()
+        named = (("grpc.ssl_target_name_override", name),) if name else ()
         shown_pair = (target.client.key, target.client.certificate) if target.client else (None, None)
         credentials = grpc.ssl_channel_credentials(target.certificates, *shown_pair)
-        channel = grpc.secure_channel(address, credentials, options)
+        channel = grpc.secure_channel(address, credentials, (*channel_options(address), *named))
     with channel:
         yield channel
 
