@@ -16,10 +16,14 @@ from headway_executor.models.families.reading import (
     windows_of,
 )
 
+_CONTEXT = 8192
+
 
 def read_cohere(fields: ConfigFields) -> ModelConfig:
-    """``CohereForCausalLM``."""
+    """``CohereForCausalLM``. Command R was trained on longer contexts than ``max_position_embeddings`` says."""
     refuse_unless(fields, "use_qk_norm", False)
+    context = fields.integer("model_max_length", fields.integer("max_position_embeddings", _CONTEXT))
+    fields = ConfigFields(fields.source, {**fields.values, "max_position_embeddings": context})
     return _read(fields, theta=500_000.0)
 
 
@@ -41,7 +45,7 @@ def _read(
     has_bias = fields.flag("attention_bias", default=False)
     return read_model(
         fields,
-        default_context=8192,
+        default_context=_CONTEXT,
         attention=read_attention(fields, is_interleaved=True, qkv_bias=has_bias, output_bias=has_bias),
         feed_forward=read_feed_forward(fields),
         norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer"),
