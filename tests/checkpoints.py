@@ -308,9 +308,17 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
+_ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
+    "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
+    "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
+}
+
 _MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
+_MAKERS |= _ON_OPERATORS
+ON_OPERATORS = tuple(_ON_OPERATORS)
+"""Others, which have what the kernels lack."""
 FURTHER = tuple(_FURTHER)
 """Of these, those that put parts together which others have, too. Tests with many settings take some for them."""
 

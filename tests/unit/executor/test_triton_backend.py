@@ -124,6 +124,10 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family):
     ("changes", "message"),
     [
         ({"head_dim": 520}, "LlamaForCausalLM, which has heads of 520 channels; allowed: backend torch"),
+        (
+            {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
+            "CohereForCausalLM, which has layer norms of heads; allowed: backend torch",
+        ),
         ({"architectures": ["BertModel"]}, "backend 'triton' is not allowed with an encoder; allowed: backend torch"),
     ],
 )

@@ -15,7 +15,6 @@ from headway_executor.models.families.reading import (
 def read_stablelm(fields: ConfigFields) -> ModelConfig:
     """``StableLmForCausalLM``."""
     refuse_unless(fields, "head_dim", None)
-    refuse_unless(fields, "qk_layernorm", False)
     is_parallel = fields.flag("use_parallel_residual", default=False)
     return read_model(
         fields,
@@ -24,11 +23,16 @@ def read_stablelm(fields: ConfigFields) -> ModelConfig:
             fields,
             num_kv_heads=32,
             partial=rotary_factor(fields, 0.25),
+            qk_norm="layer" if fields.flag("qk_layernorm", default=False) else "none",
             qkv_bias=fields.flag("use_qkv_bias", default=False),
         ),
         feed_forward=read_feed_forward(fields),
         norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer", has_bias=True),
-        names=TensorNames(mlp_norm="input_layernorm") if is_parallel else None,
+        names=TensorNames(
+            query_norm="self_attn.q_layernorm.norms.{}",
+            key_norm="self_attn.k_layernorm.norms.{}",
+            mlp_norm="input_layernorm" if is_parallel else "post_attention_layernorm",
+        ),
         is_parallel=is_parallel,
     )
 
