@@ -303,6 +303,10 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "stablelm-parallel": _named("StableLm", rope_parameters=_HALF_ROPE, use_parallel_residual=True),
     "nemotron": _named("Nemotron", head_dim=16),
     "youtu": _named("Youtu", q_lora_rank=20, **_LATENT),
+    "ministral": _named("Ministral", head_dim=12, **_WINDOWS),
+    "helium": _named("Helium", head_dim=12),
+    "cwm": _named("Cwm", head_dim=16, sliding_window=20, bos_token_id=1),
+    "jais2": _named("Jais2"),
     "olmo": _named("Olmo"),
     "phi": _named("Phi", rope_parameters=_HALF_ROPE),
     "hunyuan": _named("HunYuanDenseV1", head_dim=16),
@@ -333,9 +337,17 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
+_ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
+    "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
+    "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
+}
+
 _MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
+_MAKERS |= _ON_OPERATORS
+ON_OPERATORS = tuple(_ON_OPERATORS)
+"""Others, which have what the kernels lack."""
 FURTHER = tuple(_FURTHER)
 """Of these, those that put parts together which others have, too. Tests with many settings take some for them."""
 

@@ -223,6 +223,7 @@ FURTHER: dict[str, tuple[str, dict[str, object]]] = {
         _GRANITE | {"num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 64},
     ),
     "command-r": ("Cohere", {"logit_scale": 0.5, "tie_word_embeddings": True, "rope_parameters": _DEFAULT_ROPE}),
+    "command-r-norms": ("Cohere", {"logit_scale": 0.5, "tie_word_embeddings": True, "use_qk_norm": True}),
     "glm4": ("Glm4", {"rope_parameters": _HALF_ROPE}),
     "glm4moe": ("Glm4Moe", _CORRECTED | {"use_qk_norm": True, "rope_parameters": _HALF_ROPE}),
     "dots1": ("Dots1", _CORRECTED | {"num_key_value_heads": 4, "sliding_window": None, "norm_topk_prob": True}),

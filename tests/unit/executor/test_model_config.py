@@ -9,7 +9,7 @@ from transformers.models.hunyuan_v1_dense import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoints import FAMILIES, make_model
+from checkpoints import CONTEXT, FAMILIES, make_model
 from headway_executor.backend import ModelFilesError
 from headway_executor.models.families import read_model_config
 from headway_executor.models.rope import interleaved, rotate_, rotations
@@ -286,7 +286,6 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
 @pytest.mark.parametrize(
     ("name", "changes", "field"),
     [
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
         ("dots1", {"scoring_func": "softmax"}, "scoring_func"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
         ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min"),
@@ -303,7 +302,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+        ("stablelm", {"head_dim": 12}, "head_dim"),
     ],
 )
 def test_refuses_what_would_change_a_result(tmp_path, name, changes, field):
@@ -331,6 +330,12 @@ def test_hunyuans_alpha_is_a_theta_for_any_length(tmp_path):
         table = rotations(ours, 16, 300)
         torch.testing.assert_close(table.real, cos[0, :, :8], rtol=0, atol=1e-5)
         torch.testing.assert_close(table.imag, sin[0, :, :8], rtol=0, atol=1e-5)
+
+
+def test_command_rs_context_is_that_of_its_training(tmp_path):
+    make_model("cohere").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert [read(tmp_path, values | more).context for more in ({}, {"model_max_length": 512})] == [CONTEXT, 512]
 
 
 def test_minimax_says_how_much_of_a_head_is_rotated(tmp_path):

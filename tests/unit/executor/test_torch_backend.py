@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, FAMILIES, FURTHER, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, FURTHER, ON_OPERATORS, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
@@ -104,7 +104,10 @@ def cases(settings, enough):
 
 @pytest.mark.parametrize(
     ("family", "kernels", "block_size", "budget"),
-    cases([(kernels, *steps) for steps in STEPS for kernels in KERNELS], ENOUGH),
+    [
+        *cases([(kernels, *steps) for steps in STEPS for kernels in KERNELS], ENOUGH),
+        *((name, "eager", *steps) for name in ON_OPERATORS for steps in STEPS),
+    ],
     indirect=["family"],
 )
 def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget, kernels):
@@ -119,6 +122,14 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budge
             assert entry.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
             assert list(entry.top_token_ids) == best.indices.tolist()
             assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ON_OPERATORS)
+def test_layer_norms_of_heads_run_on_torch_operators(tmp_path, name):
+    make_checkpoint(tmp_path, name)
+    warnings = []
+    open_backend(tmp_path, warn=warnings.append)
+    assert [line.split(",")[0] for line in warnings] == ["the CPU kernels lack layer norms of heads"]
 
 
 def test_what_the_kernels_lack_runs_on_torch_operators_after_a_line_in_the_log(tmp_path):

@@ -147,6 +147,10 @@ def test_the_text_of_a_whole_has_its_tokens(tmp_path):
     ("changes", "message"),
     [
         ({"head_dim": 520}, "LlamaForCausalLM, which has heads of 520 channels; allowed: backend torch"),
+        (
+            {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
+            "CohereForCausalLM, which has layer norms of heads; allowed: backend torch",
+        ),
         ({"architectures": ["BertModel"]}, "backend 'triton' is not allowed with an encoder; allowed: backend torch"),
     ],
 )

@@ -85,7 +85,7 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
     """What of this model the kernels do not have, in words; empty if nothing."""
     if config.head_dim > library.max_head_dim:
         return f"heads of {config.head_dim} channels"
-    every = frozenset(Feature)
+    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM}
     return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM})
 
 

@@ -10,7 +10,7 @@ import msgspec
 from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
-QkNorm: TypeAlias = Literal["none", "head", "all", "plain"]
+QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
 
 
@@ -69,8 +69,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
     ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by head,
-    without weights, in layers with a rope. It does so before they are rotated; with ``norms_rotated``, behind that. With
-    ``latent``, keys and values are made of a compressed row.
+    without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own. It does so before
+    they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of a compressed row.
     """
 
     num_heads: int

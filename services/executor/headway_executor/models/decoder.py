@@ -86,6 +86,19 @@ class SpanNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLayerNorms:
+    """A layer norm of each head, of queries and then of keys; ``weight`` float32, ``[heads + kv_heads, head_dim]``."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """``[tokens, heads + kv_heads, head_dim]`` into a new tensor."""
+        normalised = functional.layer_norm(heads.float(), self.weight.shape[1:], eps=self.eps)
+        return normalised.mul_(self.weight).to(heads.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None.
 

@@ -23,6 +23,7 @@ from headway_executor.models.decoder import (
     Decoder,
     DecoderLayer,
     FeedForward,
+    HeadLayerNorms,
     LayerNorm,
     Product,
     RmsNorm,
@@ -301,6 +302,8 @@ class _Loader:
 
     def _qk_norm(self, index: int) -> Product | None:
         weight = self.tensors.qk_norm(index)
+        if weight is not None and self._config.attention.qk_norm == "layer":
+            return HeadLayerNorms(self._wide(weight), self._config.norm.eps)
         if weight is None or self._config.attention.qk_norm != "all":
             return None if weight is None else self._rms_norm(weight)
         num_heads = len(self.part.heads)

@@ -19,6 +19,7 @@ class Feature(StrEnum):
     POST_NORM = "norms behind attention and feed-forward"
     PARALLEL = "attention beside the feed-forward"
     NORM_OVER_HEADS = "a norm over all heads"
+    HEAD_LAYER_NORM = "layer norms of heads"
     SCORE_SOFTCAP = "a soft cap on attention scores"
     UNGATED = "a feed-forward without a gate"
     OTHER_ACTIVATION = "an activation other than silu"
@@ -62,6 +63,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.POST_NORM: names.attention_post_norm is not None or names.mlp_post_norm is not None,
         Feature.PARALLEL: config.is_parallel,
         Feature.NORM_OVER_HEADS: attention.qk_norm == "all",
+        Feature.HEAD_LAYER_NORM: attention.qk_norm == "layer",
         Feature.SCORE_SOFTCAP: attention.softcap is not None,
         Feature.UNGATED: any(not feed.is_gated for feed in feeds),
         Feature.OTHER_ACTIVATION: any(feed.activation != "silu" for feed in feeds),

@@ -152,9 +152,21 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
     if names.sinks is not None:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
-    if attention.qk_norm in ("head", "all"):
+    if attention.qk_norm == "layer":
+        yield from _head_norm_tensors(names.query_norm, config.num_heads, attention.head_dim)
+        yield from _head_norm_tensors(names.key_norm, config.num_kv_heads, attention.head_dim)
+    elif attention.qk_norm in ("head", "all"):
         yield f"{names.query_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[0],)
         yield f"{names.key_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[1],)
+
+
+def _head_norm_tensors(name: str, count: int, head_dim: int) -> _Shapes:
+    """One tensor for each head if the name has braces for it, or one for all."""
+    if "{}" not in name:
+        yield f"{name}.weight", (count, head_dim)
+        return
+    for head in range(count):
+        yield f"{name.format(head)}.weight", (head_dim,)
 
 
 def _feed_forward_tensors(config: ModelConfig, feed: FeedForwardConfig) -> _Shapes:
@@ -365,17 +377,27 @@ class ModelTensors:
     def qk_norm(self, index: int) -> Tensor | None:
         """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
         kind = self._config.attention.qk_norm
-        counts = (len(self._part.heads), len(self._part.kv_heads))
+        names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, self._part.kv_heads)
         if kind == "none" or (kind == "plain" and self._config.layers[index].rope is None):
             return None
         if kind == "plain":
-            return torch.ones(sum(counts), self._config.head_dim, device=self._device)
+            return torch.ones(sum(map(len, heads)), self._config.head_dim, device=self._device)
+        if kind == "layer":
+            return torch.cat([self._head_norms(index, *pair) for pair in zip(names, heads, strict=True)])
         norms = []
-        for name, count in zip((self._names.query_norm, self._names.key_norm), counts, strict=True):
+        for name, count in zip(names, map(len, heads), strict=True):
             weight = self._offset(self._read(index, f"{name}.weight"))
             by_head = self._reordered(weight).view(-1, self._config.head_dim)
             norms.append(by_head.expand(count, -1))
         return torch.cat(norms)
+
+    def _head_norms(self, index: int, name: str, heads: range) -> Tensor:
+        """``[heads, head_dim]``; see ``_head_norm_tensors``."""
+        if "{}" in name:
+            weights = torch.stack([self._read(index, f"{name.format(head)}.weight") for head in heads])
+        else:
+            weights = self._read(index, f"{name}.weight", heads)
+        return self._reordered(weights.flatten()).view(-1, self._config.head_dim)
 
     def _norm(self, name: str) -> NormTensors:
         if self._config.norm.has_weight:

@@ -533,8 +533,9 @@ def _gpt_neox(metadata: Metadata) -> Family:
 
 
 def _cohere(metadata: Metadata) -> Family:
-    layout = Layout(_without(usual(DENSE), "ffn_norm"))
-    fields = {"logit_scale": metadata.number("logit_scale")}
+    layout = Layout(_without(usual(DENSE, QK_NORMS), "ffn_norm"))
+    has_norms = metadata.has_tensor("blk.0.attn_q_norm.weight")
+    fields = {"logit_scale": metadata.number("logit_scale"), "use_qk_norm": has_norms}
     return Family("CohereForCausalLM", layout, fields, eps=("layer_norm_eps", LAYER))
 
 

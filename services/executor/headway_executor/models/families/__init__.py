@@ -27,9 +27,9 @@ from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
-from headway_executor.models.families.llama import read_arcee, read_llama, read_seed_oss
+from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
 from headway_executor.models.families.llama4 import read_llama4
-from headway_executor.models.families.mistral import read_ministral3, read_mistral
+from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import (
     read_dots1,
     read_flex_olmo,
@@ -52,7 +52,7 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.smollm import read_smollm3
-from headway_executor.models.families.stablelm import read_nemotron, read_stablelm
+from headway_executor.models.families.stablelm import read_jais2, read_nemotron, read_stablelm
 from headway_executor.models.families.starcoder import read_starcoder2
 from headway_executor.models.families.text_part import text_part_of
 
@@ -60,6 +60,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "ArceeForCausalLM": read_arcee,
     "Cohere2ForCausalLM": read_cohere2,
     "CohereForCausalLM": read_cohere,
+    "CwmForCausalLM": read_cwm,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "Dots1ForCausalLM": read_dots1,
@@ -81,12 +82,15 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GraniteMoeSharedForCausalLM": read_granite_moe,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
+    "HeliumForCausalLM": read_helium,
     "HyperCLOVAXForCausalLM": read_hyperclovax,
+    "Jais2ForCausalLM": read_jais2,
     "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
     "MellumForCausalLM": read_mellum,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
+    "MinistralForCausalLM": read_ministral,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "NemotronForCausalLM": read_nemotron,

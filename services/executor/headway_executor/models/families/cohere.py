@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, NormConfig, Scalings, TensorNames
+from headway_executor.models.config import ModelConfig, NormConfig, QkNorm, Scalings, TensorNames
 from headway_executor.models.families.reading import (
     SLIDING,
     every_nth_full,
@@ -11,16 +11,19 @@ from headway_executor.models.families.reading import (
     read_feed_forward,
     read_model,
     refuse_partial_rotation,
-    refuse_unless,
     window_of,
     windows_of,
 )
 
+_CONTEXT = 8192
+
 
 def read_cohere(fields: ConfigFields) -> ModelConfig:
-    """``CohereForCausalLM``."""
-    refuse_unless(fields, "use_qk_norm", False)
-    return _read(fields, theta=500_000.0)
+    """``CohereForCausalLM``. Command R was trained on longer contexts than ``max_position_embeddings`` says."""
+    context = fields.integer("model_max_length", fields.integer("max_position_embeddings", _CONTEXT))
+    fields = ConfigFields(fields.source, {**fields.values, "max_position_embeddings": context})
+    qk_norm: QkNorm = "layer" if fields.flag("use_qk_norm", default=False) else "none"
+    return _read(fields, theta=500_000.0, qk_norm=qk_norm)
 
 
 def read_cohere2(fields: ConfigFields) -> ModelConfig:
@@ -34,6 +37,7 @@ def _read(
     fields: ConfigFields,
     *,
     theta: float,
+    qk_norm: QkNorm = "none",
     windows: Sequence[int | None] | None = None,
     rotates: Sequence[bool] | None = None,
 ) -> ModelConfig:
@@ -41,8 +45,8 @@ def _read(
     has_bias = fields.flag("attention_bias", default=False)
     return read_model(
         fields,
-        default_context=8192,
-        attention=read_attention(fields, is_interleaved=True, qkv_bias=has_bias, output_bias=has_bias),
+        default_context=_CONTEXT,
+        attention=read_attention(fields, is_interleaved=True, qk_norm=qk_norm, qkv_bias=has_bias, output_bias=has_bias),
         feed_forward=read_feed_forward(fields),
         norm=NormConfig(eps=fields.number("layer_norm_eps", 1e-5), kind="layer"),
         windows=windows,

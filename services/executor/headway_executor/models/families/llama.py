@@ -1,14 +1,28 @@
-"""Llama 2, 3 and 3.x, and what differs from it by a few fields: Arcee, Seed-OSS."""
+"""Llama 2, 3 and 3.x, and what differs from it by a few fields: Arcee, Seed-OSS, Helium, Code World Model."""
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, TensorNames
 from headway_executor.models.families.reading import (
+    FULL,
+    SLIDING,
+    layer_types_of,
+    num_layers_of,
     read_attention,
     read_feed_forward,
     read_model,
     read_rms_norm,
     refuse_partial_rotation,
+    window_of,
+    windows_of,
 )
+
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read_llama(fields: ConfigFields) -> ModelConfig:
@@ -51,4 +65,40 @@ def read_seed_oss(fields: ConfigFields) -> ModelConfig:
             output_bias=fields.flag("attention_out_bias", default=False),
         ),
         feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
+    )
+
+
+def read_helium(fields: ConfigFields) -> ModelConfig:
+    """``HeliumForCausalLM``: neighbouring channels are rotated."""
+    refuse_partial_rotation(fields)
+    return read_model(
+        fields,
+        default_context=4096,
+        attention=read_attention(
+            fields,
+            head_dim=128,
+            num_kv_heads=20,
+            is_interleaved=True,
+            qkv_bias=fields.flag("attention_bias", default=False),
+        ),
+        feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
+        norm=read_rms_norm(fields, eps=1e-8, rounds_first=False),
+        theta=100_000.0,
+    )
+
+
+def read_cwm(fields: ConfigFields) -> ModelConfig:
+    """``CwmForCausalLM``: all layers but every fourth have a window."""
+    refuse_partial_rotation(fields)
+    if fields.section("rope_scaling") is None and fields.section("rope_parameters") is None:
+        fields = ConfigFields(fields.source, {**fields.values, "rope_parameters": _CWM_ROPE})
+    kinds = layer_types_of(fields, [SLIDING if i % 4 else FULL for i in range(num_layers_of(fields))])
+    return read_model(
+        fields,
+        default_context=131_072,
+        attention=read_attention(fields, head_dim=128, num_kv_heads=8),
+        feed_forward=read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False)),
+        norm=read_rms_norm(fields, eps=1e-5),
+        windows=windows_of(fields, kinds, window_of(fields, 8192)),
+        theta=1e6,
     )

@@ -1,4 +1,4 @@
-"""Mistral: every layer may have the same window; in Ministral 3, queries grow with their position."""
+"""Mistral: every layer may have the same window; in Ministral, some; in Ministral 3, queries grow with their position."""
 
 import msgspec
 
@@ -6,12 +6,16 @@ from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, QueryGrowth
 from headway_executor.models.families.positions import rope_section
 from headway_executor.models.families.reading import (
+    FULL,
+    SLIDING,
+    layer_types_of,
     num_layers_of,
     read_attention,
     read_feed_forward,
     read_model,
     refuse_partial_rotation,
     window_of,
+    windows_of,
 )
 
 
@@ -24,6 +28,20 @@ def read_mistral(fields: ConfigFields) -> ModelConfig:
         attention=read_attention(fields),
         feed_forward=read_feed_forward(fields),
         windows=[window_of(fields)] * num_layers_of(fields),
+    )
+
+
+def read_ministral(fields: ConfigFields) -> ModelConfig:
+    """``MinistralForCausalLM``."""
+    refuse_partial_rotation(fields)
+    window = window_of(fields)
+    kinds = layer_types_of(fields, [FULL if window is None else SLIDING] * num_layers_of(fields))
+    return read_model(
+        fields,
+        default_context=131_072,
+        attention=read_attention(fields, num_kv_heads=8),
+        feed_forward=read_feed_forward(fields),
+        windows=windows_of(fields, kinds, window),
     )
 
 
