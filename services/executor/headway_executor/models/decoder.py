@@ -100,10 +100,9 @@ class HeadLayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None.
-
-    With ``norms_rotated`` it does so behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None:
-    nothing is rotated. ``growth``: see ``query_factors``; None: 1.
+    """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None; with
+    ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
+    ``growth``: see ``query_factors``; None: 1.
     """
 
     index: int
@@ -156,9 +155,8 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norms that a model does not have are None. ``residual`` is a factor on what is added to the hidden state.
-
-    With ``is_parallel``, attention and feed-forward read the same hidden state.
+    """Norms that a model does not have are None. ``residual`` is a factor on what is added to the hidden state. With
+    ``is_parallel``, attention and feed-forward read the same hidden state.
     """
 
     attention_norm: Product | None
