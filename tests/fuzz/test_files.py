@@ -55,7 +55,11 @@ jsons = st.recursive(
 ropes = st.dictionaries(st.sampled_from(ROPE_FIELDS), st.one_of(scalars, jsons), max_size=7)
 
 
-def one_line(error: BaseException, most: int = 700) -> None:
+MOST_CHARACTERS = 1_000
+"""The longest line names every family."""
+
+
+def one_line(error: BaseException, most: int = MOST_CHARACTERS) -> None:
     assert "\n" not in str(error)
     assert len(str(error)) < most
 
