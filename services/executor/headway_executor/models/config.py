@@ -171,9 +171,9 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
 
     Norms and attention sinks without a name do not exist. ``qkv`` and ``gate_up`` name one tensor each, or one for all:
     part after part, or head after head (``is_fused_by_head``). ``heads``: the first that is stored. Nothing reads
-    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With ``is_part``, other models are in the same checkpoint,
-    which are not read either; then names have more in front, which the stored ones tell.
-    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one.
+    ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With
+    ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
+    which the stored names tell.
     """
 
     embedding: str = "model.embed_tokens.weight"

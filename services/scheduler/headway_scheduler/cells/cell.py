@@ -4,6 +4,7 @@ Owns: how steps, answers, losses and epochs of one executor act on one core. Mus
 what carries frames.
 """
 
+from functools import partial
 from typing import Protocol
 
 from headway_proto.adapters import AdapterChanged
@@ -132,9 +133,6 @@ class Cell:
             self._news.add(self.number)
         else:
             self._news.discard(self.number)
-
-    def _note_news(self) -> None:
-        self.has_news = True
 
     @property
     def core(self) -> Scheduler | None:
@@ -280,7 +278,7 @@ class Cell:
         calls = self.calls
         if calls is None:
             core = Scheduler(self._limits, capacity, event.epoch)
-            self.calls = CoreCalls(core, self.recorder, self._note_news)
+            self.calls = CoreCalls(core, self.recorder, partial(self._news.add, self.number))
         else:
             core = calls.core
             if event.failure is not None and self._on_failure(calls, event.failure, event.reason, now):

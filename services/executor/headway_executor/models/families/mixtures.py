@@ -87,8 +87,9 @@ def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
 
 def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     """``Qwen3MoeForCausalLM``."""
-    count = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
-    experts = ExpertsConfig(routing=read_routing(fields, (count, 128), chosen=8, is_normalised=_normalises(fields)))
+    experts = ExpertsConfig(
+        routing=read_routing(fields, (_count_field(fields), 128), chosen=8, is_normalised=_normalises(fields))
+    )
     has_bias = fields.flag("attention_bias", default=False)
     attention = read_attention(fields, head_dim=QWEN3_HEAD_DIM, qkv_bias=has_bias, output_bias=has_bias, qk_norm="head")
     return _read_qwen(fields, experts, 768, attention, [_qwen_window(fields)] * num_layers_of(fields))
@@ -126,11 +127,15 @@ def read_flex_olmo(fields: ConfigFields) -> ModelConfig:
 
 
 def read_mellum(fields: ConfigFields) -> ModelConfig:
-    """``MellumForCausalLM``: Qwen3-MoE with windows that have a rope of their own. Nothing reads what predicts further tokens."""
+    """``MellumForCausalLM``: Qwen3-MoE with windows that have a rope of their own.
+
+    Nothing reads its layers that predict further tokens.
+    """
     num_layers, context = num_layers_of(fields), fields.integer("max_position_embeddings", 131_072)
-    count = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
     is_normalised = fields.flag("norm_topk_prob", default=True)
-    experts = ExpertsConfig(routing=read_routing(fields, (count, 64), chosen=8, is_normalised=is_normalised))
+    experts = ExpertsConfig(
+        routing=read_routing(fields, (_count_field(fields), 64), chosen=8, is_normalised=is_normalised)
+    )
     dense, inner = read_feed_forward(fields), fields.integer("moe_intermediate_size", 896)
     sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
     kinds = layer_types_of(fields, [FULL] * num_layers)
@@ -210,6 +215,10 @@ def _read_qwen(
 
 def _normalises(fields: ConfigFields) -> bool:
     return fields.flag("norm_topk_prob", default=False)
+
+
+def _count_field(fields: ConfigFields) -> str:
+    return "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
 
 
 def _qwen_window(fields: ConfigFields) -> int | None:

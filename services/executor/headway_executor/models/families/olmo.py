@@ -1,4 +1,7 @@
-"""OLMo: layer norms without weights; OLMo 2 and 3: norms only behind attention and feed-forward, and over all queries and all keys of a token."""
+"""OLMo: layer norms without weights.
+
+In OLMo 2 and 3, norms are only behind attention and feed-forward, and over all queries and all keys of a token.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Phi 1 to 2: layer norms, attention beside the feed-forward; Phi-3 and Phi-4: fused projections, longrope up to the context before its scaling."""
+"""Phi 1 to 2: layer norms, attention beside the feed-forward.
+
+Phi-3 and Phi-4 have fused projections, and longrope up to the context before its scaling.
+"""
 
 import msgspec
 

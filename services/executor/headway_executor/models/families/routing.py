@@ -54,7 +54,10 @@ def read_corrected(
     groups: tuple[int, int] = (1, 1),
     correction: str = CORRECTION,
 ) -> ExpertsConfig:
-    """Experts chosen by sigmoid scores with a correction, in groups, as in DeepSeek V3; all numbers are defaults, ``correction`` is its name."""
+    """Experts chosen by sigmoid scores with a correction, in groups, as in DeepSeek V3.
+
+    All numbers are defaults. ``correction`` is the name of its tensor.
+    """
     for field, allowed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         refuse_unless(fields, field, allowed)
     is_normalised = fields.flag("norm_topk_prob", default=is_normalised)
