@@ -337,6 +337,24 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
+_MAMBA: dict[str, object] = _SCALED | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_proj_bias": True,
+}
+
+_STATES: dict[str, Callable[[], PreTrainedModel]] = {
+    "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
+    "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
+    "granitehybrid": _named(
+        "GraniteMoeHybrid", num_local_experts=0, position_embedding_type="rope", **_MAMBA | {"mamba_n_groups": 1}
+    ),
+    "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
+}
+
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
     "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
     "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
@@ -345,8 +363,8 @@ _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
 _MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
-_MAKERS |= _ON_OPERATORS
-ON_OPERATORS = tuple(_ON_OPERATORS)
+_MAKERS |= _ON_OPERATORS | _STATES
+ON_OPERATORS = (*_ON_OPERATORS, *_STATES)
 """Others, which have what the kernels lack."""
 FURTHER = tuple(_FURTHER)
 """Of these, those that put parts together which others have, too. Tests with many settings take some for them."""

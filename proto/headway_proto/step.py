@@ -79,7 +79,8 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     ``embedding_size``: numbers of a pooled vector, 0 without rule 10; ``default_pooling`` is the checkpoint's own, or
     ``NO_POOLING``; a reranker's is ``POOL_SCORE``, the only one that it has.
-    ``generates``: tokens of an encoder, or of a model without a head, mean nothing.
+    ``generates``: tokens of an encoder, or of a model without a head, mean nothing. ``keeps_states``: blocks alone do not say
+    what a row's tokens have been, so every new row begins at position 0.
     """
 
     backend: str
@@ -107,6 +108,7 @@ class BackendInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     embedding_size: int = 0
     default_pooling: int = NO_POOLING
     generates: bool = True
+    keeps_states: bool = False
 
 
 SHARED_MEMORY = "shm"

@@ -113,7 +113,7 @@ class TorchBackend:
                 self._model = opened
             else:
                 self._model = _following(config, settings, forward, self._group)
-        pool, adapters = forward.pool, forward.adapters
+        pool, adapters, states = forward.pool, forward.adapters, forward.states
         return BackendInfo(
             backend="torch",
             device=str(device),
@@ -125,7 +125,7 @@ class TorchBackend:
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids,
-            max_num_rows=config.max_num_seqs,
+            max_num_rows=config.max_num_seqs if states is None else states.num_rows,
             num_host_blocks=pool.num_host_blocks,
             swap_us_per_block=swap_us_per_block,
             supports_prompt_logprobs=True,
@@ -138,6 +138,7 @@ class TorchBackend:
             embedding_size=0 if _has_lanes(config) else model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
             generates=model_config.has_head,
+            keeps_states=states is not None,
         )
 
     def execute(self, batch: StepBatch) -> StepResult:

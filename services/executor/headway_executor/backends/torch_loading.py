@@ -15,7 +15,7 @@ import torch
 from headway_executor.backend import BackendConfig, BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.host_pool import num_host_blocks
-from headway_executor.memory.kv_pool import CODES, KvPool, StoredBlock, num_pool_blocks, stored_block
+from headway_executor.memory.kv_pool import CODES, KvPool, StoredBlock, free_bytes, num_pool_blocks, stored_block
 from headway_executor.models.adapted import StepAdapters
 from headway_executor.models.adapters import ModelAdapters, on_device
 from headway_executor.models.compiled import CompiledModel, kernels_lack, library_for, load_compiled, part_for
@@ -26,6 +26,7 @@ from headway_executor.models.forward import ForwardPass
 from headway_executor.models.loading import as_stored, check_tensors
 from headway_executor.models.model_settings import ModelSettings, require_head, require_head_of_draft
 from headway_executor.models.part import ModelPart, part_of
+from headway_executor.models.recurrence import RowStates, state_bytes
 from headway_executor.models.rope import interleaved
 from headway_executor.models.stage import stage_of
 from headway_executor.ranks.group import RankGroup
@@ -38,6 +39,8 @@ from headway_process.processors import num_usable_cores
 from headway_proto.wording import shown
 
 _PARAMETERS_PER_THREAD = 16_000_000
+
+_STATES_SHARE = 0.25
 
 
 def joined(config: BackendConfig) -> RankGroup | None:
@@ -80,7 +83,17 @@ def checked(checkpoint: Checkpoint, settings: ModelSettings, config: BackendConf
     check_tensors(settings.model_config, checkpoint, config.quantization)
     model_config = as_stored(settings.model_config, checkpoint, config.warn)
     _check_head(model_config, config)
+    _check_states(model_config, config)
     return settings._replace(model_config=model_config)
+
+
+def _check_states(model_config: ModelConfig, config: BackendConfig) -> None:
+    """A state cannot go back to before a token that was proposed."""
+    if model_config.has_states and config.speculation != "off":
+        raise BackendConfigError(
+            f"speculation {shown(config.speculation)} is not allowed with this model, which has layers with a state instead of "
+            "attention; allowed: off"
+        )
 
 
 def _check_head(model_config: ModelConfig, config: BackendConfig) -> None:
@@ -129,8 +142,9 @@ def load(
             adapters=beside,
         )
         shape = (2 * len(part.kv_heads), config.block_size, model_config.head_dim)
-        pool = places.pool(stored_block(config.kv_cache_dtype, shape, dtype))
-        return EagerModel(model_config, decoder, embedding, pool, dtype, stage, beside)
+        states = places.states()
+        pool = places.pool(stored_block(config.kv_cache_dtype, shape, dtype), states)
+        return EagerModel(model_config, decoder, embedding, pool, dtype, stage, beside, states)
     # Torch's threads spin for a while after each operator; this would disturb the threads of the kernels.
     torch.set_num_threads(1)
     compiled = load_compiled(
@@ -148,7 +162,7 @@ def load(
     # Codes that are rounded lose more than adapters in bfloat16.
     narrow = dtype if config.quantization == "none" else torch.bfloat16
     adapters = adapters_for(library, model_config, part, narrow)
-    return CompiledModel(compiled, places.pool(StoredBlock((compiled.block_floats,), dtype)), stage, adapters)
+    return CompiledModel(compiled, places.pool(StoredBlock((compiled.block_floats,), dtype), None), stage, adapters)
 
 
 def draft_proposer(
@@ -166,6 +180,11 @@ def draft_proposer(
     with Checkpoint(Path(config.draft_model), config.progress) as checkpoint:
         found = checked(checkpoint, draft, msgspec.structs.replace(own, speculation="off"))
         require_head_of_draft(found.model_config, config.draft_model)
+        if found.model_config.has_states:
+            raise BackendConfigError(
+                f"draft_model {shown(config.draft_model)} is not allowed; it has layers with a state instead of attention, which "
+                "cannot go back; allowed: a model with attention in all layers"
+            )
         forward = load(own, found, checkpoint, device)
     return DraftModel(
         DraftForward(forward, sampler),
@@ -251,19 +270,47 @@ class _Places:
     group: RankGroup | None
     block_bytes_beside: int
 
-    def pool(self, block: StoredBlock) -> KvPool:
-        """Make it; all ranks have as many blocks."""
+    def states(self) -> RowStates | None:
+        """Of as many rows as a part of the free memory has room for, on all ranks; None if the model has none.
+
+        Raises:
+            BackendConfigError: there is no room for one.
+        """
+        model_config, config = self.settings.model_config, self.config
+        if not model_config.has_states:
+            return None
+        layers = model_config.recurrences(self.part.layers)
+        room = free_bytes(self.device) * _STATES_SHARE / (config.place.size if self.device.type == "cpu" else 1)
+        num_rows = min(config.max_num_seqs, int(room // max(1, state_bytes(layers))))
+        if self.group is not None:
+            (num_rows,) = self.group.least([num_rows])
+        if not num_rows:
+            raise BackendConfigError(
+                f"the model's state of one request, {state_bytes(layers) >> 20} MiB, does not fit in {int(room) >> 20} MiB, a "
+                "quarter of the free memory"
+            )
+        if num_rows < config.max_num_seqs:
+            config.warn(
+                f"each request has a state of {state_bytes(layers) / (1 << 20):.1f} MiB, so {num_rows} fit in a quarter of the "
+                f"free memory, and not max_num_seqs {config.max_num_seqs}"
+            )
+        return RowStates(layers, num_rows, self.device)
+
+    def pool(self, block: StoredBlock, states: RowStates | None) -> KvPool:
+        """Make it; all ranks have as many blocks. A model with ``states`` has no blocks outside: they would not suffice."""
         config, place = self.config, self.config.place
-        num_layers = len(self.part.layers)
+        # A stage may have no layer with keys and values, and has blocks like the others.
+        num_layers = max(1, self.settings.model_config.num_cached(self.part.layers))
         block_bytes = num_layers * block.num_bytes
         num_blocks = num_pool_blocks(
             config,
             max_model_len=self.settings.max_model_len,
             block_bytes=block_bytes + self.block_bytes_beside,
             device=self.device,
+            bytes_beside=0 if states is None else states.num_bytes,
         )
         num_beside = num_host_blocks(
-            swap_space_mib=config.swap_space_mib,
+            swap_space_mib=config.swap_space_mib if states is None else 0,
             block_bytes=block_bytes,
             num_device_blocks=num_blocks,
             device=self.device,

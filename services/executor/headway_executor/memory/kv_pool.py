@@ -140,6 +140,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         ) from error
 
 
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device, or main memory."""
+    return free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
 def num_pool_blocks(
     config: BackendConfig,
     *,
@@ -147,11 +152,12 @@ def num_pool_blocks(
     block_bytes: int,
     device: torch.device,
     device_share: float = _DEVICE_SHARE,
+    bytes_beside: int = 0,
 ) -> int:
     """Return the configured number of blocks, or as many as fit and can be used.
 
     Steps need room on a device: blocks may take ``device_share`` of its free memory. The ranks of a group share the main
-    memory of their host.
+    memory of their host, of which ``bytes_beside`` are promised already.
 
     Raises:
         BackendConfigError: one request of ``max_model_len`` tokens does not fit.
@@ -160,9 +166,9 @@ def num_pool_blocks(
         return config.num_kv_blocks
     is_cpu = device.type == "cpu"
     budget = (
-        _CPU_SHARE * free_host_bytes() / config.place.size
+        max(0, _CPU_SHARE * free_bytes(device) / config.place.size - bytes_beside)
         if is_cpu
-        else device_share * torch.cuda.mem_get_info(device)[0]
+        else device_share * free_bytes(device)
     )
     blocks_of_one = -(-max_model_len // config.block_size)
     num_blocks = min(config.max_num_seqs * blocks_of_one, int(budget // block_bytes))

@@ -22,7 +22,7 @@ from torch.nn import functional
 from headway_executor.backend import ReadAdapter
 from headway_executor.models.adapter_files import AdapterFiles, LowRankPart, read_adapter_files
 from headway_executor.models.adapter_stacks import by_matrix
-from headway_executor.models.config import ExpertsConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.latent_tensors import KEY_VALUE, KEY_VALUE_IN, QUERY, QUERY_IN, WHOLE_QUERY, LatentTensors
 from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import ModelPart
@@ -184,18 +184,33 @@ class _Fusing:
 
     def dense(self, index: int) -> dict[AdapterSite, LowRank]:
         """The projections of a layer without experts, or of its attention."""
-        names, has_qkv = self._config.names, self._config.attention.latent is None
-        found = {
-            AdapterSite.QKV: self._low_rank(index, names.qkv if has_qkv else (), lambda tensors: tensors.qkv(index)[0]),
-            AdapterSite.OUTPUT: self._low_rank(
-                index, (names.output,), lambda tensors: tensors.output(index)[0], self._attended
-            ),
+        names, recurrence = self._config.names, self._config.layers[index].recurrence
+        found = (self._attention(index) if recurrence is None else self._recurrence(index, recurrence)) | {
             AdapterSite.GATE_UP: self._low_rank(index, names.gate_up, lambda tensors: tensors.gate_up(index)[0]),
             AdapterSite.DOWN: self._low_rank(
                 index, (names.down,), lambda tensors: tensors.down(index)[0], partial(self._inner, index)
             ),
         }
         return _those_there(found)
+
+    def _attention(self, index: int) -> dict[AdapterSite, LowRank | None]:
+        names, has_qkv = self._config.names, self._config.attention.latent is None
+        return {
+            AdapterSite.QKV: self._low_rank(index, names.qkv if has_qkv else (), lambda tensors: tensors.qkv(index)[0]),
+            AdapterSite.OUTPUT: self._low_rank(
+                index, (names.output,), lambda tensors: tensors.output(index)[0], self._attended
+            ),
+        }
+
+    def _recurrence(self, index: int, config: RecurrenceConfig) -> dict[AdapterSite, LowRank | None]:
+        """A state has the two products that attention has."""
+        names = config.names
+        return {
+            AdapterSite.QKV: self._low_rank(index, names.inputs, lambda tensors: tensors.recurrence(index).inputs()[0]),
+            AdapterSite.OUTPUT: self._low_rank(
+                index, (names.output,), lambda tensors: tensors.recurrence(index).output()[0]
+            ),
+        }
 
     def latent(self, index: int) -> dict[AdapterSite, LowRank]:
         """Queries, keys and values of latent attention."""

@@ -85,7 +85,7 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
     """What of this model the kernels do not have, in words; empty if nothing."""
     if config.head_dim > library.max_head_dim:
         return f"heads of {config.head_dim} channels"
-    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM}
+    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.RECURRENCE}
     return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM})
 
 
@@ -105,6 +105,7 @@ class CompiledModel:
         self._decoder = decoder
         self.pool = pool
         self.adapters = adapters
+        self.states = None
         self._stage = stage
         self._hidden_states: Decoder | None = None
 

@@ -3,6 +3,7 @@
 Owns: ``ModelConfig`` and its parts. Must not know: files, tensors, who computes.
 """
 
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -12,6 +13,7 @@ from headway_kernels.routing import Routing
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
 QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
+RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +89,65 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     latent: LatentConfig | None = None
 
 
+class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of tensors behind a layer's prefix; see ``recurrent_tensors`` for what is in ``inputs``. A convolution "gated" has
+    no others.
+    """
+
+    inputs: tuple[str, ...]
+    convolution: str
+    output: str
+    decay: str = ""
+    step_bias: str = ""
+    skip: str = ""
+    norm: str = ""
+
+
+class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer without keys and values: of the tokens before, it knows a state of one size. See ``recurrence``.
+
+    A convolution over the last ``taps`` tokens gives each of ``num_heads`` a value of ``value_dim`` channels, and each of
+    ``num_key_heads`` a query and a key of ``key_dim``; "gated" has values alone, of one head. Behind the state, a norm is
+    over ``norm_dim`` channels.
+    """
+
+    kind: RecurrenceKind
+    taps: int
+    num_heads: int = 1
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int
+    norm_dim: int = 0
+    has_bias: bool = False
+    has_convolution_bias: bool = False
+    names: RecurrenceNames
+
+    @property
+    def inner(self) -> int:
+        """Channels of all values, of the gates and of the result."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.num_key_heads * self.key_dim + self.inner
+
+    @property
+    def num_inputs(self) -> int:
+        """Of a token: the channels, then gates, then numbers of heads."""
+        rest = {
+            "gated": 2 * self.inner,
+            "delta": self.inner + 2 * self.num_heads,
+            "selective": self.inner + self.num_heads,
+        }
+        return self.channels + rest[self.kind]
+
+    @property
+    def state_numbers(self) -> int:
+        """Of a request, in float32: past inputs of the convolution, and a matrix of each head."""
+        return self.channels * (self.taps - 1) + self.num_heads * self.key_dim * self.value_dim
+
+
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``gate_up`` and ``down`` follow the prefix of an expert.
 
@@ -147,10 +208,11 @@ class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
     ``query_growth`` None: queries stay as they are. With a ``chunk``, a query sees no more than its own chunk of so many
-    positions; no backend has such masks, so no context is longer.
+    positions; no backend has such masks, so no context is longer. With a ``recurrence`` there is no attention.
     """
 
     feed_forward: FeedForwardConfig
+    recurrence: RecurrenceConfig | None = None
     window: int | None = None
     rope: RopeConfig | None = None
     query_growth: QueryGrowth | None = None
@@ -258,6 +320,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The feed-forward of the first layer with experts; None: there is none."""
         feeds = [layer.feed_forward for layer in self.layers]
         return next((feed for feed in feeds if feed.experts is not None), None)
+
+    def num_cached(self, layers: Iterable[int]) -> int:
+        """How many of these layers have keys and values."""
+        return sum(self.layers[index].recurrence is None for index in layers)
+
+    def recurrences(self, layers: Iterable[int]) -> list[RecurrenceConfig]:
+        """Those of these layers."""
+        found = (self.layers[index].recurrence for index in layers)
+        return [recurrence for recurrence in found if recurrence is not None]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether blocks alone do not say what a request's tokens have been."""
+        return any(layer.recurrence is not None for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -5,7 +5,7 @@ Owns: the forward pass. Must not know: paging, the use of logits.
 Rotated pairs of channels lie side by side (see ``rope``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from headway_executor.models.attention import AttentionPlan
 from headway_executor.models.config import Activation, RopeConfig
+from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan
 from headway_executor.models.rope import rotate_
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
@@ -99,6 +100,15 @@ class HeadLayerNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What layers need to know of a step's tokens; ``spans`` are those of rows with ``states``, in a model that has them."""
+
+    attention: AttentionPlan
+    states: RowStates | None
+    spans: Sequence[StateSpan]
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None; with
     ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
@@ -117,7 +127,7 @@ class Attention:
     sinks: Tensor | None
     growth: Tensor | None
 
-    def __call__(self, inputs: Tensor, rotations: Rotations, plan: AttentionPlan) -> Tensor:
+    def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
         qkv = self.qkv(inputs)
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
@@ -127,7 +137,21 @@ class Attention:
             rotate_(heads, rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
-        return self.output(plan.attend(self.index, self.window, qkv, self.sinks, self.growth))
+        return self.output(plan.attention.attend(self.index, self.window, qkv, self.sinks, self.growth))
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A layer's state in place of its attention."""
+
+    inputs: Product
+    recurrence: Recurrence
+    output: Product
+
+    def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:  # noqa: ARG002 - tokens have an order
+        """``[tokens, hidden] -> [tokens, hidden]``."""
+        assert plan.states is not None
+        return self.output(self.recurrence(self.inputs(inputs), plan.states, plan.spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +184,7 @@ class DecoderLayer:
     """
 
     attention_norm: Product | None
-    attention: Attention
+    attention: Attention | Recurrent
     attention_post_norm: Product | None
     mlp_norm: Product | None
     feed_forward: Product
@@ -168,7 +192,7 @@ class DecoderLayer:
     residual: float
     is_parallel: bool
 
-    def __call__(self, hidden: Tensor, rotations: Rotations, plan: AttentionPlan) -> None:
+    def __call__(self, hidden: Tensor, rotations: Rotations, plan: StepPlan) -> None:
         """Add attention and feed-forward to ``hidden`` (``[tokens, hidden]``) in place."""
         attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
         inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
@@ -192,7 +216,7 @@ class Decoder:
     logits_factor: float = 1.0
     logits_softcap: float | None = None
 
-    def run_layers(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+    def run_layers(self, hidden: Tensor, positions: Tensor, plan: StepPlan) -> None:
         """Store keys and values; change ``hidden`` (``[tokens, hidden]``) in place. ``positions`` int64, ``[tokens]``."""
         rotations = {rope: table.index_select(0, positions).unsqueeze(1) for rope, table in self.rotations.items()}
         for layer in self.layers:

@@ -17,7 +17,7 @@ from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapted import AdaptedProduct, StepAdapters
 from headway_executor.models.adapters import AdapterSite
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
     Attention,
     Decoder,
@@ -26,8 +26,10 @@ from headway_executor.models.decoder import (
     HeadLayerNorms,
     LayerNorm,
     Product,
+    Recurrent,
     RmsNorm,
     SpanNorms,
+    StepPlan,
 )
 from headway_executor.models.expert_tensors import ExpertTensors
 from headway_executor.models.experts import Experts
@@ -37,6 +39,8 @@ from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, Latent
 from headway_executor.models.linear import GatheredLinear, Linear, SummedLinear, placed
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import whole
+from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan, spans_of
+from headway_executor.models.recurrent_tensors import Convolution, HeadNumbers
 from headway_executor.models.rope import interleaved, query_factors, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.ranks.stage_mates import Alone, ColumnMates, Cut
@@ -44,7 +48,9 @@ from headway_kernels.experts import Expert
 
 
 class EagerModel:
-    """A ``ForwardPass``. ``embedding`` ``[vocab, own_hidden]``, or None in a later stage. ``adapters``: the loader's."""
+    """A ``ForwardPass``. ``embedding`` ``[vocab, own_hidden]``, or None in a later stage. ``adapters``: the loader's.
+    ``states``: of a model that has them.
+    """
 
     has_slow_start = True
     """Torch prepares its operators."""
@@ -58,7 +64,9 @@ class EagerModel:
         dtype: torch.dtype,
         stage: Stage | None = None,
         adapters: StepAdapters | None = None,
+        states: RowStates | None = None,
     ) -> None:
+        self.states = states
         self._stage = stage or Stage(whole(config))
         part = self._stage.part
         attention = config.attention
@@ -107,12 +115,20 @@ class EagerModel:
         device = token_ids.device
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
-        plan = AttentionPlan(self._shape, self.pool, ordered, slots, store_positions, self._dtype)
+        attention = AttentionPlan(self._shape, self.pool, ordered, slots, store_positions, self._dtype)
+        plan = StepPlan(attention, self.states, self._spans(rows, ordered, device))
         if self._step_adapters is not None:
             self._step_adapters.begin(columns[0], device)
         hidden = self._begin(token_ids[store_rows, store_positions])
         self._decoder.run_layers(hidden, store_positions, plan)
         return hidden, torch.from_numpy(_places_in_order(rows, ordered)[rows.wanted]).to(device)
+
+    def _spans(self, rows: StepRows, ordered: OrderedRows, device: torch.device) -> list[StateSpan]:
+        if self.states is None:
+            return []
+        self.states.advance(rows.numbers, rows.num_computed, rows.num_new)
+        first = ordered.kv_length - ordered.num_new
+        return spans_of(rows.numbers[ordered.order], ordered.num_new, first, device)
 
     def _begin(self, token_ids: Tensor) -> Tensor:
         if self._embedding is None:
@@ -184,35 +200,60 @@ class _Loader:
 
     def layer(self, place: int, index: int) -> DecoderLayer:
         """Layer ``index`` of the model, ``place`` of the stage."""
-        config, names, tensors = self._config, self._config.names, self.tensors
-        sinks, latent = tensors.sinks(index), tensors.latent(index)
-        growth = config.layers[index].query_growth
-        output = tensors.output(index) if latent is None else (latent.output(), None)
+        config, names = self._config, self._config.names
+        recurrence = config.layers[index].recurrence
         return DecoderLayer(
             attention_norm=self._layer_norm(index, names.attention_norm),
-            attention=Attention(
-                index=place,
-                qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
-                if latent is None
-                else self._latent_qkv(place, latent),
-                num_rotated=len(self.part.heads) + len(self.part.kv_heads),
-                head_dim=config.head_dim,
-                qk_norm=self._qk_norm(index),
-                norms_rotated=config.attention.norms_rotated,
-                rope=config.layers[index].rope,
-                growth=None if growth is None else self._growth(growth),
-                output=self._back(
-                    self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(config.head_dim)
-                ),
-                window=config.layers[index].window,
-                sinks=None if sinks is None else self._wide(sinks),
-            ),
+            attention=self._attention(place, index)
+            if recurrence is None
+            else self._recurrent(place, index, recurrence),
             attention_post_norm=self._layer_norm(index, names.attention_post_norm),
             mlp_norm=self._layer_norm(index, names.mlp_norm),
             feed_forward=self._feed_forward(place, index),
             mlp_post_norm=self._layer_norm(index, names.mlp_post_norm),
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
+        )
+
+    def _attention(self, place: int, index: int) -> Attention:
+        config, tensors = self._config, self.tensors
+        sinks, latent = tensors.sinks(index), tensors.latent(index)
+        growth = config.layers[index].query_growth
+        output = tensors.output(index) if latent is None else (latent.output(), None)
+        return Attention(
+            index=config.num_cached(self.part.layers[:place]),
+            qkv=self._adapted(self._linear(*tensors.qkv(index)), place, AdapterSite.QKV)
+            if latent is None
+            else self._latent_qkv(place, latent),
+            num_rotated=len(self.part.heads) + len(self.part.kv_heads),
+            head_dim=config.head_dim,
+            qk_norm=self._qk_norm(index),
+            norms_rotated=config.attention.norms_rotated,
+            rope=config.layers[index].rope,
+            growth=None if growth is None else self._growth(growth),
+            output=self._back(
+                self._adapted(self._linear(*output), place, AdapterSite.OUTPUT), self.part.attended(config.head_dim)
+            ),
+            window=config.layers[index].window,
+            sinks=None if sinks is None else self._wide(sinks),
+        )
+
+    def _recurrent(self, place: int, index: int, recurrence: RecurrenceConfig) -> Recurrent:
+        config, tensors = self._config, self.tensors.recurrence(index)
+        taps, bias = tensors.convolution()
+        numbers = tensors.head_numbers()
+        return Recurrent(
+            inputs=self._adapted(self._linear(*tensors.inputs()), place, AdapterSite.QKV),
+            recurrence=Recurrence(
+                recurrence,
+                place - config.num_cached(self.part.layers[:place]),
+                Convolution(self._wide(taps), None if bias is None else self._wide(bias)),
+                None
+                if numbers is None
+                else HeadNumbers(*(None if part is None else self._wide(part) for part in numbers)),
+                config.norm.eps,
+            ),
+            output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.OUTPUT),
         )
 
     def norm(self, tensors: NormTensors) -> Product:

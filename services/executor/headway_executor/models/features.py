@@ -31,6 +31,7 @@ class Feature(StrEnum):
     LATENT = "latent attention"
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
+    RECURRENCE = "layers with a state instead of attention"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -57,6 +58,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
     """What the model has."""
     names, attention, scalings = config.names, config.attention, config.scalings
     feeds = [layer.feed_forward for layer in config.layers]
+    attending = [layer for layer in config.layers if layer.recurrence is None]
     asked = {
         Feature.LAYER_NORM: config.norm.kind == "layer",
         Feature.NO_PRE_NORM: names.attention_norm is None or names.mlp_norm is None,
@@ -75,8 +77,9 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,
         Feature.QUERY_GROWTH: any(layer.query_growth is not None for layer in config.layers),
-        Feature.SEVERAL_ROPES: {layer.rope for layer in config.layers} != {config.layers[0].rope}
-        or config.layers[0].rope is None,
+        Feature.RECURRENCE: config.has_states,
+        Feature.SEVERAL_ROPES: len({layer.rope for layer in attending}) > 1
+        or any(layer.rope is None for layer in attending),
     }
     return {feature for feature, is_there in asked.items() if is_there}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from headway_executor.backend import StepBatch
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.recurrence import RowStates
 from headway_proto.columns import Int32Array
 
 Int64Array = NDArray[np.int64]
@@ -62,6 +63,8 @@ class ForwardPass(Protocol):
 
     pool: KvPool
     adapters: ModelAdapters | None
+    states: RowStates | None
+    """Of a model in which blocks alone do not say what a row's tokens have been."""
     has_slow_start: bool
     """Whether the first prompt and the first token take much longer than later ones."""
 

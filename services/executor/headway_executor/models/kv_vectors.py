@@ -92,4 +92,4 @@ class _Codes:
 def block_bytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
     """Bytes of a block in all layers, without padding."""
     shape = (2 * config.num_kv_heads, block_size, config.head_dim)
-    return config.num_layers * stored_block(kv_cache_dtype, shape, dtype).num_bytes
+    return config.num_cached(range(config.num_layers)) * stored_block(kv_cache_dtype, shape, dtype).num_bytes

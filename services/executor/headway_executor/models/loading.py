@@ -18,6 +18,7 @@ from headway_executor.models.config import FeedForwardConfig, LayerConfig, Model
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes, stacked_names
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
+from headway_executor.models.recurrent_tensors import RecurrentTensors, recurrent_shapes
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -138,6 +139,18 @@ def _bias_of(head: str) -> str:
 
 
 def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
+    names, recurrence = config.names, config.layers[index].recurrence
+    if recurrence is not None:
+        yield from recurrent_shapes(recurrence, config.hidden_size)
+    else:
+        yield from _attention_tensors(config)
+    yield from _feed_forward_tensors(config, config.layers[index].feed_forward)
+    # A set: one norm may stand in two places.
+    for name in {names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm} - {None}:
+        yield from _norm_tensors(config, str(name))
+
+
+def _attention_tensors(config: ModelConfig) -> _Shapes:
     names, attention = config.names, config.attention
     if attention.latent is not None:
         yield from latent_shapes(attention.latent, attention.num_heads, config.hidden_size)
@@ -145,10 +158,6 @@ def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
         yield from _projections(names.qkv, config.hidden_size, _qkv_widths(config), has_bias=attention.qkv_bias)
         width = attention.num_heads * attention.head_dim
         yield from _projections((names.output,), width, (config.hidden_size,), has_bias=attention.output_bias)
-    yield from _feed_forward_tensors(config, config.layers[index].feed_forward)
-    # A set: one norm may stand in two places.
-    for name in {names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm} - {None}:
-        yield from _norm_tensors(config, str(name))
     if names.sinks is not None:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
@@ -358,6 +367,12 @@ class ModelTensors:
         if latent is None:
             return None
         return LatentTensors(latent, self._part, self._channel_order, partial(self._read, index))
+
+    def recurrence(self, index: int) -> RecurrentTensors:
+        """Of a layer with a state, instead of ``qkv`` and ``output``."""
+        recurrence = self._config.layers[index].recurrence
+        assert recurrence is not None
+        return RecurrentTensors(recurrence, partial(self._read, index))
 
     def sinks(self, index: int) -> Tensor | None:
         """``[heads]``, or None."""

@@ -114,6 +114,10 @@ def _check(config: ModelConfig, place: RankPlace) -> None:
         raise BackendConfigError(
             f"tensor_parallel {degree} is not allowed; the model normalises queries over all heads, so allowed: 1"
         )
+    if degree > 1 and config.has_states:
+        raise BackendConfigError(
+            f"tensor_parallel {degree} is not allowed; the model has layers with a state instead of attention, so allowed: 1"
+        )
     allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
     if degree not in allowed:
         raise BackendConfigError(

@@ -88,7 +88,8 @@ class Scheduler:
 
     def _begin(self, capacity: ExecutorCapacity, number: int, former: Swapping | None) -> None:
         """``former``: whose books go on if the executor's host pool does."""
-        state, limits = self._state, self.limits
+        state = self._state
+        state.limits = limits = self.limits.fitting(capacity)
         state.serve(capacity)
         offload = state.offload if limits.enable_prefix_caching else None
         books = books_for(capacity, former, keeps_prefixes=offload is not None)
@@ -113,7 +114,7 @@ class Scheduler:
         self.in_flight, self.max_in_flight = epoch.in_flight, epoch.max_in_flight
         self.cache, self.pool, self.rows, self.swapping = epoch.cache, epoch.pool, epoch.rows, epoch.swapping
         self.max_num_batched_tokens, self.max_running = epoch.max_num_batched_tokens, epoch.max_running
-        self.pinned_prefixes.begin(capacity, self.cache, self.pool)
+        self.pinned_prefixes.begin(limits, capacity, self.cache, self.pool)
         state.observer.begin_epoch(capacity.num_lanes)
         state.observer.is_wanted |= capacity.max_speculative_tokens > 0
         self.prefilling, self.lanes, self.leaving_rows = epoch.prefilling, epoch.lanes, epoch.leaving

@@ -26,7 +26,9 @@ from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_
 from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
+from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
+from headway_executor.models.families.lfm2 import read_lfm2
 from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
 from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
@@ -79,12 +81,14 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
     "GraniteMoeForCausalLM": read_granite_moe,
+    "GraniteMoeHybridForCausalLM": read_granite_hybrid,
     "GraniteMoeSharedForCausalLM": read_granite_moe,
     "HunYuanDenseV1ForCausalLM": read_hunyuan,
     "HunYuanMoEV1ForCausalLM": read_hunyuan_moe,
     "HeliumForCausalLM": read_helium,
     "HyperCLOVAXForCausalLM": read_hyperclovax,
     "Jais2ForCausalLM": read_jais2,
+    "Lfm2ForCausalLM": read_lfm2,
     "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
     "MellumForCausalLM": read_mellum,
@@ -177,7 +181,9 @@ def _within_chunks(config: ModelConfig) -> ModelConfig:
 
 
 def _check_kinds(fields: ConfigFields, config: ModelConfig) -> None:
-    """Not all families read ``layer_types``; none may be asked there for what it does not do."""
+    """Not all families read ``layer_types``; none may be asked there for what it does not do. Those with states do."""
+    if config.has_states:
+        return
     kinds = [CHUNKED if layer.chunk else FULL if layer.window is None else SLIDING for layer in config.layers]
     if layer_types_of(fields, kinds) != kinds:
         raise fields.refuse("layer_types", "as this family has its windows, or absent")

@@ -1,5 +1,7 @@
 """Granite and HyperCLOVA X: Llama with factors on embeddings, scores, the hidden state and logits; mixtures of it."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
@@ -8,6 +10,7 @@ from headway_executor.models.config import (
     ExpertsConfig,
     FeedForwardConfig,
     ModelConfig,
+    RecurrenceConfig,
     Scalings,
     TensorNames,
 )
@@ -34,13 +37,13 @@ _NORMS_BEHIND = TensorNames(attention_post_norm="post_norm1", mlp_post_norm="pos
 
 def read_granite(fields: ConfigFields) -> ModelConfig:
     """``GraniteForCausalLM``."""
-    return _read(fields, _dense(fields))
+    return read_scaled(fields, _dense(fields))
 
 
 def read_hyperclovax(fields: ConfigFields) -> ModelConfig:
     """``HyperCLOVAXForCausalLM``: with norms behind attention and feed-forward, too."""
     names = _NORMS_BEHIND if fields.flag("use_post_norm", default=True) else None
-    config = _read(fields, _dense(fields), scale=None, names=names)
+    config = read_scaled(fields, _dense(fields), scale=None, names=names)
     # What divides logits elsewhere multiplies them here.
     factor = fields.number("logits_scaling", 1.0)
     return msgspec.structs.replace(config, scalings=msgspec.structs.replace(config.scalings, logits=factor))
@@ -51,6 +54,11 @@ def read_granite_moe(fields: ConfigFields) -> ModelConfig:
 
     What ``headway gguf`` makes has one for each matrix of an expert.
     """
+    return read_scaled(fields, read_mixture(fields))
+
+
+def read_mixture(fields: ConfigFields) -> FeedForwardConfig:
+    """Experts, and a shared one."""
     quantization = fields.section("quantization_config")
     is_stacked = quantization is None or quantization.values.get("quant_method") != "gguf"
     experts = ExpertsConfig(
@@ -59,21 +67,23 @@ def read_granite_moe(fields: ConfigFields) -> ModelConfig:
         stack="rows" if is_stacked else None,
         names=_EXPERT_NAMES if is_stacked else _NAMES_APART,
     )
-    return _read(fields, msgspec.structs.replace(read_feed_forward(fields), experts=experts))
+    return msgspec.structs.replace(read_feed_forward(fields), experts=experts)
 
 
 def _dense(fields: ConfigFields) -> FeedForwardConfig:
     return read_feed_forward(fields, has_bias=fields.flag("mlp_bias", default=False))
 
 
-def _read(
+def read_scaled(
     fields: ConfigFields,
     feed_forward: FeedForwardConfig,
     *,
     scale: float | None = 1.0,
     names: TensorNames | None = None,
+    recurrences: Sequence[RecurrenceConfig | None] | None = None,
+    rotates: Sequence[bool] | None = None,
 ) -> ModelConfig:
-    """``scale`` is a default; None: that of the heads."""
+    """What all share. ``scale`` is a default; None: that of the heads."""
     refuse_partial_rotation(fields)
     has_bias = fields.flag("attention_bias", default=False)
     scale = fields.optional_number("attention_multiplier") or scale
@@ -88,4 +98,6 @@ def _read(
             logits=1.0 / fields.number("logits_scaling", 1.0),
         ),
         names=names,
+        recurrences=recurrences,
+        rotates=rotates,
     )

@@ -18,13 +18,14 @@ from headway_executor.models.config import (
     ModelConfig,
     NormConfig,
     QkNorm,
+    RecurrenceConfig,
     RopeConfig,
     Scalings,
     TensorNames,
 )
 from headway_executor.models.families.positions import THETA, read_rope, rotary_factor, scaled_context
 
-SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+SLIDING, FULL, CHUNKED, LINEAR = "sliding_attention", "full_attention", "chunked_attention", "linear_attention"
 DEFAULT_WINDOW = 4096
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -116,11 +117,12 @@ def read_model(
     rotates: Sequence[bool] | None = None,
     names: TensorNames | None = None,
     scalings: Scalings | None = None,
+    recurrences: Sequence[RecurrenceConfig | None] | None = None,
     is_parallel: bool = False,
     tied: bool = False,
     context: int | None = None,
 ) -> ModelConfig:
-    """The rest of a description. ``windows``, ``ropes`` and ``feed_forward`` may differ by layer.
+    """The rest of a description. ``windows``, ``ropes``, ``recurrences`` and ``feed_forward`` may differ by layer.
 
     Without ``ropes``, all layers that are rotated have the one of the file; ``rotates`` says which: by default, all. ``theta``
     and ``tied`` are defaults.
@@ -133,6 +135,7 @@ def read_model(
         ropes = [rope if rotated else None for rotated in rotates or [True] * num_layers]
     feeds = [feed_forward] * num_layers if isinstance(feed_forward, FeedForwardConfig) else feed_forward
     windows = [None] * num_layers if windows is None else windows
+    recurrences = [None] * num_layers if recurrences is None else recurrences
     return ModelConfig(
         architecture=architecture_of(fields),
         vocab_size=fields.integer("vocab_size"),
@@ -141,8 +144,8 @@ def read_model(
         attention=attention,
         norm=norm or read_rms_norm(fields),
         layers=tuple(
-            LayerConfig(feed_forward=feed, window=window, rope=rope)
-            for feed, window, rope in zip(feeds, windows, ropes, strict=True)
+            LayerConfig(feed_forward=feed, window=window, rope=None if recurrence else rope, recurrence=recurrence)
+            for feed, window, rope, recurrence in zip(feeds, windows, ropes, recurrences, strict=True)
         ),
         is_parallel=is_parallel,
         scalings=scalings or Scalings(),
@@ -171,10 +174,14 @@ def window_of(fields: ConfigFields, default: int | None = DEFAULT_WINDOW) -> int
 
 def layer_types_of(fields: ConfigFields, default: Sequence[str]) -> list[str]:
     """The kind of each layer's attention."""
+    return kinds_of(fields, default, [FULL, SLIDING] + [CHUNKED] * (CHUNKED in default))
+
+
+def kinds_of(fields: ConfigFields, default: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """``layer_types``, each one of ``allowed``."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return list(default)
-    allowed = [FULL, SLIDING] + [CHUNKED] * (CHUNKED in default)
     if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in allowed for kind in kinds):
         raise fields.refuse("layer_types", f"a list of {len(default)} names, each {' or '.join(allowed)}")
     return kinds

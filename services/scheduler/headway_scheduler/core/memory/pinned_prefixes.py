@@ -37,17 +37,17 @@ class PinnedPrefixes:
     """Pins by name."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._is_caching = limits.enable_prefix_caching
         self._by_tenant = limits.prefix_cache_scope == "tenant"
         self._tokens: dict[str, tuple[str, Int32Array]] = {}
         self._num_blocks: dict[str, int] = {}
 
-    def begin(self, capacity: ExecutorCapacity, cache: PrefixCache, pool: BlockPool) -> None:
-        """Apply the pins to a new executor, oldest first."""
+    def begin(self, limits: SchedulerLimits, capacity: ExecutorCapacity, cache: PrefixCache, pool: BlockPool) -> None:
+        """Apply the pins to a new executor, oldest first; ``limits`` are those that fit it."""
+        self._is_caching = limits.enable_prefix_caching
         self._capacity, self._cache, self._pool = capacity, cache, pool
         self._num_blocks = {}
         for name in self._tokens:
-            if self._fits(name):
+            if self._is_caching and self._fits(name):
                 self._apply(name)
 
     def clear(self) -> None:
@@ -93,7 +93,9 @@ class PinnedPrefixes:
 
     def _check(self, name: str, tenant: str, token_ids: Int32Array) -> None:
         if not self._is_caching:
-            raise PinRefused("prefix: nothing is cached; allowed: a prefix if enable_prefix_caching is on")
+            raise PinRefused(
+                "prefix: nothing is cached; allowed: a prefix if enable_prefix_caching is on and the model keeps no states"
+            )
         if tenant and not self._by_tenant:
             raise PinRefused(f"tenant: {shown(tenant)} is not allowed; allowed: none, as prefix_cache_scope is shared")
         block_size, vocab_size = self._capacity.block_size, self._capacity.vocab_size

@@ -39,6 +39,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_speculating_seqs: int = 32
     max_adapters: int = 16
 
+    def fitting(self, capacity: "ExecutorCapacity") -> "SchedulerLimits":
+        """The same, without what an executor cannot do: where rows keep states, no row may begin with another's blocks."""
+        return msgspec.structs.replace(self, enable_prefix_caching=False) if capacity.keeps_states else self
+
     def steps_in_flight(self, num_lanes: int) -> int:
         """The most steps sent to an executor and not answered; by default one more than it can work on at a time."""
         return self.max_steps_in_flight or num_lanes + 1
@@ -70,6 +74,7 @@ class ExecutorCapacity(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0
     default_pooling: int = NO_POOLING
     generates: bool = True
+    keeps_states: bool = False
 
     @classmethod
     def of(cls, info: BackendInfo) -> "ExecutorCapacity":

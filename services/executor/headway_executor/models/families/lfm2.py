@@ -1,0 +1,87 @@
+"""LFM2: gated convolutions over a few tokens, and attention in some layers."""
+
+import math
+from collections.abc import Sequence
+
+from headway_executor.checkpoint.fields import ConfigFields
+from headway_executor.models.config import (
+    FeedForwardConfig,
+    ModelConfig,
+    NormConfig,
+    RecurrenceConfig,
+    RecurrenceNames,
+    TensorNames,
+)
+from headway_executor.models.families.reading import (
+    FULL,
+    kinds_of,
+    num_layers_of,
+    read_attention,
+    read_feed_forward,
+    read_model,
+    refuse_partial_rotation,
+)
+
+_CONVOLUTION = "conv"
+
+_NAMES = TensorNames(
+    final_norm="model.embedding_norm",
+    output="self_attn.out_proj",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
+
+
+def read_lfm2(fields: ConfigFields) -> ModelConfig:
+    """``Lfm2ForCausalLM``."""
+    return read_convolutions(fields, _feed_forward(fields))
+
+
+def read_convolutions(
+    fields: ConfigFields, feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig]
+) -> ModelConfig:
+    """The rest, whatever its feed-forward is."""
+    refuse_partial_rotation(fields)
+    return read_model(
+        fields,
+        default_context=128_000,
+        theta=1e6,
+        attention=read_attention(fields, qk_norm="head"),
+        feed_forward=feed_forward,
+        norm=NormConfig(eps=fields.number("norm_eps", 1e-5), rounds_first=True),
+        recurrences=_recurrences(fields),
+        names=_NAMES,
+        tied=fields.flag("tie_embedding", default=True),
+    )
+
+
+def _recurrences(fields: ConfigFields) -> list[RecurrenceConfig | None]:
+    """``layer_types``, or which layers have attention: ``full_attn_idxs``."""
+    num_layers = num_layers_of(fields)
+    attending = fields.values.get("full_attn_idxs")
+    usual = [FULL if attending is None or i in attending else _CONVOLUTION for i in range(num_layers)]
+    convolution = RecurrenceConfig(
+        kind="gated",
+        taps=fields.integer("conv_L_cache", 3, low=2),
+        value_dim=fields.integer("hidden_size"),
+        has_bias=(has_bias := fields.flag("conv_bias", default=False)),
+        has_convolution_bias=has_bias,
+        names=RecurrenceNames(inputs=("conv.in_proj",), convolution="conv.conv", output="conv.out_proj"),
+    )
+    return [convolution if kind == _CONVOLUTION else None for kind in kinds_of(fields, usual, (FULL, _CONVOLUTION))]
+
+
+def _feed_forward(fields: ConfigFields) -> FeedForwardConfig:
+    """Its width is given, or a multiple that is computed of it."""
+    plain = read_feed_forward(fields)
+    inner = fields.integer("block_ff_dim", plain.intermediate_size)
+    if fields.flag("block_auto_adjust_ff_dim", default=True):
+        inner = int(2 * inner / 3)
+        factor = fields.number("block_ffn_dim_multiplier", 1.0)
+        multiple = fields.integer("block_multiple_of", 256)
+        inner = multiple * math.ceil(int(factor * inner) / multiple)
+    return FeedForwardConfig(intermediate_size=inner)

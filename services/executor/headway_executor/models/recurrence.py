@@ -1,0 +1,193 @@
+"""Layers with a state instead of keys and values, as torch operators.
+
+Owns: the states of rows, the computation of all kinds. Must not know: blocks, requests, which layers there are.
+
+All kinds begin with a causal convolution. "gated" multiplies its inputs and its results by gates (Liquid AI 2025, LFM2,
+arXiv 2511.23404). The others keep a matrix ``[key_dim, value_dim]`` for each head: the state shrinks, gets key times value
+added, and the query reads it. "delta" first takes from a value what the state already answers to its key (Gated DeltaNet,
+Yang et al. 2024, arXiv 2412.06464); "selective" does not (Mamba 2, Dao & Gu 2024, arXiv 2405.21060). Several tokens go
+together as these papers do it: within a part, what tokens do to each other is a triangular system.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from headway_executor.models.config import RecurrenceConfig
+from headway_executor.models.recurrent_tensors import Convolution, HeadNumbers
+
+_PART = 64
+"""Tokens that go together, as in both papers' kernels."""
+
+_KEY_EPS = 1e-6
+
+_Int64Array = NDArray[np.int64]
+
+
+def state_bytes(layers: Sequence[RecurrenceConfig]) -> int:
+    """Of a row, in all layers."""
+    return 4 * sum(of.state_numbers for of in layers)
+
+
+class RowStates:
+    """What rows know of their tokens so far, in every layer with a state. A row that begins at position 0 begins anew.
+
+    Main memory is not touched before a row needs it.
+    """
+
+    def __init__(self, layers: Sequence[RecurrenceConfig], num_rows: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.past = [torch.zeros(num_rows, of.channels, of.taps - 1, device=device) for of in layers]
+        """Of each layer the last inputs of its convolution, float32, ``[rows, channels, taps - 1]``."""
+        self.heads = [torch.zeros(num_rows, of.num_heads, of.key_dim, of.value_dim, device=device) for of in layers]
+        """Of each layer the matrices of its heads, float32, ``[rows, heads, key_dim, value_dim]``."""
+        self._ends = np.zeros(num_rows, dtype=np.int64)
+        self.num_bytes = num_rows * state_bytes(layers)
+
+    def advance(self, numbers: _Int64Array, num_computed: _Int64Array, num_new: _Int64Array) -> None:
+        """Say which tokens a step adds; all int64, ``[n]``. A row goes on where it has ended, or begins anew."""
+        goes_on = num_computed > 0
+        assert (self._ends[numbers] == num_computed)[goes_on].all(), "a row with a state went on elsewhere"
+        self._ends[numbers] = num_computed + num_new
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """Consecutive tokens of a step: ``length`` of each of some rows, ``[n]``; ``is_new`` ``[n]``: a row begins."""
+
+    tokens: slice
+    length: int
+    rows: Tensor
+    is_new: Tensor
+
+
+def spans_of(
+    rows: _Int64Array, num_new: _Int64Array, num_computed: _Int64Array, device: torch.device
+) -> list[StateSpan]:
+    """Cut a flat batch into spans: neighbours with equally many tokens go together. All int64, ``[n]``."""
+    spans, start = [], 0
+    edges = np.flatnonzero(np.diff(num_new)) + 1
+    for part in np.split(np.arange(len(rows)), edges):
+        length, count = int(num_new[part[0]]), len(part)
+        numbers = torch.from_numpy(rows[part]).to(device)
+        is_new = torch.from_numpy(num_computed[part] == 0).to(device)
+        spans.append(StateSpan(slice(start, start + length * count), length, numbers, is_new))
+        start += length * count
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """One layer's, between its two products. Tensors are float32 and on the states' device."""
+
+    config: RecurrenceConfig
+    index: int
+    convolution: Convolution
+    numbers: HeadNumbers | None
+    norm_eps: float
+
+    def __call__(self, inputs: Tensor, states: RowStates, spans: Sequence[StateSpan]) -> Tensor:
+        """``[tokens, num_inputs] -> [tokens, inner]``; the states of the spans' rows go on."""
+        done = [self._run(inputs[span.tokens].float(), states, span) for span in spans]
+        return torch.cat(done).to(inputs.dtype)
+
+    def _run(self, inputs: Tensor, states: RowStates, span: StateSpan) -> Tensor:
+        config = self.config
+        by_row = inputs.view(-1, span.length, config.num_inputs)
+        channels, rest = by_row.split([config.channels, config.num_inputs - config.channels], -1)
+        if self.numbers is None:
+            before, behind = rest.chunk(2, -1)
+            return self._convolved(channels * before, states, span).mul_(behind).flatten(0, 1)
+        convolved = functional.silu(self._convolved(channels, states, span))
+        gates, of_heads = rest.split([config.inner, rest.shape[-1] - config.inner], -1)
+        state = _begun(states.heads[self.index], span)
+        results, after = self._through_heads(self.numbers, convolved, of_heads, state)
+        states.heads[self.index][span.rows] = after
+        return self._normed(self.numbers, results.flatten(0, 1).flatten(1), gates.flatten(0, 1))
+
+    def _convolved(self, channels: Tensor, states: RowStates, span: StateSpan) -> Tensor:
+        """``[rows, length, channels]``, the same."""
+        seen = torch.cat([_begun(states.past[self.index], span), channels.transpose(1, 2)], -1)
+        states.past[self.index][span.rows] = seen[..., span.length :]
+        taps, bias = self.convolution
+        return functional.conv1d(seen, taps[:, None], bias, groups=len(taps)).transpose(1, 2)
+
+    def _through_heads(
+        self, numbers: HeadNumbers, convolved: Tensor, of_heads: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Results, ``[rows, length, heads, value_dim]``, and the state behind them."""
+        config = self.config
+        keys = config.num_key_heads * config.key_dim
+        queries, keys_, values = convolved.split([keys, keys, config.inner], -1)
+        queries, keys_ = (self._of_all_heads(part) for part in (queries, keys_))
+        values = values.unflatten(-1, (config.num_heads, config.value_dim))
+        steps = functional.softplus(of_heads[..., -config.num_heads :] + numbers.step_bias)
+        decays = (steps * numbers.decay).transpose(1, 2)
+        if config.kind == "selective":
+            assert numbers.skip is not None
+            written = (values * steps[..., None]).transpose(1, 2)
+            results, state = scan(queries, keys_, written, decays, None, state)
+            return results.transpose(1, 2) + values * numbers.skip[:, None], state
+        queries, keys_ = _unit(queries), _unit(keys_)
+        strengths = of_heads[..., : config.num_heads].sigmoid().transpose(1, 2)
+        results, state = scan(queries * config.key_dim**-0.5, keys_, values.transpose(1, 2), decays, strengths, state)
+        return results.transpose(1, 2), state
+
+    def _of_all_heads(self, part: Tensor) -> Tensor:
+        """Each key head serves several heads that follow each other: ``[rows, heads, length, key_dim]``."""
+        config = self.config
+        by_head = part.unflatten(-1, (config.num_key_heads, config.key_dim)).transpose(1, 2)
+        return by_head.repeat_interleave(config.num_heads // config.num_key_heads, 1)
+
+    def _normed(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
+        """``[tokens, inner]``, the same. "selective" has its gates before the norm."""
+        gates = functional.silu(gates)
+        if self.config.kind == "selective":
+            results = results * gates
+        by_norm = results.view(-1, *numbers.norm.shape)
+        by_norm = by_norm * torch.rsqrt(by_norm.square().mean(-1, keepdim=True) + self.norm_eps) * numbers.norm
+        normed = by_norm.flatten(1)
+        return normed if self.config.kind == "selective" else normed * gates
+
+
+def scan(
+    queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, strengths: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run tokens through a state; return results, ``[n, heads, length, value_dim]``, and the state behind them.
+
+    ``queries`` and ``keys`` ``[n, heads, length, key_dim]``, ``values`` ``[n, heads, length, value_dim]``, ``decays`` (at most
+    0: logarithms) and ``strengths`` ``[n, heads, length]``, ``state`` ``[n, heads, key_dim, value_dim]``. With ``strengths``,
+    the delta rule.
+    """
+    results = []
+    for start in range(0, queries.shape[2], _PART):
+        part = slice(start, start + _PART)
+        query, key, value = queries[:, :, part], keys[:, :, part], values[:, :, part]
+        kept = decays[:, :, part].cumsum(-1)
+        between = (kept[..., :, None] - kept[..., None, :]).tril().exp().tril()
+        from_start = kept.exp()[..., None]
+        if strengths is not None:
+            strength = strengths[:, :, part, None]
+            answered = (key * strength) @ key.transpose(-1, -2) * between
+            wanted = torch.cat([value, key * from_start], -1) * strength
+            solved = torch.linalg.solve_triangular(answered, wanted, upper=False, unitriangular=True)
+            value = solved[..., : value.shape[-1]] - solved[..., value.shape[-1] :] @ state
+        results.append(query * from_start @ state + query @ key.transpose(-1, -2) * between @ value)
+        to_end = (kept[..., -1:] - kept).exp()[..., None]
+        state = state * from_start[..., -1:, :] + (key * to_end).transpose(-1, -2) @ value
+    return torch.cat(results, 2), state
+
+
+def _begun(states: Tensor, span: StateSpan) -> Tensor:
+    """The states of a span's rows; zeros of those that begin."""
+    of_rows = states[span.rows]
+    return of_rows.masked_fill(span.is_new.view(-1, *(1 for _ in of_rows.shape[1:])), 0.0)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + _KEY_EPS)

@@ -1,0 +1,135 @@
+"""The tensors of a layer with a state, in the model's form.
+
+Owns: their names, the order of inputs and channels. Must not know: files, the rest of a layer.
+
+A token's inputs are here, side by side: queries, keys and values, which the convolution is over; gates; then one number of
+each head, how much of a value is written ("delta" alone), and one that says how much of the state stays. Checkpoints have
+them in other orders.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway_executor.models.config import RecurrenceConfig
+
+_BY_KEY_HEAD = 2
+"""So many tensors of inputs, where one has parts of a key head side by side (Qwen3-Next)."""
+
+
+class Convolution(NamedTuple):
+    """``taps`` ``[channels, taps]``, oldest first; ``bias`` ``[channels]`` or None."""
+
+    taps: Tensor
+    bias: Tensor | None
+
+
+class HeadNumbers(NamedTuple):
+    """Of each head: ``decay`` (below 0) times a step gives the logarithm of what stays, ``step_bias`` is added to steps, and
+    ``skip`` times a value to the result, or None; all ``[heads]``. ``norm`` ``[norms, norm_dim]``: of heads, or of all channels.
+    """
+
+    decay: Tensor
+    step_bias: Tensor
+    skip: Tensor | None
+    norm: Tensor
+
+
+def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names behind a layer's prefix, and shapes."""
+    names = config.names
+    for name, count in zip(names.inputs, _input_widths(config), strict=True):
+        yield f"{name}.weight", (count, hidden)
+        if config.has_bias:
+            yield f"{name}.bias", (count,)
+    yield f"{names.convolution}.weight", (config.channels, 1, config.taps)
+    if config.has_convolution_bias:
+        yield f"{names.convolution}.bias", (config.channels,)
+    yield f"{names.output}.weight", (hidden, config.inner)
+    if config.has_bias:
+        yield f"{names.output}.bias", (hidden,)
+    if config.kind != "gated":
+        for name in filter(None, (names.decay, names.step_bias, names.skip)):
+            yield name, (config.num_heads,)
+        yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
+
+
+def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
+    """Outputs of each tensor of inputs."""
+    if config.kind != "delta":
+        return (config.num_inputs,)
+    if len(config.names.inputs) == _BY_KEY_HEAD:
+        return config.channels + config.inner, 2 * config.num_heads
+    return config.channels, config.inner, config.num_heads, config.num_heads
+
+
+class RecurrentTensors:
+    """Those of one layer; ``read`` takes a name behind the layer's prefix."""
+
+    def __init__(self, config: RecurrenceConfig, read: Callable[[str], Tensor]) -> None:
+        self._config = config
+        self._read = read
+
+    def inputs(self) -> tuple[Tensor, Tensor | None]:
+        """``[num_inputs, hidden]``, and bias."""
+        return self._in_order("weight"), self._in_order("bias") if self._config.has_bias else None
+
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        """``[hidden, inner]``, and bias."""
+        name = self._config.names.output
+        return self._read(f"{name}.weight"), self._read(f"{name}.bias") if self._config.has_bias else None
+
+    def convolution(self) -> Convolution:
+        """Of the channels in their order here."""
+        name = self._config.names.convolution
+        taps, bias = self._read(f"{name}.weight").squeeze(1), None
+        if self._config.has_convolution_bias:
+            bias = self._values_last(self._read(f"{name}.bias"))
+        return Convolution(self._values_last(taps), bias)
+
+    def head_numbers(self) -> HeadNumbers | None:
+        """In float32; None if there is no state of heads."""
+        config, names = self._config, self._config.names
+        if config.kind == "gated":
+            return None
+        norm = self._read(f"{names.norm}.weight").float().view(-1, config.norm_dim)
+        return HeadNumbers(
+            decay=-self._read(names.decay).float().exp(),
+            step_bias=self._read(names.step_bias).float(),
+            skip=self._read(names.skip).float() if names.skip else None,
+            norm=norm.expand(config.inner // config.norm_dim, -1),
+        )
+
+    def _in_order(self, kind: str) -> Tensor:
+        config = self._config
+        stored = [self._read(f"{name}.{kind}") for name in config.names.inputs]
+        if config.kind == "gated":
+            before, behind, values = stored[0].chunk(3)
+            return torch.cat([values, before, behind])
+        if config.kind == "selective":
+            gates, channels, steps = stored[0].split([config.inner, config.channels, config.num_heads])
+            return torch.cat([self._values_last(channels), gates, steps])
+        return torch.cat(self._of_key_heads(*stored) if len(stored) == _BY_KEY_HEAD else stored)
+
+    def _of_key_heads(self, most: Tensor, rest: Tensor) -> list[Tensor]:
+        config = self._config
+        ratio = config.num_heads // config.num_key_heads
+        values = ratio * config.value_dim
+        parts = [
+            *self._split(most, [config.key_dim, config.key_dim, values, values]),
+            *self._split(rest, [ratio, ratio]),
+        ]
+        return [part.flatten(0, 1) for part in parts]
+
+    def _split(self, stored: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+        return stored.view(self._config.num_key_heads, -1, *stored.shape[1:]).split(widths, 1)
+
+    def _values_last(self, channels: Tensor) -> Tensor:
+        """ "selective" stores values, keys, queries."""
+        config = self._config
+        if config.kind != "selective":
+            return channels
+        keys = config.num_key_heads * config.key_dim
+        return torch.cat(channels.split([config.inner, keys, keys])[::-1])
