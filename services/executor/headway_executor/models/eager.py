@@ -206,6 +206,7 @@ class _Loader:
                 ),
                 window=config.layers[index].window,
                 sinks=None if sinks is None else self._wide(sinks),
+                num_gates=0 if config.attention.gates == "none" else len(self.part.heads) * config.head_dim,
             ),
             attention_post_norm=self._layer_norm(index, names.attention_post_norm),
             mlp_norm=self._layer_norm(index, names.mlp_norm),

@@ -31,6 +31,7 @@ class Feature(StrEnum):
     LATENT = "latent attention"
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
+    GATES = "gates behind attention"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -71,6 +72,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.WEIGHED_INPUTS: any(feed.experts is not None and feed.experts.routing.weighs_inputs for feed in feeds),
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,
+        Feature.GATES: attention.gates != "none",
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,
