@@ -314,6 +314,16 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "glm4_moe": _named("Glm4Moe", use_qk_norm=True, head_dim=16, **_SHARED),
     "solar_open": _named("SolarOpen", head_dim=16, **_SHARED | {"num_experts_per_tok": 6}),
     "dots1": _named("Dots1", n_shared_experts=2, n_group=4, topk_group=2, **_WINDOWS | _SHARED),
+    "afmoe": _named(
+        "Afmoe",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        route_scale=1.5,
+        mup_enabled=True,
+        **_WINDOWS,
+    ),
     "exaone_moe": _named("ExaoneMoe", head_dim=16, num_experts=8, **_WINDOWS | _SHARED),
     "ernie4_5_moe": _named("Ernie4_5_Moe", moe_num_experts=6, moe_k=2, moe_intermediate_size=20),
     "minimax_m2": _named(
@@ -377,7 +387,7 @@ def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Draw biases, norms and corrections of a model of the family ``name``; in evaluation mode."""
+    """Draw biases, norms, corrections and what begins with zeros of a model of the family ``name``; in evaluation mode."""
     with torch.no_grad():
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
@@ -388,6 +398,8 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             elif "norm" in parameter_name:
                 # Gemma and Nemotron add 1 to the weight.
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith(("gemma", "nemotron")) else 0.0)
+            elif not parameter.any():
+                parameter.normal_(0.0, 0.3)
     return model.eval()
 
 

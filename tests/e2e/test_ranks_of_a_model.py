@@ -55,6 +55,7 @@ FAMILIES = (
     "granite_moe-shared",
     "ernie4_5_moe",
     "glm4_moe",
+    "afmoe",
 )
 
 

@@ -66,7 +66,7 @@ class DecoderShape:
 
     ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none. ``is_parallel``:
     attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself;
-    ``norms_rotated``: behind the rotation. A rank of several says in ``own`` what it has; its heads are counted
+    ``norms_rotated``: behind the rotation. With ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its heads are counted
     alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``, of keys and values:
     float32 or bfloat16.
     """
@@ -86,6 +86,7 @@ class DecoderShape:
     is_parallel: bool = False
     norms_all_heads: bool = False
     norms_rotated: bool = False
+    has_gates: bool = False
     score_softcap: float = 0.0
     residual_factor: float = 1.0
     logits_factor: float = 1.0
@@ -340,6 +341,7 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         is_parallel=shape.is_parallel,
         norms_all_heads=shape.norms_all_heads,
         norms_rotated=shape.norms_rotated,
+        has_gates=shape.has_gates,
         norm_eps=shape.norm_eps,
         score_scale=shape.score_scale,
         score_softcap=shape.score_softcap,

@@ -35,6 +35,7 @@ class ShapeStruct(ctypes.Structure):
         ("is_parallel", ctypes.c_int64),
         ("norms_all_heads", ctypes.c_int64),
         ("norms_rotated", ctypes.c_int64),
+        ("has_gates", ctypes.c_int64),
         ("norm_eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
         ("score_softcap", ctypes.c_float),

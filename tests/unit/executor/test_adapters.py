@@ -49,7 +49,11 @@ APART = {
 """Mixtures, and matrices of their experts in the layout of one pair for each."""
 CHANGE_THE_BASE = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training after which the model's weights are others."""
-FUSED = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj"), "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h")}
+FUSED = {
+    "phi3": ("qkv_proj", "gate_up_proj", "o_proj"),
+    "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h"),
+    "afmoe": ("gate_proj", "k_proj", "o_proj"),
+}
 
 
 def adapters_of(family: str) -> dict[str, dict[str, object]]:

@@ -286,6 +286,8 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
 @pytest.mark.parametrize(
     ("name", "changes", "field"),
     [
+        ("afmoe", {"attention_bias": True}, "attention_bias"),
+        ("afmoe", {"num_expert_groups": 2}, "num_expert_groups"),
         ("dots1", {"scoring_func": "softmax"}, "scoring_func"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
         ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min"),

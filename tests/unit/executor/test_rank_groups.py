@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from backend_driver import BackendDriver, Request
 from checkpoints import make_checkpoint
@@ -21,7 +22,7 @@ from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import ModelTensors
+from headway_executor.models.loading import ModelTensors, expected_tensors
 from headway_executor.models.part import part_of, whole
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.group import RankGroup
@@ -265,6 +266,35 @@ def test_a_rank_reads_only_its_part(tmp_path):
     everything = numbers_read(whole(config))
     parts = [numbers_read(part_of(config, place_of(rank, 2), unit=16, head_unit=8)) for rank in range(2)]
     assert parts == [everything / 2] * 2
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_gates_may_stand_behind_the_queries_of_their_heads(degree, tmp_path):
+    make_checkpoint(tmp_path, "afmoe")
+    config = read_model_config(tmp_path)
+    apart = load_file(tmp_path / "model.safetensors")
+    queries, gates = (
+        apart[f"model.layers.0.self_attn.{name}.weight"].unflatten(0, (4, 16)) for name in ("q_proj", "gate_proj")
+    )
+    by_head = apart | {"model.layers.0.self_attn.q_proj.weight": torch.stack([queries, gates], 1).flatten(0, 2)}
+    attention = msgspec.structs.replace(config.attention, gates="by_head")
+    together = msgspec.structs.replace(
+        config, attention=attention, names=msgspec.structs.replace(config.names, qkv=config.names.qkv[:3])
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        for rank in range(degree):
+            part = part_of(config, place_of(rank, degree))
+            order = torch.arange(config.head_dim).flip(0)
+            expected = ModelTensors(config, checkpoint, order, part=part).qkv(0)[0]
+            assert expected.shape == (2 * len(part.heads) * 16 + 2 * len(part.kv_heads) * 16, config.hidden_size)
+            assert torch.equal(ModelTensors(together, Stored(by_head), order, part=part).qkv(0)[0], expected)
+    assert expected_tensors(together)["model.layers.0.self_attn.q_proj.weight"] == (128, config.hidden_size)
+
+
+class Stored(dict[str, torch.Tensor]):
+    def read(self, name, rows=None, columns=None):
+        assert columns is None
+        return self[name] if rows is None else self[name][rows.start : rows.stop]
 
 
 @pytest.mark.parametrize(

@@ -361,8 +361,8 @@ static void add_sink(float sink, float largest, float *total, float *kept) {
 }
 
 void attend(const attention_shape *shape, const void *layer, const attention_task *task, const attention_task *next,
-            int64_t window, const float *sinks, const float *query_rows, int64_t query_stride, float *out,
-            int64_t out_stride) {
+            int64_t window, const float *sinks, const float *query_rows, const float *gates, int64_t query_stride,
+            float *out, int64_t out_stride) {
     const int64_t head_dim = shape->head_dim;
     const int64_t group_size = shape->num_heads / shape->num_kv_heads;
     const int64_t first_head = task->part * heads_per_part(shape);
@@ -378,7 +378,8 @@ void attend(const attention_shape *shape, const void *layer, const attention_tas
     query_rows += head_offset;
     switch (rows) { EACH_TILE_SIZE(CASE) }
     for (int64_t i = 0; i < rows; i++) {
-        float *row = out + i / heads * out_stride + head_offset + i % heads * head_dim;
+        const int64_t head_start = head_offset + i % heads * head_dim;
+        float *row = out + i / heads * out_stride + head_start;
         float kept = 1.0f;
         if (sinks != NULL) {
             const int64_t head = task->kv_head * group_size + first_head + i % heads;
@@ -386,5 +387,8 @@ void attend(const attention_shape *shape, const void *layer, const attention_tas
         }
         for (int64_t d = 0; d < head_dim; d += LANES)
             store(row + d, load(attended + i * head_dim + d) * kept / totals[i]);
+        if (gates == NULL) continue;
+        const float *gate_row = gates + i / heads * query_stride + head_start;
+        for (int64_t d = 0; d < head_dim; d += LANES) store(row + d, load(row + d) * sigmoid(load(gate_row + d)));
     }
 }

@@ -66,12 +66,13 @@ typedef struct {
     int64_t part;
 } attention_task;
 
-/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. A token sees the
- * last `window` positions up to its own; 0: all. `sinks` [num_heads] or NULL: in the softmax of each head one more
- * score, which has no value (Xiao et al. 2023, arXiv 2309.17453). `next`, if not NULL, is the probable next task of
- * this thread: its keys and values are fetched into the cache. */
+/* `queries` and `out`: head 0 of the first token; tokens are `query_stride` and `out_stride` apart. The sigmoids of
+ * `gates`, which lie as queries do, multiply the results; NULL: nothing does. A token sees the last `window` positions
+ * up to its own; 0: all. `sinks` [num_heads] or NULL: in the softmax of each head one more score, which has no value
+ * (Xiao et al. 2023, arXiv 2309.17453). `next`, if not NULL, is the probable next task of this thread: its keys and
+ * values are fetched into the cache. */
 void attend(const attention_shape *shape, const void *layer, const attention_task *task, const attention_task *next,
-            int64_t window, const float *sinks, const float *queries, int64_t query_stride, float *out,
-            int64_t out_stride);
+            int64_t window, const float *sinks, const float *queries, const float *gates, int64_t query_stride,
+            float *out, int64_t out_stride);
 
 #endif

@@ -71,8 +71,10 @@ static void attend_task(void *work, int64_t number) {
     /* As with panels: members take turns. The tiles of a prompt share their keys, which are in the cache. */
     const int fetches = task.num_tokens == 1 && number + now->num_members < num_attention_tasks(now);
     const attention_task next = fetches ? attention_task_at(now, number + now->num_members) : task;
+    const float *queries = of->space.qkv + token * of->strides.qkv;
+    const int64_t qkv_heads = of->shape.num_heads + 2 * of->shape.num_kv_heads;
     attend(&of->attention, now->layer_pool, &task, fetches ? &next : NULL, now->layer->window, now->layer->sinks,
-           of->space.qkv + token * of->strides.qkv, of->strides.qkv,
+           queries, of->shape.has_gates ? queries + qkv_heads * of->shape.head_dim : NULL, of->strides.qkv,
            of->rows.attended + token * of->strides.attended + of->shape.first_head * of->shape.head_dim,
            of->strides.attended);
 }

@@ -350,7 +350,8 @@ decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *la
     made->head = head;
     made->strides = (row_strides){
         .hidden = round_up(shape->hidden_size, PANEL),
-        .qkv = round_up((shape->num_heads + 2 * shape->num_kv_heads) * shape->head_dim, PANEL),
+        .qkv = round_up((shape->num_heads * (shape->has_gates ? 2 : 1) + 2 * shape->num_kv_heads) * shape->head_dim,
+                        PANEL),
         .attended = round_up(shape->all_heads * shape->head_dim, PANEL),
         .activations = round_up(shape->intermediate_size, PANEL),
         .packed_activations = shape->intermediate_size,

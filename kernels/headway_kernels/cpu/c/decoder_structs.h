@@ -42,6 +42,7 @@ typedef struct {
     int64_t is_parallel;     /* attention and feed-forward read the same hidden state */
     int64_t norms_all_heads; /* `qk_norm` is over all heads of queries, and of keys; else of each head */
     int64_t norms_rotated;   /* `qk_norm` is behind the rotation */
+    int64_t has_gates;       /* `qkv` gives as many gates as queries, last */
     float norm_eps;
     float score_scale;
     float score_softcap;   /* 0: none */

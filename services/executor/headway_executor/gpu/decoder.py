@@ -27,7 +27,7 @@ from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
-_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT, Feature.QUERY_GROWTH}
+_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT, Feature.QUERY_GROWTH, Feature.GATES}
 """What these kernels have beyond a plain decoder."""
 
 
@@ -94,7 +94,8 @@ class _Activations:
         self.hidden = padded(num_tokens, config.hidden_size)
         self.normed = space(num_tokens, config.hidden_size)
         self.delta = space(num_tokens, config.hidden_size)
-        self.qkv = space(num_tokens, query_width + 2 * config.num_kv_heads * config.head_dim)
+        self.qkv_width = query_width + 2 * config.num_kv_heads * config.head_dim
+        self.qkv = space(num_tokens, self.qkv_width + (0 if config.attention.gates == "none" else query_width))
         self.attended = padded(num_tokens, query_width)
         self.last = padded(num_rows, config.hidden_size)
         self.logits = space(num_rows, config.vocab_size)
@@ -194,6 +195,8 @@ class Decoder:
                 has_chunks=has_chunks,
                 tuning=self._tuning,
             )
+            if config.attention.gates != "none":
+                attended.mul_(qkv[:, space.qkv_width :].sigmoid_())
             layer.output(attended, delta)
             self._finish(delta, layer.attention_post_norm)
             if config.is_parallel:

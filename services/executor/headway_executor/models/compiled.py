@@ -190,6 +190,7 @@ def load_compiled(
         is_parallel=config.is_parallel,
         norms_all_heads=attention.qk_norm == "all",
         norms_rotated=attention.norms_rotated,
+        has_gates=attention.gates != "none",
         score_softcap=attention.softcap or 0.0,
         residual_factor=scalings.residual,
         logits_factor=scalings.logits,

@@ -12,6 +12,7 @@ from headway_kernels.routing import Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
 QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
+Gates: TypeAlias = Literal["none", "apart", "by_head"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
 RecurrenceKind: TypeAlias = Literal["gated", "delta", "selective"]
 
@@ -73,6 +74,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by head,
     without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own. It does so before
     they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of a compressed row.
+    ``gates`` multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
+    ``TensorNames.qkv``, or "by_head", each head's behind its queries.
     """
 
     num_heads: int
@@ -87,6 +90,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     latent: LatentConfig | None = None
+    gates: Gates = "none"
 
 
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):

@@ -112,7 +112,7 @@ class StepPlan:
 class Attention:
     """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None; with
     ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
-    ``growth``: see ``query_factors``; None: 1.
+    ``growth``: see ``query_factors``; None: 1. The last ``num_gates`` columns of ``qkv`` are gates of what attention gives.
     """
 
     index: int
@@ -126,10 +126,12 @@ class Attention:
     window: int | None
     sinks: Tensor | None
     growth: Tensor | None
+    num_gates: int
 
     def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
-        qkv = self.qkv(inputs)
+        made = self.qkv(inputs)
+        qkv, gates = torch.split(made, [made.shape[1] - self.num_gates, self.num_gates], 1)
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
         if self.qk_norm is not None and not self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
@@ -137,7 +139,8 @@ class Attention:
             rotate_(heads, rotations[self.rope])
         if self.qk_norm is not None and self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
-        return self.output(plan.attention.attend(self.index, self.window, qkv, self.sinks, self.growth))
+        attended = plan.attention.attend(self.index, self.window, qkv, self.sinks, self.growth)
+        return self.output(attended.mul_(gates.sigmoid_()) if self.num_gates else attended)
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,6 +236,7 @@ class _Loader:
             ),
             window=config.layers[index].window,
             sinks=None if sinks is None else self._wide(sinks),
+            num_gates=0 if config.attention.gates == "none" else len(self.part.heads) * config.head_dim,
         )
 
     def _recurrent(self, place: int, index: int, recurrence: RecurrenceConfig) -> Recurrent:

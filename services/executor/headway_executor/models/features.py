@@ -32,6 +32,7 @@ class Feature(StrEnum):
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
     RECURRENCE = "layers with a state instead of attention"
+    GATES = "gates behind attention"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -73,6 +74,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.WEIGHED_INPUTS: any(feed.experts is not None and feed.experts.routing.weighs_inputs for feed in feeds),
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,
+        Feature.GATES: attention.gates != "none",
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,

@@ -165,8 +165,8 @@ def _attention_tensors(config: ModelConfig) -> _Shapes:
         yield from _head_norm_tensors(names.query_norm, config.num_heads, attention.head_dim)
         yield from _head_norm_tensors(names.key_norm, config.num_kv_heads, attention.head_dim)
     elif attention.qk_norm in ("head", "all"):
-        yield f"{names.query_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[0],)
-        yield f"{names.key_norm}.weight", (attention.head_dim if by_head else _qkv_widths(config)[1],)
+        for name, count in ((names.query_norm, config.num_heads), (names.key_norm, config.num_kv_heads)):
+            yield f"{name}.weight", (attention.head_dim if by_head else count * attention.head_dim,)
 
 
 def _head_norm_tensors(name: str, count: int, head_dim: int) -> _Shapes:
@@ -202,9 +202,16 @@ def _norm_tensors(config: ModelConfig, name: str) -> _Shapes:
             yield f"{name}.{kind}", (config.hidden_size,)
 
 
-def _qkv_widths(config: ModelConfig) -> tuple[int, int, int]:
-    keys = config.num_kv_heads * config.head_dim
-    return config.num_heads * config.head_dim, keys, keys
+def _qkv_widths(config: ModelConfig) -> tuple[int, ...]:
+    """Rows of each tensor: of queries, keys and values, and of gates that are stored apart."""
+    queries, keys, gates = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.attention.gates,
+    )
+    if gates == "by_head":
+        return 2 * queries, keys, keys
+    return (queries, keys, keys, queries) if gates == "apart" else (queries, keys, keys)
 
 
 class NormTensors(NamedTuple):
@@ -331,7 +338,7 @@ class ModelTensors:
         return None if name is None else self._norm(self._names.layer.format(index) + name)
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values."""
+        """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads."""
         weights, bias = self.qkv_parts(index)
         return torch.cat(weights), bias
 
@@ -462,10 +469,16 @@ class ModelTensors:
             stored = self._read(index, f"{name}.{kind}", range(3 * heads.start, 3 * heads.stop))
             by_head = stored.view(-1, 3, self._config.head_dim, *stored.shape[1:])
             queries, keys, values = (part.flatten(0, 1) for part in by_head.unbind(1))
+            apart: list[Tensor] = []
         else:
-            owns = (heads, kv_heads, kv_heads)
-            queries, keys, values = self._parts(index, self._names.qkv, kind, _qkv_widths(self._config), owns)
-        return [self._reordered(queries), self._reordered(keys), values]
+            gates = self._config.attention.gates
+            of_queries = range(2 * heads.start, 2 * heads.stop) if gates == "by_head" else heads
+            owns = (of_queries, kv_heads, kv_heads, *([heads] if gates == "apart" else []))
+            queries, keys, values, *apart = self._parts(index, self._names.qkv, kind, _qkv_widths(self._config), owns)
+            if gates == "by_head":
+                pairs = queries.view(-1, 2, self._config.head_dim, *queries.shape[1:])
+                queries, *apart = (part.flatten(0, 1) for part in pairs.unbind(1))
+        return [self._reordered(queries), self._reordered(keys), values, *apart]
 
     def _parts(
         self, index: int, names: Sequence[str], kind: str, widths: Sequence[int], owns: Sequence[range]

@@ -127,7 +127,7 @@ class RecurrentTensors:
         return stored.view(self._config.num_key_heads, -1, *stored.shape[1:]).split(widths, 1)
 
     def _values_last(self, channels: Tensor) -> Tensor:
-        """ "selective" stores values, keys, queries."""
+        """As stored, but values, keys, queries ("selective") are turned round."""
         config = self._config
         if config.kind != "selective":
             return channels

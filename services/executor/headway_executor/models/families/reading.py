@@ -187,9 +187,9 @@ def kinds_of(fields: ConfigFields, default: Sequence[str], allowed: Sequence[str
     return kinds
 
 
-def every_nth_full(fields: ConfigFields, default: int) -> list[str]:
-    """Of so many layers, the last one sees all positions: ``sliding_window_pattern``, or ``layer_types``."""
-    pattern = fields.integer("sliding_window_pattern", default)
+def every_nth_full(fields: ConfigFields, default: int, field: str = "sliding_window_pattern") -> list[str]:
+    """Of so many layers, the last one sees all positions: ``field``, or ``layer_types``."""
+    pattern = fields.integer(field, default)
     return layer_types_of(fields, [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers_of(fields))])
 
 

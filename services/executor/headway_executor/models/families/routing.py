@@ -93,6 +93,7 @@ def behind_dense_layers(
     shared: int | None = None,
     shared_field: str = "n_shared_experts",
     first: int,
+    first_field: str = "first_k_dense_replace",
 ) -> list[FeedForwardConfig]:
     """The feed-forward of each layer: by default dense ones before ``first``, and then experts, with shared ones in one.
 
@@ -101,7 +102,7 @@ def behind_dense_layers(
     dense, inner = read_feed_forward(fields), fields.integer("moe_intermediate_size", size)
     experts = msgspec.structs.replace(experts, shared_size=inner * fields.integer(shared_field, shared, high=64))
     sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
-    first = fields.integer("first_k_dense_replace", first, low=0)
+    first = fields.integer(first_field, first, low=0)
     return by_mlp_type(fields, dense, sparse, [i >= first for i in range(num_layers_of(fields))])
 
 
