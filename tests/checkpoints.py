@@ -273,9 +273,10 @@ _MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {
 _WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
-def _named(name: str, **changes: object) -> Callable[[], PreTrainedModel]:
-    """A family by its name in transformers."""
-    return lambda: _of(getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config"))(**changes)
+def _named(name: str, config: str = "", **changes: object) -> Callable[[], PreTrainedModel]:
+    """A family by its name in transformers; its ``config`` may have another."""
+    model, config = f"{name}ForCausalLM", f"{config or name}Config"
+    return lambda: _of(getattr(transformers, model), getattr(transformers, config))(**changes)
 
 
 _SHARED: dict[str, object] = {
@@ -356,9 +357,25 @@ _MAMBA: dict[str, object] = _SCALED | {
     "mamba_proj_bias": True,
 }
 
+_DELTA: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
+}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
+    "qwen3_next": _named("Qwen3Next", mlp_only_layers=[1], **_DELTA),
+    "qwen3_5": _named("Qwen3_5", "Qwen3_5Text", **_DELTA),
+    "qwen3_5_moe": _named("Qwen3_5Moe", "Qwen3_5MoeText", **_DELTA),
     "granitehybrid": _named(
         "GraniteMoeHybrid", num_local_experts=0, position_embedding_type="rope", **_MAMBA | {"mamba_n_groups": 1}
     ),
@@ -370,12 +387,15 @@ _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
     "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
 }
 
+_FURTHER |= _STATES
 _MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
-_MAKERS |= _ON_OPERATORS | _STATES
-ON_OPERATORS = (*_ON_OPERATORS, *_STATES)
+_MAKERS |= _ON_OPERATORS
+ON_OPERATORS = tuple(_ON_OPERATORS)
 """Others, which have what the kernels lack."""
+STATES = tuple(_STATES)
+"""Of these, those with a state in some layers."""
 FURTHER = tuple(_FURTHER)
 """Of these, those that put parts together which others have, too. Tests with many settings take some for them."""
 

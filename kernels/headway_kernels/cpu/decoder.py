@@ -21,6 +21,7 @@ from headway_kernels.cpu.experts import PackedExperts
 from headway_kernels.cpu.feed_forward import DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, made, rounded
+from headway_kernels.cpu.recurrence import PackedRecurrence
 from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
 
 _T = TypeVar("_T")
@@ -138,7 +139,7 @@ class StageMates(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer; ``qkv`` outputs and ``output`` inputs have heads of ``CpuLibrary.padded_head_dim``.
+    """One layer; ``qkv`` outputs and ``output`` inputs have heads of ``CpuLibrary.padded_head_dim``, unless they are of a state.
 
     Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
     ``qk_norm`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
@@ -146,7 +147,7 @@ class LayerWeights:
     ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does.
     """
 
-    qkv: PackedLinear | PackedLatent
+    qkv: PackedLinear | PackedLatent | PackedRecurrence
     output: "PackedLinear"
     feed_forward: DenseFeedForward | PackedExperts
     attention_norm: NormWeights | None
@@ -182,6 +183,9 @@ class Decoder:
         self._experts = next(
             (made.feed_forward for made in layers if isinstance(made.feed_forward, PackedExperts)), None
         )
+        self._state_width = max(
+            (made.qkv.inner for made in layers if isinstance(made.qkv, PackedRecurrence)), default=0
+        )
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers))
         self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
@@ -211,6 +215,13 @@ class Decoder:
         mates = None if self._mates is None else self._mates.giving_hidden_states()
         return Decoder(self._library, self._team, alike, layers, head, mates)
 
+    def keep_states(self, past: Sequence[Tensor], heads: Sequence[Tensor]) -> None:
+        """Keep rows' states in this memory, of each layer that has some; see ``PackedRecurrence.use``."""
+        _, layers, _ = self._kept
+        with_states = [layer.qkv for layer in layers if isinstance(layer.qkv, PackedRecurrence)]
+        for recurrence, *memory in zip(with_states, past, heads, strict=True):
+            recurrence.use(*memory)
+
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
             self._library.functions.headway_decoder_free(self._handle)
@@ -224,6 +235,7 @@ class Decoder:
         tables: NDArray[np.int32],
         sampled: NDArray[np.int64],
         pool: Tensor,
+        row_numbers: NDArray[np.int64] | None = None,
         hidden_in: Tensor | None = None,
         adapters: Sequence[PackedAdapter | None] | None = None,
     ) -> Tensor:
@@ -231,7 +243,8 @@ class Decoder:
 
         ``token_ids``: row after row, ``num_tokens[i]`` of row i, from position ``first_positions[i]`` on, with the
         block table ``tables[i]``. ``sampled``: ascending indices into ``token_ids``. ``pool`` ``[layers, num_blocks,
-        block_floats]``, of the shape's ``kv_dtype``. All contiguous.
+        block_floats]``, of the shape's ``kv_dtype``, of layers with keys and values. ``row_numbers[i]``: of row i's states.
+        All contiguous.
 
         ``adapters``: of each row; None if no row has one.
 
@@ -243,6 +256,8 @@ class Decoder:
         """
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)
+        assert row_numbers is None or row_numbers.flags.c_contiguous
+        assert row_numbers is not None or not self._state_width
         assert pool.dtype == self.kv_dtype
         starts = np.cumsum(num_tokens) - num_tokens
         wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
@@ -258,6 +273,7 @@ class Decoder:
             row_starts=starts.ctypes.data,
             row_tokens=num_tokens.ctypes.data,
             row_positions=first_positions.ctypes.data,
+            row_numbers=None if row_numbers is None else row_numbers.ctypes.data,
             tables=tables.ctypes.data,
             table_stride=tables.shape[1],
             sampled=sampled.ctypes.data,
@@ -278,7 +294,7 @@ class Decoder:
         return logits[:, : self._shape.vocab_size]
 
     def _sizes(self, num_tokens: int, num_sampled: int) -> WideRows[tuple[int, int]]:
-        """Rows and columns; the experts of all layers are alike."""
+        """Rows and columns; the experts of all layers are alike, and their states."""
         head_dim, panel, experts = (
             self._library.padded_head_dim(self._shape.head_dim),
             self._library.panel,
@@ -286,7 +302,7 @@ class Decoder:
         )
         return WideRows(
             hidden=(num_tokens, rounded(self._shape.hidden_size, panel)),
-            attended=(num_tokens, rounded(self._own.all_heads * head_dim, panel)),
+            attended=(num_tokens, rounded(max(self._own.all_heads * head_dim, self._state_width), panel)),
             activations=(num_tokens, rounded(self._shape.intermediate_size, panel)),
             logits=(num_sampled if self._has_head else 0, self._logits_stride),
             pairs=(0, 0) if experts is None else (num_tokens * experts.num_chosen, experts.inner_size),
@@ -382,6 +398,7 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         sinks=_address(layer.sinks),
         experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
         latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,
+        recurrence=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedRecurrence) else None,
     )
 
 

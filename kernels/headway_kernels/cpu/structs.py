@@ -70,6 +70,7 @@ class LayerStruct(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("latent", ctypes.c_void_p),
+        ("recurrence", ctypes.c_void_p),
     )
 
 
@@ -100,6 +101,7 @@ class StepStruct(ctypes.Structure):
         ("row_starts", ctypes.c_void_p),
         ("row_tokens", ctypes.c_void_p),
         ("row_positions", ctypes.c_void_p),
+        ("row_numbers", ctypes.c_void_p),
         ("tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("sampled", ctypes.c_void_p),

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend_driver import BackendDriver, Request
-from checkpoints import CONTEXT, FAMILIES, FURTHER, ON_OPERATORS, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, FURTHER, ON_OPERATORS, STATES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, ModelFilesError, StepBatch
 from headway_executor.backends.torch_backend import TorchBackend
@@ -110,18 +110,20 @@ def cases(settings, enough):
     ],
     indirect=["family"],
 )
-def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget, kernels):
+def test_greedy_tokens_and_logprobs_equal_transformers(family, block_size, budget, kernels, request):
     directory, expected = family
+    # The two ways of transformers through a state, token by token and in parts, differ by up to 4e-4.
+    near = 1e-3 if request.node.callspec.params["family"] in STATES else 1e-4
     backend, info = open_backend(directory, block_size=block_size, options={"kernels": kernels})
     requests = [Request(prompt, NUM_OUTPUT, GREEDY_WITH_LOGPROBS) for prompt, _, _ in expected]
     BackendDriver(backend, info, seed=budget).run(requests, budget=budget)
-    for request, (_, tokens, logprobs) in zip(requests, expected, strict=True):
-        assert request.output == tokens
-        for entry, row in zip(request.logprobs, logprobs, strict=True):
+    for asked, (_, tokens, logprobs) in zip(requests, expected, strict=True):
+        assert asked.output == tokens
+        for entry, row in zip(asked.logprobs, logprobs, strict=True):
             best = torch.topk(row, 2)
-            assert entry.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
+            assert entry.logprob == pytest.approx(float(best.values[0]), abs=near)
             assert list(entry.top_token_ids) == best.indices.tolist()
-            assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=near)
 
 
 @pytest.mark.parametrize("name", ON_OPERATORS)

@@ -1,13 +1,14 @@
 #include "decoder.h"
 
 #include "attention_phases.h"
+#include "recurrence_phases.h"
 #include "step_pass.h"
 
 #include <stdlib.h>
 
 /* Four products of two phases, placing, attending, two norms, activating, adding twice; experts instead of two
- * products, three products instead of one. */
-#define PHASES_PER_LAYER (15 + EXPERT_PHASES)
+ * products, three products instead of one, three phases of a state instead of two of attention. */
+#define PHASES_PER_LAYER (16 + EXPERT_PHASES)
 #define OTHER_PHASES 6 /* embedding, gathering, a norm, the head's product, scaling logits */
 #define MEETINGS_PER_LAYER 5
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
@@ -279,7 +280,10 @@ static void run_attention(member *self, pass *now) {
         run_product(self, &qkv, layer->output);
     }
     if (of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, now->step->num_tokens);
-    run_attention_phases(self, now);
+    if (layer->recurrence != NULL)
+        run_recurrence_phases(self, now);
+    else
+        run_attention_phases(self, now);
     if (now->num_attending > 0) meet(self, now, MEET_ATTENDED, now->step->num_tokens);
 }
 
@@ -314,15 +318,17 @@ static void run_step(void *work, member *self) {
     now.num_members = team_size(self->of);
     now.attending = of->space.attention_tiles;
     now.num_attending = of->space.num_attention_tiles;
+    now.layer_pool = now.step->pool;
     for (int64_t i = 0; i <= last; i++) {
         now.layer = &of->layers[i];
-        now.layer_pool = (char *)now.step->pool + i * now.step->layer_stride * bytes_of_number(&of->attention);
         if (i == last && of->head != NULL) {
             run_last_layer(self, &now);
         } else {
             run_attention(self, &now);
             run_rest_of_layer(self, &now, now.step->num_tokens, i == last ? NULL : of->layers[i + 1].qkv);
         }
+        if (now.layer->recurrence == NULL)
+            now.layer_pool = (char *)now.layer_pool + now.step->layer_stride * bytes_of_number(&of->attention);
     }
 }
 
@@ -334,6 +340,10 @@ static void need(decoder *of, const layer_weights *layer) {
     of->strides.needs_normed |= shape->is_parallel || shape->norm_kind != NORM_RMS;
     of->strides.needs_added |= shape->residual_factor != 1.0f || layer->attention_post_norm.weight != NULL ||
                                layer->mlp_post_norm.weight != NULL;
+    if (layer->recurrence != NULL) {
+        of->strides.qkv = larger_of(of->strides.qkv, round_up(layer->qkv->outputs, PANEL));
+        of->strides.attended = larger_of(of->strides.attended, round_up(inner_of(layer->recurrence), PANEL));
+    }
     if (layer->latent != NULL)
         of->strides.compressed = larger_of(of->strides.compressed, round_up(layer->latent->compress->outputs, PANEL));
     if (layer->experts != NULL)

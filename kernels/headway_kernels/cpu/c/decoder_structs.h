@@ -15,6 +15,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "meeting.h"
+#include "recurrence.h"
 #include "rows.h"
 
 /* A rank of several has some columns of each wide row: of the hidden state, the attended values, the activations and
@@ -96,6 +97,7 @@ typedef struct {
     const float *sinks;           /* [num_heads] or NULL: see attend() */
     const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
     const latent_weights *latent; /* or NULL; with them, there is no `qkv` */
+    const recurrence *recurrence; /* or NULL; with it, `qkv` gives its inputs, and there are no keys and values */
 } layer_weights;
 
 /* What a rank of several shares with the others of its stage, in memory of the caller: rows headway_row_floats() apart.
@@ -124,11 +126,12 @@ typedef struct {
     const int64_t *row_starts;    /* first token of each row */
     const int64_t *row_tokens;    /* how many */
     const int64_t *row_positions; /* position of the first */
+    const int64_t *row_numbers;   /* each row's state, if layers have any */
     const int32_t *tables;
     int64_t table_stride;
     const int64_t *sampled;
     float *logits;
-    void *pool; /* [layers, num_blocks, headway_block_floats], of numbers as `kv_form` says */
+    void *pool; /* [layers with keys and values, num_blocks, headway_block_floats], of numbers as `kv_form` says */
     int64_t layer_stride;
     const shared_rows *shared;
     const low_rank *const *adapters; /* by token: its adapter's additions, or NULL; NULL if no token has any */

@@ -94,19 +94,12 @@ INLINE vec up_of(const enum activation kind, vec x) {
     return kind == CLAMPED_SWISH ? 1.0f - at_most(-at_most(x, SWISH_LIMIT), SWISH_LIMIT) : x;
 }
 
-/* Components behind the end of a row are computed as if they were zeros. */
-INLINE vec load_some(const float *from, int64_t count) {
-    vec some = {0};
-    memcpy(&some, from, (size_t)(count < LANES ? count : LANES) * sizeof *from);
-    return some;
-}
-
 INLINE void activate(const enum activation kind, int gated, const float *row, int64_t width, float *out) {
     for (int64_t i = 0; i < width; i += LANES) {
         int64_t count = width - i < LANES ? width - i : LANES;
         vec result = activated(kind, load_some(row + i, count));
         if (gated) result *= up_of(kind, load_some(row + width + i, count));
-        memcpy(out + i, &result, (size_t)count * sizeof *out);
+        store_some(out + i, result, count);
     }
 }
 
@@ -126,6 +119,6 @@ void scale_row(float *row, int64_t width, float factor, float softcap) {
         int64_t count = width - i < LANES ? width - i : LANES;
         vec scaled = load_some(row + i, count) * factor;
         if (softcap > 0.0f) scaled = capped(scaled, softcap);
-        memcpy(row + i, &scaled, (size_t)count * sizeof *row);
+        store_some(row + i, scaled, count);
     }
 }

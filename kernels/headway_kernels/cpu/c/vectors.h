@@ -60,6 +60,22 @@ typedef int32_t unaligned_ivec __attribute__((vector_size(LANES * 4), aligned(4)
 
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec value) { *(unaligned_vec *)to = value; }
+
+/* The first `count` floats, at most LANES; the others are zeros. */
+INLINE vec load_some(const float *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    vec some = {0};
+    memcpy(&some, from, (size_t)count * sizeof *from);
+    return some;
+}
+
+INLINE void store_some(float *to, vec value, int64_t count) {
+    if (count >= LANES)
+        store(to, value);
+    else
+        memcpy(to, &value, (size_t)count * sizeof *to);
+}
+
 INLINE vec splat(float value) { return value - (vec){0}; }
 INLINE ivec splat_int(int32_t value) { return value - (ivec){0}; }
 INLINE vec bits_as_vec(ivec bits) { return (vec)bits; }

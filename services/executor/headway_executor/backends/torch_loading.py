@@ -162,7 +162,9 @@ def load(
     # Codes that are rounded lose more than adapters in bfloat16.
     narrow = dtype if config.quantization == "none" else torch.bfloat16
     adapters = adapters_for(library, model_config, part, narrow)
-    return CompiledModel(compiled, places.pool(StoredBlock((compiled.block_floats,), dtype), None), stage, adapters)
+    states = places.states()
+    pool = places.pool(StoredBlock((compiled.block_floats,), dtype), states)
+    return CompiledModel(compiled, pool, stage, adapters, states)
 
 
 def draft_proposer(

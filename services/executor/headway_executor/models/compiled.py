@@ -21,13 +21,14 @@ from headway_executor.memory.host_memory import copy_of_table
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
 from headway_executor.models.coded_tensors import CodedTensors, Projection
-from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RopeConfig
+from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig, RopeConfig
 from headway_executor.models.features import Feature, lacking
 from headway_executor.models.forward import StepRows
 from headway_executor.models.latent_tensors import LATENT_EPS, Expansion, LatentTensors
 from headway_executor.models.linear import placed
 from headway_executor.models.loading import ModelTensors, NormTensors, TensorSource, layers_as_stored
 from headway_executor.models.part import ModelPart, part_of
+from headway_executor.models.recurrence import RowStates
 from headway_executor.models.rope import halves, query_factors, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.rank_place import ALONE, RankPlace
@@ -55,6 +56,7 @@ from headway_kernels.cpu.library import (
     load_library,
     rounded_to_4_bits,
 )
+from headway_kernels.cpu.recurrence import MOST_TAPS, PackedRecurrence, StateKind, StateNumbers, StateSizes
 
 _Weight: TypeAlias = Tensor | StackedRows | CodedWeight
 
@@ -75,6 +77,10 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     }
 )
 
+STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
+    {"gated": StateKind.GATED_CONVOLUTION, "delta": StateKind.DELTA, "selective": StateKind.SELECTIVE}
+)
+
 
 def library_for(device: torch.device, dtype: torch.dtype) -> CpuLibrary | None:
     """Return the kernels if this processor and the settings allow them."""
@@ -85,7 +91,9 @@ def kernels_lack(library: CpuLibrary, config: ModelConfig, place: RankPlace) -> 
     """What of this model the kernels do not have, in words; empty if nothing."""
     if config.head_dim > library.max_head_dim:
         return f"heads of {config.head_dim} channels"
-    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM, Feature.RECURRENCE}
+    if any(recurrence.taps > MOST_TAPS for recurrence in config.recurrences(range(config.num_layers))):
+        return f"convolutions of more than {MOST_TAPS} tokens"
+    every = frozenset(Feature) - {Feature.HEAD_LAYER_NORM}
     return lacking(config, every if place.tensor_parallel == 1 else every - {Feature.POST_NORM})
 
 
@@ -100,12 +108,19 @@ class CompiledModel:
     has_slow_start = False
 
     def __init__(
-        self, decoder: Decoder, pool: KvPool, stage: Stage | None = None, adapters: ModelAdapters | None = None
+        self,
+        decoder: Decoder,
+        pool: KvPool,
+        stage: Stage | None = None,
+        adapters: ModelAdapters | None = None,
+        states: RowStates | None = None,
     ) -> None:
         self._decoder = decoder
+        if states is not None:
+            decoder.keep_states(states.past, states.heads)
+        self.states = states
         self.pool = pool
         self.adapters = adapters
-        self.states = None
         self._stage = stage
         self._hidden_states: Decoder | None = None
 
@@ -123,6 +138,8 @@ class CompiledModel:
 
     def _run(self, decoder: Decoder, rows: StepRows, token_ids: Tensor) -> Tensor:
         places, positions = rows.token_places()
+        if self.states is not None:
+            self.states.advance(rows.numbers, rows.num_computed, rows.num_new)
         hidden_in = None if self._stage is None else self._stage.receive(len(places), torch.float32)
         result = decoder.forward(
             token_ids=token_ids.numpy()[rows.numbers[places], positions],
@@ -131,6 +148,7 @@ class CompiledModel:
             tables=rows.tables,
             sampled=rows.wanted,
             pool=self.pool.layers,
+            row_numbers=rows.numbers,
             hidden_in=hidden_in,
             adapters=None if self.adapters is None else self.adapters.of_rows(rows.numbers),
         )
@@ -260,12 +278,11 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         tensors, names, layer = self._tensors, self._config.names, self._config.layers[index]
-        latent = tensors.latent(index)
         qk_norm, sinks = tensors.qk_norm(index), tensors.sinks(index)
-        output = self._read(lambda read: read.output(index)) if latent is None else (latent.output(), None)
+        qkv, output = self._attention(index) if layer.recurrence is None else self._state(index, layer.recurrence)
         return LayerWeights(
-            qkv=self._qkv(index) if latent is None else self._latent(latent),
-            output=self._output(*output),
+            qkv=qkv,
+            output=output,
             feed_forward=self._feed_forward(index, layer.feed_forward),
             attention_norm=self._norm(index, names.attention_norm),
             attention_post_norm=self._norm(index, names.attention_post_norm),
@@ -277,6 +294,28 @@ class _Loader:
             window=layer.window,
             sinks=None if sinks is None else _float32(sinks),
         )
+
+    def _attention(self, index: int) -> tuple[PackedLinear | PackedLatent, PackedLinear]:
+        latent = self._tensors.latent(index)
+        if latent is not None:
+            return self._latent(latent), self._output(latent.output(), None)
+        return self._qkv(index), self._output(*self._read(lambda read: read.output(index)))
+
+    def _state(self, index: int, config: RecurrenceConfig) -> tuple[PackedRecurrence, PackedLinear]:
+        tensors = self._tensors.recurrence(index)
+        taps, bias = tensors.convolution()
+        numbers = tensors.head_numbers()
+        packed = PackedRecurrence(
+            StateSizes(STATE_KINDS[config.kind], **{name: getattr(config, name) for name in StateSizes._fields[1:]}),
+            self.projection(lambda read: read.recurrence(index).inputs()),
+            _float32(taps.t()),
+            None if bias is None else _float32(bias),
+            None
+            if numbers is None
+            else StateNumbers(*(None if part is None else _float32(part.flatten()) for part in numbers)),
+            self._config.norm.eps,
+        )
+        return packed, self.projection(lambda read: read.recurrence(index).output())
 
     def _qkv(self, index: int) -> PackedLinear:
         weight, bias = self._coded.read(lambda read: read.qkv(index)) or _stacked(*self._tensors.qkv_parts(index))

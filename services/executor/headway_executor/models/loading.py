@@ -400,7 +400,8 @@ class ModelTensors:
         """``[heads + kv_heads, head_dim]``: queries, then keys; or None."""
         kind = self._config.attention.qk_norm
         names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, self._part.kv_heads)
-        if kind == "none" or (kind == "plain" and self._config.layers[index].rope is None):
+        layer = self._config.layers[index]
+        if kind == "none" or layer.recurrence is not None or (kind == "plain" and layer.rope is None):
             return None
         if kind == "plain":
             return torch.ones(sum(map(len, heads)), self._config.head_dim, device=self._device)

@@ -46,6 +46,7 @@ from headway_executor.models.families.mixtures import (
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
 from headway_executor.models.families.phi import read_phi, read_phi3
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
+from headway_executor.models.families.qwen_hybrid import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from headway_executor.models.families.reading import (
     CHUNKED,
     FULL,
@@ -110,6 +111,9 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
     "Qwen3MoeForCausalLM": read_qwen3_moe,
+    "Qwen3NextForCausalLM": read_qwen3_next,
+    "Qwen3_5ForCausalLM": read_qwen3_5,
+    "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
     "SeedOssForCausalLM": read_seed_oss,
     "SmolLM3ForCausalLM": read_smollm3,
     "SolarOpenForCausalLM": read_solar_open,

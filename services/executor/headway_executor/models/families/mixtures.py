@@ -44,7 +44,7 @@ from headway_kernels.routing import Scoring
 _MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate_up=("w1", "w3"), down="w2"
 )
-_QWEN2_NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
+SHARED_EXPERT = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 _MINIMAX: Mapping[str, object] = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
@@ -76,7 +76,7 @@ def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
     """``Qwen2MoeForCausalLM``."""
     routing = read_routing(fields, ("num_experts", 60), chosen=4, is_normalised=_normalises(fields))
     shared_size = fields.integer("shared_expert_intermediate_size", 5632)
-    experts = ExpertsConfig(routing=routing, shared_size=shared_size, names=_QWEN2_NAMES)
+    experts = ExpertsConfig(routing=routing, shared_size=shared_size, names=SHARED_EXPERT)
     window, first = _qwen_window(fields), fields.integer("max_window_layers", _FIRST_WINDOW, low=0)
     # Not as in Qwen2: every second layer, up to some layer.
     usual = [FULL if window is None or i % 2 or i >= first else SLIDING for i in range(num_layers_of(fields))]
@@ -196,21 +196,27 @@ def _read_qwen(
     attention: AttentionConfig,
     windows: list[int | None],
 ) -> ModelConfig:
-    """Layers in ``mlp_only_layers``, and those that ``decoder_sparse_step`` passes over, are dense."""
     refuse_partial_rotation(fields)
+    return read_model(
+        fields,
+        default_context=QWEN_CONTEXT,
+        attention=attention,
+        feed_forward=sparse_layers(fields, experts, expert_size),
+        windows=windows,
+    )
+
+
+def sparse_layers(fields: ConfigFields, experts: ExpertsConfig, expert_size: int) -> list[FeedForwardConfig]:
+    """The feed-forward of each layer of a Qwen mixture; ``expert_size`` is a default.
+
+    Layers in ``mlp_only_layers``, and those that ``decoder_sparse_step`` passes over, are dense.
+    """
     dense = read_feed_forward(fields)
     inner = fields.integer("moe_intermediate_size", expert_size)
     sparse = msgspec.structs.replace(dense, intermediate_size=inner, experts=experts)
     step, num_layers = fields.integer("decoder_sparse_step", 1), num_layers_of(fields)
     only_dense = layers_named(fields, "mlp_only_layers", num_layers)
-    feeds: list[FeedForwardConfig] = [dense if i in only_dense or (i + 1) % step else sparse for i in range(num_layers)]
-    return read_model(
-        fields,
-        default_context=QWEN_CONTEXT,
-        attention=attention,
-        feed_forward=feeds,
-        windows=windows,
-    )
+    return [dense if i in only_dense or (i + 1) % step else sparse for i in range(num_layers)]
 
 
 def _normalises(fields: ConfigFields) -> bool:

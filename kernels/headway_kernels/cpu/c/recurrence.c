@@ -1,0 +1,156 @@
+#include "recurrence.h"
+
+#include "rows.h"
+#include "vectors.h"
+
+#define KEY_EPS 1e-6f
+#define MOST_VECTORS 4 /* of a head's values at a time */
+
+int64_t inner_of(const recurrence *of) { return of->num_heads * of->value_dim; }
+
+int64_t channels_of(const recurrence *of) { return 2 * of->num_key_heads * of->key_dim + inner_of(of); }
+
+/* ---- the convolution ---- */
+
+/* The channels of one register; `width` floats of them. The inputs of the tokens before are in registers. */
+INLINE void convolve_vector(const recurrence *of, token_run tokens, int64_t first, int64_t width) {
+    const int64_t channels = channels_of(of), past = of->taps - 1;
+    float *kept = of->past + tokens.number * past * channels + first;
+    const vec bias = of->taps_bias == NULL ? (vec){0} : load_some(of->taps_bias + first, width);
+    vec taps[MOST_TAPS], seen[MOST_TAPS];
+    for (int64_t i = 0; i < of->taps; i++) taps[i] = load_some(of->taps_of + i * channels + first, width);
+    for (int64_t i = 0; i < past; i++) seen[i] = tokens.begins ? (vec){0} : load_some(kept + i * channels, width);
+    float *token = tokens.inputs + first;
+    for (int64_t t = 0; t < tokens.count; t++, token += tokens.stride) {
+        seen[past] = load_some(token, width);
+        if (of->kind == GATED_CONVOLUTION) seen[past] *= load_some(token + channels, width);
+        vec sum = bias;
+        for (int64_t i = 0; i < of->taps; i++) sum += taps[i] * seen[i];
+        store_some(token, of->kind == GATED_CONVOLUTION ? sum : silu(sum), width);
+        for (int64_t i = 0; i < past; i++) seen[i] = seen[i + 1];
+    }
+    for (int64_t i = 0; i < past; i++) store_some(kept + i * channels, seen[i], width);
+}
+
+void convolve(const recurrence *of, token_run tokens, int64_t first, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) convolve_vector(of, tokens, first + i, LANES);
+    if (i < count) convolve_vector(of, tokens, first + i, count - i);
+}
+
+/* ---- heads ---- */
+
+/* One token of one head. `written`: how much of the value is; with DELTA, of what is new of it. */
+typedef struct {
+    const float *query;
+    const float *key;
+    const float *value;
+    float query_factor;
+    float key_factor;
+    float kept;
+    float written;
+    float skip;
+} head_step;
+
+static float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* log(1 + e^x); from 20 on the two are the same, as in PyTorch. */
+static float soft_plus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+static float unit_factor(const float *vector, int64_t width) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < width; i++) squares += vector[i] * vector[i];
+    return 1.0f / sqrtf(squares + KEY_EPS);
+}
+
+static head_step step_of(const recurrence *of, const float *inputs, int64_t head) {
+    const int64_t keys = of->num_key_heads * of->key_dim;
+    const int64_t key_head = head / (of->num_heads / of->num_key_heads);
+    const float *numbers = inputs + channels_of(of) + inner_of(of);
+    const int is_delta = of->kind == DELTA;
+    const float step = soft_plus(numbers[is_delta ? of->num_heads + head : head] + of->step_bias[head]);
+    head_step now = {
+        .query = inputs + key_head * of->key_dim,
+        .key = inputs + keys + key_head * of->key_dim,
+        .value = inputs + 2 * keys + head * of->value_dim,
+        .query_factor = 1.0f,
+        .key_factor = 1.0f,
+        .kept = expf(step * of->decay[head]),
+        .written = step,
+        .skip = is_delta ? 0.0f : of->skip[head],
+    };
+    if (is_delta) {
+        now.query_factor = unit_factor(now.query, of->key_dim) / sqrtf((float)of->key_dim);
+        now.key_factor = unit_factor(now.key, of->key_dim);
+        now.written = logistic(numbers[head]);
+    }
+    return now;
+}
+
+/* Some columns of a head's matrix, `vectors` registers wide, the last one with `width` floats. */
+INLINE void step_columns(const recurrence *of, const int vectors, int64_t width, const head_step *now, float *matrix,
+                         const float *value, float *out) {
+    vec results[MOST_VECTORS], written[MOST_VECTORS];
+    UNROLLED
+    for (int v = 0; v < vectors; v++) results[v] = (vec){0};
+    for (int64_t i = 0; of->kind == DELTA && i < of->key_dim; i++) {
+        UNROLLED
+        for (int v = 0; v < vectors; v++)
+            results[v] += now->key[i] * load_some(matrix + i * of->value_dim + v * LANES, width);
+    }
+    UNROLLED
+    for (int v = 0; v < vectors; v++) {
+        const vec of_token = load_some(value + v * LANES, width);
+        written[v] = (of_token - results[v] * (now->key_factor * now->kept)) * now->written * now->key_factor;
+        results[v] = of_token * now->skip;
+    }
+    for (int64_t i = 0; i < of->key_dim; i++) {
+        const float key = now->key[i], query = now->query[i] * now->query_factor;
+        UNROLLED
+        for (int v = 0; v < vectors; v++) {
+            float *place = matrix + i * of->value_dim + v * LANES;
+            const vec state = load_some(place, width) * now->kept + key * written[v];
+            store_some(place, state, width);
+            results[v] += query * state;
+        }
+    }
+    UNROLLED
+    for (int v = 0; v < vectors; v++) store_some(out + v * LANES, results[v], width);
+}
+
+void run_head(const recurrence *of, token_run tokens, int64_t head, float *out, int64_t out_stride) {
+    float *matrix = of->heads + (tokens.number * of->num_heads + head) * of->key_dim * of->value_dim;
+    if (tokens.begins) memset(matrix, 0, (size_t)(of->key_dim * of->value_dim) * sizeof *matrix);
+    for (int64_t t = 0; t < tokens.count; t++, out += out_stride) {
+        const head_step now = step_of(of, tokens.inputs + t * tokens.stride, head);
+        int64_t i = 0;
+        for (; i + MOST_VECTORS * LANES <= of->value_dim; i += MOST_VECTORS * LANES)
+            step_columns(of, MOST_VECTORS, LANES, &now, matrix + i, now.value + i, out + i);
+        for (; i + LANES <= of->value_dim; i += LANES)
+            step_columns(of, 1, LANES, &now, matrix + i, now.value + i, out + i);
+        if (i < of->value_dim)
+            step_columns(of, 1, of->value_dim - i, &now, matrix + i, now.value + i, out + i);
+    }
+}
+
+/* ---- gates ---- */
+
+static void multiply_by_silu(const float *gates, int64_t width, float *out) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t count = width - i < LANES ? width - i : LANES;
+        store_some(out + i, load_some(out + i, count) * silu(load_some(gates + i, count)), count);
+    }
+}
+
+void gate_token(const recurrence *of, const float *inputs, float *out) {
+    const int64_t inner = inner_of(of);
+    const float *gates = inputs + channels_of(of);
+    if (of->kind == GATED_CONVOLUTION) {
+        for (int64_t i = 0; i < inner; i++) out[i] = inputs[i] * gates[inner + i];
+        return;
+    }
+    if (of->kind == SELECTIVE) multiply_by_silu(gates, inner, out);
+    for (int64_t i = 0; i < inner; i += of->norm_dim)
+        normalise_row(NORM_RMS, (norm_weights){of->norm + i, NULL}, of->norm_eps, out + i, of->norm_dim, out + i);
+    if (of->kind == DELTA) multiply_by_silu(gates, inner, out);
+}

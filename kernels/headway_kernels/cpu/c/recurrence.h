@@ -1,0 +1,64 @@
+/* Layers with a state instead of keys and values: what happens to the rows between their two products.
+ *
+ * Owns: the kinds of states, and these functions of one row.
+ * Must not know: products, layers, threads.
+ *
+ * A token's inputs are, side by side: channels, which a causal convolution runs over: queries, keys, values; then gates
+ * of all values; then numbers of heads. GATED_CONVOLUTION (LFM2, Liquid AI 2025, arXiv 2511.23404) has values alone, and
+ * gates before and behind the convolution. DELTA (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464) and SELECTIVE
+ * (Mamba 2, Dao & Gu 2024, arXiv 2405.21060) keep a matrix for each head; see `recurrence.py` of the executor's models.
+ * Tokens go one after the other, so a result has the same bits however they are cut into steps.
+ */
+#ifndef HEADWAY_RECURRENCE_H
+#define HEADWAY_RECURRENCE_H
+
+#include <stdint.h>
+
+enum recurrence_kind { GATED_CONVOLUTION = 0, DELTA = 1, SELECTIVE = 2 };
+
+#define MOST_TAPS 8
+
+/* `taps_of` [taps, channels], oldest first; `taps_bias` [channels] or NULL. Of each head: `decay`, `step_bias`, and
+ * `skip`, or NULL. `norm` [inner], over `norm_dim` each. The states of rows: `past` [rows, taps - 1, channels] inputs of
+ * the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
+typedef struct {
+    int64_t kind;
+    int64_t taps;
+    int64_t num_heads;
+    int64_t num_key_heads;
+    int64_t key_dim;
+    int64_t value_dim;
+    int64_t norm_dim;
+    const float *taps_of;
+    const float *taps_bias;
+    const float *decay;
+    const float *step_bias;
+    const float *skip;
+    const float *norm;
+    float norm_eps;
+    float *past;
+    float *heads;
+} recurrence;
+
+/* Consecutive tokens of one row, `stride` floats apart; `number`: of its state. A row that `begins` has none yet. */
+typedef struct {
+    float *inputs;
+    int64_t stride;
+    int64_t count;
+    int64_t number;
+    int begins;
+} token_run;
+
+int64_t inner_of(const recurrence *of);
+int64_t channels_of(const recurrence *of);
+
+/* Replace some channels, from `first` on, by what the convolution gives. */
+void convolve(const recurrence *of, token_run tokens, int64_t first, int64_t count);
+
+/* One head, behind the convolution: `out` is its first value of the first token. */
+void run_head(const recurrence *of, token_run tokens, int64_t head, float *out, int64_t out_stride);
+
+/* The gates and the norm of one token; `out` [inner] has what heads gave, if there are any. */
+void gate_token(const recurrence *of, const float *inputs, float *out);
+
+#endif

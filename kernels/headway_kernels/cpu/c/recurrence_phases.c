@@ -1,0 +1,46 @@
+#include "recurrence_phases.h"
+
+#define CHANNELS_OF_TASK 256
+
+static token_run tokens_of(const pass *now, int64_t row) {
+    const decoder_step *step = now->step;
+    const int64_t stride = now->of->strides.qkv;
+    return (token_run){now->of->space.qkv + step->row_starts[row] * stride, stride, step->row_tokens[row],
+                       step->row_numbers[row], step->row_positions[row] == 0};
+}
+
+static int64_t parts_of(const recurrence *of) {
+    return (channels_of(of) + CHANNELS_OF_TASK - 1) / CHANNELS_OF_TASK;
+}
+
+static void convolve_task(void *work, int64_t task) {
+    const pass *now = work;
+    const recurrence *of = now->layer->recurrence;
+    const int64_t first = task % parts_of(of) * CHANNELS_OF_TASK, rest = channels_of(of) - first;
+    convolve(of, tokens_of(now, task / parts_of(of)), first, rest < CHANNELS_OF_TASK ? rest : CHANNELS_OF_TASK);
+}
+
+static float *results_of(const pass *now, int64_t token) {
+    return now->of->rows.attended + token * now->of->strides.attended;
+}
+
+static void head_task(void *work, int64_t task) {
+    const pass *now = work;
+    const recurrence *of = now->layer->recurrence;
+    const int64_t row = task / of->num_heads, head = task % of->num_heads;
+    float *out = results_of(now, now->step->row_starts[row]) + head * of->value_dim;
+    run_head(of, tokens_of(now, row), head, out, now->of->strides.attended);
+}
+
+static void gate_task(void *work, int64_t token) {
+    const pass *now = work;
+    const decoder *of = now->of;
+    gate_token(now->layer->recurrence, of->space.qkv + token * of->strides.qkv, results_of(now, token));
+}
+
+void run_recurrence_phases(member *self, pass *now) {
+    const recurrence *of = now->layer->recurrence;
+    team_phase(self, convolve_task, now, now->step->num_rows * parts_of(of));
+    if (of->kind != GATED_CONVOLUTION) team_phase(self, head_task, now, now->step->num_rows * of->num_heads);
+    team_phase(self, gate_task, now, now->step->num_tokens);
+}

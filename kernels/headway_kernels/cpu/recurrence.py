@@ -1,0 +1,93 @@
+"""The state of one layer that has one instead of keys and values, packed.
+
+Owns: its C struct. Must not know: checkpoints, the executor, how the library computes.
+"""
+
+import ctypes
+from enum import IntEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from headway_kernels.cpu.library import PackedLinear
+
+MOST_TAPS = 8
+"""Of a convolution; see ``recurrence.h``."""
+
+
+class StateKind(IntEnum):
+    """See ``recurrence.h``."""
+
+    GATED_CONVOLUTION = 0
+    DELTA = 1
+    SELECTIVE = 2
+
+
+class StateSizes(NamedTuple):
+    """Of a state; a convolution alone has one head, and no key heads."""
+
+    kind: StateKind
+    taps: int
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    norm_dim: int
+
+
+class StateNumbers(NamedTuple):
+    """What belongs to heads, float32, contiguous: ``[heads]``, ``skip`` or None, and ``norm`` ``[inner]``."""
+
+    decay: Tensor
+    step_bias: Tensor
+    skip: Tensor | None
+    norm: Tensor
+
+
+class _RecurrenceStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in StateSizes._fields),
+        ("taps_of", ctypes.c_void_p),
+        ("taps_bias", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("step_bias", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("norm_eps", ctypes.c_float),
+        ("past", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+    )
+
+
+class PackedRecurrence:
+    """One layer's. ``inputs`` gives a token's inputs. ``taps`` ``[taps, channels]``, oldest first, and ``taps_bias``
+    ``[channels]`` or None: float32, contiguous. ``numbers``: None for a convolution alone.
+    """
+
+    def __init__(
+        self,
+        sizes: StateSizes,
+        inputs: PackedLinear,
+        taps: Tensor,
+        taps_bias: Tensor | None,
+        numbers: StateNumbers | None,
+        norm_eps: float,
+    ) -> None:
+        assert sizes.taps <= MOST_TAPS
+        self.inner = sizes.num_heads * sizes.value_dim
+        self.handle = inputs.handle
+        self._kept = (inputs, taps, taps_bias, numbers)
+        self._states: tuple[Tensor, Tensor] | None = None
+        of_heads = {} if numbers is None else {name: _address(part) for name, part in numbers._asdict().items()}
+        self.struct = _RecurrenceStruct(
+            **sizes._asdict(), taps_of=taps.data_ptr(), taps_bias=_address(taps_bias), norm_eps=norm_eps, **of_heads
+        )
+
+    def use(self, past: Tensor, heads: Tensor) -> None:
+        """Keep the states of rows in this memory, float32, at first zeros, of as many numbers as ``recurrence.h`` says."""
+        self._states = past, heads
+        self.struct.past, self.struct.heads = past.data_ptr(), heads.data_ptr()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
