@@ -373,6 +373,14 @@ _DELTA: dict[str, object] = {
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
+    "lfm2_moe": _named(
+        "Lfm2Moe",
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+    ),
     "qwen3_next": _named("Qwen3Next", mlp_only_layers=[1], **_DELTA),
     "qwen3_5": _named("Qwen3_5", "Qwen3_5Text", **_DELTA),
     "qwen3_5_moe": _named("Qwen3_5Moe", "Qwen3_5MoeText", **_DELTA),

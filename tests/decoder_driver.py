@@ -17,10 +17,12 @@ from torch import Tensor
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.kv_pool import KvPool, StoredBlock
 from headway_executor.models.compiled import CompiledModel, load_compiled
+from headway_executor.models.config import ModelConfig
 from headway_executor.models.eager import EagerModel, load_eager
 from headway_executor.models.families import read_model_config
 from headway_executor.models.forward import ForwardPass, StepRows, last_tokens
 from headway_executor.models.loading import as_stored, expected_tensors
+from headway_executor.models.recurrence import RowStates
 from headway_kernels.cpu.coded_weight import CODE_DTYPES, CodedWeight
 from headway_kernels.cpu.decoder import Decoder
 from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm
@@ -109,6 +111,7 @@ class Sequences:
             tables=rows.tables,
             sampled=np.arange(len(places)),
             pool=pool.layers,
+            row_numbers=rows.numbers,
         )
         return list(logits.split(rows.num_new.tolist()))
 
@@ -149,7 +152,14 @@ def compiled_pool(directory: Path, decoder: Decoder, sequences: Sequences, *, st
 def compiled_model(directory: Path, library: CpuLibrary, sequences: Sequences, **settings: object) -> CompiledModel:
     """The checkpoint on the kernels, with a pool; ``settings`` as of ``compiled_decoder``."""
     decoder = compiled_decoder(directory, library, block_size=sequences.block_size, **settings)
-    return CompiledModel(decoder, compiled_pool(directory, decoder, sequences))
+    states = states_of(read_model_config(directory), sequences)
+    return CompiledModel(decoder, compiled_pool(directory, decoder, sequences), states=states)
+
+
+def states_of(config: ModelConfig, sequences: Sequences) -> RowStates | None:
+    """Of as many rows as there are; None of a model without states."""
+    layers = config.recurrences(range(config.num_layers))
+    return RowStates(layers, sequences.num_rows, CPU) if layers else None
 
 
 def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
@@ -160,14 +170,16 @@ def eager_model(directory: Path, sequences: Sequences) -> EagerModel:
             config, checkpoint, max_model_len=config.context, dtype=torch.float32, device=CPU
         )
     block_shape = (2 * config.num_kv_heads, sequences.block_size, config.head_dim)
-    return EagerModel(config, decoder, embedding, _pool(directory, sequences, block_shape), torch.float32)
+    pool = _pool(directory, sequences, block_shape)
+    return EagerModel(config, decoder, embedding, pool, torch.float32, states=states_of(config, sequences))
 
 
 def _pool(
     directory: Path, sequences: Sequences, block_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> KvPool:
+    config = read_model_config(directory)
     return KvPool(
-        num_layers=read_model_config(directory).num_layers,
+        num_layers=config.num_cached(range(config.num_layers)),
         num_blocks=sequences.num_blocks,
         block_size=sequences.block_size,
         block=StoredBlock(block_shape, dtype),

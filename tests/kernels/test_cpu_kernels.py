@@ -23,6 +23,7 @@ from decoder_driver import (
     compiled_model,
     compiled_pool,
     eager_model,
+    states_of,
     write_checkpoint,
 )
 from headway_executor.models.families import read_model_config
@@ -449,6 +450,9 @@ def test_logits_of_every_family_are_the_same_in_chunks_and_in_a_crowd(family):
     def logits(steps):
         decoder = compiled_decoder(family, library_module.load_library(), block_size=8)
         pool = compiled_pool(family, decoder, sequences)
+        states = states_of(read_model_config(family), sequences)
+        if states is not None:
+            decoder.keep_states(states.past, states.heads)
         return torch.cat([sequences.all_logits(decoder, pool, spans)[0] for spans in steps])
 
     alone = logits([[Span(0, 0, 70)]])

@@ -183,9 +183,7 @@ class Decoder:
         self._experts = next(
             (made.feed_forward for made in layers if isinstance(made.feed_forward, PackedExperts)), None
         )
-        self._state_width = max(
-            (made.qkv.inner for made in layers if isinstance(made.qkv, PackedRecurrence)), default=0
-        )
+        self._recurrences = [made.qkv for made in layers if isinstance(made.qkv, PackedRecurrence)]
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers))
         self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
@@ -217,9 +215,7 @@ class Decoder:
 
     def keep_states(self, past: Sequence[Tensor], heads: Sequence[Tensor]) -> None:
         """Keep rows' states in this memory, of each layer that has some; see ``PackedRecurrence.use``."""
-        _, layers, _ = self._kept
-        with_states = [layer.qkv for layer in layers if isinstance(layer.qkv, PackedRecurrence)]
-        for recurrence, *memory in zip(with_states, past, heads, strict=True):
+        for recurrence, *memory in zip(self._recurrences, past, heads, strict=True):
             recurrence.use(*memory)
 
     def __del__(self) -> None:
@@ -257,7 +253,8 @@ class Decoder:
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)
         assert row_numbers is None or row_numbers.flags.c_contiguous
-        assert row_numbers is not None or not self._state_width
+        assert all(recurrence.has_memory for recurrence in self._recurrences[:1])
+        assert row_numbers is not None or not self._recurrences
         assert pool.dtype == self.kv_dtype
         starts = np.cumsum(num_tokens) - num_tokens
         wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
@@ -300,9 +297,10 @@ class Decoder:
             self._library.panel,
             self._experts,
         )
+        widths = [recurrence.inner for recurrence in self._recurrences] or [0]
         return WideRows(
             hidden=(num_tokens, rounded(self._shape.hidden_size, panel)),
-            attended=(num_tokens, rounded(max(self._own.all_heads * head_dim, self._state_width), panel)),
+            attended=(num_tokens, rounded(max(self._own.all_heads * head_dim, *widths), panel)),
             activations=(num_tokens, rounded(self._shape.intermediate_size, panel)),
             logits=(num_sampled if self._has_head else 0, self._logits_stride),
             pairs=(0, 0) if experts is None else (num_tokens * experts.num_chosen, experts.inner_size),

@@ -83,6 +83,11 @@ class PackedRecurrence:
             **sizes._asdict(), taps_of=taps.data_ptr(), taps_bias=_address(taps_bias), norm_eps=norm_eps, **of_heads
         )
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether ``use`` has been called."""
+        return self._states is not None
+
     def use(self, past: Tensor, heads: Tensor) -> None:
         """Keep the states of rows in this memory, float32, at first zeros, of as many numbers as ``recurrence.h`` says."""
         self._states = past, heads

@@ -29,7 +29,7 @@ from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
-from headway_executor.models.families.lfm2 import read_lfm2
+from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe
 from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
 from headway_executor.models.families.llama4 import read_llama4
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
@@ -92,6 +92,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "HyperCLOVAXForCausalLM": read_hyperclovax,
     "Jais2ForCausalLM": read_jais2,
     "Lfm2ForCausalLM": read_lfm2,
+    "Lfm2MoeForCausalLM": read_lfm2_moe,
     "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
     "MellumForCausalLM": read_mellum,

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
+    ExpertNames,
     FeedForwardConfig,
     ModelConfig,
     NormConfig,
@@ -21,6 +24,7 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_partial_rotation,
 )
+from headway_executor.models.families.routing import read_corrected
 
 _CONVOLUTION = "conv"
 
@@ -34,17 +38,36 @@ _NAMES = TensorNames(
     gate_up=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
 )
+_EXPERT_NAMES = ExpertNames(
+    router="feed_forward.gate",
+    correction="feed_forward.expert_bias",
+    expert="feed_forward.experts.{}.",
+    gate_up=("w1", "w3"),
+    down="w2",
+)
 
 
 def read_lfm2(fields: ConfigFields) -> ModelConfig:
     """``Lfm2ForCausalLM``."""
-    return read_convolutions(fields, _feed_forward(fields))
+    return _read(fields, _feed_forward(fields))
 
 
-def read_convolutions(
-    fields: ConfigFields, feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig]
-) -> ModelConfig:
-    """The rest, whatever its feed-forward is."""
+def read_lfm2_moe(fields: ConfigFields) -> ModelConfig:
+    """``Lfm2MoeForCausalLM``: experts behind the first layers."""
+    experts = read_corrected(fields, ("num_experts", 32), chosen=4)
+    names = _EXPERT_NAMES
+    if not fields.flag("use_expert_bias", default=True):
+        names = msgspec.structs.replace(names, correction=None)
+    sparse = FeedForwardConfig(
+        intermediate_size=fields.integer("moe_intermediate_size", 1792),
+        experts=msgspec.structs.replace(experts, names=names),
+    )
+    first = fields.integer("num_dense_layers", 2, low=0)
+    dense = read_feed_forward(fields)
+    return _read(fields, [sparse if i >= first else dense for i in range(num_layers_of(fields))])
+
+
+def _read(fields: ConfigFields, feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig]) -> ModelConfig:
     refuse_partial_rotation(fields)
     return read_model(
         fields,
@@ -81,7 +104,7 @@ def _feed_forward(fields: ConfigFields) -> FeedForwardConfig:
     inner = fields.integer("block_ff_dim", plain.intermediate_size)
     if fields.flag("block_auto_adjust_ff_dim", default=True):
         inner = int(2 * inner / 3)
-        factor = fields.number("block_ffn_dim_multiplier", 1.0)
-        multiple = fields.integer("block_multiple_of", 256)
-        inner = multiple * math.ceil(int(factor * inner) / multiple)
+        if fields.values.get("block_ffn_dim_multiplier", 1.0) is not None:
+            factor, multiple = fields.number("block_ffn_dim_multiplier", 1.0), fields.integer("block_multiple_of", 256)
+            inner = multiple * math.ceil(int(factor * inner) / multiple)
     return FeedForwardConfig(intermediate_size=inner)

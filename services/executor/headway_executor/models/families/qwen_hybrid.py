@@ -36,12 +36,12 @@ def read_qwen3_next(fields: ConfigFields) -> ModelConfig:
     """``Qwen3NextForCausalLM``: some layers may be dense."""
     is_normalised = fields.flag("norm_topk_prob", default=True)
     feeds = sparse_layers(fields, _experts(fields, count=512, chosen=10, is_normalised=is_normalised), 512)
-    return _read(fields, feeds, _FUSED)
+    return _read(fields, feeds, _FUSED, num_kv_heads=2)
 
 
 def read_qwen3_5(fields: ConfigFields) -> ModelConfig:
     """``Qwen3_5ForCausalLM``."""
-    return _read(fields, read_feed_forward(fields), _APART)
+    return _read(fields, read_feed_forward(fields), _APART, num_kv_heads=4)
 
 
 def read_qwen3_5_moe(fields: ConfigFields) -> ModelConfig:
@@ -50,7 +50,7 @@ def read_qwen3_5_moe(fields: ConfigFields) -> ModelConfig:
     sparse = FeedForwardConfig(
         intermediate_size=inner, experts=_experts(fields, count=256, chosen=8, is_normalised=True)
     )
-    return _read(fields, sparse, _APART)
+    return _read(fields, sparse, _APART, num_kv_heads=2)
 
 
 def _experts(fields: ConfigFields, *, count: int, chosen: int, is_normalised: bool) -> ExpertsConfig:
@@ -63,11 +63,17 @@ def _experts(fields: ConfigFields, *, count: int, chosen: int, is_normalised: bo
 
 
 def _read(
-    fields: ConfigFields, feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig], inputs: Sequence[str]
+    fields: ConfigFields,
+    feed_forward: FeedForwardConfig | Sequence[FeedForwardConfig],
+    inputs: Sequence[str],
+    *,
+    num_kv_heads: int,
 ) -> ModelConfig:
+    """``num_kv_heads`` is a default."""
     refuse_unless(fields, "attention_bias", False)
     refuse_unless(fields, "hidden_act", "silu")
-    attention = read_attention(fields, head_dim=256, partial=rotary_factor(fields, 0.25), qk_norm="head")
+    partial = rotary_factor(fields, 0.25)
+    attention = read_attention(fields, head_dim=256, num_kv_heads=num_kv_heads, partial=partial, qk_norm="head")
     interval, num_layers = fields.integer("full_attention_interval", 4), num_layers_of(fields)
     usual = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
     recurrence = _state(fields, inputs)

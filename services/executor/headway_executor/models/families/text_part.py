@@ -59,6 +59,13 @@ _QWEN2_VL = _Text(
     has_sections=True,
 )
 
+_QWEN3_5_MOE = {
+    "vocab_size": 248_320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+}
+_QWEN3_5 = _QWEN3_5_MOE | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
 _NO_WINDOW = {"use_sliding_window": False}
 
 _TEXTS = {
@@ -67,6 +74,7 @@ _TEXTS = {
     "gemma3_text": _Text("Gemma3ForCausalLM", _GEMMA3),
     "gpt_oss": _Text("GptOssForCausalLM"),
     "granite": _Text("GraniteForCausalLM"),
+    "lfm2": _Text("Lfm2ForCausalLM"),
     "llama": _Text("LlamaForCausalLM", _LLAMA),
     "ministral3": _Text("Ministral3ForCausalLM"),
     "mistral": _Text("MistralForCausalLM", _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8}),
@@ -85,6 +93,7 @@ _OPEN = {
     "Idefics2": "mistral",
     "Idefics3": "llama",
     "InternVL": "qwen2",
+    "Lfm2Vl": "lfm2",
     "Llava": "llama",
     "LlavaNext": "llama",
     "LlavaNextVideo": "llama",
@@ -103,6 +112,8 @@ _OWN = {
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
     "Qwen3VL": _Text("Qwen3ForCausalLM", _QWEN3_VL, _NO_WINDOW, has_sections=True),
+    "Qwen3_5": _Text("Qwen3_5ForCausalLM", _QWEN3_5, has_sections=True),
+    "Qwen3_5Moe": _Text("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE, has_sections=True),
     "Qwen3VLMoe": _Text("Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True),
 }
 """Wholes with a text of their own."""
