@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headway_kernels.cpu.library import PackedLinear
+from headway_kernels.states import HeadNumbers
 
 MOST_TAPS = 8
 """Of a convolution; see ``recurrence.h``."""
@@ -35,15 +36,6 @@ class StateSizes(NamedTuple):
     norm_dim: int
 
 
-class StateNumbers(NamedTuple):
-    """What belongs to heads, float32, contiguous: ``[heads]``, ``skip`` or None, and ``norm`` ``[inner]``."""
-
-    decay: Tensor
-    step_bias: Tensor
-    skip: Tensor | None
-    norm: Tensor
-
-
 class _RecurrenceStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in StateSizes._fields),
@@ -61,7 +53,7 @@ class _RecurrenceStruct(ctypes.Structure):
 
 class PackedRecurrence:
     """One layer's. ``inputs`` gives a token's inputs. ``taps`` ``[taps, channels]``, oldest first, and ``taps_bias``
-    ``[channels]`` or None: float32, contiguous. ``numbers``: None for a convolution alone.
+    ``[channels]`` or None: float32, contiguous. ``numbers``: the same; None for a convolution alone.
     """
 
     def __init__(
@@ -70,7 +62,7 @@ class PackedRecurrence:
         inputs: PackedLinear,
         taps: Tensor,
         taps_bias: Tensor | None,
-        numbers: StateNumbers | None,
+        numbers: HeadNumbers | None,
         norm_eps: float,
     ) -> None:
         assert sizes.taps <= MOST_TAPS

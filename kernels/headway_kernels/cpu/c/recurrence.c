@@ -128,8 +128,7 @@ void run_head(const recurrence *of, token_run tokens, int64_t head, float *out, 
             step_columns(of, MOST_VECTORS, LANES, &now, matrix + i, now.value + i, out + i);
         for (; i + LANES <= of->value_dim; i += LANES)
             step_columns(of, 1, LANES, &now, matrix + i, now.value + i, out + i);
-        if (i < of->value_dim)
-            step_columns(of, 1, of->value_dim - i, &now, matrix + i, now.value + i, out + i);
+        if (i < of->value_dim) step_columns(of, 1, of->value_dim - i, &now, matrix + i, now.value + i, out + i);
     }
 }
 

@@ -4,8 +4,8 @@
  * Must not know: products, layers, threads.
  *
  * A token's inputs are, side by side: channels, which a causal convolution runs over: queries, keys, values; then gates
- * of all values; then numbers of heads. GATED_CONVOLUTION (LFM2, Liquid AI 2025, arXiv 2511.23404) has values alone, and
- * gates before and behind the convolution. DELTA (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464) and SELECTIVE
+ * of all values; then numbers of heads. GATED_CONVOLUTION (LFM2, Liquid AI 2025, arXiv 2511.23404) has values alone,
+ * and gates before and behind the convolution. DELTA (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464) and SELECTIVE
  * (Mamba 2, Dao & Gu 2024, arXiv 2405.21060) keep a matrix for each head; see `recurrence.py` of the executor's models.
  * Tokens go one after the other, so a result has the same bits however they are cut into steps.
  */
@@ -19,8 +19,8 @@ enum recurrence_kind { GATED_CONVOLUTION = 0, DELTA = 1, SELECTIVE = 2 };
 #define MOST_TAPS 8
 
 /* `taps_of` [taps, channels], oldest first; `taps_bias` [channels] or NULL. Of each head: `decay`, `step_bias`, and
- * `skip`, or NULL. `norm` [inner], over `norm_dim` each. The states of rows: `past` [rows, taps - 1, channels] inputs of
- * the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
+ * `skip`, or NULL. `norm` [inner], over `norm_dim` each. The states of rows: `past` [rows, taps - 1, channels] inputs
+ * of the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
 typedef struct {
     int64_t kind;
     int64_t taps;

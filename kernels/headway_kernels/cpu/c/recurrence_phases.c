@@ -9,9 +9,7 @@ static token_run tokens_of(const pass *now, int64_t row) {
                        step->row_numbers[row], step->row_positions[row] == 0};
 }
 
-static int64_t parts_of(const recurrence *of) {
-    return (channels_of(of) + CHANNELS_OF_TASK - 1) / CHANNELS_OF_TASK;
-}
+static int64_t parts_of(const recurrence *of) { return (channels_of(of) + CHANNELS_OF_TASK - 1) / CHANNELS_OF_TASK; }
 
 static void convolve_task(void *work, int64_t task) {
     const pass *now = work;

@@ -56,7 +56,7 @@ from headway_kernels.cpu.library import (
     load_library,
     rounded_to_4_bits,
 )
-from headway_kernels.cpu.recurrence import MOST_TAPS, PackedRecurrence, StateKind, StateNumbers, StateSizes
+from headway_kernels.cpu.recurrence import MOST_TAPS, PackedRecurrence, StateKind, StateSizes
 
 _Weight: TypeAlias = Tensor | StackedRows | CodedWeight
 
@@ -310,9 +310,7 @@ class _Loader:
             self.projection(lambda read: read.recurrence(index).inputs()),
             _float32(taps.t()),
             None if bias is None else _float32(bias),
-            None
-            if numbers is None
-            else StateNumbers(*(None if part is None else _float32(part.flatten()) for part in numbers)),
+            None if numbers is None else numbers.each(_float32),
             self._config.norm.eps,
         )
         return packed, self.projection(lambda read: read.recurrence(index).output())

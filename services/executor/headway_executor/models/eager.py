@@ -40,11 +40,11 @@ from headway_executor.models.linear import GatheredLinear, Linear, SummedLinear,
 from headway_executor.models.loading import ModelTensors, NormTensors
 from headway_executor.models.part import whole
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan, spans_of
-from headway_executor.models.recurrent_tensors import Convolution, HeadNumbers
 from headway_executor.models.rope import interleaved, query_factors, rotations
 from headway_executor.models.stage import Stage
 from headway_executor.ranks.stage_mates import Alone, ColumnMates, Cut
 from headway_kernels.experts import Expert
+from headway_kernels.states import Convolution
 
 
 class EagerModel:
@@ -249,9 +249,7 @@ class _Loader:
                 recurrence,
                 place - config.num_cached(self.part.layers[:place]),
                 Convolution(self._wide(taps), None if bias is None else self._wide(bias)),
-                None
-                if numbers is None
-                else HeadNumbers(*(None if part is None else self._wide(part) for part in numbers)),
+                None if numbers is None else numbers.each(self._wide),
                 config.norm.eps,
             ),
             output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.OUTPUT),

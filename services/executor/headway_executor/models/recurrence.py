@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.models.config import RecurrenceConfig
-from headway_executor.models.recurrent_tensors import Convolution, HeadNumbers
+from headway_kernels.states import Convolution, HeadNumbers
 
 _PART = 64
 """Tokens that go together, as in both papers' kernels."""
@@ -99,12 +99,12 @@ class Recurrence:
     def _run(self, inputs: Tensor, states: RowStates, span: StateSpan) -> Tensor:
         config = self.config
         by_row = inputs.view(-1, span.length, config.num_inputs)
-        channels, rest = by_row.split([config.channels, config.num_inputs - config.channels], -1)
+        channels, rest = torch.split(by_row, [config.channels, config.num_inputs - config.channels], -1)
         if self.numbers is None:
             before, behind = rest.chunk(2, -1)
             return self._convolved(channels * before, states, span).mul_(behind).flatten(0, 1)
         convolved = functional.silu(self._convolved(channels, states, span))
-        gates, of_heads = rest.split([config.inner, rest.shape[-1] - config.inner], -1)
+        gates, of_heads = torch.split(rest, [config.inner, rest.shape[-1] - config.inner], -1)
         state = _begun(states.heads[self.index], span)
         results, after = self._through_heads(self.numbers, convolved, of_heads, state)
         states.heads[self.index][span.rows] = after
@@ -123,9 +123,9 @@ class Recurrence:
         """Results, ``[rows, length, heads, value_dim]``, and the state behind them."""
         config = self.config
         keys = config.num_key_heads * config.key_dim
-        queries, keys_, values = convolved.split([keys, keys, config.inner], -1)
+        queries, keys_, values = torch.split(convolved, [keys, keys, config.inner], -1)
         queries, keys_ = (self._of_all_heads(part) for part in (queries, keys_))
-        values = values.unflatten(-1, (config.num_heads, config.value_dim))
+        values = values.reshape(*values.shape[:-1], config.num_heads, config.value_dim)
         steps = functional.softplus(of_heads[..., -config.num_heads :] + numbers.step_bias)
         decays = (steps * numbers.decay).transpose(1, 2)
         if config.kind == "selective":
@@ -141,7 +141,7 @@ class Recurrence:
     def _of_all_heads(self, part: Tensor) -> Tensor:
         """Each key head serves several heads that follow each other: ``[rows, heads, length, key_dim]``."""
         config = self.config
-        by_head = part.unflatten(-1, (config.num_key_heads, config.key_dim)).transpose(1, 2)
+        by_head = part.reshape(*part.shape[:-1], config.num_key_heads, config.key_dim).transpose(1, 2)
         return by_head.repeat_interleave(config.num_heads // config.num_key_heads, 1)
 
     def _normed(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:

@@ -8,33 +8,15 @@ them in other orders.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headway_executor.models.config import RecurrenceConfig
+from headway_kernels.states import Convolution, HeadNumbers
 
 _BY_KEY_HEAD = 2
 """So many tensors of inputs, where one has parts of a key head side by side (Qwen3-Next)."""
-
-
-class Convolution(NamedTuple):
-    """``taps`` ``[channels, taps]``, oldest first; ``bias`` ``[channels]`` or None."""
-
-    taps: Tensor
-    bias: Tensor | None
-
-
-class HeadNumbers(NamedTuple):
-    """Of each head: ``decay`` (below 0) times a step gives the logarithm of what stays, ``step_bias`` is added to steps, and
-    ``skip`` times a value to the result, or None; all ``[heads]``. ``norm`` ``[norms, norm_dim]``: of heads, or of all channels.
-    """
-
-    decay: Tensor
-    step_bias: Tensor
-    skip: Tensor | None
-    norm: Tensor
 
 
 def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -109,7 +91,7 @@ class RecurrentTensors:
             before, behind, values = stored[0].chunk(3)
             return torch.cat([values, before, behind])
         if config.kind == "selective":
-            gates, channels, steps = stored[0].split([config.inner, config.channels, config.num_heads])
+            gates, channels, steps = torch.split(stored[0], [config.inner, config.channels, config.num_heads])
             return torch.cat([self._values_last(channels), gates, steps])
         return torch.cat(self._of_key_heads(*stored) if len(stored) == _BY_KEY_HEAD else stored)
 
@@ -124,7 +106,7 @@ class RecurrentTensors:
         return [part.flatten(0, 1) for part in parts]
 
     def _split(self, stored: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
-        return stored.view(self._config.num_key_heads, -1, *stored.shape[1:]).split(widths, 1)
+        return torch.split(stored.view(self._config.num_key_heads, -1, *stored.shape[1:]), widths, 1)
 
     def _values_last(self, channels: Tensor) -> Tensor:
         """As stored, but values, keys, queries ("selective") are turned round."""
@@ -132,4 +114,4 @@ class RecurrentTensors:
         if config.kind != "selective":
             return channels
         keys = config.num_key_heads * config.key_dim
-        return torch.cat(channels.split([config.inner, keys, keys])[::-1])
+        return torch.cat(torch.split(channels, [config.inner, keys, keys])[::-1])
