@@ -308,6 +308,8 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "cwm": _named("Cwm", head_dim=16, sliding_window=20, bos_token_id=1),
     "jais2": _named("Jais2"),
     "olmo": _named("Olmo"),
+    "olmo-clipped": _named("Olmo", clip_qkv=0.8),
+    "apertus": _named("Apertus", head_dim=16),
     "phi": _named("Phi", rope_parameters=_HALF_ROPE),
     "hunyuan": _named("HunYuanDenseV1", head_dim=16),
     "hyperclovax": _named("HyperCLOVAX", **_SCALED),
@@ -369,7 +371,7 @@ def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Draw biases, norms, corrections and what begins with zeros of a model of the family ``name``; in evaluation mode."""
+    """Draw biases, norms, corrections and what begins with zeros or alike of a model of the family ``name``; in evaluation mode."""
     with torch.no_grad():
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
@@ -380,7 +382,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             elif "norm" in parameter_name:
                 # Gemma and Nemotron add 1 to the weight.
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith(("gemma", "nemotron")) else 0.0)
-            elif not parameter.any():
+            elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)
     return model.eval()
 

@@ -76,7 +76,7 @@ USUAL = (
 """Of all families, what each part of a description takes."""
 
 
-REFUSED = {"llama4": "experts whose inputs are weighed"}
+REFUSED = {"llama4": "experts whose inputs are weighed", "apertus": "activations with numbers of their own"}
 """What the kernels lack."""
 
 

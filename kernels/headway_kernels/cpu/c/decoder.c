@@ -103,7 +103,7 @@ static void activate_task(void *work, int64_t row) {
     const decoder *of = phase->now->of;
     const layer_weights *layer = phase->now->layer;
     int64_t width = layer->gate_up->outputs / (layer->is_gated ? 2 : 1);
-    activate_row((enum activation)layer->activation, layer->is_gated != 0,
+    activate_row((enum activation)layer->activation, layer->is_gated != 0, layer->curve,
                  of->space.gate_up + row * of->strides.gate_up, width,
                  of->rows.activations + row * of->strides.activations + of->shape.activation_start);
 }

@@ -224,7 +224,7 @@ static void sort_task(void *work, int64_t task) {
 static void activate_task(void *work, int64_t pair) {
     const expert_pass *now = work;
     const expert_space *space = now->space;
-    activate_row((enum activation)now->layer->activation, 1, space->gate_up + pair * 2 * widest_inner(now->layer),
+    activate_row((enum activation)now->layer->activation, 1, NULL, space->gate_up + pair * 2 * widest_inner(now->layer),
                  now->layer->gate_up[0]->outputs / 2, activations_of(now, pair) + now->layer->inner_start);
 }
 

@@ -32,6 +32,8 @@ class Feature(StrEnum):
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
     GATES = "gates behind attention"
+    CLIP = "bounds of queries, keys and values"
+    CURVE = "activations with numbers of their own"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -73,6 +75,8 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,
         Feature.GATES: attention.gates != "none",
+        Feature.CLIP: attention.clip is not None,
+        Feature.CURVE: any(feed.activation == "xielu" for feed in feeds),
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,

@@ -16,6 +16,7 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.afmoe import read_afmoe
+from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
 from headway_executor.models.families.cohere import read_cohere, read_cohere2
 from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_youtu
@@ -59,6 +60,7 @@ from headway_executor.models.families.text_part import text_part_of
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "AfmoeForCausalLM": read_afmoe,
+    "ApertusForCausalLM": read_apertus,
     "ArceeForCausalLM": read_arcee,
     "Cohere2ForCausalLM": read_cohere2,
     "CohereForCausalLM": read_cohere,
