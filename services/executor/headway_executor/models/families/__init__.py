@@ -128,6 +128,7 @@ _KNOWN_CODE = frozenset(
         "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",
         "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         "hunyuan.HunYuanMoEV1ForCausalLM",
+        "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
     }
 )
