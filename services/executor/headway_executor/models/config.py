@@ -117,7 +117,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
     gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. ``has_correction_row``:
-    the correction is stored as a matrix of one row.
+    the correction is stored as a matrix of one row. ``halves_shared``: half of what the shared expert gives counts.
     """
 
     routing: Routing
@@ -125,7 +125,13 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_router_bias: bool = False
     stack: Stacking | None = None
     has_correction_row: bool = False
+    halves_shared: bool = False
     names: ExpertNames = ExpertNames()
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether a sigmoid weighs what the shared expert gives."""
+        return self.names.shared_gate is not None or self.halves_shared
 
 
 class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):

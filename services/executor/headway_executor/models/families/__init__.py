@@ -18,7 +18,7 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.afmoe import read_afmoe
 from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
-from headway_executor.models.families.cohere import read_cohere, read_cohere2
+from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_youtu
 from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
 from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
@@ -63,6 +63,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "ApertusForCausalLM": read_apertus,
     "ArceeForCausalLM": read_arcee,
     "Cohere2ForCausalLM": read_cohere2,
+    "Cohere2MoeForCausalLM": read_cohere2_moe,
     "CohereForCausalLM": read_cohere,
     "CwmForCausalLM": read_cwm,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
