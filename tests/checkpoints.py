@@ -339,6 +339,27 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
+    "phimoe": _named(
+        "Phimoe",
+        num_local_experts=6,
+        router_jitter_noise=0.2,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=24,
+    ),
+    "phimoe-long": _named(
+        "Phimoe",
+        num_local_experts=4,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0 + i / 8 for i in range(6)],
+            long_factor=[2.0 + i for i in range(6)],
+            original_max_position_embeddings=CONTEXT,
+            short_mscale=1.2,
+            long_mscale=1.3,
+        ),
+        max_position_embeddings=4 * CONTEXT,
+    ),
     "afmoe": _named(
         "Afmoe",
         head_dim=16,

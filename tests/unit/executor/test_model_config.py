@@ -307,6 +307,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("cohere2_moe", {"expert_selection_fn": "relu"}, "expert_selection_fn"),
         ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "shared_expert_combination_strategy"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
         ("apertus", {"hidden_act": "silu"}, "hidden_act"),
         ("apertus", {"post_norm": True}, "post_norm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),

@@ -43,7 +43,7 @@ from headway_executor.models.families.mixtures import (
     read_qwen3_moe,
 )
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
-from headway_executor.models.families.phi import read_phi, read_phi3
+from headway_executor.models.families.phi import read_phi, read_phi3, read_phimoe
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.reading import (
     CHUNKED,
@@ -105,6 +105,8 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,
     "PhiForCausalLM": read_phi,
+    "PhiMoEForCausalLM": read_phimoe,
+    "PhimoeForCausalLM": read_phimoe,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
@@ -123,6 +125,7 @@ _KNOWN_CODE = frozenset(
     {
         "modeling_afmoe.AfmoeForCausalLM",
         "modeling_phi3.Phi3ForCausalLM",
+        "modeling_phimoe.PhiMoEForCausalLM",
         "modeling_deepseek.DeepseekV2ForCausalLM",
         "modeling_deepseek.DeepseekV3ForCausalLM",
         "modeling_ernie4_5.Ernie4_5_ForCausalLM",
