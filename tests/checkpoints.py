@@ -309,12 +309,58 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
     "cwm": _named("Cwm", head_dim=16, sliding_window=20, bos_token_id=1),
     "jais2": _named("Jais2"),
     "olmo": _named("Olmo"),
+    "olmo-clipped": _named("Olmo", clip_qkv=0.8),
+    "apertus": _named("Apertus", head_dim=16),
     "phi": _named("Phi", rope_parameters=_HALF_ROPE),
     "hunyuan": _named("HunYuanDenseV1", head_dim=16),
     "hyperclovax": _named("HyperCLOVAX", **_SCALED),
     "glm4_moe": _named("Glm4Moe", use_qk_norm=True, head_dim=16, **_SHARED),
     "solar_open": _named("SolarOpen", head_dim=16, **_SHARED | {"num_experts_per_tok": 6}),
     "dots1": _named("Dots1", n_shared_experts=2, n_group=4, topk_group=2, **_WINDOWS | _SHARED),
+    "cohere2_moe": _named(
+        "Cohere2Moe",
+        head_dim=12,
+        num_experts=6,
+        num_shared_experts=2,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        prefix_dense_intermediate_size=40,
+        sliding_window=20,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        logit_scale=0.5,
+        rms_norm_eps=1e-5,
+    ),
+    "cohere2_moe-sigmoid": _named(
+        "Cohere2Moe",
+        head_dim=12,
+        num_experts=6,
+        num_shared_experts=1,
+        expert_selection_fn="sigmoid",
+        shared_expert_combination_strategy="sum",
+        sliding_window=20,
+        sliding_window_pattern=2,
+        tie_word_embeddings=True,
+    ),
+    "phimoe": _named(
+        "Phimoe",
+        num_local_experts=6,
+        router_jitter_noise=0.2,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=24,
+    ),
+    "phimoe-long": _named(
+        "Phimoe",
+        num_local_experts=4,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0 + i / 8 for i in range(6)],
+            long_factor=[2.0 + i for i in range(6)],
+            original_max_position_embeddings=CONTEXT,
+            short_mscale=1.2,
+            long_mscale=1.3,
+        ),
+        max_position_embeddings=4 * CONTEXT,
+    ),
     "afmoe": _named(
         "Afmoe",
         head_dim=16,
@@ -415,7 +461,7 @@ def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Draw biases, norms, corrections and what begins with zeros of a model of the family ``name``; in evaluation mode."""
+    """Draw biases, norms, corrections and what begins with zeros or alike of a model of the family ``name``; in evaluation mode."""
     with torch.no_grad():
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
@@ -426,7 +472,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
             elif "norm" in parameter_name:
                 # Gemma and Nemotron add 1 to the weight.
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith(("gemma", "nemotron")) else 0.0)
-            elif not parameter.any():
+            elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)
     return model.eval()
 

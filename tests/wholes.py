@@ -132,6 +132,37 @@ _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "idefics3": ("Idefics3", _SIGLIP | {"model_type": "idefics3_vision"}, _text("llama", pad_token_id=0)),
     "smolvlm": ("SmolVLM", _SIGLIP | {"model_type": "smolvlm_vision"}, _text("llama", pad_token_id=0)),
 }
+_GLM4V_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "out_hidden_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "image_size": 8,
+}
+_GLM4V_ROPE = _SECTIONS | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
+_WHOLES |= {
+    "glm4v": ("Glm4v", _GLM4V_VISION, _text("glm4v_text", rope_parameters=_SECTIONS)),
+    "glm46v": (
+        "Glm46V",
+        _GLM4V_VISION | {"model_type": "glm4v_vision"},
+        _text("glm4v_text", rope_parameters=_GLM4V_ROPE),
+    ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        _GLM4V_VISION,
+        _text(
+            "glm4v_moe_text",
+            head_dim=12,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            routed_scaling_factor=1.5,
+            rope_parameters=_GLM4V_ROPE,
+        ),
+    ),
+}
 WHOLES = tuple(_WHOLES)
 """Names that ``make_whole`` knows."""
 

@@ -3,7 +3,8 @@
 Owns: ``Expert``, the choice. Must not know: who multiplies.
 
 Sources: softmax over all experts, Shazeer et al. 2017 (arXiv 1701.06538); groups of experts, DeepSeek-AI 2024 (arXiv
-2405.04434); sigmoid scores with a correction that balances load, DeepSeek-AI 2024 (arXiv 2412.19437).
+2405.04434); sigmoid scores with a correction that balances load, DeepSeek-AI 2024 (arXiv 2412.19437); shares of near
+scores, Liu et al. 2024 (arXiv 2409.12136).
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def choose_experts(routing: Routing, logits: Tensor, correction: Tensor | None =
     ``logits`` floating, ``[tokens, num_experts]``; ``correction``, ``[num_experts]``, is added to choose, not to weigh.
     """
     wide = logits.float()
-    scores = wide.sigmoid() if routing.scoring is Scoring.SIGMOID else wide.softmax(-1)
+    scores = _scores(routing, wide)
     ranked = scores if correction is None else scores + correction.float()
     if routing.num_groups > 1:
         ranked = _without_closed_groups(routing, ranked)
@@ -42,6 +43,24 @@ def choose_experts(routing: Routing, logits: Tensor, correction: Tensor | None =
     if routing.is_normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return chosen, weights * routing.scaling
+
+
+def _scores(routing: Routing, logits: Tensor) -> Tensor:
+    if routing.scoring is Scoring.NEAR:
+        return _near_shares(routing, logits)
+    return logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
+
+
+def _near_shares(routing: Routing, logits: Tensor) -> Tensor:
+    """-1 where an expert is not among the best."""
+    shares, left = torch.full_like(logits, -1.0), logits
+    for _ in range(routing.num_chosen):
+        largest, best = left.max(-1, keepdim=True)
+        is_far = (largest - logits) / torch.maximum(logits.abs(), largest) > routing.tolerance
+        near = left.masked_fill(is_far, float("-inf")).softmax(-1)
+        shares = shares.scatter(-1, best, near.gather(-1, best))
+        left = left.scatter(-1, best, float("-inf"))
+    return shares
 
 
 def _without_closed_groups(routing: Routing, ranked: Tensor) -> Tensor:

@@ -11,10 +11,15 @@ MOST_EXPERTS = 1024
 
 
 class Scoring(IntEnum):
-    """From a router's output to a score: by a softmax over all experts, or each by a sigmoid."""
+    """From a router's output to a score: by a softmax over all experts, or each by a sigmoid.
+
+    NEAR gives the best expert its share of a softmax over those whose outputs are near its own, the next best the same of
+    those that are left, and so on (Liu et al. 2024, arXiv 2409.12136).
+    """
 
     SOFTMAX = 0
     SIGMOID = 1
+    NEAR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class Routing:
     With several groups of equal size, a group's score is the sum of its ``scores_per_group`` best, and only the best
     ``num_open_groups`` groups take part. The weight of a chosen expert is its score, with ``is_normalised`` its share of
     the chosen scores, times ``scaling``. It multiplies what the expert gives, or with ``weighs_inputs`` what it gets.
+    ``tolerance``, of NEAR: how far outputs may be apart, as a share of the larger one.
     """
 
     num_experts: int
@@ -35,3 +41,4 @@ class Routing:
     is_normalised: bool = False
     scaling: float = 1.0
     weighs_inputs: bool = False
+    tolerance: float = 0.0

@@ -56,6 +56,7 @@ FAMILIES = (
     "ernie4_5_moe",
     "glm4_moe",
     "afmoe",
+    "cohere2_moe",
 )
 
 

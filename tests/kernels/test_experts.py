@@ -9,6 +9,7 @@ from transformers import (
     GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -17,6 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -43,12 +45,14 @@ V3 = Routing(
     is_normalised=True,
     scaling=2.5,
 )
+NEAR = Routing(num_experts=8, num_chosen=2, scoring=Scoring.NEAR, tolerance=0.4)
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, num_chosen=2, is_normalised=True),
     "qwen": Routing(num_experts=8, num_chosen=4),
     "all": Routing(num_experts=8, num_chosen=8, is_normalised=True),
     "deepseek-v2": V2_GROUPS,
     "deepseek-v3": V3,
+    "phimoe": NEAR,
 }
 
 
@@ -64,7 +68,7 @@ def theirs(router):
     with torch.no_grad():
         for seed, tensor in enumerate((*router.parameters(), *router.buffers())):
             tensor.copy_(drawn(*tensor.shape, seed=seed, scale=0.3))
-        logits, weights, chosen = router(drawn(50, 32, seed=99))
+        logits, weights, chosen = router.eval()(drawn(50, 32, seed=99))
     order = chosen.argsort(-1)
     return logits, chosen.gather(-1, order), weights.gather(-1, order)
 
@@ -100,6 +104,7 @@ ROUTERS = {
         DeepseekV3Config(n_routed_experts=8, n_group=2, topk_group=1, routed_scaling_factor=2.5, **SIZES),
         V3,
     ),
+    "phimoe": (PhimoeTopKRouter, PhimoeConfig(hidden_size=32, num_local_experts=8, router_jitter_noise=0.2), NEAR),
 }
 
 

@@ -65,7 +65,7 @@ class OwnColumns:
 class DecoderShape:
     """Sizes and variants of a model, and its tensors outside of layers.
 
-    ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none. ``is_parallel``:
+    ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none, as is a ``qkv_clip``, which bounds queries, keys and values on both sides. ``is_parallel``:
     attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself;
     ``norms_rotated``: behind the rotation. With ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its heads are counted
     alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``, of keys and values:
@@ -89,6 +89,7 @@ class DecoderShape:
     norms_rotated: bool = False
     has_gates: bool = False
     score_softcap: float = 0.0
+    qkv_clip: float = 0.0
     residual_factor: float = 1.0
     logits_factor: float = 1.0
     logits_softcap: float = 0.0
@@ -359,6 +360,7 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         norm_eps=shape.norm_eps,
         score_scale=shape.score_scale,
         score_softcap=shape.score_softcap,
+        qkv_clip=shape.qkv_clip,
         residual_factor=shape.residual_factor,
         logits_factor=shape.logits_factor,
         logits_softcap=shape.logits_softcap,
@@ -393,6 +395,7 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         window=layer.window or 0,
         activation=feed.activation,
         is_gated=dense is None or dense.is_gated,
+        curve=None if dense is None else _address(dense.curve),
         sinks=_address(layer.sinks),
         experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
         latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,

@@ -31,6 +31,7 @@ class _RoutingStruct(ctypes.Structure):
         ("is_normalised", ctypes.c_int64),
         ("weighs_inputs", ctypes.c_int64),
         ("scaling", ctypes.c_float),
+        ("tolerance", ctypes.c_float),
         ("correction", ctypes.c_void_p),
     )
 
@@ -167,5 +168,6 @@ def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStru
         is_normalised=int(routing.is_normalised),
         weighs_inputs=int(routing.weighs_inputs),
         scaling=routing.scaling,
+        tolerance=routing.tolerance,
         correction=None if correction is None else correction.data_ptr(),
     )

@@ -382,6 +382,15 @@ def test_a_checkpoint_of_several_models_is_its_text(tmp_path):
     assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (77, 128, (5,))
 
 
+def test_what_a_file_leaves_out_is_what_the_family_has(tmp_path):
+    text = {"model_type": "gemma3_text", "sliding_window": 1024, "hidden_size": 2560}
+    model = write_config(tmp_path, architectures=["Gemma3ForConditionalGeneration"], eos_token_id=1, text_config=text)
+    info = open_with(model)
+    assert (info.vocab_size, info.max_model_len, info.eos_token_ids) == (262_208, 131_072, (1,))
+    with pytest.raises(ModelFilesError, match="missing required field `max_position_embeddings`"):
+        open_with(write_config(tmp_path, architectures=["OtherForCausalLM"], vocab_size=9))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

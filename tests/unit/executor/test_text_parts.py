@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -77,6 +78,27 @@ def test_names_of_transformers_5_are_read_as_well(tmp_path, name):
 
     rename_tensors(tmp_path, new)
     assert tokens(tmp_path) == expected
+
+
+def test_internvl_is_read_as_it_was_published(tmp_path):
+    """In the names and fields of the code that it came with, which is not run."""
+    expected = expected_of(make_whole(tmp_path, "internvl"))
+    code = "modeling_internvl_chat.InternVLChatModel"
+
+    def as_published(config):
+        text = config["text_config"] | {"architectures": ["Qwen3ForCausalLM"]}
+        asked = {"AutoModel": code, "AutoModelForCausalLM": code}
+        return {"architectures": ["InternVLChatModel"], "llm_config": text, "auto_map": asked}
+
+    change_config(tmp_path, as_published)
+    for published_name, name in NEW_NAMES.items():
+        rename_tensors(tmp_path, lambda stored, old=name, new=published_name: re.sub(f"^{re.escape(old)}", new, stored))
+    assert tokens(tmp_path) == expected
+    change_config(tmp_path, lambda config: config | {"llm_config": {"model_type": "internlm2"}})
+    with pytest.raises(
+        ModelFilesError, match="llm_config: model_type 'internlm2' is not supported; allowed: cohere2, "
+    ):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["compiled", "eager", "fast"])

@@ -76,7 +76,12 @@ USUAL = (
 """Of all families, what each part of a description takes."""
 
 
-REFUSED = {"llama4": "experts whose inputs are weighed"}
+REFUSED = {
+    "llama4": "experts whose inputs are weighed",
+    "apertus": "activations with numbers of their own",
+    "phimoe": "experts weighed by their share of near scores",
+    "phimoe-long": "experts weighed by their share of near scores",
+}
 """What the kernels lack."""
 
 

@@ -19,7 +19,8 @@ static void normalise_queries_and_keys(const decoder_shape *shape, const float *
                     together);
 }
 
-/* Queries and keys of one token: normalise and rotate, or the other way round; scale queries; store key and value. */
+/* Queries, keys and values of one token: bound them; normalise and rotate queries and keys, or the other way round;
+ * scale queries; store key and value. */
 static void place_token(const pass *now, const attention_tile *tile, int64_t which) {
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
@@ -27,6 +28,8 @@ static void place_token(const pass *now, const attention_tile *tile, int64_t whi
     float *qkv = of->space.qkv + (tile->token + which) * of->strides.qkv;
     float *keys = qkv + shape->num_heads * shape->head_dim;
     const layer_weights *layer = now->layer;
+    if (shape->qkv_clip > 0.0f)
+        clip_row(qkv, (shape->num_heads + 2 * shape->num_kv_heads) * shape->head_dim, shape->qkv_clip);
     if (layer->latent != NULL)
         share_components(of, layer->latent, of->space.compressed + (tile->token + which) * of->strides.compressed,
                          keys);

@@ -104,7 +104,7 @@ static void activate_task(void *work, int64_t row) {
     const decoder *of = phase->now->of;
     const layer_weights *layer = phase->now->layer;
     int64_t width = layer->gate_up->outputs / (layer->is_gated ? 2 : 1);
-    activate_row((enum activation)layer->activation, layer->is_gated != 0,
+    activate_row((enum activation)layer->activation, layer->is_gated != 0, layer->curve,
                  of->space.gate_up + row * of->strides.gate_up, width,
                  of->rows.activations + row * of->strides.activations + of->shape.activation_start);
 }
@@ -194,6 +194,11 @@ static void run_feed_forward(member *self, pass *now, int64_t num_tokens, const 
     run_adding(self, now, down, layer->mlp_post_norm, next);
 }
 
+/* Whether the feed-forward's input lies normalised in the workspace. */
+static int reads_normed(const decoder_shape *shape, const layer_weights *layer) {
+    return shape->is_parallel || (shape->norm_kind != NORM_RMS && layer->mlp_norm.weight != NULL);
+}
+
 /* A `meet` of experts. */
 static void meet_experts(member *self, void *context, int64_t num_tokens) {
     pass *now = context;
@@ -216,7 +221,10 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
         run_feed_forward(self, now, num_tokens, next);
         return;
     }
-    const rms_norm norm = {layer->mlp_norm.weight, of->shape.norm_eps};
+    /* Experts normalise what they read by root mean squares alone, and add to where they read. */
+    const int normed = reads_normed(&of->shape, layer);
+    if (normed && !of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, num_tokens);
+    const rms_norm norm = {normed ? NULL : layer->mlp_norm.weight, of->shape.norm_eps};
     const shared_rows *shared = now->step->shared;
     expert_part part = {0};
     if (shared != NULL)
@@ -225,11 +233,11 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
                              .hidden_start = of->shape.hidden_start,
                              .meet = meet_experts,
                              .context = now};
-    const int beside = adds_beside(now, layer->mlp_post_norm);
+    const int beside = normed || adds_beside(now, layer->mlp_post_norm);
     if (beside) part.added = of->space.added;
     if (now->step->most_expert_rank > 0) part.adapters = adapters_of(now, SITE_ROUTER);
-    run_experts(self, now->expert_space, layer->experts, layer - of->layers, of->rows.hidden, of->strides.hidden,
-                num_tokens, norm, &part);
+    run_experts(self, now->expert_space, layer->experts, layer - of->layers,
+                normed ? of->space.normed : of->rows.hidden, of->strides.hidden, num_tokens, norm, &part);
     if (beside) {
         row_phase phase = {now, layer->mlp_post_norm};
         team_phase(self, add_task, &phase, num_tokens);
@@ -339,7 +347,8 @@ static void need(decoder *of, const layer_weights *layer) {
     const decoder_shape *shape = &of->shape;
     of->strides.needs_normed |= shape->is_parallel || shape->norm_kind != NORM_RMS;
     of->strides.needs_added |= shape->residual_factor != 1.0f || layer->attention_post_norm.weight != NULL ||
-                               layer->mlp_post_norm.weight != NULL;
+                               layer->mlp_post_norm.weight != NULL ||
+                               (layer->experts != NULL && reads_normed(shape, layer));
     if (layer->recurrence != NULL) {
         of->strides.qkv = larger_of(of->strides.qkv, round_up(layer->qkv->outputs, PANEL));
         of->strides.attended = larger_of(of->strides.attended, round_up(inner_of(layer->recurrence), PANEL));

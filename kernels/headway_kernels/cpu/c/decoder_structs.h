@@ -47,6 +47,7 @@ typedef struct {
     float norm_eps;
     float score_scale;
     float score_softcap;   /* 0: none */
+    float qkv_clip;        /* bounds queries, keys and values on both sides; 0: nothing does */
     float residual_factor; /* on what a layer adds to the hidden state */
     float logits_factor;
     float logits_softcap;   /* 0: none */
@@ -94,6 +95,7 @@ typedef struct {
     int64_t window;
     int64_t activation;
     int64_t is_gated;
+    const float *curve;           /* of XIELU, or NULL */
     const float *sinks;           /* [num_heads] or NULL: see attend() */
     const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
     const latent_weights *latent; /* or NULL; with them, there is no `qkv` */

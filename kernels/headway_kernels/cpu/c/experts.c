@@ -27,8 +27,41 @@ static int64_t score_stride(const expert_layer *layer) { return layer->router->n
 
 /* ---- choosing ---- */
 
+/* The first of the largest, always one that is not taken: comparisons with NaN are false. */
+static int64_t best_of(const float *scores, const char *taken, int64_t count) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < count; i++) {
+        if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
+    }
+    return best;
+}
+
+/* Scores of SCORE_NEAR in place; -1 where an expert is not among the best. */
+static void make_near_scores(const routing *by, float *scores) {
+    float shares[MOST_EXPERTS];
+    char taken[MOST_EXPERTS] = {0};
+    for (int64_t i = 0; i < by->num_experts; i++) shares[i] = -1.0f;
+    for (int64_t n = 0; n < by->num_chosen; n++) {
+        const int64_t best = best_of(scores, taken, by->num_experts);
+        const float largest = scores[best];
+        float sum = 0.0f;
+        for (int64_t i = 0; i < by->num_experts; i++) {
+            const float size = fabsf(scores[i]);
+            const int is_far = (largest - scores[i]) / (size > largest ? size : largest) > by->tolerance;
+            if (!taken[i] && !is_far) sum += exponential(splat(scores[i] - largest))[0];
+        }
+        shares[best] = 1.0f / sum;
+        taken[best] = 1;
+    }
+    memcpy(scores, shares, (size_t)by->num_experts * sizeof *scores);
+}
+
 /* Scores of all experts in place, in whole registers: what follows the last expert becomes anything. */
 static void make_scores(const routing *by, float *scores) {
+    if (by->scoring == SCORE_NEAR) {
+        make_near_scores(by, scores);
+        return;
+    }
     float largest = scores[0];
     for (int64_t i = 1; i < by->num_experts; i++) largest = scores[i] > largest ? scores[i] : largest;
     for (int64_t i = 0; i < by->num_experts; i += LANES) {
@@ -39,15 +72,6 @@ static void make_scores(const routing *by, float *scores) {
     float sum = 0.0f;
     for (int64_t i = 0; i < by->num_experts; i++) sum += scores[i];
     for (int64_t i = 0; i < by->num_experts; i++) scores[i] /= sum;
-}
-
-/* The first of the largest, always one that is not taken: comparisons with NaN are false. */
-static int64_t best_of(const float *scores, const char *taken, int64_t count) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < count; i++) {
-        if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
-    }
-    return best;
 }
 
 static void take_best(const float *scores, char *taken, int64_t count, int64_t wanted) {
@@ -224,7 +248,7 @@ static void sort_task(void *work, int64_t task) {
 static void activate_task(void *work, int64_t pair) {
     const expert_pass *now = work;
     const expert_space *space = now->space;
-    activate_row((enum activation)now->layer->activation, 1, space->gate_up + pair * 2 * widest_inner(now->layer),
+    activate_row((enum activation)now->layer->activation, 1, NULL, space->gate_up + pair * 2 * widest_inner(now->layer),
                  now->layer->gate_up[0]->outputs / 2, activations_of(now, pair) + now->layer->inner_start);
 }
 

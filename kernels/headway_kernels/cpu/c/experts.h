@@ -17,13 +17,15 @@
 
 #define MOST_EXPERTS 1024
 
-enum scoring { SCORE_SOFTMAX, SCORE_SIGMOID };
+enum scoring { SCORE_SOFTMAX, SCORE_SIGMOID, SCORE_NEAR };
 
 /* How a token's scores choose. Each expert's score is a softmax over all, or a sigmoid. `correction` ([num_experts] or
  * NULL) is added to choose, but not to weigh. With several groups of equal size, a group's score is the sum of its
  * `scores_per_group` largest, and only the best `num_open_groups` take part (DeepSeek-AI 2024, arXiv 2405.04434 and
  * 2412.19437). A chosen expert's weight is its score, of all chosen ones if `is_normalised`, times `scaling`. It
- * multiplies what the expert gives, or with `weighs_inputs` what it gets (Llama 4). */
+ * multiplies what the expert gives, or with `weighs_inputs` what it gets (Llama 4). SCORE_NEAR: the best expert's score
+ * is its share of a softmax over those whose outputs are near its own, by `tolerance` of the larger one; the next
+ * best's the same of those that are left, and so on (Liu et al. 2024, arXiv 2409.12136). */
 typedef struct {
     int64_t num_experts;
     int64_t num_chosen;
@@ -34,6 +36,7 @@ typedef struct {
     int64_t is_normalised;
     int64_t weighs_inputs;
     float scaling;
+    float tolerance;
     const float *correction;
 } routing;
 

@@ -79,13 +79,21 @@ void add_row(float *to, const float *row, int64_t width, float factor) {
 /* NaN stays. */
 INLINE vec at_most(vec x, float limit) { return choose(x > limit, splat(limit), x); }
 
-INLINE vec activated(const enum activation kind, vec x) {
+/* e^x - 1 - x for x up to 0. Near 0 the difference would be lost in rounding. */
+INLINE vec exponential_above_line(vec x) {
+    const vec series =
+        0.5f + x * (1.0f / 6 + x * (1.0f / 24 + x * (1.0f / 120 + x * (1.0f / 720 + x * (1.0f / 5040)))));
+    return choose(x > -0.25f, x * x * series, exponential(x) - 1.0f - x);
+}
+
+INLINE vec activated(const enum activation kind, const float *curve, vec x) {
     switch (kind) {
     case SILU: return silu(x);
     case GELU: return gelu(x);
     case GELU_TANH: return gelu_tanh(x);
     case RELU: return larger(x, (vec){0});
     case CLAMPED_SWISH: return silu(at_most(x, SWISH_LIMIT) * SWISH_FACTOR) / SWISH_FACTOR;
+    case XIELU: return choose(x > 0.0f, curve[0] * x * x, curve[1] * exponential_above_line(x)) + curve[2] * x;
     default: x = larger(x, (vec){0}); return x * x;
     }
 }
@@ -94,24 +102,30 @@ INLINE vec up_of(const enum activation kind, vec x) {
     return kind == CLAMPED_SWISH ? 1.0f - at_most(-at_most(x, SWISH_LIMIT), SWISH_LIMIT) : x;
 }
 
-INLINE void activate(const enum activation kind, int gated, const float *row, int64_t width, float *out) {
+INLINE void activate(const enum activation kind, int gated, const float *curve, const float *row, int64_t width,
+                     float *out) {
     for (int64_t i = 0; i < width; i += LANES) {
         int64_t count = width - i < LANES ? width - i : LANES;
-        vec result = activated(kind, load_some(row + i, count));
+        vec result = activated(kind, curve, load_some(row + i, count));
         if (gated) result *= up_of(kind, load_some(row + width + i, count));
         store_some(out + i, result, count);
     }
 }
 
-void activate_row(enum activation kind, int gated, const float *row, int64_t width, float *out) {
+void activate_row(enum activation kind, int gated, const float *curve, const float *row, int64_t width, float *out) {
     switch (kind) {
-    case SILU: activate(SILU, gated, row, width, out); break;
-    case GELU: activate(GELU, gated, row, width, out); break;
-    case GELU_TANH: activate(GELU_TANH, gated, row, width, out); break;
-    case RELU: activate(RELU, gated, row, width, out); break;
-    case CLAMPED_SWISH: activate(CLAMPED_SWISH, gated, row, width, out); break;
-    default: activate(RELU2, gated, row, width, out);
+    case SILU: activate(SILU, gated, curve, row, width, out); break;
+    case GELU: activate(GELU, gated, curve, row, width, out); break;
+    case GELU_TANH: activate(GELU_TANH, gated, curve, row, width, out); break;
+    case RELU: activate(RELU, gated, curve, row, width, out); break;
+    case CLAMPED_SWISH: activate(CLAMPED_SWISH, gated, curve, row, width, out); break;
+    case XIELU: activate(XIELU, gated, curve, row, width, out); break;
+    default: activate(RELU2, gated, curve, row, width, out);
     }
+}
+
+void clip_row(float *row, int64_t width, float limit) {
+    for (int64_t i = 0; i < width; i++) row[i] = row[i] > limit ? limit : row[i] < -limit ? -limit : row[i];
 }
 
 void scale_row(float *row, int64_t width, float factor, float softcap) {

@@ -18,7 +18,7 @@ typedef struct {
     const float *bias;
 } norm_weights;
 
-enum activation { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPED_SWISH = 5 };
+enum activation { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPED_SWISH = 5, XIELU = 6 };
 
 /* RMS norms (Zhang & Sennrich 2019, arXiv 1910.07467), layer norms (Ba et al. 2016, arXiv 1607.06450). `out` may be
  * `row`. */
@@ -36,8 +36,12 @@ void rotate(float *restrict head, const float *restrict cosines, const float *re
 void add_row(float *to, const float *row, int64_t width, float factor);
 
 /* out [width] = activation(row); if gated, activation(row [width]) * (row + width) [width]. CLAMPED_SWISH (gpt-oss,
- * OpenAI 2025, arXiv 2508.10925) bounds gates from above by 7 and ups on both sides, and adds 1 to ups. */
-void activate_row(enum activation kind, int gated, const float *row, int64_t width, float *out);
+ * OpenAI 2025, arXiv 2508.10925) bounds gates from above by 7 and ups on both sides, and adds 1 to ups. XIELU (Huang &
+ * Schlag 2024, arXiv 2411.13010) has a `curve` [3], a, b and c: above 0, a x^2 + c x, below, b (e^x - 1 - x) + c x. */
+void activate_row(enum activation kind, int gated, const float *curve, const float *row, int64_t width, float *out);
+
+/* Bound a row on both sides. NaN stays. */
+void clip_row(float *row, int64_t width, float limit);
 
 /* Multiply a row with `factor`, and bound it smoothly if `softcap` is above 0. */
 void scale_row(float *row, int64_t width, float factor, float softcap);

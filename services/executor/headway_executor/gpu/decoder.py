@@ -27,7 +27,7 @@ from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
-_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT, Feature.QUERY_GROWTH, Feature.GATES}
+_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT, Feature.QUERY_GROWTH, Feature.GATES, Feature.CLIP}
 """What these kernels have beyond a plain decoder."""
 
 
@@ -176,6 +176,8 @@ class Decoder:
             if config.is_parallel:
                 # Before anything is added to the hidden state.
                 self._normed(hidden, None, layer.mlp_norm, normed)
+            if config.attention.clip is not None:
+                qkv.clamp_(-config.attention.clip, config.attention.clip)
             self._rotate(qkv, layer, layer_pool, num_tokens)
             query = qkv[:, : config.num_heads * config.head_dim]
             if long_chunks is not None:

@@ -79,7 +79,7 @@ class ExpertSpace:
 
 def scores_of(config: ExpertsConfig) -> int:
     """Columns of a router's results: of each expert, and behind them the gate of the shared one."""
-    return config.routing.num_experts + (config.names.shared_gate is not None)
+    return config.routing.num_experts + config.has_shared_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ExpertFeedForward:
         assert feed.experts is not None
         self._weights = weights
         self._routing = feed.experts.routing
-        self._has_gate = feed.experts.names.shared_gate is not None
+        self._has_gate = feed.experts.has_shared_gate
         self._activate = activation_of(feed)
         self._space = space
 

@@ -74,6 +74,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "relu": Activation.RELU,
         "relu2": Activation.RELU2,
         "clamped_swish": Activation.CLAMPED_SWISH,
+        "xielu": Activation.XIELU,
     }
 )
 
@@ -210,6 +211,7 @@ def load_compiled(
         norms_rotated=attention.norms_rotated,
         has_gates=attention.gates != "none",
         score_softcap=attention.softcap or 0.0,
+        qkv_clip=attention.clip or 0.0,
         residual_factor=scalings.residual,
         logits_factor=scalings.logits,
         logits_softcap=scalings.logits_softcap or 0.0,
@@ -343,7 +345,8 @@ class _Loader:
         in_product = activates_in_product(activation, is_gated=feed.is_gated)
         parts = self._coded.read(lambda read: read.gate_up(index)) or _stacked(*self._tensors.gate_up_parts(index))
         gate_up = self._linear(*parts, gated=in_product)
-        return DenseFeedForward(gate_up, self.projection(lambda read: read.down(index)), activation, feed.is_gated)
+        down = self.projection(lambda read: read.down(index))
+        return DenseFeedForward(gate_up, down, activation, feed.is_gated, self._tensors.curve(index))
 
     def _experts(self, index: int, feed: FeedForwardConfig, config: ExpertsConfig) -> PackedExperts:
         """Experts are packed one by one: their weights are many times those of a dense layer."""

@@ -10,7 +10,7 @@ import msgspec
 
 from headway_kernels.routing import Routing
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish", "xielu"]
 QkNorm: TypeAlias = Literal["none", "head", "all", "plain", "layer"]
 Gates: TypeAlias = Literal["none", "apart", "by_head"]
 Stacking: TypeAlias = Literal["pairs", "halves", "rows"]
@@ -74,7 +74,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by head,
     without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own. It does so before
     they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of a compressed row.
-    ``gates`` multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
+    ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates`` multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
     ``TensorNames.qkv``, or "by_head", each head's behind its queries.
     """
 
@@ -90,6 +90,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     output_bias: bool = False
     latent: LatentConfig | None = None
+    clip: float | None = None
     gates: Gates = "none"
 
 
@@ -177,7 +178,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     With a ``stack``, one tensor holds all experts: "pairs", each gate beside its up, inputs before outputs; "halves", all
     gates before all ups, inputs before outputs; or "rows", the same with outputs before inputs. ``has_correction_row``:
-    the correction is stored as a matrix of one row.
+    the correction is stored as a matrix of one row. ``halves_shared``: half of what the shared expert gives counts.
     """
 
     routing: Routing
@@ -185,13 +186,20 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_router_bias: bool = False
     stack: Stacking | None = None
     has_correction_row: bool = False
+    halves_shared: bool = False
     names: ExpertNames = ExpertNames()
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether a sigmoid weighs what the shared expert gives."""
+        return self.names.shared_gate is not None or self.halves_shared
 
 
 class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``down(activation(gate) * up)``, or ``down(activation(up))`` if it is not gated; of ``experts``, each is such.
 
-    "clamped_swish" bounds gates and ups, and adds 1 to ups: see ``cpu/rows.h``.
+    "clamped_swish" bounds gates and ups, and adds 1 to ups: see ``cpu/rows.h``. "xielu" has numbers of its own in each layer,
+    behind ``TensorNames.curve``.
     """
 
     intermediate_size: int
@@ -256,6 +264,7 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    curve: str = "mlp.act_fn"
     attention_norm: str | None = "input_layernorm"
     attention_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"

@@ -36,6 +36,13 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 
+
+def xielu(inputs: Tensor, curve: Tensor) -> Tensor:
+    """A parabola above 0, and an exponential below (Huang & Schlag 2024, arXiv 2411.13010). ``curve``: see ``ModelTensors``."""
+    above, below, slope = curve
+    return torch.where(inputs > 0, above * inputs * inputs, below * (inputs.expm1() - inputs)).add_(slope * inputs)
+
+
 _SWISH_LIMIT = 7.0
 """Of gpt-oss (OpenAI 2025, arXiv 2508.10925)."""
 
@@ -112,7 +119,7 @@ class StepPlan:
 class Attention:
     """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None; with
     ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
-    ``growth``: see ``query_factors``; None: 1. The last ``num_gates`` columns of ``qkv`` are gates of what attention gives.
+    ``growth``: see ``query_factors``; None: 1. ``clip``: see ``AttentionConfig``. The last ``num_gates`` columns of ``qkv`` are gates of what attention gives.
     """
 
     index: int
@@ -127,11 +134,14 @@ class Attention:
     sinks: Tensor | None
     growth: Tensor | None
     num_gates: int
+    clip: float | None
 
     def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``; ``rotations`` ``[tokens, 1, head_dim // 2]``."""
         made = self.qkv(inputs)
         qkv, gates = torch.split(made, [made.shape[1] - self.num_gates, self.num_gates], 1)
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
         heads = qkv[:, : self.num_rotated * self.head_dim].view(-1, self.num_rotated, self.head_dim)
         if self.qk_norm is not None and not self.norms_rotated:
             heads.copy_(self.qk_norm(heads))
@@ -159,12 +169,13 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """``up`` gives gates, then ups, if it ``is_gated``."""
+    """``up`` gives gates, then ups, if it ``is_gated``. ``curve``: of "xielu"."""
 
     up: Product
     activation: Activation
     is_gated: bool
     down: Product
+    curve: Tensor | None = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """``[tokens, hidden] -> [tokens, hidden]``."""
@@ -172,6 +183,8 @@ class FeedForward:
 
     def activated(self, inputs: Tensor) -> Tensor:
         """What goes into ``down``."""
+        if self.curve is not None:
+            return xielu(self.up(inputs), self.curve)
         if not self.is_gated:
             return ACTIVATIONS[self.activation](self.up(inputs))
         gate, up = self.up(inputs).chunk(2, dim=1)

@@ -236,6 +236,7 @@ class _Loader:
             ),
             window=config.layers[index].window,
             sinks=None if sinks is None else self._wide(sinks),
+            clip=config.attention.clip,
             num_gates=0 if config.attention.gates == "none" else len(self.part.heads) * config.head_dim,
         )
 
@@ -294,7 +295,7 @@ class _Loader:
 
     def _feed_forward(self, place: int, index: int) -> Product:
         feed = self._config.layers[index].feed_forward
-        inner = self.part.inner(feed.intermediate_size)
+        inner, curve = self.part.inner(feed.intermediate_size), self.tensors.curve(index)
         if feed.experts is not None:
             return self._experts(place, self.tensors.experts(index), feed, feed.experts)
         return FeedForward(
@@ -302,6 +303,7 @@ class _Loader:
             activation=feed.activation,
             is_gated=feed.is_gated,
             down=self._back(self._adapted(self._linear(*self.tensors.down(index)), place, AdapterSite.DOWN), inner),
+            curve=None if curve is None else placed(curve, self._dtype, self._device),
         )
 
     def _experts(self, place: int, tensors: ExpertTensors, feed: FeedForwardConfig, config: ExpertsConfig) -> Experts:

@@ -96,7 +96,9 @@ class ExpertTensors:
         return self._expert(None) if self._config.shared_size else None
 
     def shared_gate(self) -> Tensor | None:
-        """``[1, hidden]``, or None."""
+        """``[1, hidden]``, or None. The sigmoid of 0 is a half."""
+        if self._config.halves_shared:
+            return torch.zeros_like(self.router()[0][:1])
         return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight")
 
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from enum import StrEnum
 
 from headway_executor.models.config import ModelConfig
+from headway_kernels.routing import Scoring
 
 
 class Feature(StrEnum):
@@ -29,10 +30,13 @@ class Feature(StrEnum):
     EXPERTS = "experts"
     SINKS = "attention sinks"
     LATENT = "latent attention"
+    NEAR_SHARES = "experts weighed by their share of near scores"
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
     RECURRENCE = "layers with a state instead of attention"
     GATES = "gates behind attention"
+    CLIP = "bounds of queries, keys and values"
+    CURVE = "activations with numbers of their own"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -60,6 +64,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
     names, attention, scalings = config.names, config.attention, config.scalings
     feeds = [layer.feed_forward for layer in config.layers]
     attending = [layer for layer in config.layers if layer.recurrence is None]
+    routings = [feed.experts.routing for feed in feeds if feed.experts is not None]
     asked = {
         Feature.LAYER_NORM: config.norm.kind == "layer",
         Feature.NO_PRE_NORM: names.attention_norm is None or names.mlp_norm is None,
@@ -71,10 +76,13 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.UNGATED: any(not feed.is_gated for feed in feeds),
         Feature.OTHER_ACTIVATION: any(feed.activation != "silu" for feed in feeds),
         Feature.EXPERTS: any(feed.experts is not None for feed in feeds),
-        Feature.WEIGHED_INPUTS: any(feed.experts is not None and feed.experts.routing.weighs_inputs for feed in feeds),
+        Feature.WEIGHED_INPUTS: any(routing.weighs_inputs for routing in routings),
+        Feature.NEAR_SHARES: any(routing.scoring is Scoring.NEAR for routing in routings),
         Feature.LATENT: attention.latent is not None,
         Feature.SINKS: names.sinks is not None,
         Feature.GATES: attention.gates != "none",
+        Feature.CLIP: attention.clip is not None,
+        Feature.CURVE: any(feed.activation == "xielu" for feed in feeds),
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,

@@ -4,13 +4,15 @@ Owns: names, tied and fused tensors. Must not know: files.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headway_executor.backend import BackendConfigError
 from headway_executor.checkpoint.weights import Checkpoint
@@ -33,6 +35,9 @@ _PLACES = (
 
 The first Qwen2-VL have nothing more there.
 """
+
+_CURVE: Mapping[str, tuple[int, ...]] = MappingProxyType({"alpha_p": (1,), "alpha_n": (1,), "beta": ()})
+"""Of xIELU."""
 
 
 def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -186,6 +191,8 @@ def _feed_forward_tensors(config: ModelConfig, feed: FeedForwardConfig) -> _Shap
     widths = (inner, inner) if feed.is_gated else (inner,)
     yield from _projections(names.gate_up, config.hidden_size, widths, has_bias=feed.has_bias)
     yield from _projections((names.down,), inner, (config.hidden_size,), has_bias=feed.has_bias)
+    if feed.activation == "xielu":
+        yield from ((f"{names.curve}.{name}", shape) for name, shape in _CURVE.items())
 
 
 def _projections(names: Sequence[str], inputs: int, outputs: Sequence[int], *, has_bias: bool) -> _Shapes:
@@ -367,6 +374,13 @@ class ModelTensors:
         feed = self._config.layers[index].feed_forward
         own = self._part.own_inner(feed.intermediate_size)
         return self._back(index, self._names.down, own, has_bias=feed.has_bias)
+
+    def curve(self, index: int) -> Tensor | None:
+        """Of "xielu", float32, ``[3]``: the two slopes of its slope, for inputs above and below 0, and its slope at 0; or None."""
+        if self._config.layers[index].feed_forward.activation != "xielu":
+            return None
+        above, below, slope = (self._read(index, f"{self._names.curve}.{name}").float().view(()) for name in _CURVE)
+        return torch.stack([functional.softplus(above), slope + functional.softplus(below), slope])
 
     def latent(self, index: int) -> LatentTensors | None:
         """Of a model with latent attention, instead of ``qkv`` and ``output``."""

@@ -4,6 +4,7 @@ Owns: parsing and checking. Must not know: rows.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from headway_executor.backend import (
     BackendConfigError,
     ModelFilesError,
 )
+from headway_executor.models.families import read_model_config
 from headway_executor.setting_checks import check_num_kv_blocks, max_model_len_of
 from headway_proto.wording import shown
 
@@ -68,6 +70,9 @@ class _CheckpointConfig(msgspec.Struct, frozen=True):
     vocab_size: Annotated[int, msgspec.Meta(ge=2)]
     max_position_embeddings: Annotated[int, msgspec.Meta(ge=1)]
     eos_token_id: int | list[int] | None = None
+
+
+_SIZES = ("vocab_size", "max_position_embeddings")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,8 +141,8 @@ def _describe_model(model: str, options: SimulatedOptions) -> _Model:
     if not model or not (path.is_dir() or "/" in model):
         return _Model(options.vocab_size, (options.eos_token_id,), options.context_length)
     try:
-        values = json.loads((path / "config.json").read_bytes())
-        config = msgspec.convert(_of_text(values), _CheckpointConfig)
+        values = _of_text(json.loads((path / "config.json").read_bytes()))
+        config = msgspec.convert(_with_defaults(path, values), _CheckpointConfig)
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"model: {shown(model)}: its config.json cannot be read: {error}") from error
     eos = config.eos_token_id
@@ -151,6 +156,16 @@ def _of_text(values: object) -> object:
     """Of a checkpoint of several models, the fields of its text."""
     text = values.get("text_config") if isinstance(values, dict) else None
     return {**values, **text} if isinstance(values, dict) and isinstance(text, dict) else values
+
+
+def _with_defaults(directory: Path, values: object) -> object:
+    """Files may leave out what the family has a default for."""
+    if not isinstance(values, dict) or all(values.get(field) is not None for field in _SIZES):
+        return values
+    with suppress(ModelFilesError):  # Of any other model, the next line will name the field.
+        served = read_model_config(directory)
+        return {**values, "vocab_size": served.vocab_size, "max_position_embeddings": served.context}
+    return values
 
 
 def _check_at_least(field: str, value: int, least: int) -> None:

@@ -16,8 +16,9 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.fields import CONFIG_FILE, GENERATION_CONFIG_FILE, ConfigFields, read_json_object
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.afmoe import read_afmoe
+from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
-from headway_executor.models.families.cohere import read_cohere, read_cohere2
+from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_youtu
 from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
 from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
@@ -44,7 +45,7 @@ from headway_executor.models.families.mixtures import (
     read_qwen3_moe,
 )
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
-from headway_executor.models.families.phi import read_phi, read_phi3
+from headway_executor.models.families.phi import read_phi, read_phi3, read_phimoe
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.qwen_hybrid import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
 from headway_executor.models.families.reading import (
@@ -62,8 +63,10 @@ from headway_executor.models.families.text_part import text_part_of
 
 FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "AfmoeForCausalLM": read_afmoe,
+    "ApertusForCausalLM": read_apertus,
     "ArceeForCausalLM": read_arcee,
     "Cohere2ForCausalLM": read_cohere2,
+    "Cohere2MoeForCausalLM": read_cohere2_moe,
     "CohereForCausalLM": read_cohere,
     "CwmForCausalLM": read_cwm,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
@@ -108,6 +111,8 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,
     "PhiForCausalLM": read_phi,
+    "PhiMoEForCausalLM": read_phimoe,
+    "PhimoeForCausalLM": read_phimoe,
     "Qwen2ForCausalLM": read_qwen2,
     "Qwen2MoeForCausalLM": read_qwen2_moe,
     "Qwen3ForCausalLM": read_qwen3,
@@ -129,12 +134,14 @@ _KNOWN_CODE = frozenset(
     {
         "modeling_afmoe.AfmoeForCausalLM",
         "modeling_phi3.Phi3ForCausalLM",
+        "modeling_phimoe.PhiMoEForCausalLM",
         "modeling_deepseek.DeepseekV2ForCausalLM",
         "modeling_deepseek.DeepseekV3ForCausalLM",
         "modeling_ernie4_5.Ernie4_5_ForCausalLM",
         "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",
         "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         "hunyuan.HunYuanMoEV1ForCausalLM",
+        "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
     }
 )

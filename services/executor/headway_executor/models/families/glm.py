@@ -38,7 +38,7 @@ def _read(fields: ConfigFields, names: TensorNames) -> ModelConfig:
         default_context=_CONTEXT,
         attention=read_attention(
             fields,
-            head_dim=128,
+            head_dim=None if "head_dim" in fields.values else 128,  # GLM-4V has null
             num_kv_heads=2,
             partial=rotary_factor(fields, _PARTIAL),
             is_interleaved=True,

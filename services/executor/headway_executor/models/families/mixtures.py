@@ -41,7 +41,7 @@ from headway_executor.models.families.routing import (
 )
 from headway_kernels.routing import Scoring
 
-_MIXTRAL_NAMES = ExpertNames(
+MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.", gate_up=("w1", "w3"), down="w2"
 )
 SHARED_EXPERT = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
@@ -60,7 +60,7 @@ def read_mixtral(fields: ConfigFields) -> ModelConfig:
     """``MixtralForCausalLM``."""
     refuse_partial_rotation(fields)
     routing = read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True)
-    experts = ExpertsConfig(routing=routing, names=_MIXTRAL_NAMES)
+    experts = ExpertsConfig(routing=routing, names=MIXTRAL_NAMES)
     return read_model(
         fields,
         default_context=131_072,
@@ -176,7 +176,7 @@ def read_minimax_m2(fields: ConfigFields) -> ModelConfig:
     if set(fields.values.get("attn_type_list") or [1]) != {1}:
         raise fields.refuse("attn_type_list", "a list of 1, full attention")
     routing = read_routing(fields, ("num_local_experts", 256), chosen=8, is_normalised=True)
-    names = msgspec.structs.replace(_MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias")
+    names = msgspec.structs.replace(MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias")
     experts = ExpertsConfig(routing=replace(routing, scoring=Scoring.SIGMOID), names=names)
     head_dim = fields.integer("head_dim", 128)
     partial = rotary_factor(fields, fields.integer("rotary_dim", head_dim) / head_dim)

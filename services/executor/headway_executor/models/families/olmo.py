@@ -5,6 +5,8 @@ In OLMo 2 and 3, norms are only behind attention and feed-forward, and over all 
 
 from collections.abc import Sequence
 
+import msgspec
+
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ModelConfig, NormConfig, RopeConfig, TensorNames
 from headway_executor.models.families.reading import (
@@ -15,7 +17,6 @@ from headway_executor.models.families.reading import (
     read_rms_norm,
     read_ropes,
     refuse_partial_rotation,
-    refuse_unless,
     window_of,
     windows_of,
 )
@@ -33,12 +34,12 @@ _THETA_3 = 500_000.0
 def read_olmo1(fields: ConfigFields) -> ModelConfig:
     """``OlmoForCausalLM``."""
     refuse_partial_rotation(fields)
-    refuse_unless(fields, "clip_qkv", None)
     has_bias = fields.flag("attention_bias", default=False)
+    attention = read_attention(fields, qkv_bias=has_bias, output_bias=has_bias)
     return read_model(
         fields,
         default_context=_CONTEXT,
-        attention=read_attention(fields, qkv_bias=has_bias, output_bias=has_bias),
+        attention=msgspec.structs.replace(attention, clip=fields.optional_number("clip_qkv")),
         feed_forward=read_feed_forward(fields),
         norm=NormConfig(eps=1e-5, kind="layer", has_weight=False),
     )

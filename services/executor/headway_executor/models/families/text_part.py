@@ -67,11 +67,25 @@ _QWEN3_5_MOE = {
 }
 _QWEN3_5 = _QWEN3_5_MOE | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
 _NO_WINDOW = {"use_sliding_window": False}
+_GLM4V = _Text(
+    "Glm4ForCausalLM",
+    {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    {"head_dim": None, "attention_bias": True},
+    has_sections=True,
+)
+_GLM4V_MOE = _Text(
+    "Glm4MoeForCausalLM",
+    {"max_position_embeddings": 65_536, "attention_bias": True},
+    {"use_qk_norm": False},
+    has_sections=True,
+)
 
 _TEXTS = {
     "cohere2": _Text("Cohere2ForCausalLM"),
     "gemma2": _Text("Gemma2ForCausalLM"),
     "gemma3_text": _Text("Gemma3ForCausalLM", _GEMMA3),
+    "glm4v_moe_text": _GLM4V_MOE,
+    "glm4v_text": _GLM4V,
     "gpt_oss": _Text("GptOssForCausalLM"),
     "granite": _Text("GraniteForCausalLM"),
     "lfm2": _Text("Lfm2ForCausalLM"),
@@ -90,6 +104,7 @@ _TEXTS = {
 _OPEN = {
     "AyaVision": "cohere2",
     "Cohere2Vision": "cohere2",
+    "Glm46V": "glm4v_text",
     "Idefics2": "mistral",
     "Idefics3": "llama",
     "InternVL": "qwen2",
@@ -108,6 +123,8 @@ _OPEN = {
 
 _OWN = {
     "Gemma3": _TEXTS["gemma3_text"],
+    "Glm4v": _GLM4V,
+    "Glm4vMoe": _GLM4V_MOE,
     "Llama4": _Text("Llama4ForCausalLM"),
     "Qwen2VL": _QWEN2_VL,
     "Qwen2_5_VL": _QWEN2_VL,
@@ -117,6 +134,9 @@ _OWN = {
     "Qwen3VLMoe": _Text("Qwen3MoeForCausalLM", _QWEN3_VL_MOE, _NO_WINDOW | {"norm_topk_prob": True}, has_sections=True),
 }
 """Wholes with a text of their own."""
+
+_CHAT, _CHAT_CONFIG = "InternVLChatModel", "llm_config"
+"""A whole as it was published before transformers had it, and where its text's fields are."""
 
 _REASONS = {
     "Gemma3n": "layers that share keys and values and that take inputs of their own",
@@ -138,10 +158,12 @@ def text_part_of(fields: ConfigFields) -> ConfigFields | None:
     reason = _REASONS.get(whole.removesuffix(_SUFFIX_OF_TEXTS))
     if reason is not None:
         raise ModelFilesError(f"{fields.source}: architectures [{name!r}] is not supported, which has {reason}")
-    if whole == name:
+    if whole == name != _CHAT:
         return None
-    inner = fields.section(TEXT_CONFIG)
-    if whole in _OWN:
+    inner = fields.section(_CHAT_CONFIG if name == _CHAT else TEXT_CONFIG)
+    if name == _CHAT:
+        text = _text_of(inner or ConfigFields(fields.source, {}), "")
+    elif whole in _OWN:
         text = _OWN[whole]
     elif whole in _OPEN:
         text = _text_of(inner or ConfigFields(fields.source, {}), _OPEN[whole])
