@@ -3,32 +3,34 @@
 Owns: how texts stand there, which have no quotes; all else is JSON. Must not know: where calls are, how values are read
 (``markup_values``).
 
-A text is one terminal with its end, so that no other terminal begins or ends within it. Where a value may be a text or
+A text is one terminal with its end, if that is a text too, so that no other terminal begins or ends within it. Where a value may be a text or
 something else, no text looks like something else: a reader could not tell them apart.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.markup_values import kinds_of, referred
+from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import moved
 from headway_gateway.text.grammar_literals import pattern, text
 from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID
 from headway_proto.schema_forms import ASSERTIONS
 from headway_proto.wording import shown
 
-_END = "\n</parameter>"
-_HOLDS_A_MARK = r"(?s:.*)(?:</parameter>(?s:.+)|<parameter=(?s:.*)|<function=(?s:.*)|</tool_call>(?s:.*))"
+BREAK = '"\\n"?'
+"""What may stand between marks."""
 _NUMBER = r"\s*-?[0-9](?s:.*)"
 _LOOKS_LIKE = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
     "integer": _NUMBER,
     "number": _NUMBER,
-    "boolean": rf"\s*(?:[tT]rue|[fF]alse)\s*{_END}",
-    "null": rf"\s*(?:null|None)\s*{_END}",
+    "boolean": r"\s*(?:[tT]rue|[fF]alse)\s*",
+    "null": r"\s*(?:null|None)\s*",
 }
 _WORDS = {"boolean": ("true", "false"), "null": ("null",)}
 _LETTERS_OF_URIS = "[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]"
@@ -54,7 +56,7 @@ _SAYS_NOTHING_OF = {
 }
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_HOPS = 8
-_NAME = r"[^<>\s](?:[^<>\n]*[^<>\s])?"
+_NAME = r"[^<>{quote}\s](?:[^<>{quote}\n]*[^<>{quote}\s])?"
 _GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()|^$])", re.DOTALL)
 
 
@@ -62,22 +64,35 @@ class UnsayableError(ValueError):
     """A schema has no rules; one line."""
 
 
-def rules_of_parameters(name: str, schema: dict[str, Any]) -> list[str]:
-    """Return rules, of which ``name`` is all parameters by the ``schema`` of a tool's arguments, each behind a line break.
+def rules_of_parameters(name: str, schema: dict[str, Any], form: CallForm, marks: Marks) -> list[str]:
+    """Return rules, of which ``name`` is all parameters by the ``schema`` of a tool's arguments. The form is markup.
 
     They come in the order of the schema. Terminals begin with the name, in capitals.
 
     Raises:
         UnsayableError: the schema says something for which there is no rule.
     """
-    rules = _Rules(name, schema)
+    rules = _Rules(name, schema, form, marks)
     return [rules.parameters(), *rules.terminals]
 
 
 class _Rules:
-    def __init__(self, name: str, root: dict[str, Any]) -> None:
+    def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks) -> None:
+        assert form.markup is not None
+        markup = form.markup
         self.terminals: list[str] = []
         self._name, self._root = name, root
+        said = marks.said
+        lines = ' "\\n"' if markup.has_lines else ""
+        self._key = f"{BREAK} {said(markup.key)}"
+        self._key_end = f"{said(markup.key_end)} {BREAK if markup.value else ''} {said(markup.value)}{lines}"
+        self._name_of_any = _NAME.replace("{quote}", '"' if '"' in markup.key_end else "")
+        is_token = marks.token_id(markup.value_end) is not None
+        self._text_end = ("\n" if markup.has_lines else "") + ("" if is_token else markup.value_end)
+        """What a text and its end as one terminal end with."""
+        self._token_end = said(markup.value_end) if is_token else ""
+        all_marks = map(_literal, filter(None, (markup.key, markup.value_end, markup.call, form.end)))
+        self._holds_a_mark = f"(?s:.*)(?:{'|'.join(all_marks)})(?s:.*)"
 
     def parameters(self) -> str:
         """Return the rule of all."""
@@ -88,24 +103,24 @@ class _Rules:
         if not isinstance(own, dict) or not isinstance(required, list):
             raise UnsayableError("properties and required are not readable; allowed: an object, and a list")
         for name in own:
-            if not re.fullmatch(_NAME, name):
+            if not re.fullmatch(self._name_of_any, name):
                 raise UnsayableError(
-                    f"the name {shown(name)} is not allowed; allowed: names without < > and line breaks"
+                    f"the name {shown(name)} is not allowed; allowed: names without marks and line breaks"
                 )
         if lacking := [name for name in required if own.get(name, False) is False]:
             raise UnsayableError(f"required: {shown(lacking[0])} is not allowed; allowed: names of properties")
         parts = [
-            f"({text(_begin(name))} ({self._value(value)})){'' if name in required else '?'}"
+            f"({self._begin(text(name))} ({self._value(value)})){'' if name in required else '?'}"
             for name, value in own.items()
             if value is not False
         ]
         if rest is not False:
-            parts.append(f"({self._other_begin([*own])} ({self._value(rest)}))*")
+            other = self._terminal([self._name_of_any], map(_literal, own))
+            parts.append(f"({self._begin(other)} ({self._value(rest)}))*")
         return f"{self._name}: " + (" ".join(parts) or '""')
 
-    def _other_begin(self, own: Sequence[str]) -> str:
-        without = [_literal(_begin(name)) for name in own]
-        return self._terminal(_begin(_NAME), without)
+    def _begin(self, name: str) -> str:
+        return f"{self._key} {name} {self._key_end}"
 
     def _value(self, schema: Any) -> str:
         """Return the value with its end as the right side of a rule."""
@@ -153,11 +168,11 @@ class _Rules:
         if not kinds - {"string"}:
             yield from self._texts(schema, others)
         elif len(kinds) == 1 and kinds <= _WORDS.keys() and set(ASSERTIONS.intersection(schema)) == {"type"}:
-            yield from (text(word + _END) for word in _WORDS[kinds.pop()])
+            yield from map(self._text, _WORDS[kinds.pop()])
         elif isinstance(schema.get("enum"), list) and set(ASSERTIONS.intersection(schema)) == {"enum"}:
             # A word is one terminal, as a text is: another could begin with it.
             words = [one for one in schema["enum"] if one is None or isinstance(one, bool)]
-            yield from (text(json.dumps(one) + _END) for one in words)
+            yield from (self._text(json.dumps(one)) for one in words)
             if rest := [one for one in schema["enum"] if one is not None and not isinstance(one, bool)]:
                 yield self._json({"enum": rest})
         elif kinds & _WORDS.keys():
@@ -182,11 +197,10 @@ class _Rules:
             if schema.keys() & {"format", "maxLength", "minLength", "pattern"}:
                 raise UnsayableError("enum is not allowed with a pattern, format or length; allowed: enum alone")
             found = schema["enum"] if "enum" in schema else [schema["const"]]
-            unlike = [re.compile(f"(?:{_HOLDS_A_MARK})"), *(re.compile(_LOOKS_LIKE[kind]) for kind in sorted(others))]
             for one in found:
-                if any(mark.fullmatch(one + _END) for mark in unlike):
+                if any(re.fullmatch(regex, one) for regex in self._unlike(others)):
                     raise UnsayableError(f"the text {shown(one)} is not allowed in this form; allowed: others")
-                yield text(one + _END)
+                yield self._text(one)
             return
         known = PATTERNS.get(schema.get("pattern", ""), {})
         schema = {**known, **schema, **{key: known[key] for key in known if key == "pattern"}}
@@ -196,9 +210,16 @@ class _Rules:
             whole.append(_searched(schema["pattern"]))
         if "format" in schema and not (known or _is_beside_its_pattern(schema)):
             whole.append(_of_format(schema["format"]))
-        yield self._terminal(
-            [one + _END for one in whole], [_HOLDS_A_MARK, *(_LOOKS_LIKE[one] for one in sorted(others))]
-        )
+        end = _literal(self._text_end)
+        terminal = self._terminal([one + end for one in whole], [one + end for one in self._unlike(others)])
+        yield f"{terminal} {self._token_end}"
+
+    def _unlike(self, others: set[str]) -> list[str]:
+        """Return expressions, none of which matches a text where a value may be of other types, too."""
+        return [self._holds_a_mark, *(_LOOKS_LIKE[one] for one in sorted(others))]
+
+    def _text(self, words: str) -> str:
+        return f"{text(words + self._text_end)} {self._token_end}"
 
     def _json(self, schema: Any) -> str:
         within = moved(schema, "#/$defs/whole")
@@ -209,12 +230,11 @@ class _Rules:
                 within = {**schema, **known}
             else:
                 within = {**within, "$defs": {"whole": moved(self._root, "#/$defs/whole")}}
-        return f"%json {json.dumps(within, ensure_ascii=False)} {text(_END)}"
+        return f"%json {json.dumps(within, ensure_ascii=False)} {self._text('')}"
 
-    def _terminal(self, alike: str | Sequence[str], unlike: Sequence[str]) -> str:
+    def _terminal(self, alike: Iterable[str], unlike: Iterable[str]) -> str:
         """Return a new terminal of what all of ``alike`` match, and none of ``unlike``."""
         name = f"{self._name.upper()}_{len(self.terminals)}"
-        alike = [alike] if isinstance(alike, str) else alike
         self.terminals.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
         return name
 
@@ -244,10 +264,6 @@ def _is_of(value: Any, types: Any) -> bool:
     named = {types} if isinstance(types, str) else set(types or ())
     kinds = set(kinds_of({"const": value}, None))
     return not named or bool(named & (kinds | ({"number"} if kinds == {"integer"} else set())))
-
-
-def _begin(name: str) -> str:
-    return f"\n<parameter={name}>\n"
 
 
 def _literal(words: str) -> str:
