@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
 
 import json
+import re
 
 import jsonschema
 import numpy as np
@@ -464,6 +465,108 @@ def test_calls_in_markup_are_of_the_tools_and_have_their_parameters_in_order(wri
     bound = marked_grammar(FORM_OF_JSON, Room(None, calls=form, tools=tools), marks)
     assert bound is not None
     judged(written.outputs, bound, [ANSWER, good[0]], ["Yes.", bad[0], f"I look. {good[0]}"])
+
+
+TREE = {"$ref": "#/$defs/tree"}
+GEMMA_VALUES = {
+    "a text": ({"type": "string"}, ["<>", '<a "b", {c: 1}>', "<\n>", "<call:x>"], ["a", '"a"', "<", "<a>b>"]),
+    "a pattern": (ZIP, ["<123>"], ["<12>", "123"]),
+    "one of texts or a number": ({"enum": ["all", 7, None]}, ["<all>", "7", "null"], ["all", "8", "<7>"]),
+    "a text or nothing": (MAYBE, ["<null>", "null"], ["None"]),
+    "one of many kinds": (MIXED, ["<a>", "3", "[1,<b>]", "true"], ["2", "{}", "null"]),
+    "a number": ({"type": ["integer", "null"], "minimum": 2}, ["2", "null"], ["1", "2.5", "<2>"]),
+    "an object": (NAMED, ["{n:<x>}", "{n:<>}"], ["{n:1}", "{}", '{"n":<x>}', "{n:<x>,m:1}"]),
+    "optional names": (
+        {
+            "type": "object",
+            "properties": {"x": {"type": "null"}, "y": {"type": "null"}, "z": {"type": "null"}},
+            "additionalProperties": {"type": "boolean"},
+        },
+        ["{}", "{x:null}", "{y:null,z:null}", "{x:null,z:null,any:true,b:false}", "{w:true}"],
+        ["{,}", "{y:null,x:null}", "{x:null,}", "{w:1}", "{x:true}"],
+    ),
+    "a required name between": (
+        {
+            "type": "object",
+            "properties": {"x": {"type": "null"}, "y": {"type": "null"}, "z": {"type": "null"}},
+            "required": ["y"],
+            "additionalProperties": False,
+        },
+        ["{y:null}", "{x:null,y:null}", "{y:null,z:null}"],
+        ["{}", "{x:null}", "{y:null,w:null}"],
+    ),
+    "a list": (
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+        ["[<a>]", "[<a>,<b>]"],
+        ["[]", "[1]", "[<a>,<b>,<c>]", "[<a>,]"],
+    ),
+    "an empty list": ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+    "a tree": (TREE, ["{v:1}", "{v:1,sub:[{v:2,sub:[]}]}"], ["{sub:[]}", "{v:1,sub:[1]}"]),
+    "anything": ({}, ["<x>", "-1.5", "null", "[]", "[1,{a:<b>,c-d:[{}]}]", "{}"], ["x", "[1,]", "{<a>:1}"]),
+    "either": ({"oneOf": [{"type": "string"}, {"type": "array"}]}, ["<a>", "[1]"], ["1"]),
+}
+
+
+@pytest.mark.parametrize(
+    "marks", ["<start_function_call> <end_function_call>", f"{KEY_MARKS} <start_function_call> <end_function_call>"]
+)
+@pytest.mark.parametrize("name", GEMMA_VALUES)
+def test_values_of_function_gemma_follow_their_schemas_and_are_read_as_such(name: str, marks: str) -> None:
+    schema, good, bad = GEMMA_VALUES[name]
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {
+            "named": {
+                "type": "object",
+                "properties": {"n": {"type": "string"}},
+                "required": ["n"],
+                "additionalProperties": False,
+            },
+            "tree": {
+                "type": ["object"],
+                "properties": {"v": {"type": "integer"}, "sub": {"type": "array", "items": TREE}},
+                "required": ["v"],
+            },
+        },
+    }
+
+    def called(value: str) -> str:
+        marked = re.sub("[<>]", "<escape>", value)
+        return f"<start_function_call>call:look{{a:{marked}}}<end_function_call>"
+
+    outputs, go = Outputs(marks), "<start_function_call>call:go{}<end_function_call>"
+    tools = (Function("look", parameters=parameters, strict=True), Function("go"))
+    grammar = marked_grammar(None, Room(None, calls=FUNCTION_GEMMA, tools=tools), outputs.marks)
+    assert grammar is not None
+    judged(
+        outputs,
+        grammar,
+        ["Yes.", go, *(f"Hm.{called(value)}{go}" for value in good)],
+        [called(value).replace("look", "come") for value in good] + [called(value) for value in bad],
+    )
+    for value in good:
+        (call,) = ToolText(FUNCTION_GEMMA, {"look": parameters}).push(called(value))
+        jsonschema.validate(json.loads(call.arguments), parameters)  # type: ignore[union-attr]  # it is a call
+    forced = marked_grammar(None, Room(None, calls=FUNCTION_GEMMA, tools=tools, is_forced=True), outputs.marks)
+    assert forced is not None
+    judged(outputs, forced, [go, go + called(good[0])], ["", "Yes.", called(bad[0])])
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"enum": [[1]]}}}, "enum: [1] is not allowed in this form"),
+        ({"properties": {"a": {"properties": {}}}}, "a value without a type is not allowed"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems is not allowed"),
+        ({"properties": {"a:b": {"type": "null"}}}, "the name 'a:b' is not allowed"),
+        ({"properties": {"a": {"type": "array", "minItems": "1"}}}, "minItems '1' and maxItems None are not allowed"),
+    ],
+)
+def test_what_has_no_rules_in_the_form_of_function_gemma_is_told(schema: dict[str, object], problem: str) -> None:
+    told = problem_of_tools(FUNCTION_GEMMA, [Function("look", parameters=schema)], Marks(lambda mark: None, []))
+    assert told.startswith(f"'look': {problem}")
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,24 @@ _FORMATS = {
 """The usual ones of each; nothing else is written."""
 _OF_ARGUMENTS = frozenset(("$defs", "additionalProperties", "definitions", "properties", "required", "type"))
 _OF_TEXTS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern", "type"))
-_OF_ALL = frozenset(
-    ("$ref", "allOf", "anyOf", "const", "else", "enum", "if", "not", "oneOf", "then", "type", "x-guidance")
-)
-_SAYS_NOTHING_OF = {
-    "string": ASSERTIONS - _OF_TEXTS - _OF_ALL,
-    "boolean": ASSERTIONS - _OF_ALL,
-    "null": ASSERTIONS - _OF_ALL,
+_OF_NUMBERS = frozenset(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"))
+_OF_KINDS = {
+    "string": frozenset(("contentSchema", "format", "maxLength", "minLength", "pattern")),
+    "integer": _OF_NUMBERS,
+    "number": _OF_NUMBERS,
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+    "array": {
+        *("additionalItems", "contains", "items", "maxContains", "maxItems", "minContains", "minItems", "prefixItems"),
+        *("unevaluatedItems", "uniqueItems"),
+    },
+    "object": {
+        *("additionalProperties", "dependencies", "dependentRequired", "dependentSchemas", "maxProperties"),
+        *("minProperties", "patternProperties", "properties", "propertyNames", "required", "unevaluatedProperties"),
+    },
 }
+"""Which words say something of values of one type alone."""
+_SAYS_NOTHING_OF = {kind: frozenset().union(*_OF_KINDS.values()) - own for kind, own in _OF_KINDS.items()}
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_HOPS = 8
 _NAME = r"[^<>{quote}\s](?:[^<>{quote}\n]*[^<>{quote}\s])?"
@@ -64,23 +74,15 @@ class UnsayableError(ValueError):
     """A schema has no rules; one line."""
 
 
-def rules_of_parameters(name: str, schema: dict[str, Any], form: CallForm, marks: Marks) -> list[str]:
-    """Return rules, of which ``name`` is all parameters by the ``schema`` of a tool's arguments. The form is markup.
+class MarkupRules:
+    """Rules of all parameters by the ``root`` schema of a tool's arguments, in its order. The form is markup."""
 
-    They come in the order of the schema. Terminals begin with the name, in capitals.
-
-    Raises:
-        UnsayableError: the schema says something for which there is no rule.
-    """
-    rules = _Rules(name, schema, form, marks)
-    return [rules.parameters(), *rules.terminals]
-
-
-class _Rules:
     def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks) -> None:
+        """``name`` is that of the first rule; others begin with it, and terminals with it in capitals."""
         assert form.markup is not None
         markup = form.markup
-        self.terminals: list[str] = []
+        self._more: list[str] = []
+        """Rules and terminals beside the first."""
         self._name, self._root = name, root
         said = marks.said
         lines = ' "\\n"' if markup.has_lines else ""
@@ -91,13 +93,33 @@ class _Rules:
         self._text_end = ("\n" if markup.has_lines else "") + ("" if is_token else markup.value_end)
         """What a text and its end as one terminal end with."""
         self._token_end = said(markup.value_end) if is_token else ""
-        all_marks = map(_literal, filter(None, (markup.key, markup.value_end, markup.call, form.end)))
+        all_marks = map(
+            _literal, filter(None, (markup.key, markup.value_end, "" if markup.text_begin else markup.call, form.end))
+        )
         self._holds_a_mark = f"(?s:.*)(?:{'|'.join(all_marks)})(?s:.*)"
 
-    def parameters(self) -> str:
-        """Return the rule of all."""
-        schema = self._plain(self._root)
-        _require_only(schema, _OF_ARGUMENTS)
+    def rules(self) -> list[str]:
+        """Return all rules.
+
+        Raises:
+            UnsayableError: the schema says something for which there is no rule.
+        """
+        return [f"{self._name}: {self._all(self._plain(self._root))}", *self._more]
+
+    def _all(self, schema: dict[str, Any]) -> str:
+        """Return the right side of the first rule."""
+        own, required, rest = self._properties(schema)
+        parts = [
+            f"({self._begin(text(name))} ({self._value(value)})){'' if name in required else '?'}"
+            for name, value in own.items()
+        ]
+        if rest is not False:
+            parts.append(f"({self._begin(self._other_name(own))} ({self._value(rest)}))*")
+        return " ".join(parts) or '""'
+
+    def _properties(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any], Any]:
+        """Return those that there may be, which of them are required, and what others are."""
+        require_only(schema, _OF_ARGUMENTS)
         own, required = schema.get("properties", {}), schema.get("required", [])
         rest = schema.get("additionalProperties", not own)
         if not isinstance(own, dict) or not isinstance(required, list):
@@ -109,15 +131,10 @@ class _Rules:
                 )
         if lacking := [name for name in required if own.get(name, False) is False]:
             raise UnsayableError(f"required: {shown(lacking[0])} is not allowed; allowed: names of properties")
-        parts = [
-            f"({self._begin(text(name))} ({self._value(value)})){'' if name in required else '?'}"
-            for name, value in own.items()
-            if value is not False
-        ]
-        if rest is not False:
-            other = self._terminal([self._name_of_any], map(_literal, own))
-            parts.append(f"({self._begin(other)} ({self._value(rest)}))*")
-        return f"{self._name}: " + (" ".join(parts) or '""')
+        return {name: value for name, value in own.items() if value is not False}, required, rest
+
+    def _other_name(self, own: Iterable[str]) -> str:
+        return self._terminal([self._name_of_any], map(_literal, own))
 
     def _begin(self, name: str) -> str:
         return f"{self._key} {name} {self._key_end}"
@@ -145,17 +162,15 @@ class _Rules:
             for one in plain[several[0]]:
                 yield from self._members(one, hops - 1)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("enum"), list):
-            _require_only(plain, frozenset(("enum", "type")))
-            found = [one for one in plain["enum"] if _is_of(one, plain.get("type"))]
+            require_only(plain, frozenset(("enum", "type")))
+            found = [one for one in plain["enum"] if is_of(one, plain.get("type"))]
             if not found:
                 raise UnsayableError("enum: no value of it has its type; allowed: one or more")
             texts = [one for one in found if isinstance(one, str)]
             yield from ({"enum": some} for some in (texts, [one for one in found if one not in texts]) if some)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("type"), list):
             for kind in dict.fromkeys(plain["type"]):
-                nothing = _SAYS_NOTHING_OF.get(kind, frozenset())
-                said = {key: plain[key] for key in plain if key not in nothing}
-                yield from self._members({**said, "type": kind}, hops - 1)
+                yield from self._members(of_type(plain, kind), hops - 1)
         elif kinds - {"string"} and "string" in kinds:
             raise UnsayableError(
                 "a text or another value is not allowed in this form; allowed: type, enum or anyOf alone"
@@ -192,7 +207,7 @@ class _Rules:
             seen |= kinds
 
     def _texts(self, schema: dict[str, Any], others: set[str]) -> Iterator[str]:
-        _require_only(schema, _OF_TEXTS)
+        require_only(schema, _OF_TEXTS)
         if "enum" in schema or "const" in schema:
             if schema.keys() & {"format", "maxLength", "minLength", "pattern"}:
                 raise UnsayableError("enum is not allowed with a pattern, format or length; allowed: enum alone")
@@ -234,8 +249,8 @@ class _Rules:
 
     def _terminal(self, alike: Iterable[str], unlike: Iterable[str]) -> str:
         """Return a new terminal of what all of ``alike`` match, and none of ``unlike``."""
-        name = f"{self._name.upper()}_{len(self.terminals)}"
-        self.terminals.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
+        name = f"{self._name.upper()}_{len(self._more)}"
+        self._more.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
         return name
 
     def _plain(self, schema: Any) -> dict[str, Any]:
@@ -254,12 +269,19 @@ class _Rules:
         raise UnsayableError("it refers to others too often; allowed: fewer $ref")
 
 
-def _require_only(schema: dict[str, Any], allowed: frozenset[str]) -> None:
+def require_only(schema: dict[str, Any], allowed: frozenset[str]) -> None:
+    """Raise UnsayableError if a schema says more."""
     if more := ASSERTIONS.intersection(schema) - allowed:
         raise UnsayableError(f"{min(more)} is not allowed in this form; allowed: {', '.join(sorted(allowed))}")
 
 
-def _is_of(value: Any, types: Any) -> bool:
+def of_type(schema: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Return what a schema says of values of one type."""
+    nothing = _SAYS_NOTHING_OF.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+    return {**{key: value for key, value in schema.items() if key not in nothing}, "type": kind}
+
+
+def is_of(value: Any, types: Any) -> bool:
     """Return whether a value has one of the types, if there are any."""
     named = {types} if isinstance(types, str) else set(types or ())
     kinds = set(kinds_of({"const": value}, None))

@@ -27,12 +27,15 @@ class Markup(NamedTuple):
     """A value stands on lines of its own."""
     is_list: bool = False
     """Several calls may follow each other."""
+    text_begin: str = ""
+    """What a text begins with, where arguments are nearly JSON."""
 
 
 CODER = Markup("<function=", ">", "</function>", "<parameter=", ">", "", "</parameter>", has_lines=True)
 SEED = CODER._replace(has_lines=False)
 MINIMAX = Markup('<invoke name="', '">', "</invoke>", '<parameter name="', '">', "", "</parameter>", is_list=True)
 GLM = Markup("", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+GEMMA = Markup("call:", "", "", "", ":", "", "<escape>", text_begin="<escape>")
 
 
 @cache

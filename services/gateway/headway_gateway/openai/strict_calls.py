@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from headway_gateway.openai import tool_calls
 from headway_gateway.openai.bodies import Function
+from headway_gateway.openai.gemma_grammar import GemmaRules
 from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, MESSAGE
-from headway_gateway.openai.markup_grammar import BREAK, UnsayableError, rules_of_parameters
+from headway_gateway.openai.markup_grammar import BREAK, MarkupRules, UnsayableError
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import (
     FORCED_KEYS,
@@ -117,7 +118,9 @@ def _in_markup(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> 
 
 
 def _rules_of_arguments(form: CallForm, tool: Function, marks: Marks, name: str) -> list[str]:
-    return rules_of_parameters(name, schema_of_arguments(tool), form, marks)
+    assert form.markup is not None
+    kind = GemmaRules if form.markup.text_begin else MarkupRules
+    return kind(name, schema_of_arguments(tool), form, marks).rules()
 
 
 def rules_beside_text(tools: Tools) -> list[str]:
@@ -152,7 +155,11 @@ _RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[st
     tool_calls.COHERE: partial(_marked_array, keys=_KEYS_OF_COHERE),
     tool_calls.MISTRAL: _of_mistral,
     tool_calls.DEEPSEEK: _of_deepseek,
-    **dict.fromkeys((tool_calls.QWEN_CODER, tool_calls.SEED, tool_calls.MINIMAX, tool_calls.GLM), _in_markup),
+    tool_calls.QWEN_CODER: _in_markup,
+    tool_calls.SEED: _in_markup,
+    tool_calls.MINIMAX: _in_markup,
+    tool_calls.GLM: _in_markup,
+    tool_calls.FUNCTION_GEMMA: _in_markup,
     tool_calls.LLAMA: _of_llama,
 }
 

@@ -150,7 +150,11 @@ _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁cal
 DEEPSEEK = CallForm(_DEEPSEEK_BEGIN, _DEEPSEEK_END, _of_deepseek, (_DEEPSEEK_BEGIN,))
 COHERE = CallForm("<|START_ACTION|>", "<|END_ACTION|>", _from_json, ("<|START_ACTION|>",))
 FUNCTION_GEMMA = CallForm(
-    "<start_function_call>", "<end_function_call>", _of_function_gemma, ("<start_function_call>",)
+    "<start_function_call>",
+    "<end_function_call>",
+    _of_function_gemma,
+    ("<start_function_call>",),
+    markup=markup_values.GEMMA,
 )
 MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
