@@ -13,7 +13,7 @@ from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.markup_grammar import MarkupRules, UnsayableError, is_of, of_type, require_only
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.text.grammar_literals import text
-from headway_proto.schema_forms import ASSERTIONS
+from headway_proto.schema_keywords import ASSERTIONS
 from headway_proto.wording import shown
 
 _OF_LISTED = frozenset(("const", "enum", "type"))

@@ -17,8 +17,8 @@ from headway_gateway.openai.markup_values import kinds_of, referred
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import moved
 from headway_gateway.text.grammar_literals import pattern, text
-from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID
-from headway_proto.schema_forms import ASSERTIONS
+from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID, escaped
+from headway_proto.schema_keywords import ASSERTIONS, OF_KINDS
 from headway_proto.wording import shown
 
 BREAK = '"\\n"?'
@@ -46,24 +46,7 @@ _FORMATS = {
 """The usual ones of each; nothing else is written."""
 _OF_ARGUMENTS = frozenset(("$defs", "additionalProperties", "definitions", "properties", "required", "type"))
 _OF_TEXTS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern", "type"))
-_OF_NUMBERS = frozenset(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"))
-_OF_KINDS = {
-    "string": frozenset(("contentSchema", "format", "maxLength", "minLength", "pattern")),
-    "integer": _OF_NUMBERS,
-    "number": _OF_NUMBERS,
-    "boolean": frozenset[str](),
-    "null": frozenset[str](),
-    "array": {
-        *("additionalItems", "contains", "items", "maxContains", "maxItems", "minContains", "minItems", "prefixItems"),
-        *("unevaluatedItems", "uniqueItems"),
-    },
-    "object": {
-        *("additionalProperties", "dependencies", "dependentRequired", "dependentSchemas", "maxProperties"),
-        *("minProperties", "patternProperties", "properties", "propertyNames", "required", "unevaluatedProperties"),
-    },
-}
-"""Which words say something of values of one type alone."""
-_SAYS_NOTHING_OF = {kind: frozenset().union(*_OF_KINDS.values()) - own for kind, own in _OF_KINDS.items()}
+_SAYS_NOTHING_OF = {kind: frozenset().union(*OF_KINDS.values()) - own for kind, own in OF_KINDS.items()}
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_HOPS = 8
 _NAME = r"[^<>{quote}\s](?:[^<>{quote}\n]*[^<>{quote}\s])?"
@@ -94,7 +77,7 @@ class MarkupRules:
         """What a text and its end as one terminal end with."""
         self._token_end = said(markup.value_end) if is_token else ""
         all_marks = map(
-            _literal, filter(None, (markup.key, markup.value_end, "" if markup.text_begin else markup.call, form.end))
+            escaped, filter(None, (markup.key, markup.value_end, "" if markup.text_begin else markup.call, form.end))
         )
         self._holds_a_mark = f"(?s:.*)(?:{'|'.join(all_marks)})(?s:.*)"
 
@@ -134,7 +117,7 @@ class MarkupRules:
         return {name: value for name, value in own.items() if value is not False}, required, rest
 
     def _other_name(self, own: Iterable[str]) -> str:
-        return self._terminal([self._name_of_any], map(_literal, own))
+        return self._terminal([self._name_of_any], map(escaped, own))
 
     def _begin(self, name: str) -> str:
         return f"{self._key} {name} {self._key_end}"
@@ -225,7 +208,7 @@ class MarkupRules:
             whole.append(_searched(schema["pattern"]))
         if "format" in schema and not (known or _is_beside_its_pattern(schema)):
             whole.append(_of_format(schema["format"]))
-        end = _literal(self._text_end)
+        end = escaped(self._text_end)
         terminal = self._terminal([one + end for one in whole], [one + end for one in self._unlike(others)])
         yield f"{terminal} {self._token_end}"
 
@@ -286,10 +269,6 @@ def is_of(value: Any, types: Any) -> bool:
     named = {types} if isinstance(types, str) else set(types or ())
     kinds = set(kinds_of({"const": value}, None))
     return not named or bool(named & (kinds | ({"number"} if kinds == {"integer"} else set())))
-
-
-def _literal(words: str) -> str:
-    return re.sub(r"[^\w\s<>=/]", lambda found: "\\" + found[0], words)
 
 
 def _is_beside_its_pattern(schema: dict[str, Any]) -> bool:
