@@ -3,6 +3,7 @@
 Owns: which formats mean something else than the library takes them for. Must not know: schemas around them.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,11 @@ _CALENDAR = "(?:[0-9]+Y(?:[0-9]+M)?(?:[0-9]+D)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
 
 DURATION = f"P(?:[0-9]+W|{_CALENDAR}(?:{_CLOCK})?|{_CLOCK})"
 """The pattern of a duration, of weeks or of other units."""
+
+
+def escaped(text: str) -> str:
+    """Return a pattern of a text, or what a class of characters holds."""
+    return re.sub(r"[!-/:;=?@\[-^`{-~]", r"\\\g<0>", text)
 
 
 def _whole(pattern: str) -> dict[str, Any]:

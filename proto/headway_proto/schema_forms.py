@@ -13,82 +13,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from headway_proto.schema_formats import FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID
+from headway_proto.schema_keywords import BY_NAME, KEYWORDS, OF_MANY, OF_ONE, SAYS_NOTHING_OF_VALUES
+from headway_proto.schema_negation import Negation, all_of, any_of
 from headway_proto.schema_numbers import objects_within
-from headway_proto.schema_values import ANYTHING, NOTHING, Values, own_values, texts_of, type_of, types_of
+from headway_proto.schema_values import ALL_TYPES, ANYTHING, NOTHING, Values, own_values, texts_of, type_of, types_of
 
 Schema = Any
 """An object or a bool."""
-
-_OF_ONE = frozenset(
-    [
-        "additionalItems",
-        "additionalProperties",
-        "contains",
-        "else",
-        "if",
-        "items",
-        "not",
-        "propertyNames",
-        "then",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-    ]
-)
-_OF_MANY = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
-_BY_NAME = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
-_SAYS_NOTHING_OF_VALUES = frozenset(
-    [
-        "$anchor",
-        "$comment",
-        "$id",
-        "$schema",
-        "contentEncoding",
-        "contentMediaType",
-        "default",
-        "description",
-        "examples",
-        "id",
-        "readOnly",
-        "title",
-        "writeOnly",
-    ]
-)
-_OTHERS = frozenset(
-    [
-        "$dynamicAnchor",
-        "$dynamicRef",
-        "$recursiveAnchor",
-        "$recursiveRef",
-        "$ref",
-        "const",
-        "contentSchema",
-        "dependencies",
-        "dependentRequired",
-        "enum",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "format",
-        "maxContains",
-        "maxItems",
-        "maxLength",
-        "maxProperties",
-        "maximum",
-        "minContains",
-        "minItems",
-        "minLength",
-        "minProperties",
-        "minimum",
-        "multipleOf",
-        "pattern",
-        "required",
-        "type",
-        "uniqueItems",
-        "x-guidance",
-    ]
-)
-ASSERTIONS = _OF_ONE | _OF_MANY | _BY_NAME | _OTHERS
-"""The keywords that say something of values."""
-_KEYWORDS = ASSERTIONS | _SAYS_NOTHING_OF_VALUES
 
 _LISTING = frozenset(["const", "enum", "type"])
 _ADDED = "#/$defs/"
@@ -138,6 +69,7 @@ class _Rewriting:
         """A definition's name for each reference with a property that it is to require."""
         self._added: dict[str, Schema] = {}
         self._targets = {id(self._target(ref)) for ref in self._refs}
+        self._negation = Negation(self._target)
         self._work = 0
         self._num_arrays = 0
 
@@ -155,27 +87,30 @@ class _Rewriting:
         if not isinstance(given, dict):
             return given
         schema = self._with_discriminator(given) if self._may_require else given
-        schema = {key: value for key, value in schema.items() if key in _KEYWORDS or key in self._pinned}
+        schema = {key: value for key, value in schema.items() if key in KEYWORDS or key in self._pinned}
         if _is_any(schema.get("not")) and "not" not in self._pinned:
             return False
         self._drop_what_says_nothing(schema)
         _say_pattern(schema)
         self._say_format(schema)
         self._say_names(schema)
+        self._say_not(schema)
+        self._say_condition(schema)
         self._say_any_of(schema)
         self.leaves_one_of |= "oneOf" in schema
         self._say_dependent(schema)
+        self._say_contains(schema)
         self._say_unique(schema)
         return {key: self._beneath(key, value) for key, value in schema.items()}
 
     def _beneath(self, key: str, value: Any) -> Any:
-        if key in _BY_NAME and isinstance(value, dict):
+        if key in BY_NAME and isinstance(value, dict):
             return {name: self._schema(one) for name, one in value.items()}
-        if key in _OF_MANY and isinstance(value, list):
+        if key in OF_MANY and isinstance(value, list):
             return [self._schema(one) for one in value]
-        if key in _OF_ONE:
+        if key in OF_ONE:
             return self._schema(value)
-        return value if key in _KEYWORDS else self._elsewhere(value)
+        return value if key in KEYWORDS else self._elsewhere(value)
 
     def _elsewhere(self, value: Any) -> Any:
         """Rewrite the targets of references in what is no keyword, as in ``components``."""
@@ -188,8 +123,6 @@ class _Rewriting:
     def _drop_what_says_nothing(self, schema: dict[str, Any]) -> None:
         if schema.get("uniqueItems") is False:
             del schema["uniqueItems"]
-        if schema.get("dependentSchemas") == {}:
-            del schema["dependentSchemas"]
         for key in ("unevaluatedItems", "unevaluatedProperties"):
             if _is_any(schema.get(key)) and key not in self._pinned:
                 del schema[key]
@@ -215,7 +148,7 @@ class _Rewriting:
         if "propertyNames" not in schema or self._pinned & {"additionalProperties", "propertyNames"}:
             return
         said = self._resolved(schema["propertyNames"])
-        meaning = said.keys() - _SAYS_NOTHING_OF_VALUES if isinstance(said, dict) else set()
+        meaning = said.keys() - SAYS_NOTHING_OF_VALUES if isinstance(said, dict) else set()
         if isinstance(said, dict) and meaning - {"type"}:
             if "string" not in types_of(said):
                 return
@@ -244,34 +177,100 @@ class _Rewriting:
 
     def _say_any_of(self, schema: dict[str, Any]) -> None:
         branches = schema.get("oneOf")
-        if (
-            not isinstance(branches, list)
-            or "anyOf" in schema
-            or "oneOf" in self._pinned
-            or len(branches) > _MOST_BRANCHES
-        ):
+        if not isinstance(branches, list) or "oneOf" in self._pinned or len(branches) > _MOST_BRANCHES:
             return
-        around = Values(types_of(schema))
         try:
+            around = self._values({key: value for key, value in schema.items() if key != "oneOf"}, _MOST_HOPS)
             found = [self._values(branch, _MOST_HOPS).both(around) for branch in branches]
         except _TooMuchError:
             return
         if len(found) * sum(len(one.required) for one in found) > _MOST_COMPARED:
             return
         if not all(one.excludes(other) for place, one in enumerate(found) for other in found[:place]):
-            branches = _required_alone(branches) if around.types == {"object"} else []
+            branches = self._one_alone(branches, found, around)
         if branches:
             del schema["oneOf"]
-            schema["anyOf"] = branches
+            _also_any_of(schema, branches)
+
+    def _one_alone(self, branches: list[Schema], found: list[Values], around: Values) -> list[Schema]:
+        """Return schemas of which any may hold, where one alone may of the ``branches``; none if they cannot be said."""
+        if len(branches) > _MOST_CHOICES:
+            return []
+        others = [self._negation.of(branch, around) for branch in branches]
+        alone = []
+        for place, branch in enumerate(branches):
+            rest = [others[at] for at, one in enumerate(found) if at != place and not one.excludes(found[place])]
+            if None in rest:
+                return []
+            alone.append(all_of([branch, *rest]))
+        return alone
+
+    def _say_not(self, schema: dict[str, Any]) -> None:
+        if "not" not in schema or "not" in self._pinned:
+            return
+        said = self._negated(schema["not"], schema, "not")
+        if said is not None:
+            del schema["not"]
+            _also(schema, said)
+
+    def _say_condition(self, schema: dict[str, Any]) -> None:
+        """Say ``if`` with its two cases."""
+        words = ("if", "then", "else")
+        if self._pinned.intersection(words) or not all(
+            isinstance(schema.get(word, True), dict | bool) for word in words
+        ):
+            return
+        then, otherwise = schema.get("then", True), schema.get("else", True)
+        if "if" in schema and not _is_any(then):
+            condition = schema["if"]
+            other = self._negated(condition, schema, *words)
+            if other is None:
+                return
+            # What follows in one case alone needs no second.
+            cases = [other, then] if _is_any(otherwise) else [all_of([condition, then]), all_of([other, otherwise])]
+        else:
+            cases = [schema.get("if", True), otherwise]
+        for word in words:
+            schema.pop(word, None)
+        _also_any_of(schema, cases)
+
+    def _negated(self, given: Schema, schema: dict[str, Any], *words: str) -> Schema | None:
+        """Return what holds where ``given`` does not, beside the rest of ``schema``; None if it cannot be said."""
+        try:
+            around = self._values({key: value for key, value in schema.items() if key not in words}, _MOST_HOPS)
+        except _TooMuchError:
+            return None
+        return self._negation.of(given, around)
+
+    def _say_contains(self, schema: dict[str, Any]) -> None:
+        """Say that one of few items is of a schema, or none is."""
+        words = ("contains", "minContains", "maxContains")
+        if self._pinned.intersection(words):
+            return
+        least, most, size = schema.get("minContains", 1), schema.get("maxContains"), schema.get("maxItems")
+        said: Schema = True
+        if "contains" in schema and (least, most) == (1, None) and isinstance(size, int) and 0 <= size <= _MOST_CHOICES:
+            sizes = range(size)
+            places = [{"prefixItems": [True] * place + [schema["contains"]], "minItems": place + 1} for place in sizes]
+            said = any_of([*places, {"type": sorted(ALL_TYPES - {"array", "integer"})}])
+        elif "contains" in schema and (least, most) != (0, None):
+            return
+        for word in words:
+            schema.pop(word, None)
+        _also(schema, said)
 
     def _say_dependent(self, schema: dict[str, Any]) -> None:
-        for key in ("dependencies", "dependentRequired"):
+        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
             given = schema.get(key)
-            if not isinstance(given, dict) or len(given) > _MOST_CHOICES or not all(map(_are_texts, given.values())):
+            if not isinstance(given, dict) or len(given) > _MOST_CHOICES or key in self._pinned:
+                continue
+            are_schemas = key != "dependentRequired"
+            if not all(_are_texts(one) or (are_schemas and isinstance(one, dict | bool)) for one in given.values()):
                 continue
             del schema[key]
-            for name, others in given.items():
-                _also(schema, {"anyOf": [{"properties": {name: False}}, {"required": others}]})
+            for name, one in given.items():
+                needed = {"required": one} if isinstance(one, list) else one
+                _also_any_of(schema, [{"properties": {name: False}}, needed])
 
     def _say_unique(self, schema: dict[str, Any]) -> None:
         """List the arrays of different items, if they are few."""
@@ -288,7 +287,7 @@ class _Rewriting:
             del schema["uniqueItems"]
             return
         items = self._resolved(schema.get("items"))
-        if "items" in self._pinned or not isinstance(items, dict) or items.keys() - _LISTING - _SAYS_NOTHING_OF_VALUES:
+        if "items" in self._pinned or not isinstance(items, dict) or items.keys() - _LISTING - SAYS_NOTHING_OF_VALUES:
             return
         known = own_values(items)
         listed = [(kind, value) for kind, value in known.literals or () if type_of(value) in known.types]
@@ -346,7 +345,7 @@ class _Rewriting:
             if (
                 not isinstance(schema, dict)
                 or "$ref" not in schema
-                or schema.keys() - _SAYS_NOTHING_OF_VALUES - {"$ref"}
+                or schema.keys() - SAYS_NOTHING_OF_VALUES - {"$ref"}
             ):
                 return schema
             schema = self._target(schema["$ref"])
@@ -426,32 +425,20 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def _also(schema: dict[str, Any], more: dict[str, Any]) -> None:
+def _also(schema: dict[str, Any], more: Schema) -> None:
     """Add a schema that holds, too; what stands in the place of a list is left for the library to refuse."""
     before = schema.get("allOf", [])
-    if isinstance(before, list):
+    if isinstance(before, list) and not _is_any(more):
         schema["allOf"] = [*before, more]
 
 
-def _required_alone(branches: list[Schema]) -> list[Schema]:
-    """Return schemas of which any may hold, for objects of which one alone may; none if more than ``required`` counts."""
-    required = []
-    for branch in branches:
-        meaning = branch.keys() - _SAYS_NOTHING_OF_VALUES if isinstance(branch, dict) else None
-        if meaning != {"required"} or not _are_texts(branch["required"]):
-            return []
-        required.append(dict.fromkeys(branch["required"]))
-    if len(required) > _MOST_CHOICES:
-        return []
-    said = []
-    for place, names in enumerate(required):
-        lacking = [
-            [name for name in other if name not in names] for other in (*required[:place], *required[place + 1 :])
-        ]
-        if all(lacking):
-            others = [{"anyOf": [{"properties": {name: False}} for name in some]} for some in lacking]
-            said.append({"required": list(names), "allOf": others})
-    return said
+def _also_any_of(schema: dict[str, Any], several: list[Schema]) -> None:
+    """Add that one of the schemas holds."""
+    said = any_of(several)
+    if "anyOf" not in schema and isinstance(said, dict) and said.keys() == {"anyOf"}:
+        schema.update(said)
+    else:
+        _also(schema, said)
 
 
 def _pattern_of(names: dict[str, Any], meaning: set[str]) -> str:

@@ -6,8 +6,8 @@ Must not know: references, rewriting.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_ALL_TYPES = frozenset(["array", "boolean", "integer", "null", "number", "object", "string"])
-_FEW: Mapping[str, tuple[Any, ...]] = {"boolean": (False, True), "null": (None,)}
+ALL_TYPES = frozenset(["array", "boolean", "integer", "null", "number", "object", "string"])
+FEW: Mapping[str, tuple[Any, ...]] = {"boolean": (False, True), "null": (None,)}
 """All values of a type."""
 
 
@@ -17,7 +17,7 @@ class Values(NamedTuple):
     ``literals``: all of them, each with its type, if they can be listed. ``names``: of all properties, if they can.
     """
 
-    types: frozenset[str] = _ALL_TYPES
+    types: frozenset[str] = ALL_TYPES
     literals: frozenset[tuple[str, Any]] | None = None
     required: frozenset[str] = frozenset()
     properties: Mapping[str, "Values"] = {}
@@ -79,7 +79,7 @@ def _either(one: frozenset[Any] | None, other: frozenset[Any] | None) -> frozens
 def types_of(schema: dict[str, Any]) -> frozenset[str]:
     """Return the types that ``type`` allows."""
     given = schema.get("type")
-    types = _ALL_TYPES if given is None else texts_of([given] if isinstance(given, str) else given)
+    types = ALL_TYPES if given is None else texts_of([given] if isinstance(given, str) else given)
     return types | {"integer"} if "number" in types else types
 
 
@@ -91,8 +91,8 @@ def texts_of(value: object) -> frozenset[str]:
 def own_values(schema: dict[str, Any]) -> Values:
     """Return what type, const and enum say."""
     found = Values(types := types_of(schema))
-    if types <= _FEW.keys():
-        found = found.both(_listed([value for one in sorted(types) for value in _FEW[one]]))
+    if types <= FEW.keys():
+        found = found.both(_listed([value for one in sorted(types) for value in FEW[one]]))
     if "const" in schema:
         found = found.both(_listed([schema["const"]]))
     if isinstance(listed := schema.get("enum"), list):

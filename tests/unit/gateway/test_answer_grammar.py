@@ -3,11 +3,12 @@
 # ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
 
 import json
+import re
 
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from headway_gateway.openai.answer_grammar import Room, bound_by, channelled_grammar, marked_grammar
 from headway_gateway.openai.bodies import Function
@@ -57,9 +58,9 @@ FORM_OF_JSON = f"%json {SCHEMA}"
 class Outputs:
     """Whether a model may write a text, token by token, and end there; with marks that are tokens or plain text."""
 
-    def __init__(self, marks: str) -> None:
+    def __init__(self, marks: str, *, are_special: bool = True) -> None:
         self._tokenizer = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
-        self._tokenizer.add_special_tokens(marks.split())
+        self._tokenizer.add_tokens([AddedToken(mark, special=are_special, normalized=False) for mark in marks.split()])
         self._size = self._tokenizer.get_vocab_size()
         self._compiler = GrammarCompiler(self._tokenizer.to_str(), vocab_size=self._size, eos_token_ids=[END])
         self.marks = Marks(self._tokenizer.token_to_id, [END])
@@ -296,9 +297,75 @@ def test_strict_calls_without_marks_are_the_whole_output(bound: str | None) -> N
     judged(outputs, forced, [look, go], [*bad, *free, f"{look}; {go}"])
 
 
-def markup(name: str, **values: str) -> str:
-    parameters = "".join(f"\n<parameter={key}>\n{value}\n</parameter>" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>{parameters}\n</function>\n</tool_call>"
+MARKUP_FORMS = {
+    "Qwen3-Coder": (
+        QWEN_CODER,
+        "<tool_call>\n<function={}>{}\n</function>\n</tool_call>",
+        "\n<parameter={}>\n{}\n</parameter>",
+    ),
+    "Seed-OSS": (
+        SEED,
+        "<seed:tool_call>\n<function={}>{}\n</function>\n</seed:tool_call>",
+        "\n<parameter={}>{}</parameter>",
+    ),
+    "MiniMax": (
+        MINIMAX,
+        '<minimax:tool_call>\n<invoke name="{}">{}\n</invoke>\n</minimax:tool_call>',
+        '\n<parameter name="{}">{}</parameter>',
+    ),
+    "GLM 4.5": (
+        GLM,
+        "<tool_call>{}{}\n</tool_call>",
+        "\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>",
+    ),
+    "GLM 4.7": (GLM, "<tool_call>{}{}</tool_call>", "<arg_key>{}</arg_key><arg_value>{}</arg_value>"),
+}
+"""A form, and how its templates show a call and a parameter."""
+CALL_MARKS = "<think> </think> <tool_call> </tool_call> <seed:tool_call> </seed:tool_call> <minimax:tool_call> </minimax:tool_call>"
+KEY_MARKS = "<arg_key> </arg_key> <arg_value> </arg_value> <escape>"
+
+
+class Written:
+    """Calls as a form's templates show them."""
+
+    def __init__(self, name: str, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self.form, self._call, self._parameter = MARKUP_FORMS[name]
+
+    def __call__(self, name: str, **values: str) -> str:
+        return self._call.format(name, "".join(self._parameter.format(*one) for one in values.items()))
+
+    def marked(self, value: str) -> str:
+        """Return a value of Qwen3-Coder's form with the marks of this one."""
+        markup = self.form.markup
+        assert markup is not None
+        call = markup.call or self.form.end
+        marks = {
+            "</parameter>": markup.value_end,
+            "<parameter=": markup.key,
+            "<function=": call,
+            "</tool_call>": self.form.end,
+        }
+        for mark, other in marks.items():
+            value = value.replace(mark, other)
+        return value
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((name, CALL_MARKS, True) for name in MARKUP_FORMS if name != "GLM 4.7"),
+        *(("GLM 4.5", f"{CALL_MARKS} {KEY_MARKS}", are_special) for are_special in (True, False)),
+        ("GLM 4.7", f"{CALL_MARKS} {KEY_MARKS}", True),
+    ],
+    ids=lambda param: "-".join(
+        (param[0], *(["tokens"] if KEY_MARKS in param[1] else []), *([] if param[2] else ["plain"]))
+    ),
+)
+def written(request) -> Written:
+    """With marks of arguments that are text, special tokens, or other tokens."""
+    name, marks, are_special = request.param
+    return Written(name, Outputs(marks, are_special=are_special))
 
 
 DATE, ZIP = {"type": "string", "format": "date"}, {"type": "string", "pattern": "^[0-9]{3}$"}
@@ -342,7 +409,7 @@ MARKUP_VALUES = {
 
 
 @pytest.mark.parametrize("name", MARKUP_VALUES)
-def test_values_of_markup_follow_their_schemas_and_are_read_as_such(name: str) -> None:
+def test_values_of_markup_follow_their_schemas_and_are_read_as_such(written: Written, name: str) -> None:
     schema, good, bad = MARKUP_VALUES[name]
     parameters = {
         "type": "object",
@@ -351,19 +418,20 @@ def test_values_of_markup_follow_their_schemas_and_are_read_as_such(name: str) -
         "additionalProperties": False,
         "$defs": {"named": {"type": "object", "properties": {"n": {"type": "string"}}, "required": ["n"]}},
     }
-    tools, outputs = (Function("look", parameters=parameters, strict=True), Function("go")), Outputs(MARKS)
-    grammar = marked_grammar(None, Room(None, calls=QWEN_CODER, tools=tools), outputs.marks)
+    tools = (Function("look", parameters=parameters, strict=True), Function("go"))
+    grammar = marked_grammar(None, Room(None, calls=written.form, tools=tools), written.outputs.marks)
     assert grammar is not None
-    calls = {value: markup("look", a=value) for value in (*good, *bad)}
-    judged(outputs, grammar, [calls[value] for value in good], [calls[value] for value in bad])
+    calls = {value: written("look", a=written.marked(value)) for value in (*good, *bad)}
+    judged(written.outputs, grammar, [calls[value] for value in good], [calls[value] for value in bad])
     for value in good:
-        reader = ToolText(QWEN_CODER, {"look": parameters})
-        (call,) = [*reader.push(calls[value] + markup("go")), *reader.finish()][:-1]
-        jsonschema.validate(json.loads(call.arguments), parameters)  # type: ignore[union-attr]  # it is a call
+        reader = ToolText(written.form, {"look": parameters})
+        (call,) = [*reader.push(calls[value] + written("go")), *reader.finish()][:-1]
+        read = json.loads(call.arguments)  # type: ignore[union-attr]  # it is a call
+        jsonschema.validate(read, parameters)
+        assert read["a"] == value or not isinstance(read["a"], str)
 
 
-def test_calls_in_markup_are_of_the_tools_and_have_their_parameters_in_order() -> None:
-    outputs = Outputs(MARKS)
+def test_calls_in_markup_are_of_the_tools_and_have_their_parameters_in_order(written: Written) -> None:
     parameters = {
         "type": "object",
         "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
@@ -375,20 +443,130 @@ def test_calls_in_markup_are_of_the_tools_and_have_their_parameters_in_order() -
         Function("add", parameters=more, strict=True),
         Function("go"),
     ]
-    good = [markup("look", b="1"), markup("look", a="x", b="1"), markup("go"), markup("go", any="x", b="[1]")]
-    good += [markup("add", b="1", c="2", d="3")]
-    bad = [markup("look"), markup("come"), markup("look", b="1", a="x"), markup("look", b="1", c="x")]
-    bad += [markup("add", b="1", c="x"), markup("add", b="1", a="2"), markup("look", b="1", b1="1")]
-    grammar = marked_grammar(None, Room(USUAL, calls=QWEN_CODER, tools=tools), outputs.marks)
+    form, marks = written.form, written.outputs.marks
+    good = [written("look", b="1"), written("look", a="x", b="1"), written("go"), written("go", any="x", b="[1]")]
+    good += [written("add", b="1", c="2", d="3")]
+    bad = [written("look"), written("come"), written("look", b="1", a="x"), written("look", b="1", c="x")]
+    bad += [written("add", b="1", c="x"), written("add", b="1", a="2"), written("look", b="1", b1="1")]
+    grammar = marked_grammar(None, Room(USUAL, calls=form, tools=tools), marks)
     assert grammar is not None
-    judged(outputs, grammar, [*good, "Yes.", f"I look.\n{good[0]}\n{good[1]}"], bad)
-    room = Room(USUAL, calls=QWEN_CODER, tools=tools, is_forced=True, most_calls=1)
-    forced = marked_grammar(None, room, outputs.marks)
-    assert forced is not None
-    judged(outputs, forced, [*good, f"<think>Hm.</think>\n{good[0]}"], [*bad, "Yes.", good[0] + good[1]])
-    bound = marked_grammar(FORM_OF_JSON, Room(None, calls=QWEN_CODER, tools=tools), outputs.marks)
+    judged(written.outputs, grammar, [*good, "Yes.", f"I look.\n{good[0]}\n{good[1]}"], bad)
+    # MiniMax writes several calls between its marks.
+    begin, end = good[0].split("\n")[0], good[0].split("\n")[-1]
+    several = good[0].removesuffix(end) + good[1].removeprefix(begin + "\n")
+    listed = [several] if form is MINIMAX else []
+    for most_calls in (None, 1):
+        room = Room(USUAL, calls=form, tools=tools, is_forced=True, most_calls=most_calls)
+        forced = marked_grammar(None, room, marks)
+        assert forced is not None
+        one = [*good, f"<think>Hm.</think>\n{good[0]}"]
+        two = [good[0] + good[1], *listed]
+        judged(written.outputs, forced, one + two * (most_calls is None), [*bad, "Yes.", *two * (most_calls == 1)])
+    bound = marked_grammar(FORM_OF_JSON, Room(None, calls=form, tools=tools), marks)
     assert bound is not None
-    judged(outputs, bound, [ANSWER, good[0]], ["Yes.", bad[0], f"I look. {good[0]}"])
+    judged(written.outputs, bound, [ANSWER, good[0]], ["Yes.", bad[0], f"I look. {good[0]}"])
+
+
+TREE = {"$ref": "#/$defs/tree"}
+GEMMA_VALUES = {
+    "a text": ({"type": "string"}, ["<>", '<a "b", {c: 1}>', "<\n>", "<call:x>"], ["a", '"a"', "<", "<a>b>"]),
+    "a pattern": (ZIP, ["<123>"], ["<12>", "123"]),
+    "one of texts or a number": ({"enum": ["all", 7, None]}, ["<all>", "7", "null"], ["all", "8", "<7>"]),
+    "a text or nothing": (MAYBE, ["<null>", "null"], ["None"]),
+    "one of many kinds": (MIXED, ["<a>", "3", "[1,<b>]", "true"], ["2", "{}", "null"]),
+    "a number": ({"type": ["integer", "null"], "minimum": 2}, ["2", "null"], ["1", "2.5", "<2>"]),
+    "an object": (NAMED, ["{n:<x>}", "{n:<>}"], ["{n:1}", "{}", '{"n":<x>}', "{n:<x>,m:1}"]),
+    "optional names": (
+        {
+            "type": "object",
+            "properties": {"x": {"type": "null"}, "y": {"type": "null"}, "z": {"type": "null"}},
+            "additionalProperties": {"type": "boolean"},
+        },
+        ["{}", "{x:null}", "{y:null,z:null}", "{x:null,z:null,any:true,b:false}", "{w:true}"],
+        ["{,}", "{y:null,x:null}", "{x:null,}", "{w:1}", "{x:true}"],
+    ),
+    "a required name between": (
+        {
+            "type": "object",
+            "properties": {"x": {"type": "null"}, "y": {"type": "null"}, "z": {"type": "null"}},
+            "required": ["y"],
+            "additionalProperties": False,
+        },
+        ["{y:null}", "{x:null,y:null}", "{y:null,z:null}"],
+        ["{}", "{x:null}", "{y:null,w:null}"],
+    ),
+    "a list": (
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+        ["[<a>]", "[<a>,<b>]"],
+        ["[]", "[1]", "[<a>,<b>,<c>]", "[<a>,]"],
+    ),
+    "an empty list": ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+    "a tree": (TREE, ["{v:1}", "{v:1,sub:[{v:2,sub:[]}]}"], ["{sub:[]}", "{v:1,sub:[1]}"]),
+    "anything": ({}, ["<x>", "-1.5", "null", "[]", "[1,{a:<b>,c-d:[{}]}]", "{}"], ["x", "[1,]", "{<a>:1}"]),
+    "either": ({"oneOf": [{"type": "string"}, {"type": "array"}]}, ["<a>", "[1]"], ["1"]),
+}
+
+
+@pytest.mark.parametrize(
+    "marks", ["<start_function_call> <end_function_call>", f"{KEY_MARKS} <start_function_call> <end_function_call>"]
+)
+@pytest.mark.parametrize("name", GEMMA_VALUES)
+def test_values_of_function_gemma_follow_their_schemas_and_are_read_as_such(name: str, marks: str) -> None:
+    schema, good, bad = GEMMA_VALUES[name]
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {
+            "named": {
+                "type": "object",
+                "properties": {"n": {"type": "string"}},
+                "required": ["n"],
+                "additionalProperties": False,
+            },
+            "tree": {
+                "type": ["object"],
+                "properties": {"v": {"type": "integer"}, "sub": {"type": "array", "items": TREE}},
+                "required": ["v"],
+            },
+        },
+    }
+
+    def called(value: str) -> str:
+        marked = re.sub("[<>]", "<escape>", value)
+        return f"<start_function_call>call:look{{a:{marked}}}<end_function_call>"
+
+    outputs, go = Outputs(marks), "<start_function_call>call:go{}<end_function_call>"
+    tools = (Function("look", parameters=parameters, strict=True), Function("go"))
+    grammar = marked_grammar(None, Room(None, calls=FUNCTION_GEMMA, tools=tools), outputs.marks)
+    assert grammar is not None
+    judged(
+        outputs,
+        grammar,
+        ["Yes.", go, *(f"Hm.{called(value)}{go}" for value in good)],
+        [called(value).replace("look", "come") for value in good] + [called(value) for value in bad],
+    )
+    for value in good:
+        (call,) = ToolText(FUNCTION_GEMMA, {"look": parameters}).push(called(value))
+        jsonschema.validate(json.loads(call.arguments), parameters)  # type: ignore[union-attr]  # it is a call
+    forced = marked_grammar(None, Room(None, calls=FUNCTION_GEMMA, tools=tools, is_forced=True), outputs.marks)
+    assert forced is not None
+    judged(outputs, forced, [go, go + called(good[0])], ["", "Yes.", called(bad[0])])
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"enum": [[1]]}}}, "enum: [1] is not allowed in this form"),
+        ({"properties": {"a": {"properties": {}}}}, "a value without a type is not allowed"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems is not allowed"),
+        ({"properties": {"a:b": {"type": "null"}}}, "the name 'a:b' is not allowed"),
+        ({"properties": {"a": {"type": "array", "minItems": "1"}}}, "minItems '1' and maxItems None are not allowed"),
+    ],
+)
+def test_what_has_no_rules_in_the_form_of_function_gemma_is_told(schema: dict[str, object], problem: str) -> None:
+    told = problem_of_tools(FUNCTION_GEMMA, [Function("look", parameters=schema)], Marks(lambda mark: None, []))
+    assert told.startswith(f"'look': {problem}")
 
 
 @pytest.mark.parametrize(
@@ -412,17 +590,20 @@ def test_calls_in_markup_are_of_the_tools_and_have_their_parameters_in_order() -
     ],
 )
 def test_what_has_no_rules_in_markup_is_told(schema: dict[str, object], problem: str) -> None:
-    told = problem_of_tools(QWEN_CODER, [Function("go"), Function("look", parameters=schema, strict=True)])
+    told = problem_of_tools(
+        QWEN_CODER, [Function("go"), Function("look", parameters=schema, strict=True)], Marks(lambda mark: None, [])
+    )
     assert told.startswith("'look': ")
     assert problem in told
     assert told.endswith(", or the tool without strict")
-    assert not problem_of_tools(HERMES, [Function("look", parameters=schema, strict=True)])
+    assert not problem_of_tools(
+        HERMES, [Function("look", parameters=schema, strict=True)], Marks(lambda mark: None, [])
+    )
 
 
-@pytest.mark.parametrize("form", [SEED, MINIMAX, GLM, FUNCTION_GEMMA])
-def test_forms_without_rules_leave_calls_as_they_are(form: CallForm) -> None:
-    assert marked_grammar(None, Room(USUAL, calls=form, tools=(STRICT,)), Outputs(MARKS).marks) is None
-    assert marked_grammar(None, Room(None, calls=HERMES, tools=(STRICT,)), Outputs("").marks) is None
+@pytest.mark.parametrize("form", [HERMES, SEED, MINIMAX, GLM, FUNCTION_GEMMA])
+def test_forms_whose_first_mark_is_no_token_leave_calls_as_they_are(form: CallForm) -> None:
+    assert marked_grammar(None, Room(None, calls=form, tools=(STRICT,)), Outputs("").marks) is None
 
 
 @pytest.mark.parametrize(
@@ -467,7 +648,7 @@ def test_a_schema_within_means_what_it_means_alone_and_its_faults_are_told_alike
     grammar = marked_grammar(f"%json {json.dumps(union)}", Room(USUAL), outputs.marks)
     judged(outputs, grammar, ['{"k": "a"}', '<think>"%json 1"</think>{"k":"b"}'], ['{"k":  "a"}', '{"k": "c"}'])
     for schema, told in (
-        ('{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+        ('{"not": {"items": {}}}', 'Unimplemented keys: ["not"]'),
         ("false", "Unsatisfiable schema: it is false"),
         ('{"multipleOf": 12345.678}', "multipleOf: their least common multiple exceeds"),
     ):

@@ -166,6 +166,49 @@ ADDRESS = "4f6c1b9a-0d3e-4a57-9c1e-2b7a8d9e0f11"
         ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "dependentRequired": {"a": ["b"], "c": []}},
          [{}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}], [{"a": 1}, {"a": 1, "c": 1}]),
         ({"type": "array", "items": {"type": "string"}, "uniqueItems": False}, [["a", "a"]], [[1]]),
+        # what is not
+        ({"type": "string", "not": {"enum": ["", "logs", "log", "it's…"]}}, ["l", "logo", "logss", "x", "é", "it's"],
+         ["logs", "log", "", "it's…"]),
+        ({"type": "string", "minLength": 2, "pattern": "^[a-z]+$", "not": {"const": "no"}}, ["yes", "nope"], ["no", "n", "N!"]),
+        ({"enum": ["a", "b", 3, None], "not": {"enum": ["b", None]}}, ["a", 3], ["b", None]),
+        ({"type": "integer", "minimum": 0, "not": {"enum": [3, 1, 2]}}, [0, 4], [1, 3, -1]),
+        ({"not": {"type": "string"}}, [1, None, {"a": "x"}], ["x"]),
+        ({"type": "string", "not": {"pattern": "[^a-zA-Z0-9.,()@&' -]"}}, ["a b", ""], ["a_b"]),
+        ({"type": "string", "not": {"pattern": "^[\\.\\s]+$"}}, ["a.", "", ".a."], [".", ". "]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a", "b"]}}, [{}, {"a": 1}, {"b": 1}],
+         [{"a": 1, "b": 1}]),
+        ({"type": "object", "properties": {"id": {}, "site": {}, "app": {}},
+          "not": {"allOf": [{"required": ["site"]}, {"required": ["app"]}]}}, [{"id": 1, "app": 1}], [{"site": 1, "app": 1}]),
+        ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}},
+          "not": {"anyOf": [{"required": ["a", "b"]}, {"required": ["c"]}]}}, [{"a": 1}, {"b": 1}], [{"c": 1}, {"a": 1, "b": 1}]),
+        # cases
+        ({"type": "object", "properties": {"country": {"enum": ["US", "NL"]}, "code": {"type": "string"}}, "required": ["country"],
+          "if": {"properties": {"country": {"const": "US"}}}, "then": {"properties": {"code": {"pattern": "^[0-9]{2}$"}}},
+          "else": {"required": ["code"], "properties": {"code": {"pattern": "^[A-Z]{2}$"}}}},
+         [{"country": "US"}, {"country": "US", "code": "12"}, {"country": "NL", "code": "AB"}],
+         [{"country": "NL"}, {"country": "NL", "code": "12"}, {"country": "US", "code": "AB"}, {"code": "12"}]),
+        ({"type": "object", "properties": {"kind": {"type": "string"}, "size": {}}, "required": ["kind"], "allOf": [
+            {"if": {"properties": {"kind": {"const": "box"}}, "required": ["kind"]}, "then": {"required": ["size"]}},
+            {"if": {"properties": {"kind": {"enum": ["dot", "box"]}}}, "then": True, "else": {"properties": {"size": False}}}]},
+         [{"kind": "box", "size": 1}, {"kind": "dot"}, {"kind": "bo"}], [{"kind": "box"}, {"kind": "any", "size": 1}]),
+        ({"type": "object", "properties": {"gift": {"type": "boolean"}, "note": {}},
+          "if": {"properties": {"gift": {"const": True}}, "required": ["gift"]}, "then": {"required": ["note"]}},
+         [{}, {"gift": False}, {"gift": True, "note": 1}], [{"gift": True}]),
+        ({"type": "integer", "then": {"minimum": 5}}, [1], ["x"]),
+        ({"type": "object", "properties": {"a": {}, "b": {"type": "integer"}},
+          "dependentSchemas": {"a": {"properties": {"b": {"minimum": 3}}, "required": ["b"]}}, "dependencies": {"b": {}}},
+         [{}, {"b": 1}, {"a": 1, "b": 3}], [{"a": 1}, {"a": 1, "b": 2}]),
+        # one alone
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ["abcd"], ["abc", 1]),
+        ({"anyOf": [{"type": "object"}, {"type": "null"}], "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+         [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}, None, 1]),
+        ({"type": "object", "properties": {"a": {}, "b": {"enum": ["x", "y"]}}, "additionalProperties": False,
+          "oneOf": [{"required": ["a"]}, {"properties": {"b": {"const": "x"}}, "required": ["b"]}]},
+         [{"a": 1}, {"b": "x"}, {"a": 1, "b": "y"}], [{}, {"b": "y"}, {"a": 1, "b": "x"}]),
+        # some of the items
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 3, "contains": {"const": 7}}, [[7], [1, 7], [1, 2, 7]],
+         [[], [1], [1, 2, 3], [7, 1, 2, 3]]),
+        ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 7}, "minContains": 0}, [[], [1]], [["x"]]),
         ({"type": "string", "format": "url"}, ["https://example.com/a?b#c"], ["no url"]),
         ({"oneOf": [{"$ref": "#/components/schemas/Cat"}, {"$ref": "#/components/schemas/Dog"}],
           "discriminator": {"propertyName": "type"},
@@ -244,18 +287,28 @@ def test_networks_have_no_bits_behind_their_masks(compiler) -> None:
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "^oneOf: one value may be of several"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "^oneOf: "),
         ({"oneOf": [{"enum": [1, "a"]}, {"const": 1.0}]}, "^oneOf: "),
         ({"oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"a": {"const": 2}}}]}, "^oneOf"),
         ({"type": "object", "oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, "^oneOf"),
-        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "^oneOf"),
-        ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"], "minProperties": 2}]}, "^oneOf"),
-        ({"dependencies": {"a": {"required": ["b"]}}}, "dependencies"),
         (of(set[str]), "uniqueItems.*; allowed: an enum of few items, maxItems 1"),
         ({"type": "array", "items": {"enum": list(range(6))}, "uniqueItems": True}, "uniqueItems"),
-        ({"not": {"type": "null"}}, '"not"'),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"], "patternProperties": {}}]}, "^oneOf: one value may be"),
         ({"not": {}}, "Unsatisfiable"),
+        ({"type": "boolean", "not": {"enum": [True, False]}}, "Unsatisfiable"),
+        ({"type": "string", "not": {"pattern": "^ab"}}, '"not"'),
+        ({"type": "string", "not": {"format": "date"}}, '"not"'),
+        ({"type": "number", "not": {"const": 0}}, '"not"'),
+        ({"type": "number", "not": {"minimum": 0}}, '"not"'),
+        ({"not": {"const": "x" * 200}}, '"not"'),
+        ({"not": {"items": {"type": "string"}}}, '"not"'),
+        ({"not": {"oneOf": [{"type": "string"}]}}, '"not"'),
+        ({"not": {"pattern": "[^a-c&&b]"}}, '"not"'),
+        ({"if": {"minProperties": "x"}, "then": {"required": ["a"]}}, '"if", "then"'),
+        ({"if": 5, "else": {}}, '"if"'),
+        ({"type": "array", "contains": {"type": "string"}}, '"contains"'),
+        ({"type": "array", "contains": {"type": "string"}, "minContains": 2, "maxItems": 3}, '"contains", "minContains"'),
+        ({"dependentSchemas": {"a": {"not": {"pattern": "ab"}}}}, '"not"'),
         (COLORS | {"propertyNames": {"pattern": "^a"}, "patternProperties": {"b$": {}}}, "propertyNames"),
         (COLORS | {"propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
         (COLORS | {"propertyNames": {"not": {"const": "a"}}}, "propertyNames"),
@@ -294,9 +347,9 @@ def test_the_given_schema_stays_as_it_is_and_what_is_made_of_it_is_the_same_ever
 def test_schemas_that_are_none_are_the_librarys_to_refuse() -> None:
     """Each keyword with each kind of value, alone and behind a reference."""
     values = (None, True, 0, -1, 1.5, "x", "#", "#/x/0", [], [[]], [{}], {}, {"": {}}, {"x": 1}, ["a", {"a": []}])
-    keywords = ["$ref", "$defs", "additionalProperties", "allOf", "anyOf", "const", "dependentRequired", "discriminator", "enum", "format",
-                "items", "maxItems", "minItems", "not", "oneOf", "pattern", "patternProperties", "properties",
-                "propertyNames", "required", "type", "uniqueItems"]  # fmt: skip
+    keywords = ["$ref", "$defs", "additionalProperties", "allOf", "anyOf", "const", "contains", "dependencies", "dependentRequired",
+                "discriminator", "else", "enum", "format", "if", "items", "maxContains", "maxItems", "minItems", "minLength", "not", "oneOf", "pattern", "patternProperties", "properties",
+                "propertyNames", "required", "then", "type", "uniqueItems"]  # fmt: skip
     draw = random.Random(3)
     for _ in range(20_000):
         schema = {keyword: draw.choice(values) for keyword in draw.sample(keywords, draw.randint(1, 5))}
@@ -319,8 +372,10 @@ def test_schemas_that_are_none_are_the_librarys_to_refuse() -> None:
         {"type": "array", "uniqueItems": True, "items": {"enum": list(range(10**4))}},
         {"anyOf": [{"oneOf": [{"const": n} for n in range(200)]}] * 10},
         {"anyOf": [{"type": "array", "uniqueItems": True, "items": {"enum": list(range(5))}}] * 900},
+        {"not": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}}},
+        {"allOf": [{"not": {"enum": [f"{n}{m}" for m in range(100)]}} for n in range(1000)]},
     ],
-    ids=["references", "objects", "items", "constants", "sets"],
+    ids=["references", "objects", "items", "constants", "sets", "denied references", "denied texts"],
 )  # fmt: skip
 def test_the_search_is_bounded(schema) -> None:
     began = time.thread_time()
@@ -337,7 +392,23 @@ def drawn_value(draw: random.Random, depth: int = 2) -> Any:
         return {name: drawn_value(draw, depth - 1) for name in draw.sample(NAMES, draw.randint(0, 3))}
     if depth and kind < 0.7:
         return [drawn_value(draw, depth - 1) for _ in range(draw.randint(0, 3))]
-    return draw.choice([None, True, False, 0, 1, 1.0, 1.5, "x", "y", "a", 2])
+    return draw.choice([None, True, False, 0, 1, 1.0, 1.5, "", "x", "y", "xy", "yx", "a", 2])
+
+
+def drawn_denied(draw: random.Random, depth: int) -> Any:
+    """Mostly what has a counterpart."""
+    return draw.choice([
+        {"required": draw.sample(NAMES, draw.randint(1, 2))},
+        {"properties": {draw.choice(NAMES): {"enum": draw.sample(["x", "xy", "a", 1, 1.0, True, None, 2], draw.randint(1, 4))}}},
+        {"properties": {draw.choice(NAMES): {"const": draw.choice(["x", "y", 1, 0])}}, "required": draw.sample(NAMES, 1)},
+        {"enum": draw.sample(["", "x", "xy", "yx", "y", "a"], draw.randint(1, 3))},
+        {"type": draw.choice(["string", "integer", "number", ["null", "boolean"], "object"])},
+        {draw.choice(["minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum", "minProperties"]): draw.randint(0, 2)},
+        {"pattern": draw.choice(["[xa]", "[^xa]", "^[xy]+$", "^[^x]*$", "x", "(y)", "\\d"])},
+        {draw.choice(["allOf", "anyOf"]): [drawn_schema(draw, depth - 1), {"required": ["a"]}]},
+        {"not": {"properties": {"a": drawn_schema(draw, depth - 1)}}},
+        drawn_schema(draw, depth),
+    ])  # fmt: skip
 
 
 def drawn_schema(draw: random.Random, depth: int = 3) -> Any:
@@ -358,11 +429,19 @@ def drawn_schema(draw: random.Random, depth: int = 3) -> Any:
         "uniqueItems": lambda: True,
         "dependentRequired": lambda: {name: draw.sample(NAMES, draw.randint(0, 2)) for name in draw.sample(NAMES, 2)},
         "discriminator": lambda: {"propertyName": "a"},
+        "not": lambda: drawn_denied(draw, depth - 1),
+        "if": lambda: drawn_denied(draw, depth - 1),
+        "then": lambda: drawn_schema(draw, depth - 1),
+        "else": lambda: drawn_schema(draw, depth - 1),
+        "dependentSchemas": lambda: {draw.choice(NAMES): drawn_schema(draw, depth - 1)},
+        "contains": lambda: drawn_schema(draw, depth - 1),
+        "minContains": lambda: draw.randint(0, 1),
+        "maxContains": lambda: draw.randint(0, 2),
         "items": lambda: draw.choice([{"enum": ["x", 1, 2]}, {"type": "integer", "enum": [1, 2, "x"]}, drawn_schema(draw, 0)]),
         "maxItems": lambda: draw.randint(0, 3),
         "minItems": lambda: draw.randint(0, 2),
     }  # fmt: skip
-    kind = draw.choice(["object", "object", "array", "string", ["object", "null"], "number"])
+    kind = draw.choice(["object", "object", "array", "string", ["object", "null"], "number", "integer"])
     return {"type": kind} | {key: makers[key]() for key in draw.sample(sorted(makers), draw.randint(1, 5))}
 
 

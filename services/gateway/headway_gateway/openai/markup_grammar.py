@@ -3,32 +3,34 @@
 Owns: how texts stand there, which have no quotes; all else is JSON. Must not know: where calls are, how values are read
 (``markup_values``).
 
-A text is one terminal with its end, so that no other terminal begins or ends within it. Where a value may be a text or
+A text is one terminal with its end, if that is a text too, so that no other terminal begins or ends within it. Where a value may be a text or
 something else, no text looks like something else: a reader could not tell them apart.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.markup_values import kinds_of, referred
+from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import moved
 from headway_gateway.text.grammar_literals import pattern, text
-from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID
-from headway_proto.schema_forms import ASSERTIONS
+from headway_proto.schema_formats import DURATION, FORMATS, FORMATS_OF_DRAFTS, PATTERNS, UUID, escaped
+from headway_proto.schema_keywords import ASSERTIONS, OF_KINDS
 from headway_proto.wording import shown
 
-_END = "\n</parameter>"
-_HOLDS_A_MARK = r"(?s:.*)(?:</parameter>(?s:.+)|<parameter=(?s:.*)|<function=(?s:.*)|</tool_call>(?s:.*))"
+BREAK = '"\\n"?'
+"""What may stand between marks."""
 _NUMBER = r"\s*-?[0-9](?s:.*)"
 _LOOKS_LIKE = {
     "array": r"\s*\[(?s:.*)",
     "object": r"\s*\{(?s:.*)",
     "integer": _NUMBER,
     "number": _NUMBER,
-    "boolean": rf"\s*(?:[tT]rue|[fF]alse)\s*{_END}",
-    "null": rf"\s*(?:null|None)\s*{_END}",
+    "boolean": r"\s*(?:[tT]rue|[fF]alse)\s*",
+    "null": r"\s*(?:null|None)\s*",
 }
 _WORDS = {"boolean": ("true", "false"), "null": ("null",)}
 _LETTERS_OF_URIS = "[A-Za-z0-9._~:/?#@!$&'()*+,;=%-]"
@@ -44,17 +46,10 @@ _FORMATS = {
 """The usual ones of each; nothing else is written."""
 _OF_ARGUMENTS = frozenset(("$defs", "additionalProperties", "definitions", "properties", "required", "type"))
 _OF_TEXTS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern", "type"))
-_OF_ALL = frozenset(
-    ("$ref", "allOf", "anyOf", "const", "else", "enum", "if", "not", "oneOf", "then", "type", "x-guidance")
-)
-_SAYS_NOTHING_OF = {
-    "string": ASSERTIONS - _OF_TEXTS - _OF_ALL,
-    "boolean": ASSERTIONS - _OF_ALL,
-    "null": ASSERTIONS - _OF_ALL,
-}
+_SAYS_NOTHING_OF = {kind: frozenset().union(*OF_KINDS.values()) - own for kind, own in OF_KINDS.items()}
 _DEFINITIONS = ("$defs", "definitions")
 _MOST_HOPS = 8
-_NAME = r"[^<>\s](?:[^<>\n]*[^<>\s])?"
+_NAME = r"[^<>{quote}\s](?:[^<>{quote}\n]*[^<>{quote}\s])?"
 _GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()|^$])", re.DOTALL)
 
 
@@ -62,50 +57,70 @@ class UnsayableError(ValueError):
     """A schema has no rules; one line."""
 
 
-def rules_of_parameters(name: str, schema: dict[str, Any]) -> list[str]:
-    """Return rules, of which ``name`` is all parameters by the ``schema`` of a tool's arguments, each behind a line break.
+class MarkupRules:
+    """Rules of all parameters by the ``root`` schema of a tool's arguments, in its order. The form is markup."""
 
-    They come in the order of the schema. Terminals begin with the name, in capitals.
-
-    Raises:
-        UnsayableError: the schema says something for which there is no rule.
-    """
-    rules = _Rules(name, schema)
-    return [rules.parameters(), *rules.terminals]
-
-
-class _Rules:
-    def __init__(self, name: str, root: dict[str, Any]) -> None:
-        self.terminals: list[str] = []
+    def __init__(self, name: str, root: dict[str, Any], form: CallForm, marks: Marks) -> None:
+        """``name`` is that of the first rule; others begin with it, and terminals with it in capitals."""
+        assert form.markup is not None
+        markup = form.markup
+        self._more: list[str] = []
+        """Rules and terminals beside the first."""
         self._name, self._root = name, root
+        said = marks.said
+        lines = ' "\\n"' if markup.has_lines else ""
+        self._key = f"{BREAK} {said(markup.key)}"
+        self._key_end = f"{said(markup.key_end)} {BREAK if markup.value else ''} {said(markup.value)}{lines}"
+        self._name_of_any = _NAME.replace("{quote}", '"' if '"' in markup.key_end else "")
+        is_token = marks.token_id(markup.value_end) is not None
+        self._text_end = ("\n" if markup.has_lines else "") + ("" if is_token else markup.value_end)
+        """What a text and its end as one terminal end with."""
+        self._token_end = said(markup.value_end) if is_token else ""
+        all_marks = map(
+            escaped, filter(None, (markup.key, markup.value_end, "" if markup.text_begin else markup.call, form.end))
+        )
+        self._holds_a_mark = f"(?s:.*)(?:{'|'.join(all_marks)})(?s:.*)"
 
-    def parameters(self) -> str:
-        """Return the rule of all."""
-        schema = self._plain(self._root)
-        _require_only(schema, _OF_ARGUMENTS)
+    def rules(self) -> list[str]:
+        """Return all rules.
+
+        Raises:
+            UnsayableError: the schema says something for which there is no rule.
+        """
+        return [f"{self._name}: {self._all(self._plain(self._root))}", *self._more]
+
+    def _all(self, schema: dict[str, Any]) -> str:
+        """Return the right side of the first rule."""
+        own, required, rest = self._properties(schema)
+        parts = [
+            f"({self._begin(text(name))} ({self._value(value)})){'' if name in required else '?'}"
+            for name, value in own.items()
+        ]
+        if rest is not False:
+            parts.append(f"({self._begin(self._other_name(own))} ({self._value(rest)}))*")
+        return " ".join(parts) or '""'
+
+    def _properties(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any], Any]:
+        """Return those that there may be, which of them are required, and what others are."""
+        require_only(schema, _OF_ARGUMENTS)
         own, required = schema.get("properties", {}), schema.get("required", [])
         rest = schema.get("additionalProperties", not own)
         if not isinstance(own, dict) or not isinstance(required, list):
             raise UnsayableError("properties and required are not readable; allowed: an object, and a list")
         for name in own:
-            if not re.fullmatch(_NAME, name):
+            if not re.fullmatch(self._name_of_any, name):
                 raise UnsayableError(
-                    f"the name {shown(name)} is not allowed; allowed: names without < > and line breaks"
+                    f"the name {shown(name)} is not allowed; allowed: names without marks and line breaks"
                 )
         if lacking := [name for name in required if own.get(name, False) is False]:
             raise UnsayableError(f"required: {shown(lacking[0])} is not allowed; allowed: names of properties")
-        parts = [
-            f"({text(_begin(name))} ({self._value(value)})){'' if name in required else '?'}"
-            for name, value in own.items()
-            if value is not False
-        ]
-        if rest is not False:
-            parts.append(f"({self._other_begin([*own])} ({self._value(rest)}))*")
-        return f"{self._name}: " + (" ".join(parts) or '""')
+        return {name: value for name, value in own.items() if value is not False}, required, rest
 
-    def _other_begin(self, own: Sequence[str]) -> str:
-        without = [_literal(_begin(name)) for name in own]
-        return self._terminal(_begin(_NAME), without)
+    def _other_name(self, own: Iterable[str]) -> str:
+        return self._terminal([self._name_of_any], map(escaped, own))
+
+    def _begin(self, name: str) -> str:
+        return f"{self._key} {name} {self._key_end}"
 
     def _value(self, schema: Any) -> str:
         """Return the value with its end as the right side of a rule."""
@@ -130,17 +145,15 @@ class _Rules:
             for one in plain[several[0]]:
                 yield from self._members(one, hops - 1)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("enum"), list):
-            _require_only(plain, frozenset(("enum", "type")))
-            found = [one for one in plain["enum"] if _is_of(one, plain.get("type"))]
+            require_only(plain, frozenset(("enum", "type")))
+            found = [one for one in plain["enum"] if is_of(one, plain.get("type"))]
             if not found:
                 raise UnsayableError("enum: no value of it has its type; allowed: one or more")
             texts = [one for one in found if isinstance(one, str)]
             yield from ({"enum": some} for some in (texts, [one for one in found if one not in texts]) if some)
         elif kinds - {"string"} and "string" in kinds and isinstance(plain.get("type"), list):
             for kind in dict.fromkeys(plain["type"]):
-                nothing = _SAYS_NOTHING_OF.get(kind, frozenset())
-                said = {key: plain[key] for key in plain if key not in nothing}
-                yield from self._members({**said, "type": kind}, hops - 1)
+                yield from self._members(of_type(plain, kind), hops - 1)
         elif kinds - {"string"} and "string" in kinds:
             raise UnsayableError(
                 "a text or another value is not allowed in this form; allowed: type, enum or anyOf alone"
@@ -153,11 +166,11 @@ class _Rules:
         if not kinds - {"string"}:
             yield from self._texts(schema, others)
         elif len(kinds) == 1 and kinds <= _WORDS.keys() and set(ASSERTIONS.intersection(schema)) == {"type"}:
-            yield from (text(word + _END) for word in _WORDS[kinds.pop()])
+            yield from map(self._text, _WORDS[kinds.pop()])
         elif isinstance(schema.get("enum"), list) and set(ASSERTIONS.intersection(schema)) == {"enum"}:
             # A word is one terminal, as a text is: another could begin with it.
             words = [one for one in schema["enum"] if one is None or isinstance(one, bool)]
-            yield from (text(json.dumps(one) + _END) for one in words)
+            yield from (self._text(json.dumps(one)) for one in words)
             if rest := [one for one in schema["enum"] if one is not None and not isinstance(one, bool)]:
                 yield self._json({"enum": rest})
         elif kinds & _WORDS.keys():
@@ -177,16 +190,15 @@ class _Rules:
             seen |= kinds
 
     def _texts(self, schema: dict[str, Any], others: set[str]) -> Iterator[str]:
-        _require_only(schema, _OF_TEXTS)
+        require_only(schema, _OF_TEXTS)
         if "enum" in schema or "const" in schema:
             if schema.keys() & {"format", "maxLength", "minLength", "pattern"}:
                 raise UnsayableError("enum is not allowed with a pattern, format or length; allowed: enum alone")
             found = schema["enum"] if "enum" in schema else [schema["const"]]
-            unlike = [re.compile(f"(?:{_HOLDS_A_MARK})"), *(re.compile(_LOOKS_LIKE[kind]) for kind in sorted(others))]
             for one in found:
-                if any(mark.fullmatch(one + _END) for mark in unlike):
+                if any(re.fullmatch(regex, one) for regex in self._unlike(others)):
                     raise UnsayableError(f"the text {shown(one)} is not allowed in this form; allowed: others")
-                yield text(one + _END)
+                yield self._text(one)
             return
         known = PATTERNS.get(schema.get("pattern", ""), {})
         schema = {**known, **schema, **{key: known[key] for key in known if key == "pattern"}}
@@ -196,9 +208,16 @@ class _Rules:
             whole.append(_searched(schema["pattern"]))
         if "format" in schema and not (known or _is_beside_its_pattern(schema)):
             whole.append(_of_format(schema["format"]))
-        yield self._terminal(
-            [one + _END for one in whole], [_HOLDS_A_MARK, *(_LOOKS_LIKE[one] for one in sorted(others))]
-        )
+        end = escaped(self._text_end)
+        terminal = self._terminal([one + end for one in whole], [one + end for one in self._unlike(others)])
+        yield f"{terminal} {self._token_end}"
+
+    def _unlike(self, others: set[str]) -> list[str]:
+        """Return expressions, none of which matches a text where a value may be of other types, too."""
+        return [self._holds_a_mark, *(_LOOKS_LIKE[one] for one in sorted(others))]
+
+    def _text(self, words: str) -> str:
+        return f"{text(words + self._text_end)} {self._token_end}"
 
     def _json(self, schema: Any) -> str:
         within = moved(schema, "#/$defs/whole")
@@ -209,13 +228,12 @@ class _Rules:
                 within = {**schema, **known}
             else:
                 within = {**within, "$defs": {"whole": moved(self._root, "#/$defs/whole")}}
-        return f"%json {json.dumps(within, ensure_ascii=False)} {text(_END)}"
+        return f"%json {json.dumps(within, ensure_ascii=False)} {self._text('')}"
 
-    def _terminal(self, alike: str | Sequence[str], unlike: Sequence[str]) -> str:
+    def _terminal(self, alike: Iterable[str], unlike: Iterable[str]) -> str:
         """Return a new terminal of what all of ``alike`` match, and none of ``unlike``."""
-        name = f"{self._name.upper()}_{len(self.terminals)}"
-        alike = [alike] if isinstance(alike, str) else alike
-        self.terminals.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
+        name = f"{self._name.upper()}_{len(self._more)}"
+        self._more.append(f"{name}: " + " & ".join((*map(pattern, alike), *(f"~{pattern(one)}" for one in unlike))))
         return name
 
     def _plain(self, schema: Any) -> dict[str, Any]:
@@ -234,24 +252,23 @@ class _Rules:
         raise UnsayableError("it refers to others too often; allowed: fewer $ref")
 
 
-def _require_only(schema: dict[str, Any], allowed: frozenset[str]) -> None:
+def require_only(schema: dict[str, Any], allowed: frozenset[str]) -> None:
+    """Raise UnsayableError if a schema says more."""
     if more := ASSERTIONS.intersection(schema) - allowed:
         raise UnsayableError(f"{min(more)} is not allowed in this form; allowed: {', '.join(sorted(allowed))}")
 
 
-def _is_of(value: Any, types: Any) -> bool:
+def of_type(schema: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Return what a schema says of values of one type."""
+    nothing = _SAYS_NOTHING_OF.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+    return {**{key: value for key, value in schema.items() if key not in nothing}, "type": kind}
+
+
+def is_of(value: Any, types: Any) -> bool:
     """Return whether a value has one of the types, if there are any."""
     named = {types} if isinstance(types, str) else set(types or ())
     kinds = set(kinds_of({"const": value}, None))
     return not named or bool(named & (kinds | ({"number"} if kinds == {"integer"} else set())))
-
-
-def _begin(name: str) -> str:
-    return f"\n<parameter={name}>\n"
-
-
-def _literal(words: str) -> str:
-    return re.sub(r"[^\w\s<>=/]", lambda found: "\\" + found[0], words)
 
 
 def _is_beside_its_pattern(schema: dict[str, Any]) -> bool:

@@ -1,31 +1,50 @@
-"""Values of ``<parameter=NAME>...</parameter>`` and its like, which are texts until a JSON schema says what they are.
+"""Calls in markup, as ``<parameter=NAME>...</parameter>``, whose values are texts until a JSON schema says what they are.
 
-Must not know: where calls are.
+Owns: the marks of each form. Must not know: where calls are in an output.
 """
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
 
 
 class Markup(NamedTuple):
-    """``value`` finds names and values; with ``has_lines``, a value stands on lines of its own."""
+    """The marks around a call's name, and around the name and the value of each argument. Between marks there may be a line
+    break.
+    """
 
-    value: re.Pattern[str]
+    call: str
+    name_end: str
+    end: str
+    key: str
+    key_end: str
+    value: str
+    value_end: str
     has_lines: bool = False
+    """A value stands on lines of its own."""
+    is_list: bool = False
+    """Several calls may follow each other."""
+    text_begin: str = ""
+    """What a text begins with, where arguments are nearly JSON."""
 
 
-def _between(begin: str, end: str, following: str) -> re.Pattern[str]:
-    """A value goes up to the last ``end`` before what is ``following``, so it may contain one."""
-    return re.compile(rf"{begin}(.*?)(?:{end}\s*(?={following}|\Z)|(?={following})|\Z)", re.DOTALL)
+CODER = Markup("<function=", ">", "</function>", "<parameter=", ">", "", "</parameter>", has_lines=True)
+SEED = CODER._replace(has_lines=False)
+MINIMAX = Markup('<invoke name="', '">', "</invoke>", '<parameter name="', '">', "", "</parameter>", is_list=True)
+GLM = Markup("", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+GEMMA = Markup("call:", "", "", "", ":", "", "<escape>", text_begin="<escape>")
 
 
-_PARAMETER = _between("<parameter=([^>]*)>", "</parameter>", "<parameter=")
-CODER_VALUES, SEED_VALUES = Markup(_PARAMETER, has_lines=True), Markup(_PARAMETER)
-MINIMAX_VALUES = Markup(_between('<parameter name="([^"]*)">', "</parameter>", "<parameter name="))
-GLM_VALUES = Markup(_between(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", "</arg_value>", "<arg_key>"))
+@cache
+def _finder(markup: Markup) -> re.Pattern[str]:
+    """Return what finds names and values. A value goes up to the last end before a name, so it may contain one."""
+    key, key_end, value, end = map(re.escape, (markup.key, markup.key_end, markup.value, markup.value_end))
+    behind_key = rf"\s*{value}" if value else ""
+    return re.compile(rf"{key}(.*?){key_end}{behind_key}(.*?)(?:{end}\s*(?={key}|\Z)|(?={key})|\Z)", re.DOTALL)
+
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -49,7 +68,7 @@ def values_of(markup: Markup, text: str, schema: Any) -> dict[str, Any]:
             content.removeprefix("\n").removesuffix("\n") if markup.has_lines else content,
             set(kinds_of(known.get(name.strip(), others), schema)),
         )
-        for name, content in markup.value.findall(text)
+        for name, content in _finder(markup).findall(text)
     }
 
 

@@ -118,7 +118,9 @@ class PieceMaker:
         if not wanted.tools or self._has_channels:
             return None
         form = self._call_form
-        if wanted.forced and (form is None or not has_rules(form, marks) or problem_of_tools(form, wanted.forced)):
+        if wanted.forced and (
+            form is None or not has_rules(form, marks) or problem_of_tools(form, wanted.forced, marks)
+        ):
             return FORCED
         if form is None:
             raise invalid_argument(
@@ -232,7 +234,7 @@ def _require_rules(room: Room, marks: Marks) -> None:
     """Refuse strict tools whose calls have no rules in the form of the template, where others have."""
     if room.calls is None or not has_rules(room.calls, marks):
         return
-    problem = problem_of_tools(room.calls, [tool for tool in room.tools if tool.strict])
+    problem = problem_of_tools(room.calls, [tool for tool in room.tools if tool.strict], marks)
     if problem:
         raise invalid_argument("tools", problem)
 

@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from headway_gateway.openai import tool_calls
 from headway_gateway.openai.bodies import Function
+from headway_gateway.openai.gemma_grammar import GemmaRules
 from headway_gateway.openai.grammar_marks import Marks
 from headway_gateway.openai.harmony import CHANNEL, CONSTRAIN, MESSAGE
-from headway_gateway.openai.markup_grammar import UnsayableError, rules_of_parameters
+from headway_gateway.openai.markup_grammar import BREAK, MarkupRules, UnsayableError
 from headway_gateway.openai.tool_calls import CallForm
 from headway_gateway.openai.tool_schemas import (
     FORCED_KEYS,
@@ -31,7 +32,6 @@ _SPACE = r"[ \n]{0,8}"
 _AROUND_JSON = f"/{_SPACE}/"
 _KEYS = CallKeys("name", "arguments", last_id="id")
 _KEYS_OF_COHERE = CallKeys("tool_name", "parameters", first_id="tool_call_id")
-_END_OF_FUNCTION = "\n</function>"
 _AS_TEMPLATES_WRITE = {"x-guidance": {"whitespace_pattern": _SPACE}}
 """Some write calls on several lines."""
 
@@ -53,12 +53,12 @@ def has_rules(form: CallForm, marks: Marks) -> bool:
     return form in _RULES and (not form.begin or marks.token_id(form.begin) is not None)
 
 
-def problem_of_tools(form: CallForm, tools: Tools) -> str:
+def problem_of_tools(form: CallForm, tools: Tools, marks: Marks) -> str:
     """Return why a form has no rules for calls of these tools; empty if it has."""
-    if form is tool_calls.QWEN_CODER:
+    if form.markup is not None:
         for tool in tools:
             try:
-                rules_of_parameters("any", schema_of_arguments(tool))
+                _rules_of_arguments(form, tool, marks, "any")
             except UnsayableError as error:
                 return f"{shown(tool.name)}: {error}, or the tool without strict"
     return ""
@@ -106,12 +106,21 @@ def _of_deepseek(form: CallForm, tools: Tools, marks: Marks, most: int | None) -
     return [f"call: {marks.said(form.begin)} {calls} {marks.said(form.end)}", *named, *_arguments(tools)]
 
 
-def _of_qwen_coder(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:  # noqa: ARG001 (it is one)
-    rules = [f'call: {marks.said(form.begin)} "\\n" ({_any_of(tools)}) "\\n" {marks.said(form.end)}']
+def _in_markup(form: CallForm, tools: Tools, marks: Marks, most: int | None) -> list[str]:
+    assert form.markup is not None
+    name, name_end, end = map(marks.said, (form.markup.call, form.markup.name_end, form.markup.end))
+    calls = f"({_any_of(tools)}){'+' if form.markup.is_list and most != 1 else ''}"
+    rules = [f"call: {marks.said(form.begin)} {calls} {BREAK} {marks.said(form.end)}"]
     for place, tool in enumerate(tools):
-        rules.append(f"call{place}: {text(f'<function={tool.name}>')} arguments{place} {text(_END_OF_FUNCTION)}")
-        rules += rules_of_parameters(f"arguments{place}", schema_of_arguments(tool))
+        rules.append(f"call{place}: {BREAK} {name} {text(tool.name)} {name_end} arguments{place} {BREAK} {end}")
+        rules += _rules_of_arguments(form, tool, marks, f"arguments{place}")
     return rules
+
+
+def _rules_of_arguments(form: CallForm, tool: Function, marks: Marks, name: str) -> list[str]:
+    assert form.markup is not None
+    kind = GemmaRules if form.markup.text_begin else MarkupRules
+    return kind(name, schema_of_arguments(tool), form, marks).rules()
 
 
 def rules_beside_text(tools: Tools) -> list[str]:
@@ -146,7 +155,11 @@ _RULES: Mapping[CallForm, Callable[[CallForm, Tools, Marks, int | None], list[st
     tool_calls.COHERE: partial(_marked_array, keys=_KEYS_OF_COHERE),
     tool_calls.MISTRAL: _of_mistral,
     tool_calls.DEEPSEEK: _of_deepseek,
-    tool_calls.QWEN_CODER: _of_qwen_coder,
+    tool_calls.QWEN_CODER: _in_markup,
+    tool_calls.SEED: _in_markup,
+    tool_calls.MINIMAX: _in_markup,
+    tool_calls.GLM: _in_markup,
+    tool_calls.FUNCTION_GEMMA: _in_markup,
     tool_calls.LLAMA: _of_llama,
 }
 

@@ -14,15 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from headway_gateway.openai import markup_values
 from headway_gateway.openai.marks import num_uncertain
-from headway_gateway.openai.markup_values import (
-    CODER_VALUES,
-    GLM_VALUES,
-    MINIMAX_VALUES,
-    SEED_VALUES,
-    Markup,
-    values_of,
-)
+from headway_gateway.openai.markup_values import Markup, values_of
 
 Schemas: TypeAlias = Mapping[str, Any]
 """The JSON schemas of the tools' parameters, by the tools' names."""
@@ -46,6 +40,8 @@ class CallForm(NamedTuple):
     """A template that has them all teaches this form, if no form before it is taught."""
     last: str = ""
     """What a call without ``end`` ends with, or else it was cut short. In JSON this shows by itself."""
+    markup: Markup | None = None
+    """How calls and their arguments are marked, if they are markup."""
 
 
 class _Call(msgspec.Struct):
@@ -102,31 +98,23 @@ def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
     return _all_or_none(calls)
 
 
-def _of_markup(
-    text: str,
-    schemas: Schemas,
-    *,
-    values: Markup,
-    begin: str = "<function=",
-    name_end: str = ">",
-    end: str = "</function>",
-) -> list[ToolCall]:
+def _of_markup(text: str, schemas: Schemas, markup: Markup) -> list[ToolCall]:
     calls = []
-    for part in text.split(begin)[1:]:
-        name, mark, parameters = (part.rpartition(end)[0] or part).partition(name_end)
-        calls.append(_marked_up(name.strip(), parameters, schemas, values) if mark else None)
+    for part in text.split(markup.call)[1:]:
+        name, mark, parameters = (part.rpartition(markup.end)[0] or part).partition(markup.name_end)
+        calls.append(_marked_up(name.strip(), parameters, schemas, markup) if mark else None)
     return _all_or_none(calls)
 
 
-def _of_glm(text: str, schemas: Schemas) -> list[ToolCall]:
-    """One call, whose name nothing marks."""
-    name, mark, behind = text.partition("<arg_key>")
-    is_name = _GLM_NAME.fullmatch(name.strip()) is not None
-    return _all_or_none([_marked_up(name.strip(), mark + behind, schemas, GLM_VALUES) if is_name else None])
+def _of_unmarked_name(text: str, schemas: Schemas, markup: Markup) -> list[ToolCall]:
+    """One call."""
+    name, mark, behind = text.partition(markup.key)
+    is_name = _UNMARKED_NAME.fullmatch(name.strip()) is not None
+    return _all_or_none([_marked_up(name.strip(), mark + behind, schemas, markup) if is_name else None])
 
 
-def _marked_up(name: str, parameters: str, schemas: Schemas, values: Markup) -> ToolCall | None:
-    return call_of(name, msgspec.json.encode(values_of(values, parameters, schemas.get(name))).decode())
+def _marked_up(name: str, parameters: str, schemas: Schemas, markup: Markup) -> ToolCall | None:
+    return call_of(name, msgspec.json.encode(values_of(markup, parameters, schemas.get(name))).decode())
 
 
 def _of_function_gemma(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
@@ -145,45 +133,36 @@ def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
     return read if len(read) == len(calls) else []
 
 
+def _in_markup(begin: str, end: str, markup: Markup, signs: tuple[str, ...]) -> CallForm:
+    read = partial(_of_markup if markup.call else _of_unmarked_name, markup=markup)
+    return CallForm(begin, end, read, signs, markup.end or markup.value_end, markup)
+
+
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
 MISTRAL_CALL_ID, MISTRAL_ARGUMENTS = "[CALL_ID]", "[ARGS]"
 DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
-_GLM_NAME = re.compile(r"[^\s<>{}]+")
+_UNMARKED_NAME = re.compile(r"[^\s<>{}]+")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 DEEPSEEK = CallForm(_DEEPSEEK_BEGIN, _DEEPSEEK_END, _of_deepseek, (_DEEPSEEK_BEGIN,))
 COHERE = CallForm("<|START_ACTION|>", "<|END_ACTION|>", _from_json, ("<|START_ACTION|>",))
 FUNCTION_GEMMA = CallForm(
-    "<start_function_call>", "<end_function_call>", _of_function_gemma, ("<start_function_call>",)
+    "<start_function_call>",
+    "<end_function_call>",
+    _of_function_gemma,
+    ("<start_function_call>",),
+    markup=markup_values.GEMMA,
 )
 MISTRAL = CallForm(_MISTRAL_BEGIN, "", _of_mistral, (_MISTRAL_BEGIN,))
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>", _from_json, ("<|/tool|>",))
 GRANITE = CallForm("<|tool_call|>", "", _from_json, ("<|tool_call|>",))
-QWEN_CODER = CallForm(
-    "<tool_call>",
-    "</tool_call>",
-    partial(_of_markup, values=CODER_VALUES),
-    ("<tool_call>", "<function="),
-    "</function>",
-)
-SEED = CallForm(
-    "<seed:tool_call>",
-    "</seed:tool_call>",
-    partial(_of_markup, values=SEED_VALUES),
-    ("<seed:tool_call>",),
-    "</function>",
-)
-MINIMAX = CallForm(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    partial(_of_markup, values=MINIMAX_VALUES, begin='<invoke name="', name_end='">', end="</invoke>"),
-    ("<minimax:tool_call>",),
-    "</invoke>",
-)
-GLM = CallForm("<tool_call>", "</tool_call>", _of_glm, ("<tool_call>", "<arg_key>"), "</arg_value>")
+QWEN_CODER = _in_markup("<tool_call>", "</tool_call>", markup_values.CODER, ("<tool_call>", "<function="))
+SEED = _in_markup("<seed:tool_call>", "</seed:tool_call>", markup_values.SEED, ("<seed:tool_call>",))
+MINIMAX = _in_markup("<minimax:tool_call>", "</minimax:tool_call>", markup_values.MINIMAX, ("<minimax:tool_call>",))
+GLM = _in_markup("<tool_call>", "</tool_call>", markup_values.GLM, ("<tool_call>", "<arg_key>"))
 HERMES = CallForm("<tool_call>", "</tool_call>", _from_json, ("<tool_call>",))
 LLAMA = CallForm("", "", _from_json, ('{"name": function name, "parameters": ', "tools"))
 _FORMS = (DEEPSEEK, COHERE, FUNCTION_GEMMA, MISTRAL, PHI, GRANITE, SEED, MINIMAX, GLM, QWEN_CODER, HERMES, LLAMA)
