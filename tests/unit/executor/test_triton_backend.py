@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
 from backend_driver import BackendDriver, Request, load_adapter
-from checkpoints import CONTEXT, FAMILIES, VOCAB_SIZE, change_head, make_checkpoint
+from checkpoints import CONTEXT, FAMILIES, STATES, VOCAB_SIZE, change_head, make_checkpoint
 from decoder_driver import write_checkpoint
 from device_weights import rounded
 from headway_executor.backend import BackendConfig, BackendConfigError, ExecutorBackend, StepOutOfMemoryError
@@ -76,7 +76,7 @@ USUAL = (
 """Of all families, what each part of a description takes."""
 
 
-REFUSED = {
+REFUSED = dict.fromkeys(STATES, "(gates behind attention, )?layers with a state instead of attention") | {
     "llama4": "experts whose inputs are weighed",
     "apertus": "activations with numbers of their own",
     "phimoe": "experts weighed by their share of near scores",

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from core_driver import CoreDriver
 from headway_executor.backend import BackendConfig
 from headway_gateway.link.live_sequence import LiveSequence
 from headway_proto.columns import encode_column
@@ -43,6 +44,25 @@ def test_a_pin_that_cannot_be_is_refused_in_one_line(
     assert str(refusal.value).startswith(message)
     assert "\n" not in str(refusal.value)
     assert core.pinned_prefixes.list() == ()
+
+
+def test_blocks_of_a_model_with_states_are_no_beginning_for_another_request() -> None:
+    capacity = msgspec.structs.replace(CAPACITY, keeps_states=True)
+    limits = SchedulerLimits(max_num_batched_tokens=64)
+    for keeps_states, hits in ((False, 16), (True, 0)):
+        driver = CoreDriver(limits, msgspec.structs.replace(capacity, keeps_states=keeps_states))
+        for handle in (1, 2):
+            driver.add(handle, 20, 1)
+            driver.all_steps()
+        assert driver.core.counters.num_prefix_hit_tokens == hits
+    core = Scheduler(limits, CAPACITY)
+    core.pinned_prefixes.pin("p", "", tokens(8))
+    core.begin_epoch(capacity, 2, same_model=True)  # the pin waits for an executor that can have it
+    assert [pin.num_blocks for pin in core.pinned_prefixes.list()] == [0]
+    with pytest.raises(PinRefused, match="and the model keeps no states"):
+        core.pinned_prefixes.pin("q", "", tokens(8))
+    core.begin_epoch(CAPACITY, 3, same_model=True)
+    assert [pin.num_blocks for pin in core.pinned_prefixes.list()] == [2]
 
 
 def test_all_pins_together_are_at_most_a_quarter_of_the_pool() -> None:

@@ -57,12 +57,13 @@ static void gather_task(void *work, int64_t task) {
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
     const int owns_some = now->step->shared != NULL && now->step->shared->is_shared;
+    const int owns_heads = owns_some && now->layer->recurrence == NULL;
     if (task == 0)
         gather(now->step, of->rows.hidden + (owns_some ? shape->hidden_start : 0), of->strides.hidden,
                owns_some ? shape->hidden_columns : of->strides.hidden);
-    else if (task == 1)
-        gather(now->step, of->rows.attended + (owns_some ? shape->first_head * shape->head_dim : 0),
-               of->strides.attended, owns_some ? shape->num_heads * shape->head_dim : of->strides.attended);
+    else if (task == 1) /* the results of a state are all of one rank */
+        gather(now->step, of->rows.attended + (owns_heads ? shape->first_head * shape->head_dim : 0),
+               of->strides.attended, owns_heads ? shape->num_heads * shape->head_dim : of->strides.attended);
     else
         gather(now->step, of->space.normed, of->strides.hidden, of->strides.hidden);
 }

@@ -1,0 +1,195 @@
+"""Layers with a state: what their executor says, what it refuses, and states that never reach another request."""
+
+import numpy as np
+import pytest
+import torch
+
+from backend_driver import BackendDriver, Request
+from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
+from group_backend import InlineGroup
+from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.backends import torch_loading
+from headway_executor.backends.torch_backend import TorchBackend
+from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
+from headway_executor.models.config import RecurrenceConfig, RecurrenceNames
+from headway_executor.models.families import read_model_config
+from headway_executor.models.part import part_of
+from headway_executor.models.recurrence import RowStates, scan, state_bytes
+from headway_executor.rank_place import RankPlace
+from headway_kernels.cpu.library import load_library
+from headway_proto.columns import encode_column
+from headway_proto.sampling import SamplingParams
+from headway_proto.step import NewRequest, SchedulerOutput
+from step_columns import backend_info, encoded_pairs
+
+GREEDY = SamplingParams(temperature=0.0)
+SIZES = {"dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 64, "block_size": 8}
+CONVOLUTION = RecurrenceConfig(
+    kind="gated", taps=3, value_dim=48, names=RecurrenceNames(inputs=("i",), convolution="c", output="o")
+)
+needs_kernels = pytest.mark.skipif(load_library() is None, reason="the CPU kernels are not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(directory, "qwen3_5")
+    return directory
+
+
+def open_backend(directory, **changes):
+    backend = TorchBackend()
+    return backend, backend.open(BackendConfig(model=str(directory), **SIZES | changes))
+
+
+def prompts(*lengths):
+    rng = np.random.default_rng(3)
+    return [rng.integers(1, VOCAB_SIZE, size=length).tolist() for length in lengths]
+
+
+def tokens_of(backend, info, prompt, budget=512):
+    request = Request(prompt, 6, GREEDY)
+    BackendDriver(backend, info).run([request], budget=budget)
+    return request.output
+
+
+def test_the_executor_says_that_blocks_are_not_all(model, tmp_path):
+    _, info = open_backend(model, swap_space_mib=64)
+    assert (info.keeps_states, info.num_host_blocks, info.max_num_rows) == (True, 0, 4)
+    make_checkpoint(tmp_path, "llama2")
+    _, info = open_backend(tmp_path, swap_space_mib=64)
+    assert not info.keeps_states
+    assert info.num_host_blocks > 0
+
+
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_who_gets_a_row_begins_anew(model, kernels):
+    """Requests follow each other on the same rows, after a longer one and after one that was given up in between."""
+    if kernels == "compiled" and load_library() is None:
+        pytest.skip("the CPU kernels are not installed")
+    options = {"options": {"kernels": kernels}}
+    long, short = prompts(70, 9)
+    expected = tokens_of(*open_backend(model, **options), short)
+    backend, info = open_backend(model, **options)
+    assert tokens_of(backend, info, long, budget=16) != expected
+    assert tokens_of(backend, info, short) == expected
+    BackendDriver(backend, info).run([Request(long, 1, GREEDY)], budget=16)
+    assert tokens_of(backend, info, short, budget=4) == expected
+
+
+def test_a_row_that_goes_on_where_it_has_not_ended_is_our_own_mistake():
+    states = RowStates([CONVOLUTION], 3, torch.device("cpu"))
+    column = lambda *numbers: np.array(numbers, dtype=np.int64)  # noqa: E731 - of one row or two
+    states.advance(column(0, 2), column(0, 0), column(5, 7))
+    states.advance(column(2), column(7), column(1))
+    states.advance(column(0), column(0), column(4))  # begins anew
+    with pytest.raises(AssertionError, match="went on elsewhere"):
+        states.advance(column(2), column(7), column(1))
+    with pytest.raises(AssertionError, match="went on elsewhere"):
+        states.advance(column(1), column(3), column(1))
+
+
+def test_a_new_row_with_computed_tokens_is_impossible():
+    state = BatchState(backend_info(num_blocks=8, block_size=4, max_model_len=30, vocab_size=9, keeps_states=True))
+    new = NewRequest(
+        row=0,
+        token_ids=encode_column(range(6)),
+        num_prompt_tokens=6,
+        block_ids=encode_column((1, 2)),
+        num_computed_tokens=4,
+        sampling=SamplingParams(),
+    )
+    step = SchedulerOutput(
+        epoch=1,
+        step=0,
+        total_num_scheduled_tokens=2,
+        scheduled_new_reqs=(new,),
+        num_scheduled_tokens=encoded_pairs([(0, 2)]),
+    )
+    with pytest.raises(ImpossibleDiff, match="new row 0 has 4 computed tokens, and its state has none"):
+        state.apply(step)
+
+
+def test_as_many_rows_as_a_quarter_of_the_free_memory_holds(model, monkeypatch):
+    recurrences = read_model_config(model).recurrences(range(3))
+    of_one = state_bytes(recurrences)
+    assert of_one == 4 * 2 * (3 * (2 * 2 * 12 + 4 * 20) + 4 * 12 * 20)
+    warnings = []
+    monkeypatch.setattr(torch_loading, "free_bytes", lambda _device: 4 * (2 * of_one + 9))
+    _, info = open_backend(model, warn=warnings.append)
+    assert info.max_num_rows == 2
+    assert any("so 2 fit in a quarter of the free memory, and not max_num_seqs 4" in line for line in warnings)
+    monkeypatch.setattr(torch_loading, "free_bytes", lambda _device: of_one)
+    with pytest.raises(BackendConfigError, match="the model's state of one request, 0 MiB, does not fit in 0 MiB"):
+        open_backend(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculation": "ngram"}, "speculation 'ngram' is not allowed with this model, which has layers with a state"),
+        ({"speculation": "draft", "draft_model": "same"}, "speculation 'draft' is not allowed with this model"),
+    ],
+)
+def test_no_speculation_with_states(model, changes, message):
+    named = {name: str(model) if value == "same" else value for name, value in changes.items()}
+    with pytest.raises(BackendConfigError, match=message):
+        open_backend(model, **named)
+
+
+def test_a_draft_model_may_have_none_either(model, tmp_path):
+    make_checkpoint(tmp_path, "llama2")
+    with pytest.raises(BackendConfigError, match=r"draft_model .* is not allowed; it has layers with a state"):
+        open_backend(tmp_path, speculation="draft", draft_model=str(model))
+
+
+def test_ranks_share_no_layer_with_a_state(model):
+    place = RankPlace(rank=0, tensor_parallel=2, pipeline_parallel=1, rendezvous="x")
+    with pytest.raises(BackendConfigError, match=r"tensor_parallel 2 is not allowed; .* so allowed: 1"):
+        part_of(read_model_config(model), place)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid"])
+def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
+    """The second of three stages has no state, the others no attention."""
+    make_checkpoint(tmp_path, name)
+    prompt = prompts(37)[0]
+    alone = tokens_of(*open_backend(tmp_path, options={"kernels": kernels}), prompt, budget=16)
+    group = InlineGroup(pipeline_parallel=3)
+    info = group.open(BackendConfig(model=str(tmp_path), options={"kernels": kernels}, num_threads=1, **SIZES))
+    assert tokens_of(group, info, prompt, budget=16) == alone
+    group.close()
+
+
+@pytest.mark.parametrize("has_strengths", [False, True], ids=["selective", "delta"])
+@pytest.mark.parametrize("length", [1, 64, 150])
+def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
+    draw = torch.Generator().manual_seed(length)
+    queries, keys, values = (torch.randn(2, 3, length, width, generator=draw) for width in (8, 8, 5))
+    keys = torch.nn.functional.normalize(keys, dim=-1)
+    decays = -torch.rand(2, 3, length, generator=draw)
+    strengths = torch.rand(2, 3, length, generator=draw) if has_strengths else None
+    state = torch.randn(2, 3, 8, 5, generator=draw)
+    results, after = scan(queries, keys, values, decays, strengths, state)
+    for place in range(length):
+        key, value = keys[:, :, place], values[:, :, place]
+        state = state * decays[:, :, place, None, None].exp()
+        if strengths is not None:
+            value = (value - torch.einsum("nhk,nhkv->nhv", key, state)) * strengths[:, :, place, None]
+        state = state + key[..., :, None] * value[..., None, :]
+        expected = torch.einsum("nhk,nhkv->nhv", queries[:, :, place], state)
+        assert torch.allclose(results[:, :, place], expected, atol=1e-4)
+    assert torch.allclose(after, state, atol=1e-4)
+
+
+def test_the_published_names_of_layers_are_read_too(tmp_path):
+    """Files that are older than transformers 5 say mamba and attention."""
+    model = make_model("granitehybrid")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    text = path.read_text()
+    expected = read_model_config(tmp_path)
+    path.write_text(text.replace('"linear_attention"', '"mamba"').replace('"full_attention"', '"attention"'))
+    assert read_model_config(tmp_path) == expected
