@@ -303,6 +303,7 @@ ADDED = {
         "embedding_size": 0,
         "default_pooling": 0,
         "generates": True,
+        "keeps_states": False,
     },
     SamplingParams: {"prompt_logprobs": -1, "constraint": None},
     ingress.ModelInfo: {
