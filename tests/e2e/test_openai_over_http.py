@@ -444,6 +444,10 @@ BAD_CHATS = {
     ),
     "top_logprobs alone": ({"messages": CHAT, "top_logprobs": 1}, "top_logprobs"),
     "top_logprobs": ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "a tool's name": (
+        {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+    ),
     "two limits": ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
 }
 
