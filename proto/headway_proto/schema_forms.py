@@ -1,14 +1,14 @@
 """JSON schemas in the words of the grammar library: what it refuses or takes loosely, said in another way.
 
 Owns: which keywords have another way. Must not know: how a schema is compiled. A rewritten schema allows no output that
-the given one forbids. It allows less in two cases: names that ``propertyNames`` lists come in that order, each at most
-once, and the property of a ``discriminator`` is always there. What has no other way is left to the library, which
+the given one forbids. It allows less in three cases: names that ``propertyNames`` lists come in that order, each at most
+once, the property of a ``discriminator`` is always there, and the items of a larger set come in one order. What has no other way is left to the library, which
 refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the reference would lose its target.
 """
 
 import math
-from collections.abc import Iterator
-from itertools import count, permutations
+from collections.abc import Callable, Iterable
+from itertools import combinations, count, permutations
 from typing import Any
 from urllib.parse import unquote
 
@@ -291,14 +291,17 @@ class _Rewriting:
             return
         known = own_values(items)
         listed = [(kind, value) for kind, value in known.literals or () if type_of(value) in known.types]
-        self._num_arrays += (num_arrays := sum(_num_arrays(len(listed), most)))
+        arrangements: Callable[[list[Any], int], Iterable[tuple[Any, ...]]] = permutations
+        if (num_arrays := _num_arrays(len(listed), most, math.perm)) > _MOST_ARRAYS:
+            arrangements, num_arrays = combinations, _num_arrays(len(listed), most, math.comb)
+        self._num_arrays += num_arrays
         if known.literals is None or num_arrays > _MOST_ARRAYS or self._num_arrays > _MOST_ARRAYS_IN_ALL:
             return
         values = [value for _, value in sorted(listed, key=lambda one: (one[0], str(one[1])))]
         sizes = range(max(least, 0), min(len(values), len(values) if most is None else most) + 1)
         for key in ("uniqueItems", "type", "items", "minItems", "maxItems"):  # Beside the list they cost tenfold.
             schema.pop(key, None)
-        schema["enum"] = [list(some) for size in sizes for some in permutations(values, size)]
+        schema["enum"] = [list(some) for size in sizes for some in arrangements(values, size)]
 
     def _with_discriminator(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Require the property that tells the branches apart, which Pydantic leaves out if it has a default."""
@@ -415,10 +418,10 @@ def _is_any(schema: Schema) -> bool:
     return schema is True or schema == {}
 
 
-def _num_arrays(num_items: int, most: int | None) -> Iterator[int]:
-    """Return how many arrays of different items there are, by size, up to more than matter."""
+def _num_arrays(num_items: int, most: int | None, count_of: Callable[[int, int], int]) -> int:
+    """Return how many arrays of different items there are, as far as that matters."""
     sizes = range(min(num_items, num_items if most is None else most, _MOST_ARRAYS) + 1)
-    return (math.perm(num_items, size) for size in sizes)
+    return sum(count_of(num_items, size) for size in sizes)
 
 
 def _are_texts(value: object) -> bool:
