@@ -7,6 +7,7 @@ refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the re
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from itertools import combinations, count, permutations
 from typing import Any
@@ -21,6 +22,10 @@ from headway_proto.schema_values import ALL_TYPES, ANYTHING, NOTHING, Values, ow
 Schema = Any
 """An object or a bool."""
 
+_LOOKS_AHEAD = re.compile(r"\^\(\?([=!])")
+_PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()|])", re.DOTALL)
+_REPEATS = frozenset("*+?{")
+_TEXTS = Values(frozenset({"string"}))
 _LISTING = frozenset(["const", "enum", "type"])
 _ADDED = "#/$defs/"
 _MOST_BRANCHES = 64
@@ -92,6 +97,7 @@ class _Rewriting:
             return False
         self._drop_what_says_nothing(schema)
         _say_pattern(schema)
+        self._say_look_ahead(schema)
         self._say_format(schema)
         self._say_names(schema)
         self._say_not(schema)
@@ -126,6 +132,23 @@ class _Rewriting:
         for key in ("unevaluatedItems", "unevaluatedProperties"):
             if _is_any(schema.get(key)) and key not in self._pinned:
                 del schema[key]
+
+    def _say_look_ahead(self, schema: dict[str, Any]) -> None:
+        """Say what a pattern looks ahead to at the beginning of a text with patterns beside it."""
+        rest, also = schema.get("pattern"), []
+        while isinstance(rest, str) and (found := _LOOKS_AHEAD.match(rest)):
+            size = _size_of_group(rest[1:])
+            inner = rest[found.end() : size]
+            said = (
+                {"pattern": f"^(?:{inner})"} if found[1] == "=" else self._negation.of({"pattern": f"^{inner}"}, _TEXTS)
+            )
+            if not size or said is None or rest[size + 1 : size + 2] in _REPEATS:
+                return
+            also.append(said)
+            rest = f"^{rest[size + 1 :]}"
+        if also:
+            schema["pattern"] = rest
+            _also(schema, all_of(also))
 
     def _say_format(self, schema: dict[str, Any]) -> None:
         name = schema.get("format")
@@ -412,6 +435,18 @@ def _say_pattern(schema: dict[str, Any]) -> None:
         _also(schema, said)
     else:
         schema.update(said)
+
+
+def _size_of_group(regex: str) -> int:
+    """Return the length of the group that an expression begins with; 0 if it does not end, or is one of several choices."""
+    depth = size = 0
+    for found in _PARENTHESIS.finditer(regex):
+        depth += {"(": 1, ")": -1}.get(found[1], 0)
+        if found[1] == "|" and not depth:
+            return 0
+        if found[1] and not depth and not size:
+            size = found.end()
+    return size
 
 
 def _is_any(schema: Schema) -> bool:

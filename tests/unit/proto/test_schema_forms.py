@@ -278,6 +278,25 @@ def test_what_zod_says_with_look_ahead_is_said_without(compiler, pattern, kind, 
         assert re.search(pattern, json.loads(text))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^(?!\s*$).+", ["a", " a ", "a\nb"], ["", " ", "\t \t"]),
+        (r"^(?!\s+$)(?=.{2,4}$)[a-z ]*$", ["ab", " abc"], ["a", "  ", "abcde", "aB"]),
+        (r"^(?=.*[A-Z])(?=.*\d)(?=.*[()!])\S{4,}$", ["aB1!", "(9Z9("], ["aB11", "B1!", "ab1!", "aB1! "]),
+        (r"^(?!.*\s)[^x]+$", ["ab"], ["a b", "ax"]),
+        (r"^(?!.*[_(])(?:(?s:.*))$", ["", "a", "a\n_"], ["_", "a(b", "(\n"]),
+        (r"^(?=[(\])a]|b)(?:a|b|.)", ["ax", "b", ")", "("], ["c", ""]),
+    ],
+)
+def test_what_a_pattern_looks_ahead_to_at_its_beginning_is_followed(compiler, pattern, good, bad) -> None:
+    assert [bool(re.search(pattern, value)) for value in good + bad] == [True] * len(good) + [False] * len(bad)
+    for schema in ({"type": "string", "pattern": pattern}, {"type": "string", "pattern": pattern, "maxLength": 40}):
+        assert [passes(compiler, schema, value) for value in good + bad] == [True] * len(good) + [False] * len(bad)
+        for text in outputs(compiler, schema, 8):
+            assert re.search(pattern, json.loads(text))
+
+
 def test_networks_have_no_bits_behind_their_masks(compiler) -> None:
     for kind in (ipaddress.IPv4Network, ipaddress.IPv4Interface):
         for text in outputs(compiler, pydantic.TypeAdapter(kind).json_schema(), 20):
@@ -299,6 +318,12 @@ def test_networks_have_no_bits_behind_their_masks(compiler) -> None:
         ({"not": {}}, "Unsatisfiable"),
         ({"type": "boolean", "not": {"enum": [True, False]}}, "Unsatisfiable"),
         ({"type": "string", "not": {"pattern": "^ab"}}, '"not"'),
+        ({"type": "string", "pattern": "^(?!ab)a"}, "look-?around"),
+        ({"type": "string", "pattern": "^(?!.*[^\n])"}, "look-?around"),
+        ({"type": "string", "pattern": "^(?=a"}, "regex parse error"),
+        ({"type": "string", "pattern": "^(?=a)a|b"}, "look-?around"),
+        ({"type": "string", "pattern": "^(?=a)?b"}, "look-?around"),
+        ({"type": "string", "pattern": "a(?=b)"}, "look-?around"),
         ({"type": "string", "not": {"format": "date"}}, '"not"'),
         ({"type": "number", "not": {"const": 0}}, '"not"'),
         ({"type": "number", "not": {"minimum": 0}}, '"not"'),
