@@ -1,14 +1,15 @@
 """JSON schemas in the words of the grammar library: what it refuses or takes loosely, said in another way.
 
 Owns: which keywords have another way. Must not know: how a schema is compiled. A rewritten schema allows no output that
-the given one forbids. It allows less in two cases: names that ``propertyNames`` lists come in that order, each at most
-once, and the property of a ``discriminator`` is always there. What has no other way is left to the library, which
+the given one forbids. It allows less in three cases: names that ``propertyNames`` lists come in that order, each at most
+once, the property of a ``discriminator`` is always there, and the items of a larger set come in one order. What has no other way is left to the library, which
 refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the reference would lose its target.
 """
 
 import math
-from collections.abc import Iterator
-from itertools import count, permutations
+import re
+from collections.abc import Callable, Iterable
+from itertools import combinations, count, permutations
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,6 +22,10 @@ from headway_proto.schema_values import ALL_TYPES, ANYTHING, NOTHING, Values, ow
 Schema = Any
 """An object or a bool."""
 
+_LOOKS_AHEAD = re.compile(r"\^\(\?([=!])")
+_PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([()|])", re.DOTALL)
+_REPEATS = frozenset("*+?{")
+_TEXTS = Values(frozenset({"string"}))
 _LISTING = frozenset(["const", "enum", "type"])
 _ADDED = "#/$defs/"
 _MOST_BRANCHES = 64
@@ -92,6 +97,7 @@ class _Rewriting:
             return False
         self._drop_what_says_nothing(schema)
         _say_pattern(schema)
+        self._say_look_ahead(schema)
         self._say_format(schema)
         self._say_names(schema)
         self._say_not(schema)
@@ -126,6 +132,23 @@ class _Rewriting:
         for key in ("unevaluatedItems", "unevaluatedProperties"):
             if _is_any(schema.get(key)) and key not in self._pinned:
                 del schema[key]
+
+    def _say_look_ahead(self, schema: dict[str, Any]) -> None:
+        """Say what a pattern looks ahead to at the beginning of a text with patterns beside it."""
+        rest, also = schema.get("pattern"), []
+        while isinstance(rest, str) and (found := _LOOKS_AHEAD.match(rest)):
+            size = _size_of_group(rest[1:])
+            inner = rest[found.end() : size]
+            said = (
+                {"pattern": f"^(?:{inner})"} if found[1] == "=" else self._negation.of({"pattern": f"^{inner}"}, _TEXTS)
+            )
+            if not size or said is None or rest[size + 1 : size + 2] in _REPEATS:
+                return
+            also.append(said)
+            rest = f"^{rest[size + 1 :]}"
+        if also:
+            schema["pattern"] = rest
+            _also(schema, all_of(also))
 
     def _say_format(self, schema: dict[str, Any]) -> None:
         name = schema.get("format")
@@ -291,14 +314,17 @@ class _Rewriting:
             return
         known = own_values(items)
         listed = [(kind, value) for kind, value in known.literals or () if type_of(value) in known.types]
-        self._num_arrays += (num_arrays := sum(_num_arrays(len(listed), most)))
+        arrangements: Callable[[list[Any], int], Iterable[tuple[Any, ...]]] = permutations
+        if (num_arrays := _num_arrays(len(listed), most, math.perm)) > _MOST_ARRAYS:
+            arrangements, num_arrays = combinations, _num_arrays(len(listed), most, math.comb)
+        self._num_arrays += num_arrays
         if known.literals is None or num_arrays > _MOST_ARRAYS or self._num_arrays > _MOST_ARRAYS_IN_ALL:
             return
         values = [value for _, value in sorted(listed, key=lambda one: (one[0], str(one[1])))]
         sizes = range(max(least, 0), min(len(values), len(values) if most is None else most) + 1)
         for key in ("uniqueItems", "type", "items", "minItems", "maxItems"):  # Beside the list they cost tenfold.
             schema.pop(key, None)
-        schema["enum"] = [list(some) for size in sizes for some in permutations(values, size)]
+        schema["enum"] = [list(some) for size in sizes for some in arrangements(values, size)]
 
     def _with_discriminator(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Require the property that tells the branches apart, which Pydantic leaves out if it has a default."""
@@ -411,14 +437,26 @@ def _say_pattern(schema: dict[str, Any]) -> None:
         schema.update(said)
 
 
+def _size_of_group(regex: str) -> int:
+    """Return the length of the group that an expression begins with; 0 if it does not end, or is one of several choices."""
+    depth = size = 0
+    for found in _PARENTHESIS.finditer(regex):
+        depth += {"(": 1, ")": -1}.get(found[1], 0)
+        if found[1] == "|" and not depth:
+            return 0
+        if found[1] and not depth and not size:
+            size = found.end()
+    return size
+
+
 def _is_any(schema: Schema) -> bool:
     return schema is True or schema == {}
 
 
-def _num_arrays(num_items: int, most: int | None) -> Iterator[int]:
-    """Return how many arrays of different items there are, by size, up to more than matter."""
+def _num_arrays(num_items: int, most: int | None, count_of: Callable[[int, int], int]) -> int:
+    """Return how many arrays of different items there are, as far as that matters."""
     sizes = range(min(num_items, num_items if most is None else most, _MOST_ARRAYS) + 1)
-    return (math.perm(num_items, size) for size in sizes)
+    return sum(count_of(num_items, size) for size in sizes)
 
 
 def _are_texts(value: object) -> bool:

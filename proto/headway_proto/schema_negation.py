@@ -32,6 +32,7 @@ _SIZES = {
 _ONE = r"(\[\^?(?:\\[^bB]|[^\]\[\\])+\]|\\[dDsSwW]|\\[^\w]|[^\\\[\](){}.*+?^$|])"
 """One character of a pattern, or one of a class."""
 _HAS_ONE = re.compile(rf"{_ONE}|\({_ONE}\)")
+_HAS_IN_LINE = re.compile(rf"\^\.\*{_ONE}")
 _HAS_ONLY = re.compile(rf"\^{_ONE}([*+])\$")
 _SET_SIGNS = ("--", "&&", "~~")
 """What joins classes to the library, and does not in JavaScript."""
@@ -198,9 +199,25 @@ def _pattern_without(regex: str) -> str:
         raise _UnsayableError
     if found := _HAS_ONE.fullmatch(regex):
         return f"^{_other_letters(found[1] or found[2])}*$"
+    if found := _HAS_IN_LINE.fullmatch(regex):
+        return _line_without(found[1])
     if found := _HAS_ONLY.fullmatch(regex):
         return _other_letters(found[1]) if found[2] == "*" else f"^(?:(?s:.*){_other_letters(found[1])}(?s:.*))?$"
     raise _UnsayableError
+
+
+def _line_without(one: str) -> str:
+    """Return the pattern of texts whose first line has none of these characters."""
+    other = _other_letters(one)
+    try:
+        has_line_break = re.fullmatch(one, "\n") is not None
+    except re.error:
+        raise _UnsayableError from None
+    if has_line_break:
+        return f"^{other}*$"
+    if not other.startswith("[^"):
+        raise _UnsayableError
+    return f"^{other[:-1]}\\n]*(?:\\n(?s:.*))?$"
 
 
 def _other_letters(one: str) -> str:

@@ -528,6 +528,18 @@ async def test_a_response_has_calls_as_items_of_their_own(tmp_path: Path, name: 
         assert "round" in behind
 
 
+async def test_a_template_that_does_not_show_tools_is_told_whether_calls_are_forced_or_not(tmp_path: Path) -> None:
+    async with door(model_with(tmp_path / "model", "{{ messages[0].content }}")) as at:
+        for choice in ("auto", "required"):
+            with pytest.raises(
+                openai.BadRequestError, match="tools: this model's chat template does not show them"
+            ) as told:
+                await at.client.chat.completions.create(
+                    model="fake", messages=[{"role": "user", "content": "x"}], tools=TOOLS, tool_choice=choice
+                )
+            assert told.value.param == "tools"
+
+
 async def test_calls_of_a_response_may_be_forced_and_its_items_are_checked(tmp_path: Path) -> None:
     tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     async with door(model_with(tmp_path / "model", "{{ tools | tojson }}{{ messages[0].content }}")) as at:

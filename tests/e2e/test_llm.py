@@ -106,6 +106,9 @@ def test_vectors_and_scores(llm: LLM) -> None:
 def test_a_refused_request_is_an_error_and_the_next_works(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="top_p"):
         llm.generate(list(PROMPTS), max_tokens=4, top_p=7.0)
+    with pytest.raises(InvalidRequestError, match="the prompt is empty") as refused:
+        llm.generate(["a", "b", ""], max_tokens=2)
+    assert refused.value.__notes__ == ["number 3 of 3: ''"]
     assert len(llm.generate(list(PROMPTS), max_tokens=2)) == len(PROMPTS)
 
 

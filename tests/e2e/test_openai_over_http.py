@@ -188,7 +188,7 @@ async def test_as_many_vectors_as_of_openai_in_one_call(client, native) -> None:
     of_grpc = await native.embed(texts[64:128])
     assert made.data[100].embedding == pytest.approx(list(of_grpc.embeddings[36].values), abs=1e-5)
     assert made.usage.prompt_tokens >= 2 * 130
-    for wrong, told in (([*texts, ""], r"input\[130\]\.text: "), (["x"] * 2049, "input: 2049 are .* 1 to 2048")):
+    for wrong, told in (([*texts, ""], r"input\[130\]: "), (["x"] * 2049, "input: 2049 are .* 1 to 2048")):
         with pytest.raises(openai.BadRequestError, match=told):
             await client.embeddings.create(model="demo_model", input=wrong)
 
@@ -444,6 +444,10 @@ BAD_CHATS = {
     ),
     "top_logprobs alone": ({"messages": CHAT, "top_logprobs": 1}, "top_logprobs"),
     "top_logprobs": ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "a tool's name": (
+        {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+    ),
     "two limits": ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
 }
 
@@ -542,7 +546,8 @@ async def test_what_does_not_fit_is_told_in_the_words_that_clients_look_for(http
         ("/v1/completions", {"prompt": "x", "max_tokens": 1024}, "max_tokens"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
         ("/v1/responses", {"input": long}, "input"),
-        ("/v1/embeddings", {"input": ["x", huge]}, "input[1].text"),
+        ("/v1/embeddings", {"input": ["x", huge]}, "input[1]"),
+        ("/v1/embeddings", {"input": huge}, "input"),
     ):
         async with http.post(path, json=body) as answer:
             error = (await answer.json())["error"]

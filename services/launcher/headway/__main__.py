@@ -10,8 +10,10 @@ import contextlib
 import errno
 import importlib
 import os
+import resource
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -21,7 +23,7 @@ from headway.standard_streams import open_closed
 from headway_process.installation import install_advice
 from headway_process.last_words import write_last_line
 from headway_process.lean_imports import one_blas_thread
-from headway_proto.wording import shown
+from headway_proto.wording import one_line, shown
 
 FAILED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _refuse("headway", f"unknown command {shown(words[0])[1:-1]}{suggestion(name, COMMANDS)}")
     try:
+        _require_current_directory()
         with one_blas_thread():
             parser = parser_of(name)
         code = COMMANDS[name].run(parser.parse(rest))
@@ -101,11 +104,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.EPIPE:  # whoever reads has seen enough, as head does
             return FAILED_EXIT_CODE
         return _refuse(f"headway {name}", f"the output cannot be written: {error.strerror}", FAILED_EXIT_CODE)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+    except ImportError as error:
+        if not (problem := _problem_of_import(error)):
             raise
-        return _refuse(f"headway {name}", f"this host lacks {package}; {install_advice(_EXTRAS[package])}")
+        return _refuse(f"headway {name}", problem)
+
+
+def _problem_of_import(error: ImportError) -> str:
+    """Return what this host lacks, or "" if it lacks nothing that is known."""
+    if not isinstance(error, ModuleNotFoundError):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        room = f" (this process may have {limit >> 20} MiB of addresses, see ulimit -v)"
+        return f"a package cannot be loaded: {one_line(error)}{'' if limit == resource.RLIM_INFINITY else room}"
+    package = (error.name or "").partition(".")[0]
+    return f"this host lacks {package}; {install_advice(_EXTRAS[package])}" if package in _EXTRAS else ""
+
+
+def _require_current_directory() -> None:
+    """In one that was deleted, libraries do not even find themselves."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigurationError(f"the current directory: {error.strerror}; allowed: one that exists") from None
 
 
 def _asked(words: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from headway.planning.model_source import DEMO_MODEL
 from headway.planning.services import serve_settings
 from headway.terminal.progress import ProgressLine
 from headway_proto import generation_pb2
+from headway_proto.wording import shown
 
 ResultT = TypeVar("ResultT")
 
@@ -154,17 +155,21 @@ async def _answered(
     places = asyncio.Semaphore(_MOST_AT_ONCE)
     num_done = 0
 
-    async def one(given: Any) -> ResultT:
+    async def one(number: int, given: Any) -> ResultT:
         nonlocal num_done
         async with places:
-            result = await call(client, given)
+            try:
+                result = await call(client, given)
+            except Exception as error:
+                error.add_note(f"number {number} of {len(several)}: {shown(given)}")
+                raise
         num_done += 1
         if progress is not None:
             progress.show(num_done, len(several), "answered")
         return result
 
     async with AsyncClient(address) as client:
-        tasks = [asyncio.ensure_future(one(given)) for given in several]
+        tasks = [asyncio.ensure_future(one(*given)) for given in enumerate(several, 1)]
         try:
             return await asyncio.gather(*tasks)
         finally:

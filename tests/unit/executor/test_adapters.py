@@ -3,7 +3,9 @@
 import functools
 import itertools
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -450,6 +452,9 @@ def test_wrong_files_are_refused(tmp_path, adapted):
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(b"nonsense")
     assert "damaged or not a safetensors file" in refusal(directory, tmp_path)
+    elsewhere = tmp_path / os.fsdecode(b"\xff")
+    shutil.copytree(adapters["all"], elsewhere)
+    assert "the path is not UTF-8, which the library needs; allowed: one that is" in refusal(directory, elsewhere)
     tensors = load_file(adapters["all"] / "adapter_model.safetensors")
     first = next(name for name in tensors if ".lora_A." in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, weights)

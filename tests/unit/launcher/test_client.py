@@ -256,7 +256,9 @@ def test_unknown_options_and_lone_surrogates():
     with Client("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="no option 'max_token'"):
             client.generate("x", max_token=3)
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(
+            InvalidRequestError, match=r"'\\ud800' is not Unicode; allowed: text without lone surrogates"
+        ):
             client.generate("\ud800")
 
 

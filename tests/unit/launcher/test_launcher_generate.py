@@ -225,3 +225,15 @@ async def test_each_token_that_is_named_is_asked_for_once():
     texts = await texts_of(client, PromptTokens("", [1], entries))
     assert client.asked == [[token_id] for token_id in (7, *range(100, 170))]
     assert texts == {token_id: f"<{token_id}>" for token_id in (7, *range(100, 170))}
+
+
+def test_a_file_that_is_not_utf_8_is_refused_with_its_byte(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"one\ntw\xff\n")
+    with pytest.raises(
+        ConfigurationError, match=r"--file: line 2 of '.*' *: byte 3 is not UTF-8; allowed: text in UTF-8$"
+    ):
+        list(jobs_of(arguments("--file", str(file))))
+    for flag in ("--json-schema", "--grammar"):
+        with pytest.raises(ConfigurationError, match=rf"{flag}: '.*': byte 7 is not UTF-8"):
+            list(jobs_of(arguments("--prompt", "hi", flag, str(file))))

@@ -139,6 +139,8 @@ ADDRESS = "4f6c1b9a-0d3e-4a57-9c1e-2b7a8d9e0f11"
         (of(dict[Annotated[str, pydantic.Field(min_length=2, max_length=4)], int]), [{"abcd": 1}], [{"a": 1}, {"abcde": 1}]),
         (of(dict[Annotated[str, pydantic.Field(max_length=255)], int]), [{"é" * 40: 1}], [{"e": None}]),
         (of(set[Literal["a", "b", "c"]]), [[], ["c", "a"], ["b", "c", "a"]], [["a", "a"], ["d"]]),
+        (of(set[Literal["a", "b", "c", "d", "e", "f", "g", "h"]]), [[], ["h"], ["a", "c", "h"], list("abcdefgh")], [["a", "a"], ["i"]]),
+        ({"type": "array", "items": {"enum": list("abcdefghijkl")}, "uniqueItems": True, "maxItems": 2}, [["k", "b"]], [["k", "k"]]),
         (of(set[Literal[1, 2]]), [[2, 1]], [[1, 1], [3]]),
         ({"type": "array", "items": {"type": "string", "enum": ["a", 1]}, "uniqueItems": True}, [["a"]], [[1]]),
         (of(Annotated[set[bool], pydantic.Field(min_length=1)]), [[True], [False, True]], [[], [True, True]]),
@@ -276,6 +278,25 @@ def test_what_zod_says_with_look_ahead_is_said_without(compiler, pattern, kind, 
         assert re.search(pattern, json.loads(text))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^(?!\s*$).+", ["a", " a ", "a\nb"], ["", " ", "\t \t"]),
+        (r"^(?!\s+$)(?=.{2,4}$)[a-z ]*$", ["ab", " abc"], ["a", "  ", "abcde", "aB"]),
+        (r"^(?=.*[A-Z])(?=.*\d)(?=.*[()!])\S{4,}$", ["aB1!", "(9Z9("], ["aB11", "B1!", "ab1!", "aB1! "]),
+        (r"^(?!.*\s)[^x]+$", ["ab"], ["a b", "ax"]),
+        (r"^(?!.*[_(])(?:(?s:.*))$", ["", "a", "a\n_"], ["_", "a(b", "(\n"]),
+        (r"^(?=[(\])a]|b)(?:a|b|.)", ["ax", "b", ")", "("], ["c", ""]),
+    ],
+)
+def test_what_a_pattern_looks_ahead_to_at_its_beginning_is_followed(compiler, pattern, good, bad) -> None:
+    assert [bool(re.search(pattern, value)) for value in good + bad] == [True] * len(good) + [False] * len(bad)
+    for schema in ({"type": "string", "pattern": pattern}, {"type": "string", "pattern": pattern, "maxLength": 40}):
+        assert [passes(compiler, schema, value) for value in good + bad] == [True] * len(good) + [False] * len(bad)
+        for text in outputs(compiler, schema, 8):
+            assert re.search(pattern, json.loads(text))
+
+
 def test_networks_have_no_bits_behind_their_masks(compiler) -> None:
     for kind in (ipaddress.IPv4Network, ipaddress.IPv4Interface):
         for text in outputs(compiler, pydantic.TypeAdapter(kind).json_schema(), 20):
@@ -292,11 +313,17 @@ def test_networks_have_no_bits_behind_their_masks(compiler) -> None:
         ({"oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"a": {"const": 2}}}]}, "^oneOf"),
         ({"type": "object", "oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, "^oneOf"),
         (of(set[str]), "uniqueItems.*; allowed: an enum of few items, maxItems 1"),
-        ({"type": "array", "items": {"enum": list(range(6))}, "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "items": {"enum": list(range(9))}, "uniqueItems": True}, "uniqueItems"),
         ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"], "patternProperties": {}}]}, "^oneOf: one value may be"),
         ({"not": {}}, "Unsatisfiable"),
         ({"type": "boolean", "not": {"enum": [True, False]}}, "Unsatisfiable"),
         ({"type": "string", "not": {"pattern": "^ab"}}, '"not"'),
+        ({"type": "string", "pattern": "^(?!ab)a"}, "look-?around"),
+        ({"type": "string", "pattern": "^(?!.*[^\n])"}, "look-?around"),
+        ({"type": "string", "pattern": "^(?=a"}, "regex parse error"),
+        ({"type": "string", "pattern": "^(?=a)a|b"}, "look-?around"),
+        ({"type": "string", "pattern": "^(?=a)?b"}, "look-?around"),
+        ({"type": "string", "pattern": "a(?=b)"}, "look-?around"),
         ({"type": "string", "not": {"format": "date"}}, '"not"'),
         ({"type": "number", "not": {"const": 0}}, '"not"'),
         ({"type": "number", "not": {"minimum": 0}}, '"not"'),

@@ -342,6 +342,12 @@ def open_safetensors(path: Path) -> Any:
     except OSError as error:  # The library reports a file that it cannot open as damaged.
         raise ModelFilesError(f"{path}: {error.strerror or error}") from None
     try:
+        str(path).encode()
+    except UnicodeEncodeError:  # As above.
+        raise ModelFilesError(
+            f"{shown(path)}: the path is not UTF-8, which the library needs; allowed: one that is"
+        ) from None
+    try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelFilesError(f"{path}: damaged or not a safetensors file ({str(error)[:64]})") from None

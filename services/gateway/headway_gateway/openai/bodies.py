@@ -446,7 +446,7 @@ def _choices(kind: type, path: str) -> str:
     found = _alternatives(type_info(kind))
     for name, _ in _steps(path):
         found = [one for outer in found for inner in _inside(outer, name) for one in _alternatives(inner)]
-    return ", ".join(str(value) for one in found if isinstance(one, LiteralType) for value in one.values)
+    return ", ".join(str(value) or "''" for one in found if isinstance(one, LiteralType) for value in one.values)
 
 
 def _alternatives(info: Type) -> list[Type]:

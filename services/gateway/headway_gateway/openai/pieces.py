@@ -118,6 +118,10 @@ class PieceMaker:
         if not wanted.tools or self._has_channels:
             return None
         form = self._call_form
+        if form is None and "tools" not in self._text_model.tools_template_source:
+            raise invalid_argument(
+                "tools", "this model's chat template does not show them; allowed: unset, or another chat_template.jinja"
+            )
         if wanted.forced and (
             form is None or not has_rules(form, marks) or problem_of_tools(form, wanted.forced, marks)
         ):

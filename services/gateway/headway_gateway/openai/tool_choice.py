@@ -1,5 +1,6 @@
 """Which tools a request offers, and of which it must have a call. Must not know: templates, calls."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +18,9 @@ from headway_gateway.openai.bodies import (
 from headway_gateway.statuses import CallRefusedError, invalid_argument
 from headway_proto.wording import shown
 
+_NAME = re.compile(r"""[^\s<>{}()\[\]"'`\\]+""")
+"""No form of calls marks these within a name."""
+
 ToolsBody: TypeAlias = ChatBody | TokenizeBody | ResponsesBody
 
 
@@ -27,6 +31,12 @@ def offered_tools(body: ToolsBody) -> list[Function]:
         CallRefusedError: INVALID_ARGUMENT.
     """
     tools = [tool.function for tool in body.tools or ()]
+    for place, tool in enumerate(tools):
+        if not _NAME.fullmatch(tool.name):
+            field = f"tools[{place}].{'' if isinstance(body, ResponsesBody) else 'function.'}name"
+            raise invalid_argument(
+                field, f"{shown(tool.name)} is not allowed; allowed: a name without space, quotes or brackets"
+            )
     if body.tool_choice == "none":
         return []
     allowed = _allowed_tools(body)

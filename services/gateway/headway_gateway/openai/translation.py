@@ -304,8 +304,10 @@ def embed_parts(body: EmbeddingsBody, tenant: str | None) -> list[EmbedPart]:
         request = _embed_request(body, tenant, inputs[first : first + MAX_INPUTS])
         if first:
             request.request_id = f"{request.request_id}-{first}"
-        places = range(len(request.inputs))
-        parts.append(EmbedPart(request, [(f"inputs[{place}]", f"input[{first + place}]") for place in places]))
+        is_list = isinstance(body.input, list) and inputs != [body.input]
+        names = [f"input[{first + place}]" if is_list else "input" for place in range(len(request.inputs))]
+        ours = (".text", ".token_ids.ids", "")
+        parts.append(EmbedPart(request, [(f"inputs[{n}]{one}", name) for n, name in enumerate(names) for one in ours]))
     return parts
 
 

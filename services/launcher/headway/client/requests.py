@@ -226,7 +226,10 @@ def _input(one: Input) -> generation_pb2.Input:
 def _refusals_of_protobuf() -> Iterator[None]:
     try:
         yield
-    except (ValueError, UnicodeEncodeError) as error:
+    except UnicodeEncodeError as error:
+        problem = f"{shown(error.object)} is not Unicode; allowed: text without lone surrogates"
+        raise InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, problem) from error
+    except ValueError as error:
         raise InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
 

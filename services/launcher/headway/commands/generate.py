@@ -20,7 +20,7 @@ from headway.client import (
 from headway.commands.connection import add_connection_flags, check_patience, client_of
 from headway.commands.reporting import Screen, prompt_table, table
 from headway.commands.streaming import Job, answer, answer_all, texts_of
-from headway.flags.named_files import bytes_of_file, lines_of, lines_of_file
+from headway.flags.named_files import bytes_of_file, decoded, lines_of, lines_of_file
 from headway.flags.settings import ConfigurationError
 from headway_proto.wording import one_line, shown
 
@@ -199,7 +199,7 @@ def jobs_of(arguments: argparse.Namespace) -> Iterator[Job]:
 def _constraint_files(arguments: argparse.Namespace) -> dict[str, str]:
     flags = {"json_schema": "--json-schema", "grammar": "--grammar"}
     return {
-        name: (bytes_of_file(file, flag) or b"").decode("utf-8-sig", "replace")
+        name: decoded(bytes_of_file(file, flag) or b"", f"{flag}: {shown(file)}")
         for name, flag in flags.items()
         if (file := getattr(arguments, name, None)) is not None
     }
@@ -221,7 +221,7 @@ def _lines(file: str) -> Iterator[tuple[int, str]]:
     origin = "--file"
     found = lines_of(sys.stdin.buffer, file, origin) if file == "-" else lines_of_file(file, origin)
     for number, line in found:
-        yield number, line.decode("utf-8", "replace")
+        yield number, decoded(line, f"{origin}: line {number} of {shown(file)}")
 
 
 def _parsed(line: str, number: int, file: str) -> JobLine:

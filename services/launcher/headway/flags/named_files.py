@@ -70,6 +70,18 @@ def lines_of(file: BinaryIO, name: str, origin: str) -> Iterator[tuple[int, byte
         yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
+def decoded(content: bytes, where: str) -> str:
+    """Return what was read as text.
+
+    Raises:
+        ConfigurationError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{where}: byte {error.start + 1} is not UTF-8; allowed: text in UTF-8") from None
+
+
 def token_of_file(path: str | None, origin: str) -> str:
     """Return the bearer token in a file, if one is named.
 
