@@ -132,7 +132,8 @@ class Generation:
         sequences = [continuation.sequence for continuation in self._continuations]
         try:
             self._client.submit([sequence for sequence in sequences if sequence.end is None])
-            # This comes after submitting, so that the scheduler already works.
+            # What follows comes after submitting, so that the scheduler already works.
+            _log.debug("submitted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
             self._call.context.offer_initial_metadata(((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),))
             await self._stream()
         finally:
@@ -179,7 +180,6 @@ class Generation:
         accepted.cached_tokens = self._num_cached_tokens
         patience.begin_write()
         await self._send(api.GenerateResponse(accepted=accepted))
-        _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
 
     async def _write_all(self, patience: ClientPatience) -> None:
         open_continuations = list(self._continuations)

@@ -87,10 +87,10 @@ class Call:
             self._add(problem)
             return
         self._num_unacknowledged += num_bytes
-        if not self._requests:
-            self._acknowledge()  # a message may be larger than the window
         for message in messages:
             self._add(message)
+        if not self._requests:
+            self._acknowledge()  # a message may be larger than the window
 
     def end(self) -> None:
         """See ``Receiver``."""

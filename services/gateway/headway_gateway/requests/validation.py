@@ -3,8 +3,9 @@ tokenising.
 """
 
 import json
+import os
+import re
 import secrets
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -32,6 +33,7 @@ CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 SEED_SPACE = 1 << 64
 _PRIORITIES = frozenset(api.Priority.values())
+_CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 Request = api.GenerateRequest | api.EmbedRequest | api.ScoreRequest
 
@@ -106,11 +108,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
         CallRefusedError: INVALID_ARGUMENT with every wrong field, or NOT_FOUND for another model.
     """
     adapter = served_adapter(request, model)
-    wrong: dict[str, str] = {}
-    wrong.update(_request_violations(request, model))
-    wrong.update(_sampling_violations(request.sampling))
-    wrong.update(_prompt_logprobs_violations(request, model))
-    wrong.update(_constraint_violations(request.sampling, model))
+    wrong = dict(_request_violations(request, model))
     sampling = sampling_params(request)
     for field, description in violations(sampling, model.vocab_size):
         wrong.setdefault(f"sampling.{field}", description)
@@ -120,7 +118,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
     num_returned = given.n if given.HasField("n") else 1
     return CheckedRequest(
         request=request,
-        request_id=request.request_id or secrets.token_hex(16),
+        request_id=request.request_id or os.urandom(16).hex(),
         sampling=sampling,
         num_returned=num_returned,
         num_continuations=given.best_of if given.HasField("best_of") else num_returned,
@@ -272,12 +270,21 @@ def _request_violations(request: api.GenerateRequest, model: ModelInfo) -> Itera
     yield from _prompt_violations(request, "prompt")
     if request.HasField("resume"):
         yield from _resume_violations(request, model)
+    sampling = request.sampling
+    yield from _sampling_violations(sampling)
+    if sampling.HasField("prompt_logprobs"):
+        yield from _prompt_logprobs_violations(request, model)
+    kind = sampling.WhichOneof("constraint")
+    if kind is not None:
+        yield from _constraint_violations(sampling, kind, model)
 
 
 def name_violations(request: Request) -> Iterable[tuple[str, str]]:
     """Yield the faults in what every request has, as (field, description)."""
-    yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
-    yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
+    if request.request_id:
+        yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
+    if request.tenant:
+        yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
     if request.adapter and not is_adapter_name(request.adapter):
         yield "adapter", f"{shown(request.adapter)} is not allowed; allowed: {ADAPTER_NAME_FORM}"
     if request.priority not in _PRIORITIES:
@@ -287,7 +294,7 @@ def name_violations(request: Request) -> Iterable[tuple[str, str]]:
 def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[str, str]]:
     if len(value.encode()) > most_bytes:
         yield field, f"{shown(value)} has {len(value.encode())} bytes; allowed: at most {most_bytes}"
-    elif any(unicodedata.category(character) == "Cc" for character in value):
+    elif _CONTROL_CHARACTER.search(value):
         yield field, f"{shown(value)} contains a control character; allowed: text without control characters"
 
 
@@ -366,8 +373,6 @@ def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterab
 
 
 def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    if not request.sampling.HasField("prompt_logprobs"):
-        return
     field = "sampling.prompt_logprobs"
     if not model.supports_prompt_logprobs:
         yield field, f"the backend {model.backend} does not support it; allowed: unset"
@@ -375,10 +380,7 @@ def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) 
         yield field, "not allowed together with resume.token_ids: the prompt was reported before them; allowed: unset"
 
 
-def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    kind = sampling.WhichOneof("constraint")
-    if kind is None:
-        return
+def _constraint_violations(sampling: api.SamplingParams, kind: str, model: ModelInfo) -> Iterable[tuple[str, str]]:
     if kind == "json_object" and not sampling.json_object:
         yield "sampling.json_object", "False is not allowed; allowed: True or unset"
     if kind == CHOICE and not 1 <= len(sampling.choice.choices) <= MAX_CHOICES:
