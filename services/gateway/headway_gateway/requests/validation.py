@@ -18,7 +18,7 @@ from headway_proto import generation_pb2 as api
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 from headway_proto.columns import INT32
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo, Submit
-from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
+from headway_proto.sampling import CHOICE, NO_LOGPROBS, Constraint, SamplingParams, violations
 from headway_proto.wording import shown
 
 MAX_REQUEST_ID_BYTES = 128
@@ -115,7 +115,7 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
     if wrong:
         raise invalid_arguments(wrong)
     given = request.sampling
-    num_returned = given.n if given.HasField("n") else 1
+    num_returned = _num_returned(given)
     return CheckedRequest(
         request=request,
         request_id=request.request_id or os.urandom(16).hex(),
@@ -228,10 +228,9 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
 def sampling_params(request: api.GenerateRequest) -> SamplingParams:
     """Fill in the API's defaults."""
     given = request.sampling
-    top_k = given.top_k if given.HasField("top_k") else 0
     return SamplingParams(
         temperature=given.temperature if given.HasField("temperature") else 1.0,
-        top_k=0 if top_k == -1 else top_k,
+        top_k=0 if given.top_k == -1 else given.top_k,
         top_p=given.top_p if given.HasField("top_p") else 1.0,
         min_p=given.min_p,
         repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
@@ -395,16 +394,30 @@ def _constraint_violations(sampling: api.SamplingParams, kind: str, model: Model
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
-        yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
-    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens > 0:
-        yield (
-            "sampling.min_tokens",
-            f"{sampling.min_tokens} is not allowed; allowed: at most max_tokens, {sampling.max_tokens}",
-        )
-    if sampling.HasField("top_k") and sampling.top_k < -1:
+    """Those that ``violations`` does not find."""
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens < 1:
+            yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
+        elif sampling.min_tokens > sampling.max_tokens:
+            yield (
+                "sampling.min_tokens",
+                f"{sampling.min_tokens} is not allowed; allowed: at most max_tokens, {sampling.max_tokens}",
+            )
+    if sampling.top_k < -1:
         yield "sampling.top_k", f"{sampling.top_k} is not allowed; allowed: -1 or 0 (keep all), or 1 and more"
-    yield from _report_violations(sampling)
+    num_returned = _num_returned(sampling)
+    if not 1 <= num_returned <= MAX_CONTINUATIONS:
+        yield "sampling.n", f"{num_returned} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
+    if sampling.HasField("best_of") and not num_returned <= sampling.best_of <= MAX_CONTINUATIONS:
+        yield (
+            "sampling.best_of",
+            f"{sampling.best_of} is not allowed; allowed: n, {num_returned}, to {MAX_CONTINUATIONS}",
+        )
+    if sampling.stop or sampling.stop_token_ids:
+        yield from _stop_violations(sampling)
+
+
+def _stop_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
     if len(sampling.stop) > MAX_STOPS:
         yield "sampling.stop", f"{len(sampling.stop)} entries are not allowed; allowed: at most {MAX_STOPS}"
     for place, stop in enumerate(sampling.stop):
@@ -417,12 +430,5 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
         )
 
 
-def _report_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
-        yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
-    for name in ("logprobs", "prompt_logprobs"):
-        if sampling.HasField(name) and getattr(sampling, name) > MAX_LOGPROBS:
-            yield f"sampling.{name}", f"{getattr(sampling, name)} is not allowed; allowed: 0 to {MAX_LOGPROBS}"
-    least = sampling.n if sampling.HasField("n") else 1
-    if sampling.HasField("best_of") and not least <= sampling.best_of <= MAX_CONTINUATIONS:
-        yield "sampling.best_of", f"{sampling.best_of} is not allowed; allowed: n, {least}, to {MAX_CONTINUATIONS}"
+def _num_returned(sampling: api.SamplingParams) -> int:
+    return sampling.n if sampling.HasField("n") else 1
