@@ -334,6 +334,8 @@ class Generation:
 
 def in_ascii(request_id: str) -> str:
     """Return an id as a header can carry it."""
+    if request_id.isascii() and request_id.isprintable():
+        return request_id
     return quote(request_id, safe=_PRINTABLE_ASCII)
 
 

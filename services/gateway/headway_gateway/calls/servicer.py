@@ -42,6 +42,8 @@ from headway_proto.pooling import NO_POOLING
 from headway_proto.sampling import Constraint
 from headway_proto.wording import shown
 
+_UNTRACED = Untraced()
+
 
 class GenerationServicer(api_grpc.GenerationServicer):
     """Serves ``headway.v1.Generation``."""
@@ -185,7 +187,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     def _begin_trace(self, method: str, context: CallContext, arrived_at: float) -> RequestTrace:
         if self._tracing is None:
-            return Untraced()
+            return _UNTRACED
         return self._tracing.begin(method, context.peer(), context.invocation_metadata() or (), arrived_at)
 
     async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
