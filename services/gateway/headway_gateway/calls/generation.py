@@ -132,9 +132,8 @@ class Generation:
         """
         try:
             self._client.submit([sequence for sequence in self._sequences if sequence.end is None])
-            # What follows comes after submitting, so that the scheduler already works.
+            # This comes after submitting, so that the scheduler already works.
             self._continuations += map(self._continuation, self._sequences)
-            _log.debug("submitted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
             self._call.context.offer_initial_metadata(((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),))
             await self._stream()
         finally:
@@ -181,6 +180,7 @@ class Generation:
         accepted.cached_tokens = self._num_cached_tokens
         patience.begin_write()
         await self._send(api.GenerateResponse(accepted=accepted))
+        _log.debug("generation accepted", prompt_tokens=self._num_prompt_tokens, tenant=self._request.request.tenant)
 
     async def _write_all(self, patience: ClientPatience) -> None:
         open_continuations = list(self._continuations)
