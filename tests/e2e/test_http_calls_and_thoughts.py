@@ -199,7 +199,7 @@ async def door(text_model: TextModel, *, supports_constraints: bool = True) -> A
         ) as client,
         aiohttp.ClientSession(f"http://127.0.0.1:{on.server.http_port}") as http,
     ):
-        await eventually(lambda: on.server.client.can_serve)
+        await eventually(lambda: on.server.client.serving)
         yield Door(client, http, scheduler, text_model)
 
 

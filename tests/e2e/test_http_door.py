@@ -34,7 +34,7 @@ FOREVER = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True
 @asynccontextmanager
 async def door(text_model: TextModel = TEXT_MODEL, **config: object) -> AsyncIterator[tuple[Stage, FakeScheduler, str]]:
     async with stage(text_model, http_address="127.0.0.1:0", **config) as on, FakeScheduler(on.ingress) as scheduler:
-        await eventually(lambda: on.server.client.can_serve)
+        await eventually(lambda: on.server.client.serving)
         yield on, scheduler, f"http://127.0.0.1:{on.server.http_port}"
 
 

@@ -305,7 +305,7 @@ async def test_tokens_roles_and_tenants_apply(tmp_path: Path) -> None:
         return {"metadata": (("authorization", f"Bearer {token}"), *more)}
 
     async with served(config=config, step_interval_s=SLOW) as (on, scheduler):
-        await eventually(lambda: on.server.client.can_serve)
+        await eventually(lambda: on.server.client.serving)
         health = await stub(on).HealthCheck(vllm.HealthCheckRequest())
         assert health.message in {"serving", "no scheduler with a model"}
         with refused(grpc.StatusCode.UNAUTHENTICATED, "authorization is missing"):

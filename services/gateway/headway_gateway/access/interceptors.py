@@ -1,8 +1,7 @@
 """What stands around every call over gRPC: the count of ends, the limit of open calls."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import grpc
 import structlog
@@ -46,7 +45,11 @@ def counting(statistics: GatewayStatistics) -> Surrounding:
 
 
 class OpenCalls:
-    """Counts open calls, over gRPC and HTTP alike, and refuses more than ``most``."""
+    """Counts open calls, over gRPC and HTTP alike, and refuses more than ``most``: a call is open inside ``with``.
+
+    Raises:
+        CallRefusedError: on entering, RESOURCE_EXHAUSTED.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -54,29 +57,24 @@ class OpenCalls:
         self._num_refused = 0
         self._warning = RareWarning(_log, "too many calls are open")
 
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Count a call.
-
-        Raises:
-            CallRefusedError: RESOURCE_EXHAUSTED.
-        """
+    def __enter__(self) -> None:
         if self.num_open >= self._most:
             self._num_refused += 1
             self._warning.warn(refused=self._num_refused, allowed=self._most)
             message = f"{self.num_open} calls are open; allowed: {self._most}"
             raise try_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="too_many_calls")
         self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.num_open -= 1
 
     def around(self, behaviour: Behaviour, method: str) -> Behaviour:  # noqa: ARG002
         """Count a method's calls over gRPC."""
 
         async def limited(call: Call) -> None:
-            with self.one_more():
+            with self:
                 await behaviour(call)
 
         return limited

@@ -116,11 +116,12 @@ class Generation:
         self._end_ids = end_ids
         self._beginning = beginning
         self._wakeup = Wakeup()
-        self._continuations = [self._continuation(index) for index in range(request.num_continuations)]
+        self._sequences = [self._sequence(index) for index in range(request.num_continuations)]
+        self._continuations: list[Continuation] = []
         self._prompt: PromptEvents | None = None
         wants_logprobs = request.sampling.prompt_logprobs != NO_LOGPROBS
         if wants_logprobs or request.request.echo:
-            sequence = self._continuations[0].sequence if wants_logprobs else None
+            sequence = self._sequences[0] if wants_logprobs else None
             self._prompt = PromptEvents(prompt.token_ids, prompt.text, sequence)
 
     async def run(self) -> None:
@@ -129,16 +130,16 @@ class Generation:
         Raises:
             CallRefusedError: the scheduler refused before any had begun.
         """
-        sequences = [continuation.sequence for continuation in self._continuations]
         try:
-            self._client.submit([sequence for sequence in sequences if sequence.end is None])
+            self._client.submit([sequence for sequence in self._sequences if sequence.end is None])
             # This comes after submitting, so that the scheduler already works.
+            self._continuations += map(self._continuation, self._sequences)
             self._call.context.offer_initial_metadata(((REQUEST_ID_METADATA_KEY, in_ascii(self._request.request_id)),))
             await self._stream()
         finally:
             # However the call ended (client, deadline, error), the scheduler must stop the sequences
             # before they are dropped here. It ignores ended ones.
-            self._client.abort(sequences)
+            self._client.abort(self._sequences)
             self._call.trace.record_outputs(self._continuations, self._num_cached_tokens)
 
     def cost(self) -> dict[str, float]:
@@ -263,7 +264,7 @@ class Generation:
                 ttft_ms=finished.timings.ttft_ms,
             )
 
-    def _continuation(self, index: int) -> Continuation:
+    def _sequence(self, index: int) -> LiveSequence:
         submission = self._request.submission(
             index,
             handle=self._client.next_handle(),
@@ -273,14 +274,23 @@ class Generation:
         )
         held = self._request.held_tokens
         sequence = LiveSequence(submission, held, self._wakeup.ring)
-        detokenizer = self._text_model.new_detokenizer(
-            keeps_special_tokens=self._request.request.keep_special_tokens, behind=self._goes_on_behind
-        )
-        text = OutputText(detokenizer, tuple(self._request.request.sampling.stop), submission.sampling.min_tokens)
         if held:
-            text.push(sequence.tokens)
-            sequence.end = self._end_of_held(held, text)
-        continuation = Continuation(sequence, text)
+            sequence.end = self._end_of_held(held, self._new_text())
+        return sequence
+
+    def _new_text(self) -> OutputText:
+        """Return an output's text, with the tokens that the client holds."""
+        request = self._request.request
+        detokenizer = self._text_model.new_detokenizer(
+            keeps_special_tokens=request.keep_special_tokens, behind=self._goes_on_behind
+        )
+        text = OutputText(detokenizer, tuple(request.sampling.stop), self._request.sampling.min_tokens)
+        if self._request.held_tokens:
+            text.push(list(self._request.held_tokens))
+        return text
+
+    def _continuation(self, sequence: LiveSequence) -> Continuation:
+        continuation = Continuation(sequence, self._new_text())
 
         def on_news() -> None:
             continuation.record_arrival()
@@ -310,8 +320,8 @@ class Generation:
 
     @property
     def _num_cached_tokens(self) -> int:
-        cached = (continuation.sequence.num_cached_tokens or 0 for continuation in self._continuations)
-        return min(max(cached), self._num_prompt_tokens)
+        cached = max([sequence.num_cached_tokens or 0 for sequence in self._sequences])
+        return min(cached, self._num_prompt_tokens)
 
     def _accepted(self) -> api.Accepted:
         """All of it but ``cached_tokens``, which the scheduler tells."""
@@ -324,6 +334,8 @@ class Generation:
 
 def in_ascii(request_id: str) -> str:
     """Return an id as a header can carry it."""
+    if request_id.isascii() and request_id.isprintable():
+        return request_id
     return quote(request_id, safe=_PRINTABLE_ASCII)
 
 

@@ -24,7 +24,6 @@ from headway_gateway.link.scheduler_client import SchedulerClient, SchedulerUnav
 from headway_gateway.requests.input_checks import check_embed, check_score, is_reranker, require_generates
 from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.requests.validation import (
-    CheckedRequest,
     chat_violations,
     check_prompt,
     check_request,
@@ -40,7 +39,10 @@ from headway_proto import generation_pb2_grpc as api_grpc
 from headway_proto.ingress import STATE_DRAINING, ModelInfo
 from headway_proto.orca_pb2 import OrcaLoadReport
 from headway_proto.pooling import NO_POOLING
+from headway_proto.sampling import Constraint
 from headway_proto.wording import shown
+
+_UNTRACED = Untraced()
 
 
 class GenerationServicer(api_grpc.GenerationServicer):
@@ -166,10 +168,17 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     @contextmanager
     def _begun(self, request_id: str, tenant: str) -> Iterator[None]:
-        with self._live(request_id):
-            structlog.contextvars.bind_contextvars(request_id=request_id)
-            self._require_rate(tenant)
+        if request_id in self._live_request_ids:
+            raise CallRefusedError(
+                grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(request_id)} is the id of a live request"
+            )
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        self._require_rate(tenant)
+        self._live_request_ids.add(request_id)
+        try:
             yield
+        finally:
+            self._live_request_ids.discard(request_id)
 
     def _report_load(self, context: CallContext, num_tokens: int) -> None:
         if self._load_report is not None:
@@ -178,7 +187,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
 
     def _begin_trace(self, method: str, context: CallContext, arrived_at: float) -> RequestTrace:
         if self._tracing is None:
-            return Untraced()
+            return _UNTRACED
         return self._tracing.begin(method, context.peer(), context.invocation_metadata() or (), arrived_at)
 
     async def _generate(self, request: api.GenerateRequest, call: OpenCall) -> None:
@@ -190,8 +199,10 @@ class GenerationServicer(api_grpc.GenerationServicer):
             prompt_ids = await self._encoded(request, model, call.trace)
             max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
             prompt = Prompt(prompt_ids, await self._text_of(request, prompt_ids) if request.echo else "")
-            # Without tenants, all calls of one connection count as one caller's.
-            beginning = await self._begin_constraint(checked, model, request.tenant or call.context.peer())
+            beginning = Beginning()
+            if (constraint := checked.sampling.constraint) is not None:
+                # Without tenants, all calls of one connection count as one caller's.
+                beginning = await self._begin_constraint(constraint, model, request.tenant or call.context.peer())
             try:
                 generation = Generation(
                     self._parts,
@@ -207,18 +218,6 @@ class GenerationServicer(api_grpc.GenerationServicer):
                     call.context.set_trailing_metadata((trailer_of(self._load_report(), **generation.cost()),))
             finally:
                 beginning.is_over()
-
-    @contextmanager
-    def _live(self, request_id: str) -> Iterator[None]:
-        if request_id in self._live_request_ids:
-            raise CallRefusedError(
-                grpc.StatusCode.ALREADY_EXISTS, f"request_id: {shown(request_id)} is the id of a live request"
-            )
-        self._live_request_ids.add(request_id)
-        try:
-            yield
-        finally:
-            self._live_request_ids.discard(request_id)
 
     def _require_rate(self, tenant: str) -> None:
         wait_s = self._tenant_rates.take(tenant, time.monotonic())
@@ -261,10 +260,7 @@ class GenerationServicer(api_grpc.GenerationServicer):
     async def _text_of(self, request: api.GenerateRequest, prompt_ids: list[int]) -> str:
         return request.text if request.HasField("text") else await self._lanes.decode(prompt_ids)
 
-    async def _begin_constraint(self, checked: CheckedRequest, model: ModelInfo, caller: str) -> Beginning:
-        constraint = checked.sampling.constraint
-        if constraint is None:
-            return Beginning()
+    async def _begin_constraint(self, constraint: Constraint, model: ModelInfo, caller: str) -> Beginning:
         began_at = time.monotonic()
         beginning = await self._constraints.begin(constraint, model, caller)
         self._statistics.constraint_s.observe(time.monotonic() - began_at)

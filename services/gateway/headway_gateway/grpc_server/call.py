@@ -30,6 +30,7 @@ Behaviour: TypeAlias = "Callable[[Call], Awaitable[None]]"
 """Serves a call."""
 
 _HEAD = head_of_answer()
+_OK = write_status(grpc.StatusCode.OK, "", ())
 _HEAD_WAITS_S = 0.02
 """So long a head waits for the first message, so that both leave in one write: each write wakes the client."""
 
@@ -87,10 +88,10 @@ class Call:
             self._add(problem)
             return
         self._num_unacknowledged += num_bytes
-        if not self._requests:
-            self._acknowledge()  # a message may be larger than the window
         for message in messages:
             self._add(message)
+        if not self._requests:
+            self._acknowledge()  # a message may be larger than the window
 
     def end(self) -> None:
         """See ``Receiver``."""
@@ -237,7 +238,8 @@ class Call:
         self._finish(refusal.code, refusal.message, (*self._trailing, *refusal.trailing_metadata()))
 
     def _finish(self, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-        trailers = write_status(code, message, metadata)
+        is_plain = code is grpc.StatusCode.OK and not metadata
+        trailers = _OK if is_plain else write_status(code, message, metadata)
         self._send_waiting_head()
         self._stream.finish(trailers if self._has_begun else _HEAD + trailers)
 

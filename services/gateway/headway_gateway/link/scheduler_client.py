@@ -81,9 +81,11 @@ class SchedulerClient:
         return self._link.model if self._link.phase is LinkPhase.OPEN else None
 
     @property
-    def can_serve(self) -> bool:
-        """Whether model and executor are there."""
-        return self.model is not None and self._link.scheduler_state != STATE_WAITING_FOR_EXECUTOR
+    def serving(self) -> ModelInfo | None:
+        """The served model, with an open link and an executor."""
+        link = self._link
+        is_serving = link.phase is LinkPhase.OPEN and link.scheduler_state != STATE_WAITING_FOR_EXECUTOR
+        return link.model if is_serving else None
 
     def add_status_listener(self, listener: Callable[[], None]) -> None:
         """Call it after every change of status."""
@@ -146,15 +148,14 @@ class SchedulerClient:
         Raises:
             SchedulerUnavailableError: none came within ``timeout_s``.
         """
-        if not self.can_serve:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while not self.can_serve:
-                        await self._status_change()
-            except TimeoutError:
-                raise SchedulerUnavailableError(self._what_is_missing()) from None
-        model = self.model
-        assert model is not None
+        if (model := self.serving) is not None:
+            return model
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (model := self.serving) is None:
+                    await self._status_change()
+        except TimeoutError:
+            raise SchedulerUnavailableError(self._what_is_missing()) from None
         return model
 
     def _what_is_missing(self) -> str:

@@ -79,7 +79,7 @@ class Application:
             route = self._route(call, path)
             _require_no_page(call)
             self._admit(call, route, method)
-            with self._open_calls.one_more():
+            with self._open_calls:
                 call.read_deadline()
                 body = await call.read_body(*self._bounds)
                 async with call.ended_by_disconnect():

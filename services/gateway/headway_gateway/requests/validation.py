@@ -3,8 +3,9 @@ tokenising.
 """
 
 import json
+import os
+import re
 import secrets
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -17,7 +18,7 @@ from headway_proto import generation_pb2 as api
 from headway_proto.adapters import ADAPTER_NAME_FORM, is_adapter_name
 from headway_proto.columns import INT32
 from headway_proto.ingress import PRIORITY_NORMAL, ModelInfo, Submit
-from headway_proto.sampling import CHOICE, MAX_LOGPROBS, NO_LOGPROBS, Constraint, SamplingParams, violations
+from headway_proto.sampling import CHOICE, NO_LOGPROBS, Constraint, SamplingParams, violations
 from headway_proto.wording import shown
 
 MAX_REQUEST_ID_BYTES = 128
@@ -32,6 +33,7 @@ CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 SEED_SPACE = 1 << 64
 _PRIORITIES = frozenset(api.Priority.values())
+_CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 Request = api.GenerateRequest | api.EmbedRequest | api.ScoreRequest
 
@@ -106,21 +108,17 @@ def check_request(request: api.GenerateRequest, model: ModelInfo) -> CheckedRequ
         CallRefusedError: INVALID_ARGUMENT with every wrong field, or NOT_FOUND for another model.
     """
     adapter = served_adapter(request, model)
-    wrong: dict[str, str] = {}
-    wrong.update(_request_violations(request, model))
-    wrong.update(_sampling_violations(request.sampling))
-    wrong.update(_prompt_logprobs_violations(request, model))
-    wrong.update(_constraint_violations(request.sampling, model))
+    wrong = dict(_request_violations(request, model))
     sampling = sampling_params(request)
     for field, description in violations(sampling, model.vocab_size):
         wrong.setdefault(f"sampling.{field}", description)
     if wrong:
         raise invalid_arguments(wrong)
     given = request.sampling
-    num_returned = given.n if given.HasField("n") else 1
+    num_returned = _num_returned(given)
     return CheckedRequest(
         request=request,
-        request_id=request.request_id or secrets.token_hex(16),
+        request_id=request.request_id or os.urandom(16).hex(),
         sampling=sampling,
         num_returned=num_returned,
         num_continuations=given.best_of if given.HasField("best_of") else num_returned,
@@ -230,10 +228,9 @@ def resolve_max_tokens(checked: CheckedRequest, num_prompt_tokens: int, model: M
 def sampling_params(request: api.GenerateRequest) -> SamplingParams:
     """Fill in the API's defaults."""
     given = request.sampling
-    top_k = given.top_k if given.HasField("top_k") else 0
     return SamplingParams(
         temperature=given.temperature if given.HasField("temperature") else 1.0,
-        top_k=0 if top_k == -1 else top_k,
+        top_k=0 if given.top_k == -1 else given.top_k,
         top_p=given.top_p if given.HasField("top_p") else 1.0,
         min_p=given.min_p,
         repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else 1.0,
@@ -272,12 +269,21 @@ def _request_violations(request: api.GenerateRequest, model: ModelInfo) -> Itera
     yield from _prompt_violations(request, "prompt")
     if request.HasField("resume"):
         yield from _resume_violations(request, model)
+    sampling = request.sampling
+    yield from _sampling_violations(sampling)
+    if sampling.HasField("prompt_logprobs"):
+        yield from _prompt_logprobs_violations(request, model)
+    kind = sampling.WhichOneof("constraint")
+    if kind is not None:
+        yield from _constraint_violations(sampling, kind, model)
 
 
 def name_violations(request: Request) -> Iterable[tuple[str, str]]:
     """Yield the faults in what every request has, as (field, description)."""
-    yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
-    yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
+    if request.request_id:
+        yield from _name_violations("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
+    if request.tenant:
+        yield from _name_violations("tenant", request.tenant, MAX_TENANT_BYTES)
     if request.adapter and not is_adapter_name(request.adapter):
         yield "adapter", f"{shown(request.adapter)} is not allowed; allowed: {ADAPTER_NAME_FORM}"
     if request.priority not in _PRIORITIES:
@@ -287,7 +293,7 @@ def name_violations(request: Request) -> Iterable[tuple[str, str]]:
 def _name_violations(field: str, value: str, most_bytes: int) -> Iterable[tuple[str, str]]:
     if len(value.encode()) > most_bytes:
         yield field, f"{shown(value)} has {len(value.encode())} bytes; allowed: at most {most_bytes}"
-    elif any(unicodedata.category(character) == "Cc" for character in value):
+    elif _CONTROL_CHARACTER.search(value):
         yield field, f"{shown(value)} contains a control character; allowed: text without control characters"
 
 
@@ -366,8 +372,6 @@ def _resume_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterab
 
 
 def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    if not request.sampling.HasField("prompt_logprobs"):
-        return
     field = "sampling.prompt_logprobs"
     if not model.supports_prompt_logprobs:
         yield field, f"the backend {model.backend} does not support it; allowed: unset"
@@ -375,10 +379,7 @@ def _prompt_logprobs_violations(request: api.GenerateRequest, model: ModelInfo) 
         yield field, "not allowed together with resume.token_ids: the prompt was reported before them; allowed: unset"
 
 
-def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> Iterable[tuple[str, str]]:
-    kind = sampling.WhichOneof("constraint")
-    if kind is None:
-        return
+def _constraint_violations(sampling: api.SamplingParams, kind: str, model: ModelInfo) -> Iterable[tuple[str, str]]:
     if kind == "json_object" and not sampling.json_object:
         yield "sampling.json_object", "False is not allowed; allowed: True or unset"
     if kind == CHOICE and not 1 <= len(sampling.choice.choices) <= MAX_CHOICES:
@@ -393,16 +394,30 @@ def _constraint_violations(sampling: api.SamplingParams, model: ModelInfo) -> It
 
 
 def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
-        yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
-    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens > 0:
-        yield (
-            "sampling.min_tokens",
-            f"{sampling.min_tokens} is not allowed; allowed: at most max_tokens, {sampling.max_tokens}",
-        )
-    if sampling.HasField("top_k") and sampling.top_k < -1:
+    """Those that ``violations`` does not find."""
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens < 1:
+            yield "sampling.max_tokens", f"{sampling.max_tokens} is not allowed; allowed: 1 or more"
+        elif sampling.min_tokens > sampling.max_tokens:
+            yield (
+                "sampling.min_tokens",
+                f"{sampling.min_tokens} is not allowed; allowed: at most max_tokens, {sampling.max_tokens}",
+            )
+    if sampling.top_k < -1:
         yield "sampling.top_k", f"{sampling.top_k} is not allowed; allowed: -1 or 0 (keep all), or 1 and more"
-    yield from _report_violations(sampling)
+    num_returned = _num_returned(sampling)
+    if not 1 <= num_returned <= MAX_CONTINUATIONS:
+        yield "sampling.n", f"{num_returned} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
+    if sampling.HasField("best_of") and not num_returned <= sampling.best_of <= MAX_CONTINUATIONS:
+        yield (
+            "sampling.best_of",
+            f"{sampling.best_of} is not allowed; allowed: n, {num_returned}, to {MAX_CONTINUATIONS}",
+        )
+    if sampling.stop or sampling.stop_token_ids:
+        yield from _stop_violations(sampling)
+
+
+def _stop_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
     if len(sampling.stop) > MAX_STOPS:
         yield "sampling.stop", f"{len(sampling.stop)} entries are not allowed; allowed: at most {MAX_STOPS}"
     for place, stop in enumerate(sampling.stop):
@@ -415,12 +430,5 @@ def _sampling_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, st
         )
 
 
-def _report_violations(sampling: api.SamplingParams) -> Iterable[tuple[str, str]]:
-    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CONTINUATIONS:
-        yield "sampling.n", f"{sampling.n} is not allowed; allowed: 1 to {MAX_CONTINUATIONS}"
-    for name in ("logprobs", "prompt_logprobs"):
-        if sampling.HasField(name) and getattr(sampling, name) > MAX_LOGPROBS:
-            yield f"sampling.{name}", f"{getattr(sampling, name)} is not allowed; allowed: 0 to {MAX_LOGPROBS}"
-    least = sampling.n if sampling.HasField("n") else 1
-    if sampling.HasField("best_of") and not least <= sampling.best_of <= MAX_CONTINUATIONS:
-        yield "sampling.best_of", f"{sampling.best_of} is not allowed; allowed: n, {least}, to {MAX_CONTINUATIONS}"
+def _num_returned(sampling: api.SamplingParams) -> int:
+    return sampling.n if sampling.HasField("n") else 1

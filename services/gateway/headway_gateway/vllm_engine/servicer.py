@@ -79,7 +79,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Call) -> vllm.HealthCheckResponse:  # noqa: ARG002, N802
         """UNAVAILABLE until a model is known: smg asks a responding engine for its model only once."""
         problem = self._problem()
-        if problem is not None and not self._client.can_serve:
+        if problem is not None and self._client.serving is None:
             raise CallRefusedError(grpc.StatusCode.UNAVAILABLE, problem)
         return vllm.HealthCheckResponse(healthy=problem is None, message=problem or "serving")
 
