@@ -60,7 +60,7 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
 
 
-def _named_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
+def _named_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
     """Models for vectors are stored without a head, and their tensors without the name of the decoder in front.
 
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
@@ -106,7 +106,7 @@ def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfi
     return msgspec.structs.replace(config, names=names, tie_word_embeddings=is_tied)
 
 
-def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
+def _stacked_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
     """The experts of a layer may lie in one tensor, as in Qwen3-VL and Llama 4."""
 
     def stack_of(index: int, layer: LayerConfig) -> str | None:
@@ -120,9 +120,9 @@ def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConf
     first = next((index for index, name in enumerate(names) if name is not None), None)
     if first is None:
         return config
-    # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
-    outputs = stored.read(str(names[first]), range(1)).shape[1]
-    is_turned = outputs != 2 * config.layers[first].feed_forward.intermediate_size
+    # transformers 4 wrote inputs before outputs, as which codes are read. In a square, 5 reads outputs first.
+    name, outputs = str(names[first]), 2 * config.layers[first].feed_forward.intermediate_size
+    is_turned = stored.is_coded(name) or stored.read(name, range(1)).shape[1] != outputs
 
     def stacked(layer: LayerConfig) -> LayerConfig:
         feed = layer.feed_forward
@@ -231,7 +231,15 @@ class TensorSource(Protocol):
         ...
 
 
-def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
+class StoredSource(TensorSource, Protocol):
+    """One that may have codes."""
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a weight, or a stack of weights, is stored as codes."""
+        ...
+
+
+def as_stored(config: ModelConfig, source: StoredSource, warn: Callable[[str], None]) -> ModelConfig:
     """Name tensors as they are stored; untie embedding and head if the stored ones differ, as transformers does."""
     config = _named_as_stored(config, source)
     name, head_name = config.names.embedding, _head_name(config.names, source)
