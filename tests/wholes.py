@@ -68,6 +68,22 @@ _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
             },
         ),
     ),
+    "mistral3-mistral4": (
+        "Mistral3",
+        _PIXTRAL,
+        _text(
+            "mistral4",
+            num_key_value_heads=4,
+            q_lora_rank=20,
+            kv_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=12,
+            v_head_dim=14,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+        ),
+    ),
     "qwen2_vl": ("Qwen2VL", _QWEN2_VL_VISION, _text("qwen2_vl_text", rope_parameters=_SECTIONS)),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
