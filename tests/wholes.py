@@ -82,6 +82,13 @@ _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
             n_routed_experts=6,
             num_experts_per_tok=3,
             moe_intermediate_size=20,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.4,
+            },
         ),
     ),
     "qwen2_vl": ("Qwen2VL", _QWEN2_VL_VISION, _text("qwen2_vl_text", rope_parameters=_SECTIONS)),
