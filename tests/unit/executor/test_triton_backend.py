@@ -72,13 +72,14 @@ USUAL = (
     "cohere2",
     "gpt_oss",
     "deepseek_v3",
+    "afmoe",
+    "apertus",
 )
 """Of all families, what each part of a description takes."""
 
 
 REFUSED = {
     "llama4": "experts whose inputs are weighed",
-    "apertus": "activations with numbers of their own",
     "phimoe": "experts weighed by their share of near scores",
     "phimoe-long": "experts weighed by their share of near scores",
 }
