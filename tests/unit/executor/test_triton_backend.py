@@ -74,15 +74,12 @@ USUAL = (
     "deepseek_v3",
     "afmoe",
     "apertus",
+    "phimoe",
 )
 """Of all families, what each part of a description takes."""
 
 
-REFUSED = {
-    "llama4": "experts whose inputs are weighed",
-    "phimoe": "experts weighed by their share of near scores",
-    "phimoe-long": "experts weighed by their share of near scores",
-}
+REFUSED = {"llama4": "experts whose inputs are weighed"}
 """What the kernels lack."""
 
 

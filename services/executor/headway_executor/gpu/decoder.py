@@ -28,6 +28,7 @@ from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
 _FEATURES = DENSE | {
+    Feature.NEAR_SHARES,
     Feature.EXPERTS,
     Feature.SINKS,
     Feature.LATENT,
