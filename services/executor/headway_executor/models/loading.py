@@ -375,7 +375,7 @@ class ModelTensors:
         return self._back(index, self._names.down, own, has_bias=feed.has_bias)
 
     def curve(self, index: int) -> Tensor | None:
-        """Of "xielu", float32, ``[3]``: the two slopes of its slope, for inputs above and below 0, and its slope at 0; or None."""
+        """Of "xielu", float32, ``[3]``, or None: a, b and c of ``a x^2 + c x`` above 0, and ``b (e^x - 1 - x) + c x`` below."""
         if self._config.layers[index].feed_forward.activation != "xielu":
             return None
         above, below, slope = (self._read(index, f"{self._names.curve}.{name}").float().view(()) for name in _CURVE)
