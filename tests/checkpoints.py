@@ -340,6 +340,15 @@ _FURTHER: dict[str, Callable[[], PreTrainedModel]] = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
+    "glm4_moe_lite": _named("Glm4MoeLite", q_lora_rank=20, n_group=2, topk_group=1, **_LATENT),
+    "mistral4": _named(
+        "Mistral4",
+        q_lora_rank=20,
+        n_group=2,
+        topk_group=1,
+        rope_parameters=_DEEPSEEK_ROPE | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4},
+        **_LATENT,
+    ),
     "phimoe": _named(
         "Phimoe",
         num_local_experts=6,

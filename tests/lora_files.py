@@ -56,7 +56,7 @@ def write_adapter(
             count, outputs, inputs = _outputs_first(model, parameter).shape
             add(module + ".base_layer" * is_inner, outputs, inputs, name, count)
     for index, layer in enumerate(model.model.layers if experts else ()):
-        of_experts = getattr(layer.mlp, "experts", None)
+        of_experts = getattr(getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None)), "experts", None)
         for name in experts if of_experts is not None else ():
             is_back = name.endswith(("down_proj", "w2"))
             whole = of_experts.down_proj if is_back else of_experts.gate_up_proj
@@ -121,7 +121,7 @@ def merge_adapter(directory: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 def _scale(module: str, config: dict[str, object]) -> float:
     key = module
-    if module.endswith(("mlp.experts", ".base_layer")):
+    if module.endswith((".experts", ".base_layer")):
         key = f"{module.removesuffix('.base_layer')}.{_stacked_parameter(module, config)}"
     elif any(f".{module}.weight".endswith(f".{name}") for name in config["target_parameters"] or ()):  # type: ignore[attr-defined]
         key = f"{module}.weight"
@@ -146,7 +146,8 @@ def _stacked_parameter(module: str, config: dict[str, object]) -> str:
 def _merge(model: PreTrainedModel, name: str, down: torch.Tensor, up: torch.Tensor, config: dict[str, object]) -> None:
     of_expert = re.fullmatch(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)", name)
     if of_expert is not None:
-        experts, number = model.get_submodule(f"{of_expert[1]}.mlp.experts"), int(of_expert[2])
+        layer, number = model.get_submodule(of_expert[1]), int(of_expert[2])
+        experts = getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None)).experts
         if of_expert[3] in ("down_proj", "w2"):
             experts.down_proj[number] += up @ down
         else:

@@ -271,6 +271,18 @@ def _mxfp4(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Sto
     }, dense.swapaxes(1, 2)
 
 
+def _float8_stack(draw: np.random.Generator, base: str, shape: tuple[int, ...]) -> _Stored:
+    """A stack ``[count, outputs, inputs]`` with scales of blocks."""
+    store = _float8("block", "weight_scale_inv")
+    parts = [store(draw, base, shape[1:]) for _ in range(shape[0])]
+    codes, scales = (
+        torch.stack([stored[f"{base}.{name}"].view(kind) for stored, _ in parts])
+        for name, kind in (("weight", torch.uint8), ("weight_scale_inv", torch.float32))
+    )
+    stacks = {base: codes.view(torch.float8_e4m3fn), f"{base}_scale_inv": scales}
+    return stacks, np.stack([dense for _, dense in parts])
+
+
 def _gptq_config(bits: int = 4, **changes: object) -> dict[str, object]:
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, "sym": False} | changes
 
@@ -463,7 +475,8 @@ MIXED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
 """Layouts in which weights differ; those of ``o_proj`` are not quantised."""
 
 STACKED_KINDS: dict[str, tuple[dict[str, object], _Store]] = {
-    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, _mxfp4)
+    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, _mxfp4),
+    "fp8-stacks": (_FP8_BLOCKS, _float8_stack),
 }
 """Layouts of experts that are one tensor."""
 

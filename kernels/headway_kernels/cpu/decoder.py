@@ -65,11 +65,12 @@ class OwnColumns:
 class DecoderShape:
     """Sizes and variants of a model, and its tensors outside of layers.
 
-    ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none, as is a ``qkv_clip``, which bounds queries, keys and values on both sides. ``is_parallel``:
-    attention and feed-forward read the same hidden state. ``norms_all_heads``: together, not each by itself;
-    ``norms_rotated``: behind the rotation. With ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its heads are counted
-    alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``, of keys and values:
-    float32 or bfloat16.
+    ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none, as is a ``qkv_clip``,
+    which bounds queries, keys and values on both sides. ``is_parallel``: attention and feed-forward read the same
+    hidden state. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation. With
+    ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
+    heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
+    of keys and values: float32 or bfloat16.
     """
 
     hidden_size: int

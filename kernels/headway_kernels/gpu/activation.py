@@ -1,7 +1,7 @@
-"""The gated activations between a decoder's two MLP products: SwiGLU (Shazeer 2020, arXiv 2002.05202), and that of gpt-oss
-(OpenAI 2025, arXiv 2508.10925).
+"""Activations between a decoder's two MLP products: SwiGLU (Shazeer 2020, arXiv 2002.05202), that of gpt-oss (OpenAI 2025,
+arXiv 2508.10925), and xIELU (Huang & Schlag 2024, arXiv 2411.13010).
 
-Owns: ``silu(gate) * up``, and the same with bounds. Must not know: layers.
+Owns: ``silu(gate) * up``, the same with bounds, and a curve without a gate. Must not know: layers.
 """
 
 from enum import IntEnum
@@ -43,6 +43,51 @@ def clamped_swish_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     As ``silu_and_multiply``; only the result is rounded.
     """
     _launch(gate_up, out, clamped=True)
+
+
+def xielu(inputs: Tensor, out: Tensor, curve: Tensor) -> None:
+    """Above 0, ``out = a x^2 + c x``; below, ``b (e^x - 1 - x) + c x``; float32, then rounded.
+
+    ``inputs`` and ``out`` ``[T, I]``, any row stride, one floating dtype; ``curve`` a, b and c: float32, ``[3]``.
+    """
+    num_tokens, width = out.shape
+    if num_tokens == 0:
+        return
+    _xielu[(num_tokens, triton.cdiv(width, BLOCK))](
+        inputs,
+        out,
+        curve,
+        inputs.stride(0),
+        out.stride(0),
+        WIDTH=width,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        **dependent_launch(out.device),
+    )
+
+
+@triton.jit
+def _xielu(
+    inputs,
+    out,
+    curve,
+    inputs_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_grid(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = channels < WIDTH
+    x = tl.load(inputs + row * inputs_stride + channels, mask=within, other=0.0).to(tl.float32)
+    low = tl.minimum(x, 0.0)
+    # Near 0 the difference would be lost in rounding.
+    series = 1 / 6 + low * (1 / 24 + low * (1 / 120 + low * (1 / 720 + low * (1 / 5040))))
+    bent = tl.where(low > -0.25, low * low * (0.5 + low * series), tl.exp(low) - 1.0 - low)
+    result = tl.where(x > 0, tl.load(curve) * x * x, tl.load(curve + 1) * bent) + tl.load(curve + 2) * x
+    tl.store(out + row * out_stride + channels, result.to(out.dtype.element_ty), mask=within)
 
 
 def _launch(gate_up: Tensor, out: Tensor, *, clamped: bool) -> None:

@@ -47,6 +47,7 @@ def product(name, routing, dtype, form, shape, group=None, *, has_bias=False, ga
 
 CASES = [
     choice("DeepSeek V3", DEEPSEEK, "fp32", has_correction=True),
+    choice("Phi-3.5-MoE", Routing(num_experts=16, num_chosen=2, scoring=Scoring.NEAR, tolerance=0.02), "bf16"),
     CompileCase(
         "sort_pairs",
         expert_kernels.sort_pairs_kernel,

@@ -47,6 +47,18 @@ def activation_case(dtype, *, clamped=False):
     )
 
 
+def curve_case(dtype):
+    return CompileCase(
+        name=f"xielu {dtype}",
+        kernel=activation._xielu,
+        signature={"inputs": f"*{dtype}", "out": f"*{dtype}", "curve": "*fp32"}
+        | dict.fromkeys(("inputs_stride", "out_stride"), "i32"),
+        constants={"WIDTH": INTERMEDIATE, "BLOCK": activation.BLOCK},
+        num_warps=activation.NUM_WARPS,
+        aligned=("inputs", "out", "curve", "inputs_stride", "out_stride"),
+    )
+
+
 def rotary_case(dtype, head_dim, normalise, *, codes=False, grows=False):
     block_pairs = 1 << (head_dim // 2 - 1).bit_length()
     return CompileCase(
@@ -114,6 +126,8 @@ CASES = [
     activation_case("bf16"),
     activation_case("bf16", clamped=True),
     activation_case("fp32"),
+    curve_case("bf16"),
+    curve_case("fp32"),
     rotary_case("bf16", HEAD_DIM, normalise=False),
     rotary_case("bf16", HEAD_DIM, normalise=True),
     rotary_case("bf16", 80, normalise=False),

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from headway_executor.models import decoder
 from headway_executor.models.decoder import FeedForward
 from headway_kernels import reference
-from headway_kernels.gpu.activation import BLOCK, clamped_swish_and_multiply, silu_and_multiply
+from headway_kernels.gpu.activation import BLOCK, clamped_swish_and_multiply, silu_and_multiply, xielu
 
 # Two units in the last place: an intermediate result may fall on the other side of a rounding.
 TOLERANCE = {
@@ -59,3 +60,17 @@ def test_the_bounded_activation_is_what_the_executor_computes(kernel_device, dty
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
     theirs = FeedForward(lambda rows: rows, "clamped_swish", is_gated=True, down=lambda rows: rows)
     torch.testing.assert_close(theirs(torch.cat([gate, up], dim=1).float()), expected.float(), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_a_curve_is_what_the_executor_computes(kernel_device, dtype):
+    """Near 0 too, where an exponential and a line are nearly the same."""
+    values = torch.cat([torch.linspace(-90, 30, BLOCK), torch.linspace(-1e-3, 1e-3, 9)])
+    inputs = torch.stack([values, values.flip(0)]).to(kernel_device, dtype)
+    curve = torch.tensor([0.7, 0.9, 0.5], device=kernel_device)
+    out = torch.full((2, len(values) + 3), torch.nan, device=kernel_device, dtype=dtype)
+    xielu(inputs, out[:, : len(values)], curve)
+    torch.testing.assert_close(
+        out[:, : len(values)], decoder.xielu(inputs.double(), curve).to(dtype), **TOLERANCE[dtype]
+    )
+    assert out[:, len(values) :].isnan().all()

@@ -40,6 +40,9 @@ ADAPTERS = {
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 APART = {
     "mixtral": tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w2", "w3")),
+    "phimoe": tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3")),
+    "granite_moe-shared": ("block_sparse_moe.experts.{}.up_proj", "block_sparse_moe.experts.{}.down_proj"),
+    "cohere2_moe": ("mlp.experts.{}.gate_proj",),
     "olmoe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     "qwen2_moe": ("mlp.experts.{}.gate_proj",),
     "qwen3_moe": ("mlp.experts.{}.up_proj", "mlp.experts.{}.gate_proj"),
@@ -49,6 +52,8 @@ APART = {
     "deepseek_v3-halves": (),
 }
 """Mixtures, and matrices of their experts in the layout of one pair for each."""
+ROUTERS = {"gpt_oss", "phimoe", "granite_moe-shared"}
+"""Where transformers calls it so."""
 CHANGE_THE_BASE = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training after which the model's weights are others."""
 FUSED = {
@@ -62,12 +67,14 @@ def adapters_of(family: str) -> dict[str, dict[str, object]]:
     """Of mixtures: of experts in either layout that PEFT has had, of routers and shared experts; and of attention alone."""
     if family not in APART:
         return ADAPTERS
-    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
-    back = {"targets": (*ALL_PROJECTIONS, "q_a_proj", "kv_b_proj"), "rank": 5, "use_rslora": True}
+    block = "block_sparse_moe" if family.startswith("granite") else "mlp"
+    router = f"{block}.{'router' if family in ROUTERS else 'gate'}.weight"
+    stacks = tuple(name.replace("mlp", block) for name in STACKS)
+    back = {"targets": (*ALL_PROJECTIONS, "q_a_proj", "kv_b_proj", "input_linear"), "rank": 5, "use_rslora": True}
     return {
-        "stacks": {"parameters": (*STACKS, router), "targets": ("q_proj", "q_b_proj", "shared_expert_gate")},
-        "gate_up": {"parameters": STACKS[:1], "targets": ("v_proj", "kv_a_proj_with_mqa"), "rank": 2},
-        "down": {"parameters": STACKS[1:], **back},
+        "stacks": {"parameters": (*stacks, router), "targets": ("q_proj", "q_b_proj", "shared_expert_gate")},
+        "gate_up": {"parameters": stacks[:1], "targets": ("v_proj", "kv_a_proj_with_mqa", "output_linear"), "rank": 2},
+        "down": {"parameters": stacks[1:], **back},
         "apart": {"experts": APART[family], "targets": ("k_proj", "kv_b_proj"), "rank": 3},
         "attention": {"targets": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "rank": 2},
     }

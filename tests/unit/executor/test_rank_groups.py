@@ -2,13 +2,14 @@
 
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from backend_driver import BackendDriver, Request
 from checkpoints import make_checkpoint
@@ -21,8 +22,10 @@ from headway_executor.backend import BackendConfig, BackendConfigError, NewRow, 
 from headway_executor.backends.simulated import SimulatedBackend
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.checkpoint.weights import Checkpoint
+from headway_executor.models.families import FAMILIES as FAMILIES_BY_NAME
 from headway_executor.models.families import read_model_config
-from headway_executor.models.loading import ModelTensors, expected_tensors
+from headway_executor.models.families.qwen import read_qwen3
+from headway_executor.models.loading import ModelTensors
 from headway_executor.models.part import part_of, whole
 from headway_executor.rank_place import RankPlace
 from headway_executor.ranks.group import RankGroup
@@ -106,11 +109,49 @@ def test_a_group_gives_the_bits_of_one_rank(family, degrees, checkpoints):
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "starcoder2", "gpt_neox", "cohere2"])
+@pytest.mark.parametrize(
+    "family", ["phi3", "granite", "smollm3", "starcoder2", "gpt_neox", "cohere2", "apertus", "olmo-clipped"]
+)
 def test_so_does_a_group_of_any_description(family, tmp_path):
     make_checkpoint(tmp_path, family)
     group = InlineGroup(tensor_parallel=2, pipeline_parallel=2)
     assert story(group, tmp_path) == story(TorchBackend(), tmp_path)
+
+
+@needs_kernels
+def test_gates_behind_the_queries_of_each_head_are_those_apart(tmp_path, monkeypatch):
+    """Alone, and in a group with the same bits."""
+    make_checkpoint(tmp_path, "qwen3")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    queries = [name for name in tensors if name.endswith("q_proj.weight")]
+    gates = {name: torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(1)) for name in queries}
+    apart = tensors | {name.replace("q_proj", "gate_proj"): gate for name, gate in gates.items()}
+    by_head = tensors | {
+        name: torch.stack([tensors[name].unflatten(0, (4, 16)), gate.unflatten(0, (4, 16))], 1).flatten(0, 2)
+        for name, gate in gates.items()
+    }
+
+    def with_gates(kind, names, fields):
+        config = read_qwen3(fields)
+        attention = msgspec.structs.replace(config.attention, gates=kind)
+        return msgspec.structs.replace(
+            config, attention=attention, names=msgspec.structs.replace(config.names, qkv=config.names.qkv + names)
+        )
+
+    found = []
+    for kind, names, stored in (("apart", ("self_attn.gate_proj",), apart), ("by_head", (), by_head)):
+        save_file(stored, path, metadata={"format": "pt"})
+        monkeypatch.setitem(FAMILIES_BY_NAME, "Qwen3ForCausalLM", partial(with_gates, kind, names))
+        found += [story(backend, tmp_path) for backend in (TorchBackend(), InlineGroup(tensor_parallel=2))]
+        for form in ("exact", "fast"):
+            options = {"kernels": "eager", "tensor_parallel_form": form}
+            eager = story(InlineGroup(tensor_parallel=2), tmp_path, options=options)
+            assert [tokens for tokens, _ in eager] == [tokens for tokens, _ in found[0]]
+    assert found == [found[0]] * 4
+    monkeypatch.undo()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert story(TorchBackend(), tmp_path) != found[0]
 
 
 @needs_kernels
@@ -125,7 +166,7 @@ def test_norms_behind_attention_are_for_stages_of_whole_layers(tmp_path):
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "cohere2_moe", "phimoe"])
 def test_experts_and_latent_attention_in_a_group(family, tmp_path):
     """On the kernels, by messages too, with the bits of one rank; on torch operators with its tokens."""
     make_checkpoint(tmp_path, family)
@@ -266,35 +307,6 @@ def test_a_rank_reads_only_its_part(tmp_path):
     everything = numbers_read(whole(config))
     parts = [numbers_read(part_of(config, place_of(rank, 2), unit=16, head_unit=8)) for rank in range(2)]
     assert parts == [everything / 2] * 2
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_gates_may_stand_behind_the_queries_of_their_heads(degree, tmp_path):
-    make_checkpoint(tmp_path, "afmoe")
-    config = read_model_config(tmp_path)
-    apart = load_file(tmp_path / "model.safetensors")
-    queries, gates = (
-        apart[f"model.layers.0.self_attn.{name}.weight"].unflatten(0, (4, 16)) for name in ("q_proj", "gate_proj")
-    )
-    by_head = apart | {"model.layers.0.self_attn.q_proj.weight": torch.stack([queries, gates], 1).flatten(0, 2)}
-    attention = msgspec.structs.replace(config.attention, gates="by_head")
-    together = msgspec.structs.replace(
-        config, attention=attention, names=msgspec.structs.replace(config.names, qkv=config.names.qkv[:3])
-    )
-    with Checkpoint(tmp_path) as checkpoint:
-        for rank in range(degree):
-            part = part_of(config, place_of(rank, degree))
-            order = torch.arange(config.head_dim).flip(0)
-            expected = ModelTensors(config, checkpoint, order, part=part).qkv(0)[0]
-            assert expected.shape == (2 * len(part.heads) * 16 + 2 * len(part.kv_heads) * 16, config.hidden_size)
-            assert torch.equal(ModelTensors(together, Stored(by_head), order, part=part).qkv(0)[0], expected)
-    assert expected_tensors(together)["model.layers.0.self_attn.q_proj.weight"] == (128, config.hidden_size)
-
-
-class Stored(dict[str, torch.Tensor]):
-    def read(self, name, rows=None, columns=None):
-        assert columns is None
-        return self[name] if rows is None else self[name][rows.start : rows.stop]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from checkpoints import make_checkpoint
 from decoder_driver import (
     Sequences,
     Span,
@@ -171,6 +172,16 @@ def test_experts_are_held_as_codes(tmp_path, kind, settings, form):
         CompiledModel(decoder, compiled_pool(directory, decoder, sequences)), [Span(0, 0, 20)]
     )
     assert float((found - exact).norm() / exact.norm()) < (0.5 if settings else 1e-4)
+
+
+def test_a_stack_that_is_named_as_a_weight_has_no_codes(tmp_path):
+    make_checkpoint(tmp_path, "granite_moe")
+    path = tmp_path / "model.safetensors"
+    codes = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(path).items() if "input_linear" in name}
+    save_file(load_file(path) | codes, path)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelFilesError, match="a stack of weights in codes"):
+        check_tensors(read_model_config(tmp_path), checkpoint)
 
 
 def test_a_stack_of_mxfp4_is_what_transformers_makes_of_it(tmp_path):

@@ -130,6 +130,20 @@ def test_experts_with_inputs_before_outputs_are_read_as_published(tmp_path):
         assert tokens(tmp_path, options={"kernels": kernels}) == expected
 
 
+@pytest.mark.parametrize("inner", [20, 24])
+def test_experts_of_8_bit_floats_may_lie_in_one_tensor(tmp_path, inner):
+    """As transformers has them, outputs before inputs: a square of 48 too."""
+    make_whole(tmp_path / "model", "qwen3_vl_moe", moe_intermediate_size=inner)
+    reference = quantise(tmp_path / "model", "fp8-stacks")
+    for kernels in KERNELS:
+        assert tokens(tmp_path / "model", options={"kernels": kernels}) == tokens(reference)
+    turn_experts(tmp_path / "model")
+    with pytest.raises(
+        ModelFilesError, match=r"mlp\.experts\.gate_up_proj(_scale_inv)? has shape .* config\.json asks for"
+    ):
+        open_backend(tmp_path / "model")
+
+
 def test_fields_that_published_files_leave_out_are_those_of_transformers(tmp_path):
     text = {"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}

@@ -72,15 +72,15 @@ USUAL = (
     "cohere2",
     "gpt_oss",
     "deepseek_v3",
+    "afmoe",
+    "apertus",
+    "phimoe",
 )
 """Of all families, what each part of a description takes."""
 
 
-REFUSED = dict.fromkeys(STATES, "(gates behind attention, )?layers with a state instead of attention") | {
-    "llama4": "experts whose inputs are weighed",
-    "apertus": "activations with numbers of their own",
-    "phimoe": "experts weighed by their share of near scores",
-    "phimoe-long": "experts weighed by their share of near scores",
+REFUSED = dict.fromkeys(STATES, "layers with a state instead of attention") | {
+    "llama4": "experts whose inputs are weighed"
 }
 """What the kernels lack."""
 

@@ -88,7 +88,7 @@ def choose(logits: Tensor, slots: Tensor, correction: Tensor | None, pairs: Expe
     )
 
 
-def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int | bool]:
+def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int | bool | float]:
     """The constants of the kernel that chooses."""
     size = routing.num_experts // routing.num_groups
     return {
@@ -100,6 +100,8 @@ def choice_constants(routing: Routing, *, has_correction: bool) -> dict[str, int
         "BLOCK_GROUPS": triton.next_power_of_2(routing.num_groups),
         "BLOCK_SIZE": triton.next_power_of_2(size),
         "SIGMOID": routing.scoring is Scoring.SIGMOID,
+        "NEAR": routing.scoring is Scoring.NEAR,
+        "TOLERANCE": routing.tolerance,
         "NORMALISED": routing.is_normalised,
         "HAS_CORRECTION": has_correction,
     }

@@ -30,6 +30,8 @@ def choose_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SIGMOID: tl.constexpr,
+    NEAR: tl.constexpr,
+    TOLERANCE: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
     PDL: tl.constexpr,
@@ -47,6 +49,8 @@ def choose_kernel(
     logit = tl.where(exists, tl.minimum(tl.maximum(logit, -_HUGE), _HUGE), -_HUGE)
     if SIGMOID:
         scores = _sigmoid(logit)
+    elif NEAR:
+        scores = _near_shares(logit, exists, expert, NUM_CHOSEN, TOLERANCE)
     else:
         powers = tl.where(exists, tl.exp(logit - _largest(logit)), 0.0)
         scores = powers / tl.sum(tl.sum(powers, 1), 0)
@@ -92,6 +96,21 @@ def _sigmoid(values):
     """Without an exponential that overflows."""
     decayed = tl.exp(-tl.abs(values))
     return tl.where(values >= 0, 1.0, decayed) / (1.0 + decayed)
+
+
+@triton.jit
+def _near_shares(logit, exists, expert, NUM_CHOSEN: tl.constexpr, TOLERANCE: tl.constexpr):
+    """As ``Scoring.NEAR`` has them; -1 where an expert is not among the best."""
+    shares = tl.full(logit.shape, -1.0, dtype=tl.float32)
+    left = tl.where(exists, logit, _GONE)
+    for _ in tl.static_range(NUM_CHOSEN):
+        largest = _largest(left)
+        best = tl.min(tl.min(tl.where((left == largest) & exists, expert, 1 << 30), 1), 0)
+        is_far = (largest - logit) / tl.maximum(tl.abs(logit), largest) > TOLERANCE
+        near = tl.where(is_far, 0.0, tl.exp(left - largest))
+        shares = tl.where((expert == best) & exists, 1.0 / tl.sum(tl.sum(near, 1), 0), shares)
+        left = tl.where((expert == best) & exists, _GONE, left)
+    return shares
 
 
 @triton.jit

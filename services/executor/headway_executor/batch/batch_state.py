@@ -208,7 +208,9 @@ class BatchState:
         if not 0 <= request.num_computed_tokens < len(token_ids):
             raise ImpossibleDiff(f"new row {row} has {request.num_computed_tokens} computed of {len(token_ids)} tokens")
         if self._info.keeps_states and request.num_computed_tokens:
-            raise ImpossibleDiff(f"new row {row} has {request.num_computed_tokens} computed tokens, and its state has none")
+            raise ImpossibleDiff(
+                f"new row {row} has {request.num_computed_tokens} computed tokens, and its state has none"
+            )
         self._live[row] = True
         self._num_tokens[row] = len(token_ids)
         self._num_computed_tokens[row] = request.num_computed_tokens

@@ -39,6 +39,11 @@ class RandomCheckpoint:
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
 
+    def is_coded(self, name: str) -> bool:
+        """Never."""
+        del name
+        return False
+
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
         """Draw a tensor, whole; return it, or some of its rows and columns."""
         drawn = self._drawn(name)

@@ -245,6 +245,10 @@ class Checkpoint:
         if self._scheme is None or not self.is_coded(name):
             return {name: StoredTensor(FLOATS, (shape,))}
         if name.endswith(_WEIGHT):
+            if len(shape) != 2:
+                raise ModelFilesError(
+                    f"{self._directory}: {name} is a stack of weights in codes ({self.format}); allowed: numbers"
+                )
             outputs, inputs = shape
             return self._scheme.tensors(name.removesuffix(_WEIGHT), (outputs, inputs), self._stored)
         count, inputs, outputs = shape

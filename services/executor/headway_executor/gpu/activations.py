@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway_executor.models.config import Activation, FeedForwardConfig
-from headway_kernels.gpu.activation import Gate, clamped_swish_and_multiply, silu_and_multiply
+from headway_kernels.gpu.activation import Gate, clamped_swish_and_multiply, silu_and_multiply, xielu
 
 Activate: TypeAlias = Callable[[Tensor, Tensor], None]
 """From ``[tokens, 2 * inner]`` (gates, then ups), or ``[tokens, inner]`` without a gate, to ``[tokens, inner]``."""
@@ -30,8 +30,10 @@ def gate_of(feed: FeedForwardConfig) -> Gate:
     return _GATES.get(feed.activation, Gate.NONE) if feed.is_gated else Gate.NONE
 
 
-def activation_of(feed: FeedForwardConfig) -> Activate:
-    """The activation of a layer; it allocates nothing."""
+def activation_of(feed: FeedForwardConfig, curve: Tensor | None = None) -> Activate:
+    """The activation of a layer, of "xielu" with its ``curve``; it allocates nothing."""
+    if curve is not None:
+        return partial(xielu, curve=curve)
     if feed.is_gated and feed.activation in _GATED:
         return _GATED[feed.activation]
     if not feed.is_gated:

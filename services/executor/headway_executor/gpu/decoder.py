@@ -27,7 +27,16 @@ from headway_kernels.gpu.norm import add_layer_norm, add_rms_norm
 from headway_kernels.gpu.rotary import rotate_and_store
 from headway_kernels.gpu.rows import expand_rows, gather_rows
 
-_FEATURES = DENSE | {Feature.EXPERTS, Feature.SINKS, Feature.LATENT, Feature.QUERY_GROWTH, Feature.GATES, Feature.CLIP}
+_FEATURES = DENSE | {
+    Feature.NEAR_SHARES,
+    Feature.EXPERTS,
+    Feature.SINKS,
+    Feature.LATENT,
+    Feature.QUERY_GROWTH,
+    Feature.GATES,
+    Feature.CLIP,
+    Feature.CURVE,
+}
 """What these kernels have beyond a plain decoder."""
 
 

@@ -35,13 +35,18 @@ class FeedForwardSpace:
 
 
 class DenseFeedForward:
-    """All tokens go through ``gate_up``, which gives gates and ups, or only ups, and ``down``."""
+    """All tokens go through ``gate_up``, which gives gates and ups, or only ups, and ``down``. ``curve``: of "xielu"."""
 
     def __init__(
-        self, gate_up: DeviceLinear, feed: FeedForwardConfig, down: DeviceLinear, space: FeedForwardSpace
+        self,
+        gate_up: DeviceLinear,
+        feed: FeedForwardConfig,
+        down: DeviceLinear,
+        space: FeedForwardSpace,
+        curve: Tensor | None = None,
     ) -> None:
         self._gate_up = gate_up
-        self._activate = activation_of(feed)
+        self._activate = activation_of(feed, curve)
         self._gate = gate_of(feed)
         self._together: DenseLinear | CodedLinear | AdaptedLinear | None = None
         if isinstance(gate_up, (DenseLinear, CodedLinear, AdaptedLinear)) and self._gate is not Gate.NONE:

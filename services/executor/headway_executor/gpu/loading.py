@@ -184,11 +184,13 @@ class _Loader:
     def _feed_forward(self, index: int, feed: FeedForwardConfig) -> DeviceFeedForward:
         if feed.experts is not None:
             return self._experts(index, feed, feed.experts)
+        curve = self._tensors.curve(index)
         return DenseFeedForward(
             self._projection(index, AdapterSite.GATE_UP, lambda read: read.gate_up(index)),
             feed,
             self._projection(index, AdapterSite.DOWN, lambda read: read.down(index)),
             self._dense_space(feed.intermediate_size, feed.is_gated),
+            None if curve is None else self._wide(curve),
         )
 
     def _projection(self, index: int, site: AdapterSite, read: Projection) -> DeviceLinear:

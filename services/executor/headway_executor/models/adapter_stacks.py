@@ -2,7 +2,8 @@
 
 Owns: their names and the order of their ranks. Must not know: files, how an adapter is computed.
 
-transformers has the experts of a layer in two parameters, ``gate_up_proj`` and ``down_proj`` of the module ``mlp.experts``.
+transformers has the experts of a layer in two parameters, ``gate_up_proj`` and ``down_proj`` of the module ``mlp.experts``,
+or ``block_sparse_moe.experts`` in Granite.
 PEFT wraps one parameter after the other, so the names tell them apart only by the depth: with both, the inner one
 (``mlp.experts.base_layer``) is ``gate_up_proj``; with one alone, ``target_parameters`` says which it is. ``lora_A`` is
 ``[experts * rank, in]``, expert after expert; ``lora_B`` ``[out, rank * experts]``, rank after rank (``ParamWrapper`` in
@@ -18,7 +19,12 @@ from torch import Tensor
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import ExpertsConfig, ModelConfig
 
-_MODULE = "mlp.experts"
+_MODULE, _GRANITE_MODULE = "mlp.experts", "block_sparse_moe.experts"
+_ROUTERS = {
+    "block_sparse_moe.gate": ("mlp.gate", "mlp.router"),
+    "block_sparse_moe.router.layer": ("block_sparse_moe.router",),
+}
+"""Names in transformers 5, by that in checkpoints."""
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -88,7 +94,7 @@ def stacks_of(config: ModelConfig, parameters: Sequence[str]) -> dict[str, Stack
         names = apart.feed_forward.experts.names
         expert, count = prefix + names.expert, feed.experts.routing.num_experts
         inner, hidden = feed.intermediate_size, config.hidden_size
-        wrapped = prefix + _MODULE
+        wrapped = prefix + (_MODULE if names.stacks is None else _GRANITE_MODULE)
         stacks = {
             _GATE_UP: Stack(
                 f"{wrapped}.{_GATE_UP}",
@@ -110,6 +116,7 @@ def aliases_of(config: ModelConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, layer in enumerate(config.layers):
         experts, prefix = layer.feed_forward.experts, config.names.layer.format(index)
-        if experts is not None and experts.names.router == "block_sparse_moe.gate":
-            found[f"{prefix}mlp.gate"] = prefix + experts.names.router
+        if experts is not None:
+            others = _ROUTERS.get(experts.names.router, ())
+            found |= {prefix + other: prefix + experts.names.router for other in others}
     return found

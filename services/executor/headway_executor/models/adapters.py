@@ -246,8 +246,8 @@ class _Fusing:
                 index, (names.router,), lambda tensors: tensors.experts(index).router()[0]
             ),
             AdapterSite.SHARED_GATE: self._low_rank(index, gate, lambda tensors: tensors.experts(index).shared_gate()),
-            AdapterSite.SHARED_GATE_UP: self._of_expert(index, feed.experts, None, names.gate_up),
-            AdapterSite.SHARED_DOWN: self._of_expert(index, feed.experts, None, (names.down,)),
+            AdapterSite.SHARED_GATE_UP: self._of_expert(index, feed.experts, None, names.shared_gate_up),
+            AdapterSite.SHARED_DOWN: self._of_expert(index, feed.experts, None, (names.shared_down,)),
             AdapterSite.EXPERT_GATE_UP: _stacked(
                 [self._of_expert(index, feed.experts, number, names.gate_up) for number in numbers]
             ),
@@ -263,7 +263,7 @@ class _Fusing:
         """``number`` None: the shared one."""
         names, size = experts.names, self._config.layers[index].feed_forward.intermediate_size
         prefix = names.shared if number is None else names.expert.format(number)
-        is_back = tuple(modules) == (names.down,)
+        is_back = tuple(modules) == (names.down if number is not None else names.shared_down,)
         inner = self._part.own_of_expert(experts.shared_size if number is None else size)
 
         def own(down: Tensor) -> Tensor:

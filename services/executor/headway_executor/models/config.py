@@ -71,10 +71,11 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
 
     The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
-    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by head,
-    without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own. It does so before
-    they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of a compressed row.
-    ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates`` multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
+    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by
+    head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own. It
+    does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
+    a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
+    multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
     ``TensorNames.qkv``, or "by_head", each head's behind its queries.
     """
 

@@ -38,7 +38,10 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def xielu(inputs: Tensor, curve: Tensor) -> Tensor:
-    """A parabola above 0, and an exponential below (Huang & Schlag 2024, arXiv 2411.13010). ``curve``: see ``ModelTensors``."""
+    """A parabola above 0, and an exponential below (Huang & Schlag 2024, arXiv 2411.13010).
+
+    ``curve``: see ``ModelTensors``.
+    """
     above, below, slope = curve
     return torch.where(inputs > 0, above * inputs * inputs, below * (inputs.expm1() - inputs)).add_(slope * inputs)
 
@@ -119,7 +122,8 @@ class StepPlan:
 class Attention:
     """``qkv`` gives its parts side by side. ``qk_norm`` normalises the heads of queries and keys, or is None; with
     ``norms_rotated``, behind the rotation. A query sees ``window`` positions; None: all. ``rope`` None: no rotation.
-    ``growth``: see ``query_factors``; None: 1. ``clip``: see ``AttentionConfig``. The last ``num_gates`` columns of ``qkv`` are gates of what attention gives.
+    ``growth``: see ``query_factors``; None: 1. ``clip``: see ``AttentionConfig``. The last ``num_gates`` columns of ``qkv``
+    are gates of what attention gives.
     """
 
     index: int

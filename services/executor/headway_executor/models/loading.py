@@ -61,7 +61,7 @@ def ignored_tensors(config: ModelConfig) -> frozenset[str]:
     return frozenset(names.layer.format(i) + name for i in range(config.num_layers) for name in names.ignored)
 
 
-def _named_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
+def _named_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
     """Models for vectors are stored without a head, and their tensors without the name of the decoder in front.
 
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
@@ -107,7 +107,7 @@ def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfi
     return msgspec.structs.replace(config, names=names, tie_word_embeddings=is_tied)
 
 
-def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
+def _stacked_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
     """The experts of a layer may lie in one tensor, as in Qwen3-VL and Llama 4."""
 
     def stack_of(index: int, layer: LayerConfig) -> str | None:
@@ -121,9 +121,9 @@ def _stacked_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConf
     first = next((index for index, name in enumerate(names) if name is not None), None)
     if first is None:
         return config
-    # transformers 4 wrote inputs before outputs. In a square, 5 reads outputs first.
-    outputs = stored.read(str(names[first]), range(1)).shape[1]
-    is_turned = outputs != 2 * config.layers[first].feed_forward.intermediate_size
+    # transformers 4 wrote inputs before outputs, as which codes are read. In a square, 5 reads outputs first.
+    name, outputs = str(names[first]), 2 * config.layers[first].feed_forward.intermediate_size
+    is_turned = stored.is_coded(name) or stored.read(name, range(1)).shape[1] != outputs
 
     def stacked(layer: LayerConfig) -> LayerConfig:
         feed = layer.feed_forward
@@ -240,7 +240,15 @@ class TensorSource(Protocol):
         ...
 
 
-def as_stored(config: ModelConfig, source: TensorSource, warn: Callable[[str], None]) -> ModelConfig:
+class StoredSource(TensorSource, Protocol):
+    """One that may have codes."""
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a weight, or a stack of weights, is stored as codes."""
+        ...
+
+
+def as_stored(config: ModelConfig, source: StoredSource, warn: Callable[[str], None]) -> ModelConfig:
     """Name tensors as they are stored; untie embedding and head if the stored ones differ, as transformers does."""
     config = _named_as_stored(config, source)
     name, head_name = config.names.embedding, _head_name(config.names, source)
@@ -376,7 +384,7 @@ class ModelTensors:
         return self._back(index, self._names.down, own, has_bias=feed.has_bias)
 
     def curve(self, index: int) -> Tensor | None:
-        """Of "xielu", float32, ``[3]``: the two slopes of its slope, for inputs above and below 0, and its slope at 0; or None."""
+        """Of "xielu", float32, ``[3]``, or None: a, b and c of ``a x^2 + c x`` above 0, and ``b (e^x - 1 - x) + c x`` below."""
         if self._config.layers[index].feed_forward.activation != "xielu":
             return None
         above, below, slope = (self._read(index, f"{self._names.curve}.{name}").float().view(()) for name in _CURVE)

@@ -2,7 +2,8 @@
 
 Owns: their tensors, and 8-bit floats of other formats. Must not know: files, kernels.
 
-Blocks have ``weight_scale_inv``, which is the scale to multiply with; whole tensors have it or ``weight_scale``. Whoever rounds
+Blocks have ``weight_scale_inv``, which is the scale to multiply with; whole tensors have it or ``weight_scale``. A stack of
+weights has outputs before inputs, and its scales are named as it is, with ``_scale_inv`` behind. Whoever rounds
 activations gives each block of them a scale of its own, which is more exact than ``input_scale``: that is not read.
 """
 
@@ -46,28 +47,35 @@ class Float8:
 
     def holds(self, base: str, stored: StoredTensors) -> bool:
         """See ``WeightScheme``."""
-        return stored.dtype(f"{base}.weight") in FP8
+        return stored.dtype(_name_of_codes(base, stored)) in FP8
 
     def tensors(self, base: str, shape: tuple[int, int], stored: StoredTensors) -> dict[str, StoredTensor]:
         """See ``WeightScheme``."""
         scales = StoredTensor(FLOATS + POWERS, scale_shapes(shape, self.block))
-        return {f"{base}.weight": StoredTensor(FP8, (shape,)), self._name_of_scales(base, stored): scales}
+        return {_name_of_codes(base, stored): StoredTensor(FP8, (shape,)), self._name_of_scales(base, stored): scales}
 
     def read(self, base: str, stored: StoredTensors) -> CodedWeight:
         """See ``WeightScheme``."""
-        codes, scales = stored.read(f"{base}.weight"), stored.read(self._name_of_scales(base, stored))
+        name = _name_of_codes(base, stored)
+        codes, scales = stored.read(name), stored.read(self._name_of_scales(base, stored))
         if bool(((codes.view(torch.uint8) & _NO_NUMBER) == _NO_NUMBER).any()):
-            raise ModelFilesError(f"{base}.weight: a value is not a number; allowed: finite values")
+            raise ModelFilesError(f"{name}: a value is not a number; allowed: finite values")
         scales, group = spread(scales, codes.shape[0], self.block), self.block[1] if self.block else codes.shape[1]
         return CodedWeight(CodeForm.FP8, codes, scales, group, rounds_inputs=self.rounds_inputs)
 
     def _name_of_scales(self, base: str, stored: StoredTensors) -> str:
-        found = [name for name in self.scale_names if stored.dtype(f"{base}.{name}") is not None]
+        names = [_name_of_codes(base, stored) + name.removeprefix("weight") for name in self.scale_names]
+        found = [name for name in names if stored.dtype(name) is not None]
         if len(found) != 1:
             raise ModelFilesError(
                 f"{base}: {len(found)} tensors of scales; allowed: one of {', '.join(self.scale_names)}"
             )
-        return f"{base}.{found[0]}"
+        return found[0]
+
+
+def _name_of_codes(base: str, stored: StoredTensors) -> str:
+    """Of a weight, or of a stack of weights."""
+    return f"{base}.weight" if stored.dtype(base) is None else base
 
 
 def scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[tuple[int, ...], ...]:

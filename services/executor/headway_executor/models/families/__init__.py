@@ -19,7 +19,13 @@ from headway_executor.models.families.afmoe import read_afmoe
 from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
 from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
-from headway_executor.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_youtu
+from headway_executor.models.families.deepseek import (
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_glm4_moe_lite,
+    read_mistral4,
+    read_youtu,
+)
 from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
 from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
 from headway_executor.models.families.gemma import read_gemma1, read_gemma2
@@ -83,6 +89,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "GemmaForCausalLM": read_gemma1,
     "Glm4ForCausalLM": read_glm4,
     "Glm4MoeForCausalLM": read_glm4_moe,
+    "Glm4MoeLiteForCausalLM": read_glm4_moe_lite,
     "GlmForCausalLM": read_glm,
     "GptOssForCausalLM": read_gpt_oss,
     "GraniteForCausalLM": read_granite,
@@ -102,6 +109,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
     "MinistralForCausalLM": read_ministral,
+    "Mistral4ForCausalLM": read_mistral4,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "NemotronForCausalLM": read_nemotron,

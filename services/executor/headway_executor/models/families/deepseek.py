@@ -1,8 +1,13 @@
-"""DeepSeek V2 and V3: latent attention, groups of experts beside shared ones, the first layers dense; Youtu without them."""
+"""DeepSeek V2 and V3: latent attention, groups of experts beside shared ones, the first layers dense.
+
+GLM 4.7 Flash and Mistral 4 are such, too; Youtu is one without experts.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
 from headway_executor.models.config import (
@@ -14,7 +19,8 @@ from headway_executor.models.config import (
     RopeConfig,
     TensorNames,
 )
-from headway_executor.models.families.positions import read_rope, scaled_context
+from headway_executor.models.families.mistral import growth_of
+from headway_executor.models.families.positions import read_rope, rope_section, scaled_context
 from headway_executor.models.families.reading import (
     num_layers_of,
     read_feed_forward,
@@ -23,6 +29,22 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 from headway_executor.models.families.routing import behind_dense_layers, in_groups, read_corrected, read_routing
+
+_GLM_LITE: Mapping[str, object] = {
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+}
+_MISTRAL4: Mapping[str, object] = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
+_MISTRAL4_ROPE: Mapping[str, object] = {
+    "rope_type": "yarn",
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def read_deepseek_v2(fields: ConfigFields) -> ModelConfig:
@@ -46,6 +68,32 @@ def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=3)
     is_interleaved = fields.flag("rope_interleave", default=True)
     return _read(fields, feeds, default_context=4096, is_interleaved=is_interleaved, further=1)
+
+
+def read_glm4_moe_lite(fields: ConfigFields) -> ModelConfig:
+    """``Glm4MoeLiteForCausalLM``. Nothing reads its layers that predict further tokens."""
+    fields = ConfigFields(fields.source, {**_GLM_LITE, **fields.values})
+    experts = read_corrected(fields, ("n_routed_experts", 64), chosen=4, scaling=1.8)
+    feeds = behind_dense_layers(fields, experts, size=1536, shared=1, first=1)
+    is_interleaved = fields.flag("rope_interleave", default=True)
+    return _read(fields, feeds, default_context=202_752, is_interleaved=is_interleaved, further=1)
+
+
+def read_mistral4(fields: ConfigFields) -> ModelConfig:
+    """``Mistral4ForCausalLM``: experts by a softmax; queries grow with their position."""
+    rope = dict(rope_section(fields).values or _MISTRAL4_ROPE)
+    rope.pop("partial_rotary_factor", None)  # It says what qk_rope_head_dim says.
+    fields = ConfigFields(fields.source, {**_MISTRAL4, **fields.values, "rope_parameters": rope, "rope_scaling": None})
+    is_normalised = fields.flag("norm_topk_prob", default=True)
+    routing = read_routing(fields, ("n_routed_experts", 128), chosen=4, is_normalised=is_normalised)
+    routing = replace(routing, scaling=fields.number("routed_scaling_factor", 1.0))
+    experts = ExpertsConfig(routing=in_groups(fields, routing, scores_per_group=2, default=(1, 1)))
+    feeds = behind_dense_layers(fields, experts, size=2048, shared=1, first=0)
+    is_interleaved = fields.flag("rope_interleave", default=True)
+    config = _read(fields, feeds, default_context=1_048_576, is_interleaved=is_interleaved)
+    growth = growth_of(fields)
+    layers = tuple(msgspec.structs.replace(layer, query_growth=growth) for layer in config.layers)
+    return msgspec.structs.replace(config, layers=layers)
 
 
 def read_youtu(fields: ConfigFields) -> ModelConfig:

@@ -24,6 +24,7 @@ from headway_executor.models.families.routing import read_routing
 
 _EXPERT_NAMES = ExpertNames(
     router="block_sparse_moe.router.layer",
+    expert="block_sparse_moe.experts.{}.",
     stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared="shared_mlp.",
     shared_gate_up=("input_linear",),

@@ -47,11 +47,16 @@ def read_ministral(fields: ConfigFields) -> ModelConfig:
 
 def read_ministral3(fields: ConfigFields) -> ModelConfig:
     """``Ministral3ForCausalLM``."""
-    section = rope_section(fields)
-    growth = QueryGrowth(
-        beta=section.number("llama_4_scaling_beta"), step=section.integer("original_max_position_embeddings")
-    )
+    growth = growth_of(fields)
     values = {"max_position_embeddings": 262_144, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
     config = read_mistral(ConfigFields(fields.source, values | dict(fields.values)))
     layers = tuple(msgspec.structs.replace(layer, query_growth=growth) for layer in config.layers)
     return msgspec.structs.replace(config, layers=layers)
+
+
+def growth_of(fields: ConfigFields) -> QueryGrowth:
+    """How queries grow, in the section of rope."""
+    section = rope_section(fields)
+    return QueryGrowth(
+        beta=section.number("llama_4_scaling_beta"), step=section.integer("original_max_position_embeddings")
+    )

@@ -92,6 +92,7 @@ _TEXTS = {
     "llama": _Text("LlamaForCausalLM", _LLAMA),
     "ministral3": _Text("Ministral3ForCausalLM"),
     "mistral": _Text("MistralForCausalLM", _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8}),
+    "mistral4": _Text("Mistral4ForCausalLM"),
     "mixtral": _Text("MixtralForCausalLM"),
     "phi3": _Text("Phi3ForCausalLM"),
     "qwen2": _Text("Qwen2ForCausalLM"),
