@@ -56,6 +56,7 @@ _LATENT = {
     "head_dim": 8,
     "routed_scaling_factor": 1.5,
 }
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5}
 _HALF_ROPE = _DEFAULT_ROPE | {"partial_rotary_factor": 0.5}
 _GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 3.0, "attention_multiplier": 0.1}
 _CORRECTED: dict[str, object] = {
@@ -238,6 +239,18 @@ FURTHER: dict[str, tuple[str, dict[str, object]]] = {
         {"head_dim": None, "use_parallel_residual": True, "rope_parameters": _HALF_ROPE},
     ),
     "nemotron": ("Nemotron", {"rope_parameters": _HALF_ROPE}),
+    "lfm2": ("Lfm2", _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
+    "lfm2moe": (
+        "Lfm2Moe",
+        _CONVOLUTIONS
+        | {
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 MODELS |= FURTHER
 """By name: the family in transformers' words, and its configuration."""
@@ -284,6 +297,8 @@ _ARCHITECTURES = {
     "Phi": MODEL_ARCH.PHI2,
     "StableLm": MODEL_ARCH.STABLELM,
     "Nemotron": MODEL_ARCH.NEMOTRON,
+    "Lfm2": MODEL_ARCH.LFM2,
+    "Lfm2Moe": MODEL_ARCH.LFM2MOE,
 }
 _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
 
@@ -307,7 +322,7 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
 
 
 def _rounded(name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
-    if values.dim() == 1 or name.endswith("_bias") or kind == Kind.F32:
+    if values.dim() == 1 or name.endswith(("_bias", "conv.conv.weight")) or kind == Kind.F32:
         return values
     if "kv_b_proj" in name:
         # The file has one half of it turned around, and three numbers are exact in blocks of either direction.
@@ -360,7 +375,9 @@ def write_file(
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         of_this = kind
-        if values.ndim == 1 or name.endswith(("norm.weight", ".bias", "gate.weight", "router.weight")):
+        if values.ndim == 1 or name.endswith(
+            ("norm.weight", ".bias", "gate.weight", "router.weight", "conv.conv.weight")
+        ):
             of_this = Kind.F32
         elif kind == Kind.MXFP4 and "experts" not in name:
             of_this = Kind.Q8_0
@@ -383,7 +400,9 @@ def _in_layout(family: str, config: dict[str, Any], tensors: Tensors) -> Iterato
             continue
         yield from _CHANGES.get(family, _as_it_is)(name, values, config)
     for name, of_experts in stacks.items():
-        yield name, np.stack([values for _, values in sorted(of_experts, key=lambda pair: pair[0])])
+        # LFM2's converter leaves out the decoder's name in front.
+        place = name.removeprefix("model.") if "feed_forward.experts" in name else name
+        yield place, np.stack([values for _, values in sorted(of_experts, key=lambda pair: pair[0])])
 
 
 def _as_it_is(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
@@ -459,6 +478,13 @@ def _corrected(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[s
     yield name, values
 
 
+def _lfm2(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/lfm2.py``: a convolution has two dimensions, and a correction an end."""
+    if "conv.conv" in name:
+        values = values.squeeze(1)
+    yield name.replace("expert_bias", "expert_bias.bias"), values
+
+
 def _deepseek(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
     """``conversion/deepseek.py``: keys and values of latent attention are apart, and the keys turned around."""
     if "kv_b_proj" in name and config["is_absorbed"]:
@@ -475,6 +501,7 @@ _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
     **dict.fromkeys(("Gemma", "Gemma2", "Gemma3", "Nemotron"), _gemma),
     **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _granite_moe),
     **dict.fromkeys(("Ernie4_5_Moe", "Glm4Moe", "Dots1", "MiniMaxM2"), _corrected),
+    **dict.fromkeys(("Lfm2", "Lfm2Moe"), _lfm2),
     "GPTNeoX": _gpt_neox,
     "GptOss": _gpt_oss,
     "Llama4": _llama4,
@@ -491,7 +518,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config.get("intermediate_size_mlp", config["intermediate_size"]))
     writer.add_head_count(config["num_attention_heads"])
     absorbs = "kv_lora_rank" in config and config["is_absorbed"]
-    writer.add_head_count_kv(1 if absorbs else config["num_key_value_heads"])
+    kv_heads = 1 if absorbs else config["num_key_value_heads"]
+    if "conv" in config.get("layer_types") or ():
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
+    writer.add_head_count_kv(kv_heads)
     if config.get("head_dim") is not None and "kv_lora_rank" not in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -716,6 +746,16 @@ def _add_granite_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
+def _add_lfm2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/lfm2.py``."""
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_experts" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Llama": _add_head_rope,
     "Mixtral": _add_head_rope,
@@ -726,6 +766,8 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "DeepseekV2": _add_deepseek,
     "DeepseekV3": _add_deepseek,
     "Llama4": _add_llama4,
+    "Lfm2": _add_lfm2,
+    "Lfm2Moe": _add_lfm2,
     "Ministral3": _add_ministral3,
     "Gemma2": _add_gemma2,
     "Gemma3": _add_window,

@@ -57,7 +57,7 @@ CUTS = {
     "command-r": Cut((r"\p{N}",), as_gpt_2=True, is_normalised=True),
     "exaone": Cut((r"\p{N}",), as_gpt_2=True),
     "exaone4": Cut((), as_gpt_2=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Cut((_LLAMA_3,), merges_late=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), Cut((_LLAMA_3,), merges_late=True)),
     "dbrx": Cut((_LLAMA_3,)),
     "smaug-bpe": Cut((_LLAMA_3,)),
     **dict.fromkeys(("glm4", "chatglm-bpe"), Cut((_LLAMA_3,))),

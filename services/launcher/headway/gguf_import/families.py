@@ -66,6 +66,49 @@ def _mixtral(metadata: Metadata) -> Family:
     return Family("MixtralForCausalLM", Layout(places, orders=_turned(metadata)), fields | {"sliding_window": None})
 
 
+def _lfm2(metadata: Metadata) -> Family:
+    """A layer without heads of keys has a convolution."""
+    names = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
+    places = usual(
+        {f"ffn_{kind}": name for kind, name in names.items()},
+        by_expert("feed_forward.experts", ("w1", "w3", "w2")),
+        {
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b": "feed_forward.expert_bias",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+    )
+    norm = "model.embedding_norm"
+    layout = Layout(
+        places,
+        outside={"token_embd": "model.embed_tokens", "token_embd_norm": norm, "output_norm": norm, "output": "lm_head"},
+        orders={"shortconv.conv": lambda rows: rows.unsqueeze(1)},
+        bare=frozenset({"feed_forward.expert_bias"}),
+    )
+    fields = {
+        "layer_types": ["full_attention" if heads else "conv" for heads in metadata.kv_heads],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if not metadata.integer("expert_count", 0, low=0):
+        return Family("Lfm2ForCausalLM", layout, fields, ("norm_eps", RMS))
+    metadata.refuse_unless("expert_gating_func", 2)
+    fields |= {
+        "num_dense_layers": metadata.integer("leading_dense_block_count", 0, low=0),
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": _chosen(metadata),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+    }
+    return Family("Lfm2MoeForCausalLM", layout, fields, ("norm_eps", RMS))
+
+
 def _llama4(metadata: Metadata) -> Family:
     """A file says neither which layers have no positions nor how queries grow, and has no channels to turn."""
     if metadata.value("attention.sliding_window", None) == 0:
@@ -601,6 +644,8 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "granitemoe": _granite_moe,
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan_moe,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
     "llama": _llama,
     "llama4": _llama4,
     "minimax-m2": _minimax_m2,

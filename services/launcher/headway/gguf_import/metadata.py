@@ -113,8 +113,22 @@ class Metadata:
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and of values."""
-        return self.integer("attention.head_count_kv", self.num_heads)
+        """Heads of keys and of values, of layers that have some."""
+        some = set(self.kv_heads) - {0}
+        if len(some) != 1:
+            raise self.refuse("attention.head_count_kv", "one number of heads")
+        return some.pop()
+
+    @property
+    def kv_heads(self) -> list[int]:
+        """Heads of keys and of values of each layer; 0: it has something else."""
+        key = "attention.head_count_kv"
+        if not isinstance(self.value(key, 0), list):
+            return [self.integer(key, self.num_heads)] * self.num_layers
+        counts = self.file.each(f"{self.architecture}.{key}", int)
+        if len(counts) != self.num_layers or any(count < 0 for count in counts):
+            raise self.refuse(key, f"a number, or a list of {self.num_layers}")
+        return counts
 
     @property
     def num_layers(self) -> int:

@@ -130,7 +130,7 @@ def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
     of_layer = re.match(r"blk\.(\d{1,4})\.", stem)
     if layout.num_layers is not None and of_layer is not None and int(of_layer[1]) >= layout.num_layers:
         return None
-    inside = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", stem)
+    inside = re.fullmatch(r"blk\.(\d{1,4})\.([\w.]+)", stem)
     place = stem if inside is None else inside[2]
     if place in layout.ignored:
         return None
