@@ -519,7 +519,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     absorbs = "kv_lora_rank" in config and config["is_absorbed"]
     kv_heads = 1 if absorbs else config["num_key_value_heads"]
-    if "conv" in config.get("layer_types") or ():
+    if "conv" in (config.get("layer_types") or ()):
         kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
     writer.add_head_count_kv(kv_heads)
     if config.get("head_dim") is not None and "kv_lora_rank" not in config:

@@ -5,6 +5,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -196,7 +197,7 @@ def make_whole(directory: Path, name: str, **changes: object) -> PreTrainedModel
     ``changes`` are of its text's fields.
     """
     of_class, vision, text = _WHOLES[name]
-    text = text | changes
+    text = deepcopy(text) | changes  # configurations change what they are given
     torch.manual_seed(0)
     tied = {"tie_word_embeddings": bool(text["tie_word_embeddings"])}
     config = getattr(transformers, f"{of_class}Config")(vision_config=vision, text_config=text, **tied)
