@@ -1,5 +1,7 @@
 """Layers with a state: what their executor says, what it refuses, and states that never reach another request."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from backend_driver import BackendDriver, Request
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
 from group_backend import InlineGroup
-from headway_executor.backend import BackendConfig, BackendConfigError
+from headway_executor.backend import BackendConfig, BackendConfigError, ModelFilesError
 from headway_executor.backends import torch_loading
 from headway_executor.backends.torch_backend import TorchBackend
 from headway_executor.batch.batch_state import BatchState, ImpossibleDiff
@@ -182,6 +184,39 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         expected = torch.einsum("nhk,nhkv->nhv", queries[:, :, place], state)
         assert torch.allclose(results[:, :, place], expected, atol=1e-4)
     assert torch.allclose(after, state, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("lfm2", "full_attn_idxs", 3),
+        ("lfm2", "full_attn_idxs", [7]),
+        ("lfm2", "conv_L_cache", 1),
+        ("lfm2", "layer_types", ["conv", "full_attention", "sliding_attention"]),
+        ("granitehybrid", "position_embedding_type", "alibi"),
+        ("granitehybrid", "time_step_limit", [0.0, 0.1]),
+        ("granitehybrid", "mamba_d_head", 7),
+        ("granitehybrid", "mamba_n_heads", 5),
+        ("qwen3_5", "linear_num_value_heads", 3),
+        ("qwen3_5", "hidden_act", "gelu"),
+    ],
+)
+def test_what_no_state_is_made_of_is_refused_by_name(tmp_path, name, field, value):
+    make_model(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ModelFilesError, match=field):
+        read_model_config(tmp_path)
+
+
+def test_the_first_files_of_lfm2_name_their_layers_with_attention(tmp_path):
+    make_model("lfm2").save_pretrained(tmp_path)
+    expected = read_model_config(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["layer_types"]
+    path.write_text(json.dumps(values | {"full_attn_idxs": [1], "tie_embedding": True}))
+    assert read_model_config(tmp_path) == expected
 
 
 def test_the_published_names_of_layers_are_read_too(tmp_path):

@@ -36,7 +36,10 @@ def read_granite_hybrid(fields: ConfigFields) -> ModelConfig:
     kinds = kinds_of(fields, [LINEAR] * num_layers_of(fields), (LINEAR, FULL, *_OLDER_KINDS))
     recurrence = _state(fields)
     recurrences = [recurrence if _OLDER_KINDS.get(kind, kind) == LINEAR else None for kind in kinds]
-    rotates = [fields.values.get("position_embedding_type") == "rope"] * len(kinds)
+    positions = fields.values.get("position_embedding_type")
+    if positions not in (None, "rope", "nope"):
+        raise fields.refuse("position_embedding_type", "rope, nope, or absent")
+    rotates = [positions == "rope"] * len(kinds)
     if fields.integer("num_local_experts", 8, low=0):
         return read_scaled(fields, read_mixture(fields), recurrences=recurrences, rotates=rotates)
     width = fields.integer("shared_intermediate_size", 1024)

@@ -24,7 +24,7 @@ from headway_executor.models.families.reading import (
     read_model,
     refuse_partial_rotation,
 )
-from headway_executor.models.families.routing import read_corrected
+from headway_executor.models.families.routing import layers_named, read_corrected
 
 _CONVOLUTION = "conv"
 
@@ -84,9 +84,10 @@ def _read(fields: ConfigFields, feed_forward: FeedForwardConfig | Sequence[FeedF
 
 def _recurrences(fields: ConfigFields) -> list[RecurrenceConfig | None]:
     """``layer_types``, or which layers have attention: ``full_attn_idxs``."""
-    num_layers = num_layers_of(fields)
-    attending = fields.values.get("full_attn_idxs")
-    usual = [FULL if attending is None or i in attending else _CONVOLUTION for i in range(num_layers)]
+    layers = range(num_layers_of(fields))
+    has_names = fields.values.get("full_attn_idxs") is not None
+    attending = layers_named(fields, "full_attn_idxs", len(layers)) if has_names else layers
+    usual = [FULL if i in attending else _CONVOLUTION for i in layers]
     convolution = RecurrenceConfig(
         kind="gated",
         taps=fields.integer("conv_L_cache", 3, low=2),
