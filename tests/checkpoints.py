@@ -412,7 +412,7 @@ _MAMBA: dict[str, object] = _SCALED | {
     "mamba_proj_bias": True,
 }
 
-_DELTA: dict[str, object] = {
+DELTA: dict[str, object] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -436,9 +436,9 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=20,
     ),
-    "qwen3_next": _named("Qwen3Next", mlp_only_layers=[1], **_DELTA),
-    "qwen3_5": _named("Qwen3_5", "Qwen3_5Text", **_DELTA),
-    "qwen3_5_moe": _named("Qwen3_5Moe", "Qwen3_5MoeText", **_DELTA),
+    "qwen3_next": _named("Qwen3Next", mlp_only_layers=[1], **DELTA),
+    "qwen3_5": _named("Qwen3_5", "Qwen3_5Text", **DELTA),
+    "qwen3_5_moe": _named("Qwen3_5Moe", "Qwen3_5MoeText", **DELTA),
     "granitehybrid": _named(
         "GraniteMoeHybrid", num_local_experts=0, position_embedding_type="rope", **_MAMBA | {"mamba_n_groups": 1}
     ),

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from checkpoints import randomise, small_sizes, tokenizer
+from checkpoints import DELTA, randomise, small_sizes, tokenizer
 
 _CLIP = {
     "model_type": "clip_vision_model",
@@ -47,18 +47,7 @@ def _text(kind: str, **changes: object) -> dict[str, object]:
 _SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2]}
 _MISTRAL = _text("mistral", sliding_window=None, head_dim=16)
 
-_DELTA: dict[str, object] = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "shared_expert_intermediate_size": 40,
-}
+_DELTA = DELTA | {"head_dim": 24}
 
 _WHOLES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "gemma3": (

@@ -2,8 +2,9 @@
 
 Owns: which keywords have another way. Must not know: how a schema is compiled. A rewritten schema allows no output that
 the given one forbids. It allows less in three cases: names that ``propertyNames`` lists come in that order, each at most
-once, the property of a ``discriminator`` is always there, and the items of a larger set come in one order. What has no other way is left to the library, which
-refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the reference would lose its target.
+once, the property of a ``discriminator`` is always there, and the items of a larger set come in one order. What has no
+other way is left to the library, which refuses it by name. A keyword in the path of a ``$ref`` is left alone, or the
+reference would lose its target.
 """
 
 import math

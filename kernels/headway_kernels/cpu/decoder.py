@@ -20,7 +20,7 @@ from headway_kernels.cpu.adapters import PackedAdapter, addresses_of
 from headway_kernels.cpu.experts import PackedExperts
 from headway_kernels.cpu.feed_forward import DenseFeedForward
 from headway_kernels.cpu.latent import PackedLatent
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, made, rounded
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, WeightForm, address, made, rounded
 from headway_kernels.cpu.recurrence import PackedRecurrence
 from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
 
@@ -255,8 +255,7 @@ class Decoder:
         arrays = (token_ids, num_tokens, first_positions, tables, sampled)
         assert all(array.flags.c_contiguous for array in arrays)
         assert row_numbers is None or row_numbers.flags.c_contiguous
-        assert all(recurrence.has_memory for recurrence in self._recurrences[:1])
-        assert row_numbers is not None or not self._recurrences
+        assert not self._recurrences or (row_numbers is not None and self._recurrences[0].has_memory)
         assert pool.dtype == self.kv_dtype
         starts = np.cumsum(num_tokens) - num_tokens
         wide = None if self._mates is None else self._mates.wide_rows(self._sizes(len(token_ids), len(sampled)))
@@ -321,7 +320,7 @@ class Decoder:
             activations=wide.activations.data_ptr(),
             pairs=wide.pairs.data_ptr(),
             shared_expert=wide.shared_expert.data_ptr(),
-            hidden_in=None if hidden_in is None else hidden_in.data_ptr(),
+            hidden_in=address(hidden_in),
         )
 
 
@@ -366,7 +365,7 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         logits_factor=shape.logits_factor,
         logits_softcap=shape.logits_softcap,
         kv_form=_kv_form(library, shape.kv_dtype),
-        embedding=_address(shape.embedding),
+        embedding=address(shape.embedding),
         final_norm=_norm_struct(shape.final_norm),
     )
 
@@ -389,15 +388,15 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         attention_post_norm=_norm_struct(layer.attention_post_norm),
         mlp_norm=_norm_struct(layer.mlp_norm),
         mlp_post_norm=_norm_struct(layer.mlp_post_norm),
-        qk_norm=_address(layer.qk_norm),
+        qk_norm=address(layer.qk_norm),
         cosines=None if layer.rotations is None else layer.rotations.cosines.data_ptr(),
         sines=None if layer.rotations is None else layer.rotations.sines.data_ptr(),
-        query_factors=_address(layer.query_factors),
+        query_factors=address(layer.query_factors),
         window=layer.window or 0,
         activation=feed.activation,
         is_gated=dense is None or dense.is_gated,
-        curve=None if dense is None else _address(dense.curve),
-        sinks=_address(layer.sinks),
+        curve=None if dense is None else address(dense.curve),
+        sinks=address(layer.sinks),
         experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
         latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,
         recurrence=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedRecurrence) else None,
@@ -405,8 +404,4 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
 
 
 def _norm_struct(norm: NormWeights | None) -> NormStruct:
-    return NormStruct() if norm is None else NormStruct(weight=norm.weight.data_ptr(), bias=_address(norm.bias))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return NormStruct() if norm is None else NormStruct(weight=norm.weight.data_ptr(), bias=address(norm.bias))

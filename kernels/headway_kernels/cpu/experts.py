@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from headway_kernels.cpu.coded_weight import CodedWeight
 from headway_kernels.cpu.feed_forward import Activation, activates_in_product
-from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, made, rounded
+from headway_kernels.cpu.library import CpuLibrary, PackedLinear, Team, address, made, rounded
 from headway_kernels.routing import Routing
 
 
@@ -169,5 +169,5 @@ def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStru
         weighs_inputs=int(routing.weighs_inputs),
         scaling=routing.scaling,
         tolerance=routing.tolerance,
-        correction=None if correction is None else correction.data_ptr(),
+        correction=address(correction),
     )

@@ -215,7 +215,7 @@ class PackedLinear:
         """In which the weights are held."""
         self.outputs, self.inputs = weight.shape
         wide_bias = None if bias is None else bias.float().contiguous()
-        rest = (None if wide_bias is None else wide_bias.data_ptr(), self.outputs, self.inputs)
+        rest = (address(wide_bias), self.outputs, self.inputs)
         if isinstance(weight, CodedWeight):
             kept = weight.contiguous()
             struct = _coded_struct(kept)
@@ -253,7 +253,7 @@ class PackedLinear:
             team.handle,
             inputs.data_ptr(),
             len(inputs),
-            None if norm is None else norm.data_ptr(),
+            address(norm),
             norm_eps,
             int(self._gated),
             out.data_ptr(),
@@ -306,8 +306,8 @@ def _coded_struct(weight: CodedWeight) -> _CodedStruct:
     return _CodedStruct(
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),
-        minima=None if weight.minima is None else weight.minima.data_ptr(),
-        group_of=None if weight.group_of is None else weight.group_of.data_ptr(),
+        minima=address(weight.minima),
+        group_of=address(weight.group_of),
         group=weight.group,
         num_groups=weight.scales.shape[1],
         rounds_inputs=weight.rounds_inputs,
@@ -318,6 +318,11 @@ def _coded_struct(weight: CodedWeight) -> _CodedStruct:
 def rounded(width: int, multiple: int) -> int:
     """The next multiple."""
     return -(-width // multiple) * multiple
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers begin; None of none."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def made(result: int | None, what: str) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from headway_kernels.cpu.library import PackedLinear
+from headway_kernels.cpu.library import PackedLinear, address
 from headway_kernels.states import HeadNumbers
 
 MOST_TAPS = 8
@@ -70,9 +70,9 @@ class PackedRecurrence:
         self.handle = inputs.handle
         self._kept = (inputs, taps, taps_bias, numbers)
         self._states: tuple[Tensor, Tensor] | None = None
-        of_heads = {} if numbers is None else {name: _address(part) for name, part in numbers._asdict().items()}
+        of_heads = {} if numbers is None else {name: address(part) for name, part in numbers._asdict().items()}
         self.struct = _RecurrenceStruct(
-            **sizes._asdict(), taps_of=taps.data_ptr(), taps_bias=_address(taps_bias), norm_eps=norm_eps, **of_heads
+            **sizes._asdict(), taps_of=taps.data_ptr(), taps_bias=address(taps_bias), norm_eps=norm_eps, **of_heads
         )
 
     @property
@@ -84,7 +84,3 @@ class PackedRecurrence:
         """Keep the states of rows in this memory, float32, at first zeros, of as many numbers as ``recurrence.h`` says."""
         self._states = past, heads
         self.struct.past, self.struct.heads = past.data_ptr(), heads.data_ptr()
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -64,11 +64,9 @@ def test_the_executor_says_that_blocks_are_not_all(model, tmp_path):
     assert info.num_host_blocks > 0
 
 
-@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("compiled", marks=needs_kernels)])
 def test_who_gets_a_row_begins_anew(model, kernels):
     """Requests follow each other on the same rows, after a longer one and after one that was given up in between."""
-    if kernels == "compiled" and load_library() is None:
-        pytest.skip("the CPU kernels are not installed")
     options = {"options": {"kernels": kernels}}
     long, short = prompts(70, 9)
     expected = tokens_of(*open_backend(model, **options), short)

@@ -96,8 +96,8 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of tensors behind a layer's prefix; see ``recurrent_tensors`` for what is in ``inputs``. A convolution "gated" has
-    no others.
+    """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs``. The kind "gated" has only the
+    first three.
     """
 
     inputs: tuple[str, ...]
