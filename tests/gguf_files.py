@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+import gguf_states
 from checkpoints import CONTEXT, VOCAB_SIZE, randomise, small_sizes, tokenizer
 
 Values = NDArray[np.float32]
@@ -252,6 +253,7 @@ FURTHER: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
+FURTHER |= gguf_states.MODELS
 MODELS |= FURTHER
 """By name: the family in transformers' words, and its configuration."""
 
@@ -299,7 +301,8 @@ _ARCHITECTURES = {
     "Nemotron": MODEL_ARCH.NEMOTRON,
     "Lfm2": MODEL_ARCH.LFM2,
     "Lfm2Moe": MODEL_ARCH.LFM2MOE,
-}
+} | gguf_states.ARCHITECTURES
+_WITH_PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
 
 
@@ -307,8 +310,7 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     """Write a checkpoint whose weights a file of this ``kind`` holds exactly; return the model."""
     family, changes = MODELS[name]
     sizes = small_sizes(hidden_size=64, head_dim=16)
-    is_part = family in ("Gemma3", "Llama4")
-    config = getattr(transformers, f"{family}TextConfig" if is_part else f"{family}Config")
+    config = getattr(transformers, f"{family}TextConfig" if family in _WITH_PARTS else f"{family}Config")
     kind_of_model = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)
     # Only the eager attention of transformers has soft caps.
@@ -316,22 +318,23 @@ def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     stored = load_file(directory / "model.safetensors")
-    rounded = {tensor: _rounded(tensor, values, kind) for tensor, values in stored.items()}
+    rounded = {tensor: _rounded(family, tensor, values, kind) for tensor, values in stored.items()}
     save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
     return kind_of_model.from_pretrained(directory, attn_implementation="eager").eval()
 
 
-def _rounded(name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
-    if values.dim() == 1 or name.endswith(("_bias", "conv.conv.weight")) or kind == Kind.F32:
+def _rounded(family: str, name: str, values: torch.Tensor, kind: Kind) -> torch.Tensor:
+    if values.dim() == 1 or name.endswith(("_bias", "conv.conv.weight", "conv1d.weight")) or kind == Kind.F32:
         return values
     if "kv_b_proj" in name:
         # The file has one half of it turned around, and three numbers are exact in blocks of either direction.
         return torch.tensor(0.25).copysign(values) * (values.abs() > values.abs().median())
-    is_stack = values.dim() == 3 and not name.endswith(".weight")  # inputs before outputs
-    rows = values.transpose(1, 2) if is_stack else values
+    is_stack = values.dim() == 3 and not name.endswith(".weight")
+    is_turned = is_stack and family not in gguf_states.CHANGES  # inputs before outputs
+    rows = values.transpose(1, 2) if is_turned else values
     of_experts = Kind.MXFP4 if kind == Kind.MXFP4 and is_stack else Kind.Q8_0 if kind == Kind.MXFP4 else kind
     again = torch.from_numpy(dequantised(quantised(np.ascontiguousarray(rows), of_experts), of_experts))
-    return (again.transpose(1, 2) if is_stack else again).contiguous()
+    return (again.transpose(1, 2) if is_turned else again).contiguous()
 
 
 def quantised(values: Values, kind: Kind) -> NDArray[Any]:
@@ -342,6 +345,13 @@ def quantised(values: Values, kind: Kind) -> NDArray[Any]:
 def dequantised(stored: NDArray[Any], kind: Kind) -> Values:
     """As float32."""
     return gguf.quants.dequantize(stored, kind).astype(np.float32)
+
+
+_NUMBERS = (
+    *("norm.weight", ".bias", "gate.weight", "router.weight", "conv.conv.weight", "conv1d.weight"),
+    *("A_log", ".D"),
+)
+"""What stays float32."""
 
 
 def write_file(
@@ -375,9 +385,7 @@ def write_file(
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         of_this = kind
-        if values.ndim == 1 or name.endswith(
-            ("norm.weight", ".bias", "gate.weight", "router.weight", "conv.conv.weight")
-        ):
+        if values.ndim == 1 or name.endswith(_NUMBERS):
             of_this = Kind.F32
         elif kind == Kind.MXFP4 and "experts" not in name:
             of_this = Kind.Q8_0
@@ -502,6 +510,8 @@ _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
     **dict.fromkeys(("GraniteMoe", "GraniteMoeShared"), _granite_moe),
     **dict.fromkeys(("Ernie4_5_Moe", "Glm4Moe", "Dots1", "MiniMaxM2"), _corrected),
     **dict.fromkeys(("Lfm2", "Lfm2Moe"), _lfm2),
+    **gguf_states.CHANGES,
+    "GraniteMoeHybrid": gguf_states.mamba(_granite_moe),
     "GPTNeoX": _gpt_neox,
     "GptOss": _gpt_oss,
     "Llama4": _llama4,
@@ -519,8 +529,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     absorbs = "kv_lora_rank" in config and config["is_absorbed"]
     kv_heads = 1 if absorbs else config["num_key_value_heads"]
-    if "conv" in (config.get("layer_types") or ()):
-        kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
+    if config["architectures"] == ["GraniteMoeHybridForCausalLM"] or "conv" in (config.get("layer_types") or ()):
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
     writer.add_head_count_kv(kv_heads)
     if config.get("head_dim") is not None and "kv_lora_rank" not in config:
         writer.add_key_length(config["head_dim"])
@@ -746,6 +756,11 @@ def _add_granite_moe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
+def _add_granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _add_granite_moe(writer, config)
+    gguf_states.add_granite_hybrid(writer, config)
+
+
 def _add_lfm2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """``conversion/lfm2.py``."""
     writer.add_layer_norm_rms_eps(config["norm_eps"])
@@ -768,6 +783,10 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Llama4": _add_llama4,
     "Lfm2": _add_lfm2,
     "Lfm2Moe": _add_lfm2,
+    "GraniteMoeHybrid": _add_granite_hybrid,
+    "Qwen3Next": gguf_states.add_qwen,
+    "Qwen3_5": gguf_states.add_qwen,
+    "Qwen3_5Moe": gguf_states.add_qwen,
     "Ministral3": _add_ministral3,
     "Gemma2": _add_gemma2,
     "Gemma3": _add_window,

@@ -34,6 +34,7 @@ class StateSizes(NamedTuple):
     key_dim: int
     value_dim: int
     norm_dim: int
+    keys_take_turns: bool = False
 
 
 class _RecurrenceStruct(ctypes.Structure):

@@ -154,11 +154,14 @@ def test_layers_that_predict_further_tokens_are_left(tmp_path):
     assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
 
 
-def test_the_older_form_of_latent_attention(tmp_path):
-    """Keys and values in one tensor, and widths of heads that are expanded: as llama.cpp wrote it until April 2025."""
-    model = make_model(tmp_path / "source", "deepseek2", Kind.Q8_0)
+@pytest.mark.parametrize(("name", "tensor"), [("deepseek2", "attn_kv_b"), ("qwen3next", "ssm_in")])
+def test_the_older_forms_of_files(tmp_path, name, tensor):
+    """Latent attention as llama.cpp wrote it until April 2025: keys and values in one tensor, and widths of heads that are
+    expanded. Qwen3-Next with the inputs of a state in one tensor.
+    """
+    model = make_model(tmp_path / "source", name, Kind.Q8_0)
     file = write_file(tmp_path / "model.gguf", tmp_path / "source", Kind.Q8_0, is_absorbed=False)
-    assert "blk.0.attn_kv_b.weight" in GgufFile(file).tensor_names
+    assert f"blk.0.{tensor}.weight" in GgufFile(file).tensor_names
     assert main(["gguf", str(file), str(tmp_path / "model")]) == 0
     assert served(tmp_path / "model", "compiled") == [greedy(model, prompt).tolist() for prompt in prompts()]
 
@@ -240,6 +243,7 @@ CUT = {
     "gpt-2": ["it", "'s", " 12345", " déjà", "\r\n\n ", " camelCase", ",", "foo", " 東京", " //", "\t"],
     "starcoder": ["it", "'s", " ", *"12345", " déjà", "\r\n\n ", " camelCase", ",", "foo", " 東京", " //", "\t"],
     "llama-bpe": ["it", "'s", " ", "123", "45", " déjà", "\r\n\n", " ", " camelCase", ",foo", " 東京", " //", "\t"],
+    "qwen35": ["it", "'s", " ", *"12345", " déjà", "\r\n\n", " ", " camelCase", ",foo", " 東京", " //", "\t"],
     "qwen2": ["it", "'s", " ", *"12345", " déjà", "\r\n\n", " ", " camelCase", ",foo", " 東京", " //", "\t"],
     "gpt-4o": ["it's", " ", "123", "45", " déjà", "\r\n\n", " ", " camel", "Case", ",foo", " 東京", " //", "\t"],
     "tekken": ["it", "'s", " ", *"12345", " déjà", "\r\n\n", " ", " camel", "Case", ",foo", " 東京", " //", "\t"],

@@ -65,7 +65,8 @@ static float unit_factor(const float *vector, int64_t width) {
 
 static head_step step_of(const recurrence *of, const float *inputs, int64_t head) {
     const int64_t keys = of->num_key_heads * of->key_dim;
-    const int64_t key_head = head / (of->num_heads / of->num_key_heads);
+    const int64_t key_head =
+        of->keys_take_turns ? head % of->num_key_heads : head / (of->num_heads / of->num_key_heads);
     const float *numbers = inputs + channels_of(of) + inner_of(of);
     const int is_delta = of->kind == DELTA;
     const float step = soft_plus(numbers[is_delta ? of->num_heads + head : head] + of->step_bias[head]);

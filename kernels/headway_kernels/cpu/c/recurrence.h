@@ -29,6 +29,7 @@ typedef struct {
     int64_t key_dim;
     int64_t value_dim;
     int64_t norm_dim;
+    int64_t keys_take_turns; /* a key head serves every num_key_heads'th head, not heads that follow each other */
     const float *taps_of;
     const float *taps_bias;
     const float *decay;

@@ -113,8 +113,9 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A layer without keys and values: of the tokens before, it knows a state of one size. See ``recurrence``.
 
     A convolution over the last ``taps`` tokens gives each of ``num_heads`` a value of ``value_dim`` channels, and each of
-    ``num_key_heads`` a query and a key of ``key_dim``; "gated" has values alone, of one head. Behind the state, a norm is
-    over ``norm_dim`` channels.
+    ``num_key_heads`` a query and a key of ``key_dim``; "gated" has values alone, of one head. A query and a key serve heads
+    that follow each other, or with ``keys_take_turns`` every so manieth. Behind the state, a norm is over ``norm_dim``
+    channels.
     """
 
     kind: RecurrenceKind
@@ -124,6 +125,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int = 0
     value_dim: int
     norm_dim: int = 0
+    keys_take_turns: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
     names: RecurrenceNames

@@ -139,10 +139,11 @@ class Recurrence:
         return results.transpose(1, 2), state
 
     def _of_all_heads(self, part: Tensor) -> Tensor:
-        """Each key head serves several heads that follow each other: ``[rows, heads, length, key_dim]``."""
+        """Each key head serves several heads: ``[rows, heads, length, key_dim]``."""
         config = self.config
         by_head = part.reshape(*part.shape[:-1], config.num_key_heads, config.key_dim).transpose(1, 2)
-        return by_head.repeat_interleave(config.num_heads // config.num_key_heads, 1)
+        ratio = config.num_heads // config.num_key_heads
+        return by_head.repeat(1, ratio, 1, 1) if config.keys_take_turns else by_head.repeat_interleave(ratio, 1)
 
     def _normed(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
         """``[tokens, inner]``, the same. "selective" has its gates before the norm."""

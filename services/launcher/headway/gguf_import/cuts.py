@@ -6,6 +6,10 @@ Owns: their regular expressions, by llama.cpp's names. Must not know: files, tok
 from typing import NamedTuple
 
 _LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 _SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BY_CASE = (
@@ -57,13 +61,16 @@ CUTS = {
     "command-r": Cut((r"\p{N}",), as_gpt_2=True, is_normalised=True),
     "exaone": Cut((r"\p{N}",), as_gpt_2=True),
     "exaone4": Cut((), as_gpt_2=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), Cut((_LLAMA_3,), merges_late=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "pixtral", "falcon-h1"), Cut((_LLAMA_3,), merges_late=True)
+    ),
     "dbrx": Cut((_LLAMA_3,)),
     "smaug-bpe": Cut((_LLAMA_3,)),
     **dict.fromkeys(("glm4", "chatglm-bpe"), Cut((_LLAMA_3,))),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open"), Cut((_LLAMA_3.replace("{1,3}", ""),))),
     "seed-coder": Cut((_SEED,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Cut((_LLAMA_3.replace("{1,3}", ""),), is_normalised=True)),
+    "qwen35": Cut((_QWEN_3_5,), is_normalised=True),
     **dict.fromkeys(
         ("gpt-4o", "llama4", "minimax-m2"),
         Cut((_BY_CASE.replace("ENDING", _ENDING).replace("DIGITS", "{1,3}"),)),

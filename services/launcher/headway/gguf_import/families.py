@@ -8,19 +8,21 @@ llama.cpp takes for it (``src/models/*.cpp``), which is what the published model
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
+from headway.gguf_import.family import LAYER, RMS, Family, granite_factors
+from headway.gguf_import.family import chosen as _chosen
+from headway.gguf_import.family import partial as _partial
+from headway.gguf_import.family import partly as _partly
+from headway.gguf_import.family import turned as _turned
 from headway.gguf_import.layout import (
     DENSE,
     EXPERTS,
     QK_NORMS,
     Joined,
     Layout,
-    Order,
     alone,
     as_matrix,
     by_expert,
-    by_halves,
     by_head,
     keys_and_values,
     shared,
@@ -28,25 +30,13 @@ from headway.gguf_import.layout import (
     usual,
 )
 from headway.gguf_import.metadata import Metadata
+from headway.gguf_import.states import granite_hybrid, qwen3_5, qwen3_next
 
 _WIDE_RANGE = "bfloat16"
 """The hidden states of Gemma grow beyond float16."""
 _EXPERTS_OF_MAVERICK = 128
 """Of the model that does not normalise queries and keys."""
 _OLMO_EPS = 1e-5
-RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-
-
-class Family(NamedTuple):
-    """``fields`` win over those that most families share.
-
-    ``eps`` is the name of the norms' epsilon in config.json and its key in the file.
-    """
-
-    architecture: str
-    layout: Layout
-    fields: Mapping[str, object] = {}
-    eps: tuple[str, str] = ("rms_norm_eps", RMS)
 
 
 def _llama(metadata: Metadata) -> Family:
@@ -390,12 +380,7 @@ def _granite_moe(metadata: Metadata) -> Family:
 
 def _granite_factors(metadata: Metadata) -> dict[str, object]:
     metadata.refuse_unless("rope.scaling.finetuned", allowed=True)
-    return {
-        "attention_multiplier": metadata.value("attention.scale", 0.0) or metadata.head_dim**-0.5,
-        "embedding_multiplier": metadata.value("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": metadata.value("residual_scale", 0.0) or 1.0,
-        "logits_scaling": metadata.number("logit_scale"),
-    }
+    return granite_factors(metadata)
 
 
 def _arcee(metadata: Metadata) -> Family:
@@ -588,30 +573,12 @@ def _cohere2(metadata: Metadata) -> Family:
     return Family("Cohere2ForCausalLM", Layout(places), fields, eps=("layer_norm_eps", LAYER))
 
 
-def _turned(metadata: Metadata) -> dict[str, Order]:
-    return {"attn_q": by_halves(metadata.num_heads), "attn_k": by_halves(metadata.num_kv_heads)}
-
-
-def _chosen(metadata: Metadata) -> int:
-    return metadata.integer("expert_used_count")
-
-
 def _experts(metadata: Metadata) -> dict[str, object]:
     return {
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": _chosen(metadata),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
     }
-
-
-def _partial(metadata: Metadata, rotary: int) -> dict[str, object]:
-    """The share of a head that is rotated; somewhat more, for who reads it rounds the product down."""
-    head_dim = metadata.head_dim
-    return {"partial_rotary_factor": 1.0 if rotary == head_dim else (rotary + 0.25) / head_dim}
-
-
-def _partly(metadata: Metadata) -> dict[str, object]:
-    return metadata.rope() | _partial(metadata, metadata.integer("rope.dimension_count", metadata.head_dim))
 
 
 def _windows(metadata: Metadata, *, every: int, default: int = 0) -> dict[str, object]:
@@ -641,6 +608,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "gpt-oss": _gpt_oss,
     "gptneox": _gpt_neox,
     "granite": _granite,
+    "granitehybrid": granite_hybrid,
     "granitemoe": _granite_moe,
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan_moe,
@@ -660,7 +628,10 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "qwen2moe": _qwen2_moe,
     "qwen2vl": _qwen2,
     "qwen3": _qwen3,
+    "qwen35": qwen3_5,
+    "qwen35moe": qwen3_5,
     "qwen3moe": _qwen3_moe,
+    "qwen3next": qwen3_next,
     "qwen3vl": _qwen3,
     "qwen3vlmoe": _qwen3_moe,
     "seed_oss": _seed_oss,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 Order: TypeAlias = Callable[[Tensor], Tensor]
 """Of the rows of a weight or a bias, or of their blocks."""
+Split: TypeAlias = Callable[[Tensor], Mapping[str, Tensor]]
+"""Of the rows of a weight, or of their blocks: weights by their names behind the layer's prefix."""
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INSIDE = {
@@ -78,8 +80,8 @@ class Joined:
 class Layout:
     """``inside`` names what follows ``layer``, the prefix of one; ``orders`` and ``joined`` go by place.
 
-    ``norm_offset`` was added to the weights of norms. A name among ``bare`` has no end, such as ``.weight``. Nothing needs
-    layers from ``num_layers`` on.
+    ``norm_offset`` was added to the weights of norms, but not of those among ``plain_norms``. A name among ``bare`` has no
+    end, such as ``.weight``. ``splits`` cut rows into several weights, by name. Nothing needs layers from ``num_layers`` on.
     """
 
     inside: Mapping[str, str]
@@ -87,7 +89,9 @@ class Layout:
     layer: str = "model.layers.{}."
     orders: Mapping[str, Order] = field(default_factory=dict)
     joined: Mapping[tuple[str, ...], Joined] = field(default_factory=dict)
+    splits: Mapping[str, Split] = field(default_factory=dict)
     norm_offset: float = 0.0
+    plain_norms: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset({"self_attn.sinks", *_CORRECTIONS})
     num_layers: int | None = None

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from headway.gguf_import.families import FAMILIES, Family
+from headway.gguf_import.families import FAMILIES
+from headway.gguf_import.family import Family
 from headway.gguf_import.file import GgufFile
 from headway.gguf_import.layout import Joined, Layout
 from headway.gguf_import.metadata import Metadata
@@ -96,7 +97,9 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "architectures": [family.architecture],
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.integer("feed_forward_length"),
+        "intermediate_size": metadata.integer(
+            "feed_forward_length", metadata.integer("expert_feed_forward_length", 0, low=0) or None
+        ),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": metadata.num_heads,
         "num_key_value_heads": metadata.num_kv_heads,
@@ -127,6 +130,8 @@ def _check_widths(metadata: Metadata) -> None:
 def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
     """None: nothing needs it. Raises ``ConfigurationError``: it is unknown."""
     stem, _, end = tensor.rpartition(".")
+    if end not in ("weight", "bias"):
+        stem, end = tensor, ""
     of_layer = re.match(r"blk\.(\d{1,4})\.", stem)
     if layout.num_layers is not None and of_layer is not None and int(of_layer[1]) >= layout.num_layers:
         return None
@@ -134,16 +139,17 @@ def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
     place = stem if inside is None else inside[2]
     if place in layout.ignored:
         return None
-    if end in ("weight", "bias"):
-        if inside is None and stem in layout.outside:
-            return _At("", stem, layout.outside[stem], end, None)
-        if inside is not None:
-            prefix = layout.layer.format(int(inside[1]))
-            for places, joined in layout.joined.items():
-                if place in places:
-                    return _At(prefix, place, joined.name, end, joined)
-            if place in layout.inside:
-                return _At(prefix, place, layout.inside[place], end, None)
+    if inside is None and stem in layout.outside and end:
+        return _At("", stem, layout.outside[stem], end, None)
+    if inside is not None:
+        prefix = layout.layer.format(int(inside[1]))
+        for places, joined in layout.joined.items():
+            if place in places:
+                return _At(prefix, place, joined.name, end, joined)
+        if place in layout.inside and (end or layout.inside[place] in layout.bare):
+            return _At(prefix, place, layout.inside[place], end, None)
+        if place in layout.splits and end:
+            return _At(prefix, place, "", end, None)
     raise file.refuse(f"tensor {tensor[:64]} is not supported; allowed: those of a decoder")
 
 
@@ -186,11 +192,16 @@ def _read(file: GgufFile, tensors: list[str], at: _At, layout: Layout) -> Iterat
 def _at_one_place(file: GgufFile, tensor: str, at: _At, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     kind = file.kind(tensor)
     found = file.floats(tensor) if kind in _FLOATS else file.blocks(tensor)
-    if layout.norm_offset and at.end == "weight" and at.place.endswith("norm"):
+    is_norm = at.place.endswith("norm") and at.place not in layout.plain_norms
+    if layout.norm_offset and at.end == "weight" and is_norm:
         found = found.float() - layout.norm_offset
     if at.place in layout.orders:
         found = layout.orders[at.place](found)
     end = "" if at.name in layout.bare else f".{at.end if kind in _FLOATS else kind}"
+    if at.place in layout.splits:
+        for name, rows in layout.splits[at.place](found).items():
+            yield f"{at.prefix}{name}{end}", rows.contiguous()
+        return
     if "{}" not in at.name:
         yield f"{at.prefix}{at.name}{end}", found.contiguous()
         return

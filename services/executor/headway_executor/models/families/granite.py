@@ -15,6 +15,7 @@ from headway_executor.models.config import (
     TensorNames,
 )
 from headway_executor.models.families.reading import (
+    is_of_gguf,
     read_attention,
     read_feed_forward,
     read_model,
@@ -60,8 +61,7 @@ def read_granite_moe(fields: ConfigFields) -> ModelConfig:
 
 def read_mixture(fields: ConfigFields) -> FeedForwardConfig:
     """Experts, and a shared one."""
-    quantization = fields.section("quantization_config")
-    is_stacked = quantization is None or quantization.values.get("quant_method") != "gguf"
+    is_stacked = not is_of_gguf(fields)
     experts = ExpertsConfig(
         routing=read_routing(fields, ("num_local_experts", 8), chosen=2, is_normalised=True),
         shared_size=fields.integer("shared_intermediate_size", 0, low=0),

@@ -10,6 +10,7 @@ from headway_executor.models.families.granite import read_mixture, read_scaled
 from headway_executor.models.families.reading import (
     FULL,
     LINEAR,
+    is_of_gguf,
     kinds_of,
     num_layers_of,
     read_feed_forward,
@@ -17,6 +18,7 @@ from headway_executor.models.families.reading import (
 )
 
 _DENSE_NAMES = TensorNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+_NAMES_APART = TensorNames(gate_up=("shared_mlp.gate_proj", "shared_mlp.up_proj"), down="shared_mlp.down_proj")
 _STATE_NAMES = RecurrenceNames(
     inputs=("mamba.in_proj",),
     convolution="mamba.conv1d",
@@ -42,9 +44,10 @@ def read_granite_hybrid(fields: ConfigFields) -> ModelConfig:
     rotates = [positions == "rope"] * len(kinds)
     if fields.integer("num_local_experts", 8, low=0):
         return read_scaled(fields, read_mixture(fields), recurrences=recurrences, rotates=rotates)
+    names = _NAMES_APART if is_of_gguf(fields) else _DENSE_NAMES
     width = fields.integer("shared_intermediate_size", 1024)
     dense = msgspec.structs.replace(read_feed_forward(fields), intermediate_size=width)
-    return read_scaled(fields, dense, names=_DENSE_NAMES, recurrences=recurrences, rotates=rotates)
+    return read_scaled(fields, dense, names=names, recurrences=recurrences, rotates=rotates)
 
 
 def _state(fields: ConfigFields) -> RecurrenceConfig:

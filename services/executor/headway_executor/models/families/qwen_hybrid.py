@@ -20,6 +20,7 @@ from headway_executor.models.families.qwen import QWEN_CONTEXT
 from headway_executor.models.families.reading import (
     FULL,
     LINEAR,
+    is_of_gguf,
     kinds_of,
     num_layers_of,
     read_attention,
@@ -33,15 +34,15 @@ _FUSED, _APART = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "i
 
 
 def read_qwen3_next(fields: ConfigFields) -> ModelConfig:
-    """``Qwen3NextForCausalLM``: some layers may be dense."""
+    """``Qwen3NextForCausalLM``: some layers may be dense. What ``headway gguf`` makes has inputs as Qwen3.5 does."""
     is_normalised = fields.flag("norm_topk_prob", default=True)
     feeds = sparse_layers(fields, _experts(fields, count=512, chosen=10, is_normalised=is_normalised), 512)
-    return _read(fields, feeds, _FUSED, num_kv_heads=2)
+    return _read(fields, feeds, _APART if is_of_gguf(fields) else _FUSED, num_kv_heads=2)
 
 
 def read_qwen3_5(fields: ConfigFields) -> ModelConfig:
     """``Qwen3_5ForCausalLM``."""
-    return _read(fields, read_feed_forward(fields), _APART, num_kv_heads=4)
+    return _read(fields, read_feed_forward(fields), _APART, num_kv_heads=4, keys_take_turns=is_of_gguf(fields))
 
 
 def read_qwen3_5_moe(fields: ConfigFields) -> ModelConfig:
@@ -50,7 +51,7 @@ def read_qwen3_5_moe(fields: ConfigFields) -> ModelConfig:
     sparse = FeedForwardConfig(
         intermediate_size=inner, experts=_experts(fields, count=256, chosen=8, is_normalised=True)
     )
-    return _read(fields, sparse, _APART, num_kv_heads=2)
+    return _read(fields, sparse, _APART, num_kv_heads=2, keys_take_turns=is_of_gguf(fields))
 
 
 def _experts(fields: ConfigFields, *, count: int, chosen: int, is_normalised: bool) -> ExpertsConfig:
@@ -68,15 +69,16 @@ def _read(
     inputs: Sequence[str],
     *,
     num_kv_heads: int,
+    keys_take_turns: bool = False,
 ) -> ModelConfig:
-    """``num_kv_heads`` is a default."""
+    """``num_kv_heads`` is a default. In files of llama.cpp, ``keys_take_turns`` in Qwen3.5, but not in Qwen3-Next."""
     refuse_unless(fields, "attention_bias", False)
     refuse_unless(fields, "hidden_act", "silu")
     partial = rotary_factor(fields, 0.25)
     attention = read_attention(fields, head_dim=256, num_kv_heads=num_kv_heads, partial=partial, qk_norm="head")
     interval, num_layers = fields.integer("full_attention_interval", 4), num_layers_of(fields)
     usual = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
-    recurrence = _state(fields, inputs)
+    recurrence = msgspec.structs.replace(_state(fields, inputs), keys_take_turns=keys_take_turns)
     return read_model(
         fields,
         default_context=QWEN_CONTEXT,

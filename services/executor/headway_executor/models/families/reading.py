@@ -226,6 +226,12 @@ def refuse_partial_rotation(fields: ConfigFields) -> None:
     rotary_factor(fields, 1.0, allowed="1.0")
 
 
+def is_of_gguf(fields: ConfigFields) -> bool:
+    """Whether ``headway gguf`` has made the checkpoint, which then has some tensors as llama.cpp has them."""
+    quantization = fields.section("quantization_config")
+    return quantization is not None and quantization.values.get("quant_method") == "gguf"
+
+
 def refuse_unless(fields: ConfigFields, field: str, allowed: object) -> None:
     """A field that may be absent or have one value."""
     if fields.values.get(field) not in (None, allowed):
