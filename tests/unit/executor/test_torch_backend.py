@@ -79,13 +79,26 @@ def round_products(model: PreTrainedModel, of_weight, of_inputs):
 
 
 @pytest.fixture(scope="module")
-def family(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    shard = "40KB" if request.param in {"llama3", "qwen3-bias"} else "5GB"
-    model = make_checkpoint(directory, request.param, max_shard_size=shard)
-    model.generation_config.eos_token_id = None
-    asked = prompts(LENGTHS[1::3] if request.param in FURTHER else LENGTHS)
-    return directory, [(prompt, *reference(model, prompt)) for prompt in asked]
+def families(tmp_path_factory):
+    """What each family's checkpoint is and gives: made once, for the cases of one family do not come in a row."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            shard = "40KB" if name in {"llama3", "qwen3-bias"} else "5GB"
+            model = make_checkpoint(directory, name, max_shard_size=shard)
+            model.generation_config.eos_token_id = None
+            asked = prompts(LENGTHS[1::3] if name in FURTHER else LENGTHS)
+            made[name] = directory, [(prompt, *reference(model, prompt)) for prompt in asked]
+        return made[name]
+
+    return of
+
+
+@pytest.fixture
+def family(request, families):
+    return families(request.param)
 
 
 KERNELS, STEPS = ("compiled", "eager"), ((8, 7), (8, 512), (16, 16), (16, 60))
