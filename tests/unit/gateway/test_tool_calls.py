@@ -11,6 +11,7 @@ from headway_gateway.openai.pieces import MarkedText
 from headway_gateway.openai.tool_calls import (
     COHERE,
     DEEPSEEK,
+    DEEPSEEK_CALL,
     FORCED,
     FUNCTION_GEMMA,
     GLM,
@@ -169,6 +170,42 @@ CASES = {
     "forced": (FORCED, f'[{CALL}, {{"name": "go", "parameters": {{}}}}]', [LOOK, GO]),
     "forced, cut": (FORCED, '[{"name": "lo', ['[{"name": "lo']),
 }
+
+MARKS_WITHIN = {
+    form: (text.removesuffix("</s>").replace("a < b", f"a {mark} {ends} b"), f"a {mark} {ends} b")
+    for form, text, mark, ends in (
+        (HERMES, CASES["call"][1], "<tool_call>", "</tool_call>"),
+        (MISTRAL, CASES["mistral by name"][1], "[TOOL_CALLS]", "[ARGS]{}"),
+        (PHI, CASES["phi"][1], "<|tool_call|>", "<|/tool_call|>"),
+        (COHERE, CASES["cohere"][1], "<|START_ACTION|>", "<|END_ACTION|>"),
+        (DEEPSEEK, CASES["deepseek v3"][1], DEEPSEEK_CALL, "<｜tool▁call▁end｜>\\n<｜tool▁calls▁end｜>"),
+        (QWEN_CODER, CASES["coder"][1], "<tool_call><function=x>", "</function></tool_call>"),
+        (SEED, CASES["seed"][1], "<seed:tool_call><function=x>", "</function></seed:tool_call>"),
+        (MINIMAX, CASES["minimax"][1], '<invoke name="x">', "</invoke></minimax:tool_call>"),
+        (GLM, CASES["glm"][1], "<tool_call>", "</tool_call>"),
+        (FUNCTION_GEMMA, CASES["gemma"][1], "<start_function_call>", "<end_function_call>"),
+        (LLAMA, CASES["llama twice"][1], ";", "; {"),
+    )
+}
+
+
+@pytest.mark.parametrize("form", MARKS_WITHIN, ids=lambda form: form.begin or "llama")
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_mark_within_an_argument_does_not_end_the_call(form: CallForm, size: int) -> None:
+    text, value = MARKS_WITHIN[form]
+    parser = ToolText(form)
+    pieces = [piece for at in range(0, len(text), size) for piece in parser.push(text[at : at + size])]
+    calls = [piece for piece in (*pieces, *parser.finish()) if isinstance(piece, ToolCall)]
+    look = next(call for call in calls if call.name == "look")
+    assert json.loads(look.arguments) == {"at": value.replace("\\n", "\n")}
+    assert [call for call in calls if call is not look] in ([], [GO])
+
+
+def test_a_call_behind_one_whose_text_has_no_end_is_found_at_the_end() -> None:
+    parser = ToolText(HERMES)
+    broken = '<tool_call>{"name": "look</tool_call>'
+    assert parser.push(f"{broken} so <tool_call>{CALL}</tool_call> and") == []
+    assert parser.finish() == [broken, " so", LOOK, " and"]
 
 
 @pytest.mark.parametrize("name", CASES)

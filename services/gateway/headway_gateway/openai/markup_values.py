@@ -46,6 +46,13 @@ def _finder(markup: Markup) -> re.Pattern[str]:
     return re.compile(rf"{key}(.*?){key_end}{behind_key}(.*?)(?:{end}\s*(?={key}|\Z)|(?={key})|\Z)", re.DOTALL)
 
 
+def is_in_value(markup: Markup, text: str) -> bool:
+    """Return whether a text ends within a value, so that a mark there would be a part of it."""
+    if markup.text_begin:
+        return text.count(markup.text_begin) % 2 == 1
+    return text.rfind(markup.value or markup.key) > text.rfind(markup.value_end)
+
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),

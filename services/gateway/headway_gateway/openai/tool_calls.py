@@ -2,7 +2,8 @@
 
 Owns: which form a template has, and where calls begin and end in a growing text. Must not know: requests, events.
 
-What looks like a call and is none stays text. White space before a call belongs to it.
+What looks like a call and is none stays text. White space before a call belongs to it. A mark within an argument, as of a tool
+that writes files about tools, is a part of it.
 """
 
 # ruff: noqa: RUF001 (marks of DeepSeek have full-width lines)
@@ -16,7 +17,7 @@ import msgspec
 
 from headway_gateway.openai import markup_values
 from headway_gateway.openai.marks import num_uncertain
-from headway_gateway.openai.markup_values import Markup, values_of
+from headway_gateway.openai.markup_values import Markup, is_in_value, values_of
 
 Schemas: TypeAlias = Mapping[str, Any]
 """The JSON schemas of the tools' parameters, by the tools' names."""
@@ -43,6 +44,10 @@ class CallForm(NamedTuple):
     markup: Markup | None = None
     """How calls and their arguments are marked, if they are markup."""
 
+    def is_open(self, text: str) -> bool:
+        """Return whether the text of a call, as far as it goes, ends within an argument."""
+        return is_in_value(self.markup, text) if self.markup else _is_in_json_text(text)
+
 
 class _Call(msgspec.Struct):
     name: str = ""
@@ -65,7 +70,7 @@ def _from_json(text: str, schemas: Schemas) -> list[ToolCall]:
     try:
         found = msgspec.json.decode(text, type=_Call | list[_Call])
     except (ValueError, RecursionError):
-        parts = text.split(";")
+        parts = _split(text, ";", _is_in_json_text)
         several = [_from_json(part, schemas) for part in parts] if len(parts) > 1 else []
         return [call for some in several for call in some] if all(several) else []
     calls = [_call(one) for one in (found if isinstance(found, list) else [found])]
@@ -81,7 +86,9 @@ def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
     """An array; or in newer models names, each behind a mark, perhaps with an id."""
     calls = [
         call_of(named.partition(MISTRAL_CALL_ID)[0].strip(), arguments)
-        for named, _, arguments in (part.partition(MISTRAL_ARGUMENTS) for part in text.split(_MISTRAL_BEGIN))
+        for named, _, arguments in (
+            part.partition(MISTRAL_ARGUMENTS) for part in _split(text, _MISTRAL_BEGIN, _is_in_json_text)
+        )
     ]
     return _from_json(text, schemas) or _all_or_none(calls)
 
@@ -89,8 +96,9 @@ def _of_mistral(text: str, schemas: Schemas) -> list[ToolCall]:
 def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
     """V3.1 has the name before the separator. V3 and R1 have ``function`` there, and the arguments as a block of code."""
     calls = []
-    for part in text.split(DEEPSEEK_CALL)[1:]:
-        name, _, arguments = part.partition(DEEPSEEK_CALL_END)[0].partition(DEEPSEEK_SEPARATOR)
+    for part in _split(text, DEEPSEEK_CALL, _is_in_json_text)[1:]:
+        named = _split(part, DEEPSEEK_CALL_END, _is_in_json_text)[0]
+        name, _, arguments = named.partition(DEEPSEEK_SEPARATOR)
         if name.strip() == "function" and not arguments.lstrip().startswith("{"):
             name, _, arguments = arguments.partition("\n")
         arguments = arguments.strip().removeprefix("```json").removesuffix("```")
@@ -100,7 +108,7 @@ def _of_deepseek(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: ARG001
 
 def _of_markup(text: str, schemas: Schemas, markup: Markup) -> list[ToolCall]:
     calls = []
-    for part in text.split(markup.call)[1:]:
+    for part in _split(text, markup.call, partial(is_in_value, markup))[1:]:
         name, mark, parameters = (part.rpartition(markup.end)[0] or part).partition(markup.name_end)
         calls.append(_marked_up(name.strip(), parameters, schemas, markup) if mark else None)
     return _all_or_none(calls)
@@ -122,10 +130,25 @@ def _of_function_gemma(text: str, schemas: Schemas) -> list[ToolCall]:  # noqa: 
     found = _GEMMA_CALL.fullmatch(text)
     if found is None:
         return []
-    parts = found[2].split("<escape>")
+    parts = found[2].split(markup_values.GEMMA.text_begin)
     for place, part in enumerate(parts):
         parts[place] = msgspec.json.encode(part).decode() if place % 2 else _GEMMA_NAME.sub(r'\1"\2":', part)
     return _all_or_none([call_of(found[1], "".join(parts))])
+
+
+def _split(text: str, mark: str, is_open: Callable[[str], bool]) -> list[str]:
+    """Split at the marks that are not within an argument."""
+    parts = [""]
+    for place, part in enumerate(text.split(mark)):
+        if place and not is_open(parts[-1]):
+            parts.append(part)
+        else:
+            parts[-1] += mark + part if place else part
+    return parts
+
+
+def _is_in_json_text(text: str) -> bool:
+    return '"' in _JSON_TEXT.sub("", text)
 
 
 def _all_or_none(calls: list[ToolCall | None]) -> list[ToolCall]:
@@ -144,6 +167,7 @@ DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁ca
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _GEMMA_CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_NAME = re.compile(r"""([{,]\s*)([^\s"{}\[\],:]+)\s*:""")
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _UNMARKED_NAME = re.compile(r"[^\s<>{}]+")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
@@ -185,6 +209,7 @@ class ToolText:
         self._form = form
         self._schemas = schemas or {}
         self._held = ""
+        self._num_searched = 0
         self._is_in_call = not form.begin
         self.num_calls = 0
 
@@ -195,11 +220,13 @@ class ToolText:
 
     def finish(self) -> list[str | ToolCall]:
         """Return the rest. Calls may lack their end."""
+        found: list[str | ToolCall] = []
+        # An argument that is not closed has swallowed these ends.
+        while self._is_in_call and self._end and self._end in self._held:
+            found += [*self._end_call(self._held.index(self._end)), *self._take()]
         held, self._held = self._held, ""
-        if not self._is_in_call:
-            return list(self._text(held))
-        is_whole = held.rstrip().endswith(self._form.last)
-        return list(self._called(held, "") if is_whole else self._text(self._begin + held))
+        is_whole = self._is_in_call and held.rstrip().endswith(self._form.last)
+        return [*found, *(self._called(held, "") if is_whole else self._text(self._begin * self._is_in_call + held))]
 
     def _take(self) -> Iterator[str | ToolCall]:
         while True:
@@ -216,14 +243,25 @@ class ToolText:
                 text, self._held = self._held, ""
                 yield text
                 return
-            inside, mark, behind = self._held.partition(self._end)
-            if not mark:
+            end = self._find_end()
+            if end < 0:
                 return
-            self._held, self._is_in_call = behind, False
-            yield from self._called(inside, mark)
+            yield from self._end_call(end)
         certain = self._held[: len(self._held) - num_uncertain(self._held, (self._begin,))].rstrip()
         self._held = self._held[len(certain) :]
         yield from self._text(certain)
+
+    def _find_end(self) -> int:
+        while (end := self._held.find(self._end, self._num_searched)) >= 0:
+            if not self._form.is_open(self._held[:end]):
+                return end
+            self._num_searched = end + 1
+        return end
+
+    def _end_call(self, end: int) -> Iterator[str | ToolCall]:
+        inside, behind = self._held[:end], self._held[end + len(self._end) :]
+        self._held, self._is_in_call, self._num_searched = behind, False, 0
+        yield from self._called(inside, self._end)
 
     def _called(self, inside: str, mark: str) -> Iterator[str | ToolCall]:
         calls = self._form.read(inside, self._schemas)
