@@ -308,6 +308,27 @@ async def test_thoughts_are_divided_from_the_answer(tmp_path: Path) -> None:
                 assert plain.choices[0].message.content == text
 
 
+async def test_a_thought_that_the_last_message_began_goes_on(tmp_path: Path) -> None:
+    template = "{{ messages[-1].content }}{{ '<think></think>' if add_generation_prompt }}"
+    text_model = copied_model(tmp_path / "model", template)
+    async with (
+        door(text_model) as (_, scheduler, url),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        scheduler.next_token, num_tokens = spelling("Hm.</think>Yes.")
+        for begun, thought, content in (
+            ("<think>I", "Hm.", "Yes."),
+            ("<think>I</think>", None, "Hm.</think>Yes."),
+            ("I say ", None, "Hm.</think>Yes."),
+        ):
+            chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": begun}]
+            body = {"model": "fake", "messages": chat, "max_tokens": num_tokens}
+            made = await client.chat.completions.create(**body, extra_body={"continue_final_message": True})
+            assert text_model.decode(decode_column(scheduler.submits[-1].token_ids).tolist()) == begun
+            assert made.choices[0].message.content == content
+            assert getattr(made.choices[0].message, "reasoning_content", None) == thought
+
+
 async def test_variables_reach_the_template(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}{{ level }}{{ reasoning_effort }}{% if thinking %}<think>{% else %}<think></think>{% endif %}"
     text_model = copied_model(tmp_path / "model", template)

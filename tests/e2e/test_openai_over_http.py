@@ -151,6 +151,78 @@ async def test_prompt_logprobs_by_token_id(http, native) -> None:
     assert answer["choices"][0]["logprobs"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"echo": True, "logprobs": 1}])
+async def test_a_completion_may_have_its_token_ids(http, native, stream: bool, more: dict) -> None:
+    prompts = [await native.tokenize(text) for text in (PROMPT, "def f")]
+    body = {"prompt": prompts, "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids": True, "stream": stream} | more
+    choices = await _choices(http, "/v1/completions", body)
+    assert sorted(choices) == [0, 1, 2, 3]
+    for index, found in choices.items():
+        asked = await native.generate(prompts[index // 2], n=2, max_tokens=9, seed=5).result()
+        assert found["prompt_token_ids"] == prompts[index // 2]
+        assert found["token_ids"] == asked.completions[index % 2].token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 3}])
+async def test_a_chat_may_have_its_token_ids(http, native, stream: bool, more: dict) -> None:
+    body = {"messages": CHAT, "max_tokens": 9, "seed": 5, "return_token_ids": True, "stream": stream} | more
+    choices = await _choices(http, "/v1/chat/completions", body)
+    prompt = (await (await http.post("/tokenize", json={"messages": CHAT})).json())["tokens"]
+    expected = await native.generate(CHAT, n=len(choices), max_tokens=9, seed=5).result()
+    for index, found in choices.items():
+        assert found["prompt_token_ids"] == prompt
+        assert found["token_ids"] == expected.completions[index].token_ids
+
+
+async def _choices(http, path: str, body: dict) -> dict[int, dict]:
+    """Of each choice its tokens and those of the prompt, which an answer or its first event may have once."""
+    async with http.post(path, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        if not body["stream"]:
+            told = await answer.json()
+            return {one["index"]: {"prompt_token_ids": told.get("prompt_token_ids"), **one} for one in told["choices"]}
+        choices: dict[int, dict] = {}
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            for one in event["choices"]:
+                first = {"prompt_token_ids": event.get("prompt_token_ids"), **one}
+                found = choices.setdefault(one["index"], first | {"token_ids": []})
+                found["token_ids"] += one.get("token_ids", [])
+        return choices
+
+
+async def test_an_answer_goes_on_with_the_last_message(http, client, native) -> None:
+    request = {"model": "demo_model", "max_tokens": 24, "temperature": 0}
+    whole = (await client.chat.completions.create(**request, messages=CHAT)).choices[0].message.content
+    asked = (await (await http.post("/tokenize", json={"messages": CHAT})).json())["tokens"]
+    for begun in (whole[: len(whole) // 2].rpartition(" ")[0], ""):
+        messages = [*CHAT, {"role": "assistant", "content": begun}]
+        more = {"continue_final_message": True}
+        prompt = (await (await http.post("/tokenize", json={"messages": messages} | more)).json())["tokens"]
+        assert prompt[: len(asked)] == asked
+        assert prompt[len(asked) :] == await native.tokenize(begun)
+        for setting in (more, more | {"add_generation_prompt": False}):
+            rest = (await client.chat.completions.create(**request, messages=messages, extra_body=setting)).choices[0]
+            assert (begun + rest.message.content)[: len(whole)] == whole[: len(begun + rest.message.content)]
+            assert rest.message.content
+    ended = (await (await http.post("/tokenize", json={"messages": CHAT, "add_generation_prompt": False})).json())[
+        "tokens"
+    ]
+    assert asked[: len(ended)] == ended
+    assert len(ended) < len(asked)
+    with pytest.raises(openai.BadRequestError, match="true is not allowed together with add_generation_prompt") as no:
+        await client.chat.completions.create(
+            **request, messages=CHAT, extra_body={"continue_final_message": True, "add_generation_prompt": True}
+        )
+    assert no.value.param == "continue_final_message"
+    refused = await http.post("/tokenize", json={"prompt": "x", "continue_final_message": True})
+    assert (await refused.json())["error"]["param"] == "continue_final_message"
+
+
 async def test_a_chat_is_that_of_grpc(client, native) -> None:
     expected = await native.generate(CHAT, max_tokens=24, temperature=0.0).result()
     request = {"model": "demo_model", "messages": CHAT, "max_completion_tokens": 24, "temperature": 0}

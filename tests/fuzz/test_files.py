@@ -21,6 +21,7 @@ from headway_executor.backend import ModelFilesError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.families import FAMILIES, read_model_config
 from headway_gateway.access.credentials import parse_tokens
+from headway_gateway.text.conversation import Conversation
 from headway_gateway.text.template_process import ChatTemplate, TemplateError
 from headway_gateway.text.tokenization import PromptError, TokenizerFilesError, load_text_model
 
@@ -239,7 +240,7 @@ TEMPLATE_PARTS = [
 def test_a_chat_template(parts: list[str], messages: list[tuple[str, str]]) -> None:
     try:
         template = ChatTemplate("".join(parts), {"bos_token": "<s>"}, most_render_s=1.0)
-        template.render(tuple(messages))
+        template.render(Conversation(tuple(messages)))
     except TemplateError as error:
         one_line(error)
 

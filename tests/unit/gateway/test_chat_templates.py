@@ -10,10 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from checkpoints import tokenizer
+from headway_gateway.text.conversation import Conversation
 from headway_gateway.text.tokenization import PromptError, load_text_model
 from template_comparison import OWN, differences, outcome, rendered, rendered_by_transformers
 
-CHAT = [("system", "Be brief."), ("user", "é <x>"), ("assistant", "no"), ("user", "why")]
+CHAT = (("system", "Be brief."), ("user", "é <x>"), ("assistant", "no"), ("user", "why"))
 ODD_TEMPLATES = (
     "{% generation %}",
     "{% endgeneration %}",
@@ -63,9 +64,9 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path) -
     template = "{{ messages[0].content }}{% if thinking %}{{ documents }}{% endif %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     model = load_text_model(tmp_path)
-    assert model.render_chat([("user", "x")], variables='{"thinking": 1, "documents": [2]}') == "x[2]"
+    assert model.render_chat(Conversation((("user", "x"),), variables='{"thinking": 1, "documents": [2]}')) == "x[2]"
     with pytest.raises(PromptError, match="it has no variable 'thinkng'; it reads documents, thinking"):
-        model.render_chat([("user", "x")], variables='{"thinkng": 1}')
+        model.render_chat(Conversation((("user", "x"),), variables='{"thinkng": 1}'))
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -178,7 +179,7 @@ def rendered_with(
     directory.mkdir()
     tokenizer().backend_tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return load_text_model(directory).render_chat(chat, json.dumps(tools) if tools else "")
+    return load_text_model(directory).render_chat(Conversation(tuple(chat), json.dumps(tools) if tools else ""))
 
 
 BOS = {"__type": "AddedToken", "content": "<B>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}  # fmt: skip
@@ -228,14 +229,14 @@ def test_a_checkpoints_files_mean_what_they_mean_to_transformers(tmp_path: Path,
     chat = [{"role": role, "content": content} for role, content in CHAT]
     expected = outcome(theirs.apply_chat_template, chat, add_generation_prompt=True, tokenize=False)
     if expected.startswith("text "):
-        assert outcome(ours.render_chat, CHAT) == expected
+        assert outcome(ours.render_chat, Conversation(CHAT)) == expected
         tools = [{"type": "function", "function": {"name": "f"}}]
         with_tools = theirs.apply_chat_template(chat, tools=tools, add_generation_prompt=True, tokenize=False)
-        found = outcome(ours.render_chat, CHAT, json.dumps(tools))
+        found = outcome(ours.render_chat, Conversation(CHAT, json.dumps(tools)))
         # transformers leaves tools out in silence where the template does not read them.
         assert found == f"text {with_tools}" if with_tools.startswith("T") else "it does not show tools; it re" in found
     else:
         assert not ours.has_chat_template
         assert bool(ours.template_fault) == ("no default specified" in expected)
         with pytest.raises(PromptError, match="send text or token_ids"):
-            ours.render_chat(CHAT)
+            ours.render_chat(Conversation(CHAT))

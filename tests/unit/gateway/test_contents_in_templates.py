@@ -13,8 +13,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from checkpoints import tokenizer
 from headway_gateway.openai.bodies import ChatBody, MessageBody, ResponsesBody, read
 from headway_gateway.openai.translation import add_messages
+from headway_gateway.requests.prompt_encoding import conversation_of
 from headway_gateway.requests.validation import chat_violations
 from headway_gateway.statuses import CallRefusedError
+from headway_gateway.text.conversation import Conversation
 from headway_gateway.text.tokenization import load_text_model
 from headway_proto import generation_pb2 as api
 
@@ -52,7 +54,7 @@ def rendered(directory: Path, template: str) -> str:
     chat = api.Chat()
     add_messages(chat, [read(json.dumps(message).encode(), MessageBody) for message in CHAT])
     assert not list(chat_violations(chat))
-    return load_text_model(directory).render_chat([(one.role, one.content, one.more) for one in chat.messages])
+    return load_text_model(directory).render_chat(conversation_of(chat))
 
 
 def theirs(template: str, messages: list[dict[str, Any]]) -> str:
@@ -115,7 +117,7 @@ def test_the_template_of_a_processor_is_the_one_that_transformers_takes(tmp_path
         values = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
         (tmp_path / file).write_text(json.dumps(values | {"chat_template": LLAVA}))
         (tmp_path / "chat_template.jinja").write_text("another")
-    ours = load_text_model(tmp_path).render_chat([("user", "why")])
+    ours = load_text_model(tmp_path).render_chat(Conversation((("user", "why"),)))
     wanted = LlavaProcessor.from_pretrained(tmp_path).apply_chat_template(
         [in_parts({"role": "user", "content": "why"})], add_generation_prompt=True, tokenize=False
     )

@@ -19,6 +19,7 @@ from fake_scheduler import MODEL
 from headway_gateway.requests.prompt_encoding import PromptEncoder
 from headway_gateway.statuses import CallRefusedError
 from headway_gateway.text import bounded_process
+from headway_gateway.text.conversation import Conversation
 from headway_gateway.text.encoding_lanes import EncodingLanes
 from headway_gateway.text.template_process import ChatTemplate, TemplateError
 from headway_gateway.text.tokenization import PromptError, TextModel, TokenizerFilesError, load_text_model
@@ -142,7 +143,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_length():
 
 
 def test_the_demo_models_chat_template():
-    text = load_text_model(DEMO).render_chat([("user", "What is a list?")])
+    text = load_text_model(DEMO).render_chat(Conversation((("user", "What is a list?"),)))
     assert text == "<|im_start|>user\nWhat is a list?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -156,21 +157,21 @@ def test_template_dialect(directory):
         "{{ strftime_now('%Y') | length }}",
         bos_token={"content": "<B>"},
     )
-    text = model.render_chat([("user", "<é>"), ("tool", "x")])
+    text = model.render_chat(Conversation((("user", "<é>"), ("tool", "x"))))
     assert text == '<B>[user]{"t": "<é>"}\n4'
 
 
 def test_the_template_file_wins_and_named_templates_have_a_default(directory):
     write_config(directory, chat_template=[{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}])
-    assert load_text_model(directory).render_chat([("user", "x")]) == "D"
+    assert load_text_model(directory).render_chat(Conversation((("user", "x"),))) == "D"
     (directory / "chat_template.jinja").write_text("from the file")
-    assert load_text_model(directory).render_chat([("user", "x")]) == "from the file"
+    assert load_text_model(directory).render_chat(Conversation((("user", "x"),))) == "from the file"
 
 
 def test_a_template_may_refuse_messages(directory):
     model = with_template(directory, "{{ raise_exception('roles must\nalternate') }}")
     with pytest.raises(PromptError, match=r"^the chat template refuses these messages: roles must alternate$"):
-        model.render_chat([("user", "x")])
+        model.render_chat(Conversation((("user", "x"),)))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_template_may_refuse_messages(directory):
 def test_a_hostile_or_broken_template_only_refuses(directory, template):
     model = with_template(directory, template)
     with pytest.raises(PromptError, match="chat template"):
-        model.render_chat([("user", "x")])
+        model.render_chat(Conversation((("user", "x"),)))
 
 
 @pytest.mark.parametrize(
@@ -212,20 +213,20 @@ def test_a_template_that_would_not_end_or_would_fill_the_memory_only_refuses(tem
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
     with pytest.raises(TemplateError, match=words):
-        hostile.render((("user", "x" * 100),))
+        hostile.render(Conversation((("user", "x" * 100),)))
     assert time.monotonic() - started < 6
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     with pytest.raises(TemplateError, match=words):  # And so it does the next time, in a new process where need be.
-        hostile.render((("user", "x" * 100),))
+        hostile.render(Conversation((("user", "x" * 100),)))
 
 
 def test_a_template_process_that_dies_is_replaced_and_none_is_left():
     template = ChatTemplate("{{ messages[0].content }}", {})
-    assert template.render((("user", "é\u2028"),)) == "é\u2028"
+    assert template.render(Conversation((("user", "é\u2028"),))) == "é\u2028"
     process = template._renderer.process
     process.kill()
-    assert template.render((("user", "x"),)) == "x"
-    assert template.render((("user", "y"),)) == "y"
+    assert template.render(Conversation((("user", "x"),))) == "x"
+    assert template.render(Conversation((("user", "y"),))) == "y"
     process = template._renderer.process
     del template
     gc.collect()
@@ -277,7 +278,7 @@ def test_a_template_that_cannot_be_used_takes_only_chats_with_it(directory, name
         with pytest.raises(
             PromptError, match=r"^this model's chat template cannot be used \(.*\); send text or token_"
         ):
-            encode([("user", "x")], max_tokens=10)
+            encode(Conversation((("user", "x"),)), max_tokens=10)
 
 
 def test_a_template_that_is_slow_to_start_once_is_used_by_the_next_chat(monkeypatch):
@@ -285,15 +286,15 @@ def test_a_template_that_is_slow_to_start_once_is_used_by_the_next_chat(monkeypa
         slow.setattr(bounded_process, "_MOST_START_S", 0.0)
         template = ChatTemplate("{{ messages[0].content }}", {})
         with pytest.raises(TemplateError, match="took too long"):
-            template.render((("user", "x"),))
-    assert template.render((("user", "x"),)) == "x"
+            template.render(Conversation((("user", "x"),)))
+    assert template.render(Conversation((("user", "x"),))) == "x"
 
 
 def test_without_a_template_chats_are_refused(directory):
     model = load_text_model(directory)
     assert not model.has_chat_template
     with pytest.raises(PromptError, match="no chat template"):
-        model.encode_chat([("user", "x")], max_tokens=10)
+        model.encode_chat(Conversation((("user", "x"),)), max_tokens=10)
 
 
 @pytest.mark.parametrize(

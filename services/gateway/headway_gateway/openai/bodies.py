@@ -131,12 +131,13 @@ class GenerationBody(Body, kw_only=True):
 
 
 class ChoicesBody(GenerationBody, kw_only=True):
-    """Requests with several outputs."""
+    """Requests with several outputs. ``return_token_ids``: tokens come beside texts, also those of the prompt, as vLLM has it."""
 
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
 
 
 class CompletionBody(ChoicesBody, kw_only=True):
@@ -241,7 +242,11 @@ MediumVerbosity = Literal["medium"]
 
 
 class ChatBody(ChoicesBody, kw_only=True):
-    """``POST /v1/chat/completions``. The last fields are as they would be if they were unset."""
+    """``POST /v1/chat/completions``. The last fields are as they would be if they were unset.
+
+    With ``continue_final_message``, the model goes on with the last message, and without ``add_generation_prompt`` nothing
+    asks it for an answer, as vLLM has them.
+    """
 
     messages: list[MessageBody]
     tools: list[Tool] | None = None
@@ -250,6 +255,8 @@ class ChatBody(ChoicesBody, kw_only=True):
     separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
@@ -386,6 +393,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

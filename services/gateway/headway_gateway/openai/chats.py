@@ -5,7 +5,7 @@ Must not know: how chats are rendered, how a generation runs.
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
     LEAST_LOGPROB,
+    PromptFirst,
     StreamUsage,
     Tally,
     Usage,
@@ -97,6 +98,7 @@ class ChatChoice(msgspec.Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoiceDelta(msgspec.Struct):
@@ -106,6 +108,7 @@ class ChatChoiceDelta(msgspec.Struct):
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -116,6 +119,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -127,23 +131,42 @@ class ChatCompletionChunk(msgspec.Struct):
     model: str
     choices: list[ChatChoiceDelta]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class Tokens(NamedTuple):
+    """Those that came with a piece of text. What is not wanted is None."""
+
+    entries: list[TokenEntry] | None = None
+    token_ids: list[int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.entries or self.token_ids)
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether anything of them is."""
+        return self.entries is not None or self.token_ids is not None
 
 
 class ChatSink(Protocol):
     """Takes the outputs' pieces."""
 
-    async def begin(self) -> None:
-        """The chat runs."""
+    async def begin(self, prompt_token_ids: list[int] | None) -> None:
+        """The chat runs. The prompt's tokens are None if they are not wanted."""
         ...
 
-    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
+    async def add(self, index: int, piece: Piece, tokens: Tokens) -> None:
         """Add to an output."""
         ...
 
     async def end(self, index: int, reason: str) -> None:
         """An output has ended."""
         ...
+
+
+_NO_TOKENS = Tokens()
 
 
 class ChatReader:
@@ -156,6 +179,7 @@ class ChatReader:
         token_bytes: TokenBytes,
         *,
         wants_logprobs: bool,
+        wants_ids: bool = False,
         pieces: Sequence[Pieces] = (),
         one_call: bool = False,
     ) -> None:
@@ -167,33 +191,46 @@ class ChatReader:
         self._tally = tally
         self._token_bytes = token_bytes
         self._wants_logprobs = wants_logprobs
+        self._wants_ids = wants_ids
+        self._prompt = PromptFirst(is_wanted=wants_ids)
 
     async def write(self, event: api.GenerateResponse) -> None:
         """Take the next event."""
-        kind = event.WhichOneof("event")
-        if kind == "delta":
-            delta = event.delta
-            self._tally.count_tokens(delta)
-            tokens = [self._entry(one) for one in delta.logprobs] if self._wants_logprobs else None
-            if self._pieces:
-                await self._add(delta.index, self._pieces[delta.index].push(delta.text), tokens)
-            elif delta.text or tokens:
-                await self._sink.add(delta.index, delta.text, tokens)
-        elif kind == "finished":
-            await self._end(event.finished)
-        elif kind == "accepted":
-            self._tally.count(event.accepted)
-            await self._sink.begin()
+        for one in self._prompt.push(event) if self._wants_ids else (event,):
+            kind = one.WhichOneof("event")
+            if kind == "delta":
+                await self._take_delta(one.delta)
+            elif kind == "finished":
+                await self._end(one.finished)
+            elif kind == "accepted":
+                self._tally.count(one.accepted)
+                if not self._wants_ids:
+                    await self._sink.begin(None)
+            else:
+                await self._sink.begin(self._prompt.token_ids)
+
+    async def _take_delta(self, delta: api.Delta) -> None:
+        self._tally.count_tokens(delta)
+        tokens = _NO_TOKENS
+        if self._wants_logprobs or self._wants_ids:
+            tokens = Tokens(
+                [self._entry(one) for one in delta.logprobs] if self._wants_logprobs else None,
+                list(delta.token_ids) if self._wants_ids else None,
+            )
+        if self._pieces:
+            await self._add(delta.index, self._pieces[delta.index].push(delta.text), tokens)
+        elif delta.text or tokens:
+            await self._sink.add(delta.index, delta.text, tokens)
 
     async def _end(self, finished: api.Finished) -> None:
         reason = reason_of(finished)
         if self._pieces:
             pieces = self._pieces[finished.index]
-            await self._add(finished.index, pieces.finish(), None)
+            await self._add(finished.index, pieces.finish(), _NO_TOKENS)
             reason = "tool_calls" if pieces.num_calls and reason == "stop" else reason
         await self._sink.end(finished.index, reason)
 
-    async def _add(self, index: int, pieces: list[Piece], tokens: list[TokenEntry] | None) -> None:
+    async def _add(self, index: int, pieces: list[Piece], tokens: Tokens) -> None:
         if tokens:
             await self._sink.add(index, "", tokens)
         for piece in pieces:
@@ -201,7 +238,7 @@ class ChatReader:
                 if self._one_call and index in self._called:
                     continue
                 self._called.add(index)
-            await self._sink.add(index, piece, None)
+            await self._sink.add(index, piece, _NO_TOKENS)
 
     def _entry(self, entry: api.TokenLogprob) -> TokenEntry:
         whole = self._token(entry.token_id, entry.logprob)
@@ -221,12 +258,15 @@ class WholeMessages:
         self._thoughts: list[list[str]] = [[] for _ in range(num_choices)]
         self._calls: list[list[MessageCall]] = [[] for _ in range(num_choices)]
         self._tokens: list[list[TokenEntry] | None] = [None] * num_choices
+        self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._reasons = [""] * num_choices
+        self.prompt_token_ids: list[int] | None = None
 
-    async def begin(self) -> None:
+    async def begin(self, prompt_token_ids: list[int] | None) -> None:
         """See ``ChatSink``."""
+        self.prompt_token_ids = prompt_token_ids
 
-    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
+    async def add(self, index: int, piece: Piece, tokens: Tokens) -> None:
         """See ``ChatSink``."""
         if isinstance(piece, str):
             self._texts[index].append(piece)
@@ -234,8 +274,9 @@ class WholeMessages:
             self._thoughts[index].append(piece.text)
         else:
             self._calls[index].append(_message_call(piece))
-        if tokens is not None:
-            self._tokens[index] = [*(self._tokens[index] or ()), *tokens]
+        if tokens.entries is not None:
+            self._tokens[index] = [*(self._tokens[index] or ()), *tokens.entries]
+        self._token_ids[index] += tokens.token_ids or ()
 
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
@@ -247,12 +288,16 @@ class WholeMessages:
 
     def choices(self) -> list[ChatChoice]:
         """Return the outputs as choices."""
-        return [
+        choices = [
             ChatChoice(index, _answer(text, thoughts, calls), None if tokens is None else ChatLogprobs(tokens), reason)
             for index, (text, thoughts, calls, tokens, reason) in enumerate(
                 zip(self.texts(), self._thoughts, self._calls, self._tokens, self._reasons, strict=True)
             )
         ]
+        if self.prompt_token_ids is not None:
+            for choice, token_ids in zip(choices, self._token_ids, strict=True):
+                choice.token_ids = token_ids
+        return choices
 
     @property
     def reasons(self) -> Sequence[str]:
@@ -272,16 +317,17 @@ class StreamedMessages:
         marked = (ChatChoiceDelta(index, MessageDelta(content=TEXT)) for index in range(num_choices))
         self._texts = [self._events.around_text(choice) for choice in marked]
 
-    async def begin(self) -> None:
+    async def begin(self, prompt_token_ids: list[int] | None) -> None:
         """See ``ChatSink``."""
         await self._call.begin_events()
+        more = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
         roles = (
-            self._events.event(ChatChoiceDelta(index, MessageDelta(role="assistant", content="")))
+            self._events.event(ChatChoiceDelta(index, MessageDelta(role="assistant", content="")), **more)
             for index in range(self._num_choices)
         )
         await self._call.send_event(b"".join(roles))
 
-    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:
+    async def add(self, index: int, piece: Piece, tokens: Tokens) -> None:
         """See ``ChatSink``."""
         if isinstance(piece, Thought):
             delta = MessageDelta(reasoning_content=piece.text)
@@ -292,11 +338,12 @@ class StreamedMessages:
             call.index, self._num_calls[index] = self._num_calls[index], self._num_calls[index] + 1
             await self._events.send(ChatChoiceDelta(index, MessageDelta(tool_calls=[call])))
             return
-        if tokens is None and self._events.is_constant:
+        if not tokens.are_wanted and self._events.is_constant:
             await self._events.send_text(self._texts[index], piece)
             return
-        logprobs = None if tokens is None else ChatLogprobs(tokens)
-        await self._events.send(ChatChoiceDelta(index, MessageDelta(content=piece), logprobs))
+        logprobs = None if tokens.entries is None else ChatLogprobs(tokens.entries)
+        token_ids = msgspec.UNSET if tokens.token_ids is None else tokens.token_ids
+        await self._events.send(ChatChoiceDelta(index, MessageDelta(content=piece), logprobs, token_ids=token_ids))
 
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
@@ -353,6 +400,7 @@ class Chats:
                 tally,
                 self._token_bytes,
                 wants_logprobs=bool(body.logprobs),
+                wants_ids=bool(body.return_token_ids),
                 pieces=pieces,
                 one_call=body.parallel_tool_calls is False,
             )
@@ -367,6 +415,8 @@ class Chats:
         whole = WholeMessages(num_choices)
         await run_into(whole)
         answer = ChatCompletion(answer_id, created, name, whole.choices(), tally.usage())
+        if whole.prompt_token_ids is not None:
+            answer.prompt_token_ids = whole.prompt_token_ids
         await call.answer(msgspec.json.encode(answer))
 
 

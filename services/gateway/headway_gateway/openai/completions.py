@@ -15,6 +15,7 @@ from headway_gateway.openai.event_frame import TEXT, EventFrame
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import (
     LEAST_LOGPROB,
+    PromptFirst,
     StreamUsage,
     Tally,
     Usage,
@@ -59,6 +60,8 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs | None
     finish_reason: str | None
     prompt_logprobs: list[dict[str, dict[str, float | str]] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -73,11 +76,16 @@ class Completion(msgspec.Struct):
 
 
 class Piece(NamedTuple):
-    """New text of a choice. ``tokens`` is None where no log probabilities are wanted."""
+    """New text of a choice. ``tokens`` is None where no log probabilities are wanted, and so are ids that are not wanted.
+
+    Those of the prompt come in the first piece.
+    """
 
     choice: int
     text: str
     tokens: Sequence[Token] | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Sink(Protocol):
@@ -150,51 +158,46 @@ class PromptReader:
         self._echoes = bool(body.echo)
         self._wants_logprobs = body.logprobs is not None
         self._drops_output = drops_output(body)
-        self._waits = self._echoes or body.prompt_logprobs is not None
-        self._num_prompt = 0
-        self._held: list[api.GenerateResponse] = []
-        self.prompt_text = ""
-        self.prompt: list[Token] = []
+        self._wants_ids = bool(body.return_token_ids)
+        self._prompt = PromptFirst(is_wanted=self._echoes or self._wants_ids or body.prompt_logprobs is not None)
+
+    @property
+    def prompt(self) -> list[Token]:
+        """The prompt's tokens."""
+        return list(zip(self._prompt.token_ids, self._prompt.logprobs, strict=True))
 
     async def write(self, event: api.GenerateResponse) -> None:
         """Take the next event."""
-        kind = event.WhichOneof("event")
-        if kind == "accepted":
-            self._num_prompt = event.accepted.prompt_tokens
-            self._tally.count(event.accepted)
-            await self._sink.begin()
-        elif kind == "prompt":
-            await self._take_prompt(event.prompt)
-        elif self._waits:
-            self._held.append(event)  # another output may be ahead of the prompt
-        elif kind == "delta":
-            await self._take_delta(event.delta)
-        else:
-            await self._end(event.finished)
+        for one in self._prompt.push(event):
+            kind = one.WhichOneof("event")
+            if kind == "accepted":
+                self._tally.count(one.accepted)
+                await self._sink.begin()
+            elif kind == "prompt":
+                await self._add_prompt()
+            elif kind == "delta":
+                await self._take_delta(one.delta)
+            else:
+                await self._end(one.finished)
 
-    async def _take_prompt(self, prompt: api.Prompt) -> None:
-        self.prompt_text += prompt.text
-        num_without = len(prompt.token_ids) - len(prompt.logprobs)
-        entries: list[api.TokenLogprob | None] = [*[None] * num_without, *prompt.logprobs]
-        self.prompt += zip(prompt.token_ids, entries, strict=True)
-        if len(self.prompt) < self._num_prompt:
+    async def _add_prompt(self) -> None:
+        if not self._echoes and not self._wants_ids:
             return
-        self._waits = False
-        if self._echoes:
-            tokens = self.prompt if self._wants_logprobs else None
-            for index in range(self._num_choices):
-                await self._sink.add(Piece(self._first_index + index, self.prompt_text, tokens))
-        held, self._held = self._held, []
-        for event in held:
-            await self.write(event)
+        text, tokens = (self._prompt.text, self.prompt) if self._echoes else ("", [])
+        for index in range(self._num_choices):
+            piece = Piece(self._first_index + index, text, tokens if self._wants_logprobs and self._echoes else None)
+            if self._wants_ids:
+                piece = piece._replace(token_ids=[], prompt_token_ids=self._prompt.token_ids)
+            await self._sink.add(piece)
 
     async def _take_delta(self, delta: api.Delta) -> None:
         if self._drops_output:
             return
         self._tally.count_tokens(delta)
         tokens = list(zip(delta.token_ids, delta.logprobs, strict=True)) if self._wants_logprobs else None
-        if delta.text or tokens:
-            await self._sink.add(Piece(self._first_index + delta.index, delta.text, tokens))
+        ids = list(delta.token_ids) if self._wants_ids else None
+        if delta.text or tokens or ids:
+            await self._sink.add(Piece(self._first_index + delta.index, delta.text, tokens, ids))
 
     async def _end(self, finished: api.Finished) -> None:
         reason = reason_of(finished)
@@ -216,9 +219,15 @@ class WholeChoices:
     async def add(self, piece: Piece) -> None:
         """See ``Sink``."""
         self._texts[piece.choice].append(piece.text)
+        choice = self.choices[piece.choice]
+        if piece.prompt_token_ids is not None:
+            choice.prompt_token_ids, choice.token_ids = piece.prompt_token_ids, []
+        if piece.token_ids:
+            assert isinstance(choice.token_ids, list)
+            choice.token_ids += piece.token_ids
         if piece.tokens is None:
             return
-        columns, choice = self._columns[piece.choice].of(piece.tokens, piece.text), self.choices[piece.choice]
+        columns = self._columns[piece.choice].of(piece.tokens, piece.text)
         if choice.logprobs is None:
             choice.logprobs = columns
         else:
@@ -249,11 +258,16 @@ class StreamedChoices:
 
     async def add(self, piece: Piece) -> None:
         """See ``Sink``."""
-        if piece.tokens is None and self._events.is_constant:
+        if piece.tokens is None and piece.token_ids is None and self._events.is_constant:
             await self._events.send_text(self._texts[piece.choice], piece.text)
             return
         columns = None if piece.tokens is None else self._columns[piece.choice].of(piece.tokens, piece.text)
-        await self._events.send(Choice(piece.choice, piece.text, columns, None))
+        choice = Choice(piece.choice, piece.text, columns, None)
+        if piece.token_ids is not None:
+            choice.token_ids = piece.token_ids
+        if piece.prompt_token_ids is not None:
+            choice.prompt_token_ids = piece.prompt_token_ids
+        await self._events.send(choice)
 
     async def end(self, index: int, reason: str) -> None:
         """See ``Sink``."""

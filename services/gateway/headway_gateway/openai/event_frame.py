@@ -27,9 +27,9 @@ class EventFrame:
         """Whether events differ by their choice alone."""
         return not self._usage.is_each
 
-    def event(self, choice: msgspec.Struct) -> bytes:
-        """Return the event of a choice."""
-        return _event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event))
+    def event(self, choice: msgspec.Struct, **more: object) -> bytes:
+        """Return the event of a choice; ``more``: what this one has beside it."""
+        return _event_of(msgspec.structs.replace(self._frame, choices=[choice], usage=self._usage.of_event, **more))
 
     def around_text(self, choice: msgspec.Struct) -> tuple[bytes, bytes]:
         """Return what stands before and behind the text of events like this; most events have text alone."""

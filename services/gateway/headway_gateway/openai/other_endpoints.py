@@ -27,6 +27,10 @@ from headway_proto.ingress import ModelInfo
 from headway_proto.wording import shown
 
 _MODEL_PATH = "/v1/models/"
+_OF_CHATS = (
+    *("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 _TOKENIZE_NAMES = (*CHAT_PROMPT_NAMES, ("text", "prompt"), ("token_ids", "tokens"))
 
 
@@ -173,7 +177,7 @@ class OtherEndpoints:
             add_chat(request.chat, body)
         else:
             request.text = body.prompt or ""
-            for name in ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"):
+            for name in _OF_CHATS:
                 if getattr(body, name) is not None:
                     raise invalid_argument(name, "not allowed with prompt; allowed: with messages")
         model = await self._served(body.model)

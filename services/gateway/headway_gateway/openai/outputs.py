@@ -64,6 +64,41 @@ class Tally:
         )
 
 
+class PromptFirst:
+    """Puts a generation's events behind its prompt, if that is wanted: another output may be ahead of it."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._waits = is_wanted
+        self._num_tokens = 0
+        self._held: list[api.GenerateResponse] = []
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[api.TokenLogprob | None] = []
+        """Of each token; the first has none, nor has any if they are not wanted."""
+
+    def push(self, event: api.GenerateResponse) -> list[api.GenerateResponse]:
+        """Return what may be read now. One of kind ``prompt`` says that all of the prompt has come."""
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._num_tokens = event.accepted.prompt_tokens
+        elif kind == "prompt":
+            self._add(event.prompt)
+            if len(self.token_ids) < self._num_tokens:
+                return []
+            self._waits = False
+            held, self._held = self._held, []
+            return [event, *held]
+        elif self._waits:
+            self._held.append(event)
+            return []
+        return [event]
+
+    def _add(self, prompt: api.Prompt) -> None:
+        self.text += prompt.text
+        self.token_ids += prompt.token_ids
+        self.logprobs += [*[None] * (len(prompt.token_ids) - len(prompt.logprobs)), *prompt.logprobs]
+
+
 class StreamUsage(NamedTuple):
     """Which events of a stream have the usage."""
 

@@ -14,10 +14,11 @@ from headway_gateway.openai.marks import num_uncertain
 from headway_gateway.openai.strict_calls import has_rules, problem_of_tools
 from headway_gateway.openai.thinking import ThinkingText, Thought, ThoughtForm, thoughts_of
 from headway_gateway.openai.tool_calls import FORCED, CallForm, ToolCall, ToolText, form_of
+from headway_gateway.requests.prompt_encoding import conversation_of
 from headway_gateway.requests.validation import most_prompt_tokens
 from headway_gateway.statuses import invalid_argument
-from headway_gateway.text.encoding_lanes import size_of_chat
-from headway_gateway.text.tokenization import Message, PromptError, PromptUnavailableError, TextModel
+from headway_gateway.text.conversation import Conversation
+from headway_gateway.text.tokenization import PromptError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
 from headway_proto.sampling import MAX_CONSTRAINT_BYTES
@@ -203,11 +204,16 @@ class PieceMaker:
         Some templates begin the thought themselves; others do so, or leave it out, if a variable says so, or behind a
         user's message alone.
         """
-        if chat.messages and chat.messages[-1].role != "user":
-            messages = [(one.role, one.content, one.more) for one in chat.messages]
-            return _mark_behind(await self._rendered(messages, chat.tools, chat.variables, model) or "", form)
+        given = conversation_of(chat)
+        if given.continues:
+            last = given.messages[-1][1]
+            return max((form.begin, form.end), key=last.rfind) if _has_mark(last, form) else ""
+        if not given.asks:
+            return ""
+        if given.messages and given.messages[-1][0] != "user":
+            return _mark_behind(await self._rendered(given, model) or "", form)
         if chat.variables not in self._marks_at_end:
-            text = await self._rendered([("user", "0")], "", chat.variables, model)
+            text = await self._rendered(Conversation((("user", "0"),), variables=chat.variables), model)
             if text is None:
                 return ""
             if len(self._marks_at_end) >= _MOST_KEPT:
@@ -215,12 +221,11 @@ class PieceMaker:
             self._marks_at_end[chat.variables] = _mark_behind(text, form)
         return self._marks_at_end[chat.variables]
 
-    async def _rendered(self, messages: Sequence[Message], tools: str, variables: str, model: ModelInfo) -> str | None:
+    async def _rendered(self, chat: Conversation, model: ModelInfo) -> str | None:
         """Return nothing if it is refused, as it will be again, and None if another time may be better."""
         try:
-            size = size_of_chat(messages, tools, variables)
-            self._text_model.require_plausible_length(size, most_prompt_tokens(model))
-            return await asyncio.to_thread(self._text_model.render_chat, messages, tools, variables)
+            self._text_model.require_plausible_length(chat.size, most_prompt_tokens(model))
+            return await asyncio.to_thread(self._text_model.render_chat, chat)
         except PromptUnavailableError:
             return None
         except PromptError:
@@ -251,6 +256,10 @@ def _require_size(grammar: str, room: Room) -> None:
             "tools",
             f"their grammar has {num_bytes} bytes, the most of {shown(largest.name)}; allowed: at most {MAX_CONSTRAINT_BYTES}",
         )
+
+
+def _has_mark(text: str, form: ThoughtForm) -> bool:
+    return form.begin in text or form.end in text
 
 
 def _mark_behind(text: str, form: ThoughtForm) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from headway_gateway.calls.servicer import GenerationServicer
 from headway_gateway.openai.bodies import ResponsesBody, ResponseTool, TextConfig, TextFormat, read
-from headway_gateway.openai.chats import ChatReader, TokenBytes, TokenEntry, wanted_of
+from headway_gateway.openai.chats import ChatReader, TokenBytes, Tokens, wanted_of
 from headway_gateway.openai.constraints import constraint_names
 from headway_gateway.openai.http_call import HttpCall
 from headway_gateway.openai.outputs import PromptTokensDetails, Tally, new_id, run
@@ -139,10 +139,10 @@ class ResponseOutput:
         self._items: list[_Item] = []
         self._reason = ""
 
-    async def begin(self) -> None:
+    async def begin(self, prompt_token_ids: list[int] | None) -> None:
         """See ``ChatSink``."""
 
-    async def add(self, index: int, piece: Piece, tokens: list[TokenEntry] | None) -> None:  # noqa: ARG002
+    async def add(self, index: int, piece: Piece, tokens: Tokens) -> None:  # noqa: ARG002
         """See ``ChatSink``."""
         if isinstance(piece, ToolCall):
             await self._begin(_Item(OutputCall, (piece.name, f"call_{secrets.token_hex(12)}")))
@@ -163,7 +163,7 @@ class ResponseOutput:
     async def end(self, index: int, reason: str) -> None:
         """See ``ChatSink``."""
         if not self._items:
-            await self.add(index, "", None)
+            await self.add(index, "", Tokens())
         self._reason = reason
         await self.end_item(self._status)
 
@@ -218,7 +218,7 @@ class StreamedResponse(ResponseOutput):
         self._number = 0
         call.error_event = lambda error: self._event("error", **msgspec.json.decode(error))
 
-    async def begin(self) -> None:
+    async def begin(self, prompt_token_ids: list[int] | None) -> None:  # noqa: ARG002
         """See ``ChatSink``."""
         await self._call.begin_events()
         await self._send(

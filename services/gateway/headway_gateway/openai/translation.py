@@ -71,6 +71,7 @@ CHAT_PROMPT_NAMES = (
     ("chat.messages", "messages"),
     ("chat.tools", "tools"),
     ("chat.variables", "chat_template_kwargs"),
+    ("chat.continue_final_message", "continue_final_message"),
     ("chat", "messages"),
 )
 CHAT_NAMES = (("sampling.logprobs", "top_logprobs"), ("sampling.", ""), *CHAT_PROMPT_NAMES)
@@ -94,7 +95,7 @@ def completion_requests(body: CompletionBody, tenant: str | None) -> list[api.Ge
     base = _generation(body, tenant)
     _add_choices(base, body)
     echoes = bool(body.echo)
-    base.echo = echoes
+    base.echo = echoes or bool(body.return_token_ids)
     if body.best_of is not None:
         base.sampling.best_of = body.best_of
     if body.logprobs is not None:
@@ -158,6 +159,7 @@ def chat_request(body: ChatBody, tenant: str | None) -> api.GenerateRequest:
     if body.logprobs:
         request.sampling.logprobs = body.top_logprobs or 0
     add_chat(request.chat, body)
+    request.echo = bool(body.return_token_ids)
     _force_calls(request, body)
     return request
 
@@ -183,6 +185,9 @@ def add_chat(chat: api.Chat, body: ChatBody | TokenizeBody) -> None:
     add_messages(chat, body.messages or ())
     _add_tools(chat, body)
     add_variables(chat, body.chat_template_kwargs, body.reasoning_effort)
+    chat.continue_final_message = bool(body.continue_final_message)
+    if body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
 
 
 def _add_tools(chat: api.Chat, body: ToolsBody) -> None:

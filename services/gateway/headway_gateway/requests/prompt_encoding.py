@@ -6,10 +6,23 @@ import grpc
 
 from headway_gateway.requests.validation import most_prompt_tokens
 from headway_gateway.statuses import CallRefusedError, beyond_context, invalid_argument, try_later
-from headway_gateway.text.encoding_lanes import EncodingLanes, size_of_chat
+from headway_gateway.text.conversation import Conversation
+from headway_gateway.text.encoding_lanes import EncodingLanes
 from headway_gateway.text.tokenization import PromptError, PromptTooLongError, PromptUnavailableError, TextModel
 from headway_proto import generation_pb2 as api
 from headway_proto.ingress import ModelInfo
+
+
+def conversation_of(chat: api.Chat) -> Conversation:
+    """Return a chat as its template wants it."""
+    return Conversation(
+        tuple((one.role, one.content, one.more) for one in chat.messages),
+        chat.tools,
+        chat.variables,
+        asks=not chat.continue_final_message
+        and (chat.add_generation_prompt or not chat.HasField("add_generation_prompt")),
+        continues=chat.continue_final_message,
+    )
 
 
 class PromptEncoder:
@@ -34,11 +47,10 @@ class PromptEncoder:
             if kind == "text":
                 self._text_model.require_plausible_length(len(prompt.text), most)
                 return await self._lanes.encode(prompt.text)
-            tools, variables = prompt.chat.tools, prompt.chat.variables
-            messages = [(one.role, one.content, one.more) for one in prompt.chat.messages]
-            self._text_model.require_plausible_length(size_of_chat(messages, tools, variables), most)
+            chat = conversation_of(prompt.chat)
+            self._text_model.require_plausible_length(chat.size, most)
             encode = self._lanes.encode_chat_prefix if is_prefix else self._lanes.encode_chat
-            return await encode(messages, max_tokens=most, tools=tools, variables=variables)
+            return await encode(chat, max_tokens=most)
         except PromptError as error:
             raise _refused(kind, error, model) from error
         except PromptUnavailableError as error:

@@ -310,6 +310,11 @@ def _prompt_violations(
         yield "token_ids.ids", f"the {what} is empty; allowed: at least one token"
     elif kind == "chat":
         yield from chat_violations(request.chat)
+        if what == "prefix" and request.chat.continue_final_message:
+            yield (
+                "chat.continue_final_message",
+                "true is not allowed, since other messages follow a prefix; allowed: false",
+            )
 
 
 def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
@@ -328,6 +333,11 @@ def chat_violations(chat: api.Chat) -> Iterable[tuple[str, str]]:
             yield f"chat.messages[{place}].more", f"content has {odd}; allowed: parts of type text"
     if chat.tools and not _is_json(chat.tools, list):
         yield "chat.tools", f"{shown(chat.tools)} is not allowed; allowed: a JSON array"
+    if chat.continue_final_message and chat.add_generation_prompt:
+        yield (
+            "chat.continue_final_message",
+            "true is not allowed together with add_generation_prompt true; allowed: one of them",
+        )
     if chat.variables:
         yield from _variable_violations(chat.variables)
 

@@ -1,7 +1,7 @@
 """The child process that renders chats, in the dialect of transformers' ``apply_chat_template``.
 
-A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a ``TemplateSource``, then ``Messages``; each gets a
-``Rendering``.
+A sandbox cannot stop an endless loop, so ``template_process`` runs this as a process. Frames hold JSON: a ``TemplateSource``, then
+each a ``Conversation``; each gets a ``Rendering``.
 """
 
 import datetime as dt
@@ -19,13 +19,16 @@ import jinja2.utils
 import msgspec
 
 from headway_gateway.text.bounded_process import limit_this_process, serve
-from headway_gateway.text.content_in_templates import ContentInTemplate
+from headway_gateway.text.content_in_templates import ContentInTemplate, with_more_text
+from headway_gateway.text.conversation import Conversation
 from headway_gateway.text.tools_in_templates import ToolsInTemplate, ToolsNotShownError
 from headway_proto.wording import one_line, shown
 
 MAX_MEMORY_BYTES = 1 << 30
 MAX_OUTPUT_CHARACTERS = 1 << 25
 MAX_MESSAGE_CHARACTERS = 200
+_CONTINUED = "headway_goes_on_here "
+"""Stands behind the content that a model goes on with, until the text has been cut there."""
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -34,16 +37,6 @@ class TemplateSource(msgspec.Struct, frozen=True):
     source: str
     special: dict[str, str]
     for_tools: str | None = None
-
-
-class Messages(msgspec.Struct, frozen=True):
-    """A chat, as (role, content), or with a JSON object of further keys; the tools, a JSON array; and further variables, a
-    JSON object.
-    """
-
-    messages: tuple[tuple[str, ...], ...]
-    tools: str = ""
-    variables: str = ""
 
 
 class Rendering(msgspec.Struct, frozen=True):
@@ -117,11 +110,15 @@ class _Compiled:
         self._special = special
         self._tools = ToolsInTemplate(source, self._names, ContentInTemplate(self._render_one))
 
-    def chat(self, given: Messages) -> dict[str, Any]:
+    def chat(self, given: Conversation) -> dict[str, Any]:
         """Return the variables of a chat."""
         tools = json.loads(given.tools) if given.tools else None
         try:
-            return {**self._tools.variables(given.messages, tools), "add_generation_prompt": True}
+            own = self._tools.variables(given.messages, tools)
+            if given.continues:
+                last = own["messages"][-1]
+                own["messages"][-1] = {**last, "content": with_more_text(last["content"] or "", _CONTINUED)}
+            return {**own, "add_generation_prompt": given.asks}
         except ToolsNotShownError:
             read = ", ".join(sorted(self._names))
             raise jinja2.TemplateError(f"it does not show tools; it reads {read or 'none'}") from None
@@ -157,13 +154,14 @@ class Renderer:
             self._for_tools = _Compiled(template.for_tools, template.special)
         self._special = template.special
 
-    def render(self, chat: Messages) -> str:
-        """Return the text, up to the assistant's answer."""
+    def render(self, chat: Conversation) -> str:
+        """Return the text."""
         template = self._for_tools if chat.tools else self._template
         own = template.chat(chat)
         given = json.loads(chat.variables) if chat.variables else {}
         template.check_names(given, own)
-        return template.text({"documents": None, **self._special, **given, **own})
+        text = template.text({"documents": None, **self._special, **given, **own})
+        return _up_to_mark(text) if chat.continues else text
 
 
 def main() -> None:
@@ -177,13 +175,21 @@ def main() -> None:
             if renderer is None:
                 renderer = Renderer(msgspec.json.decode(body, type=TemplateSource))
                 return msgspec.json.encode(Rendering())
-            return msgspec.json.encode(Rendering(text=renderer.render(msgspec.json.decode(body, type=Messages))))
+            return msgspec.json.encode(Rendering(text=renderer.render(msgspec.json.decode(body, type=Conversation))))
         except jinja2.TemplateError as error:
             return msgspec.json.encode(Rendering(refusal=_encodable(one_line(error, MAX_MESSAGE_CHARACTERS))))
         except Exception as error:  # noqa: BLE001  # Whatever a template does, it is the template's failure.
             return msgspec.json.encode(Rendering(failure=type(error).__name__))
 
     serve(answer)
+
+
+def _up_to_mark(text: str) -> str:
+    before, mark, behind = text.rpartition(_CONTINUED.rstrip())
+    if not mark:
+        raise jinja2.TemplateError("it does not show the last message's content, so nothing can go on with it")
+    # Like transformers: a template that trims contents trims this one as well.
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _raise_template_error(message: str) -> None:

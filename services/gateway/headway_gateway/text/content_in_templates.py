@@ -50,6 +50,13 @@ def with_text(content: Any, text: str) -> Any:
     return [*content, *_parts([text])] if isinstance(content, list) else content + text
 
 
+def with_more_text(content: Any, text: str) -> Any:
+    """A content whose last text is longer by ``text``."""
+    if not isinstance(content, list):
+        return content + text
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + text}] if content else _parts([text])
+
+
 def _parts(texts: list[str]) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 

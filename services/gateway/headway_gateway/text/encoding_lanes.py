@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headway_gateway.text.tokenization import Message, TextModel
+from headway_gateway.text.conversation import Conversation
+from headway_gateway.text.tokenization import TextModel
 
 _SHORT_PROMPT_CHARACTERS = 256
 """As long as handing work to a thread and back takes."""
@@ -15,11 +16,6 @@ _SHORT_PROMPT_CHARACTERS = 256
 _LONG_PROMPT_CHARACTERS = 65536
 
 _Result = TypeVar("_Result")
-
-
-def size_of_chat(messages: Sequence[Message], tools: str, variables: str) -> int:
-    """Return a chat's characters, without the roles."""
-    return len(tools) + len(variables) + sum(sum(map(len, message[1:])) for message in messages)
 
 
 class EncodingLanes:
@@ -41,23 +37,11 @@ class EncodingLanes:
     async def encode_pair(self, first: str, second: str) -> list[int]:
         return await self._run(len(first) + len(second), lambda: self._text_model.encode_pair(first, second))
 
-    async def encode_chat(
-        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
-    ) -> list[int]:
-        return await self._run(
-            size_of_chat(messages, tools, variables),
-            lambda: self._text_model.encode_chat(messages, max_tokens=max_tokens, tools=tools, variables=variables),
-        )
+    async def encode_chat(self, chat: Conversation, *, max_tokens: int) -> list[int]:
+        return await self._run(chat.size, lambda: self._text_model.encode_chat(chat, max_tokens=max_tokens))
 
-    async def encode_chat_prefix(
-        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
-    ) -> list[int]:
-        return await self._run(
-            2 * size_of_chat(messages, tools, variables),
-            lambda: self._text_model.encode_chat_prefix(
-                messages, max_tokens=max_tokens, tools=tools, variables=variables
-            ),
-        )
+    async def encode_chat_prefix(self, chat: Conversation, *, max_tokens: int) -> list[int]:
+        return await self._run(2 * chat.size, lambda: self._text_model.encode_chat_prefix(chat, max_tokens=max_tokens))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self._run(len(token_ids), lambda: self._text_model.decode(token_ids))

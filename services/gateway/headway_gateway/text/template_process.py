@@ -6,7 +6,8 @@ import threading
 import msgspec
 
 from headway_gateway.text.bounded_process import BoundedProcess, NoAnswerError, OutOfTimeError
-from headway_gateway.text.chat_templates import MAX_MESSAGE_CHARACTERS, Messages, Rendering, TemplateSource
+from headway_gateway.text.chat_templates import MAX_MESSAGE_CHARACTERS, Rendering, TemplateSource
+from headway_gateway.text.conversation import Conversation
 
 MOST_RENDER_S = 5.0
 _PROGRAM = "headway_gateway.text.chat_templates"
@@ -42,14 +43,14 @@ class ChatTemplate:
         with self._lock, contextlib.suppress(TemplateUnavailableError):  # the first chat tries again
             self._start()
 
-    def render(self, messages: tuple[tuple[str, ...], ...], tools: str = "", variables: str = "") -> str:
-        """Return the text of a chat; see ``Messages``.
+    def render(self, chat: Conversation) -> str:
+        """Return the text of a chat.
 
         Raises:
             TemplateError: the template refuses these messages, or fails.
             TemplateUnavailableError: it took too long, or its process ended.
         """
-        question = _encoded(Messages(messages, tools, variables))
+        question = _encoded(chat)
         with self._lock:
             if self._renderer.process is None:
                 self._start()

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 
+from headway_gateway.text.conversation import Conversation
 from headway_gateway.text.detokenization import REPLACEMENT, Detokenizer, bytes_of_part, detokenizer_factory
 from headway_gateway.text.template_process import ChatTemplate, TemplateError, TemplateUnavailableError
 from headway_proto.wording import one_line, shown
@@ -39,10 +40,6 @@ _LETTERS = ("a", "\u2581a")
 """Tokens of which every vocabulary of words has one, where \u2581 stands for a space."""
 _MOST_SAID = 200
 _NOT_UNICODE = "the text holds a lone surrogate; allowed: valid Unicode"
-
-
-Message: TypeAlias = tuple[str, ...]
-"""Role and content, and perhaps a JSON object of further keys for the template."""
 
 
 class TokenizerFilesError(Exception):
@@ -156,22 +153,18 @@ class TextModel:
             raise PromptError(_NOT_UNICODE) from error
         return text if len(encoding.ids) <= most else text[: encoding.offsets[most][0]]
 
-    def encode_chat(
-        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
-    ) -> list[int]:
-        """Render and tokenise messages.
+    def encode_chat(self, chat: Conversation, *, max_tokens: int) -> list[int]:
+        """Render and tokenise a chat.
 
         Raises:
             PromptError: see ``render_chat``; or more than ``max_tokens``.
             PromptUnavailableError: see ``render_chat``.
         """
-        text = self.render_chat(messages, tools, variables)
+        text = self.render_chat(chat)
         self.require_plausible_length(len(text), max_tokens)
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat_prefix(
-        self, messages: Sequence[Message], *, max_tokens: int, tools: str = "", variables: str = ""
-    ) -> list[int]:
+    def encode_chat_prefix(self, chat: Conversation, *, max_tokens: int) -> list[int]:
         """Return the tokens common to all chats that begin with these messages and continue with a user's.
 
         Two continuations are compared, because only template and tokenizer know where the next message begins.
@@ -180,15 +173,14 @@ class TextModel:
             PromptError: as ``encode_chat``.
         """
         chats = [
-            self.encode_chat((*messages, ("user", content)), max_tokens=max_tokens, tools=tools, variables=variables)
-            for content in _UNLIKE_CONTENTS
+            self.encode_chat(chat.followed_by(("user", content)), max_tokens=max_tokens) for content in _UNLIKE_CONTENTS
         ]
         shortest = min(map(len, chats))
         end = next((place for place in range(shortest) if chats[0][place] != chats[1][place]), shortest)
         return chats[0][:end]
 
-    def render_chat(self, messages: Sequence[Message], tools: str = "", variables: str = "") -> str:
-        """Return the text, up to the assistant's answer.
+    def render_chat(self, chat: Conversation) -> str:
+        """Return the text of a chat.
 
         Raises:
             PromptError: no usable template, or it refuses these messages.
@@ -201,7 +193,7 @@ class TextModel:
         if self._chat_template is None:
             raise PromptError("this model has no chat template; send text or token_ids")
         try:
-            return self._chat_template.render(tuple(messages), tools, variables)
+            return self._chat_template.render(chat)
         except TemplateUnavailableError as error:
             raise PromptUnavailableError(f"the chat template {error}") from error
         except TemplateError as error:

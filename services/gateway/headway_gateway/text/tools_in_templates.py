@@ -74,7 +74,7 @@ class ToolsInTemplate:
         self._written_calls = next(forms, None) if "tool_calls" not in source else None
 
     def variables(self, messages: Iterable[tuple[str, ...]], tools: list[Any] | None) -> dict[str, Any]:
-        """Return the template's variables for messages (see ``Messages``) and tools.
+        """Return the template's variables for messages (see ``Conversation``) and tools.
 
         Raises:
             ToolsNotShownError: it does not show tools.
