@@ -525,6 +525,48 @@ def test_an_option_of_embed_that_does_not_fit_is_refused_here(
         client.embed(["x"], **options)
 
 
+def test_a_chats_options_and_all_keys_of_its_messages_are_sent():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options = {"tools": tools, "chat_template_kwargs": {"thinking": False}, "continue_final_message": True}
+    chat = generate_request(messages, options).chat
+    assert json.loads(chat.tools) == tools
+    assert json.loads(chat.variables) == {"thinking": False}
+    assert chat.continue_final_message
+    assert not chat.HasField("add_generation_prompt")
+    assert [json.loads(one.more or "{}") for one in chat.messages] == [{}, {"tool_calls": [call]}]
+    assert generate_request(messages, {"add_generation_prompt": False}).chat.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("x", {"tools": []}, "tools: not allowed with a prompt that is no chat; allowed: with a list of messages"),
+        ([1], {"continue_final_message": False}, "continue_final_message: not allowed with a prompt that is no chat"),
+        (
+            [{"role": "user", "content": "x"}],
+            {"tools": [{1}]},
+            r"tools: \[\{1\}\] is not allowed \(Object of type set is not",
+        ),
+        (
+            [{"role": "user", "content": "x"}],
+            {"add_generation_prompt": "no"},
+            "add_generation_prompt: 'no' is not allowed",
+        ),
+        ([{"role": "user"}], {}, r"messages\[0\].content: it is missing; allowed: a text"),
+        (
+            [{"role": "user", "content": "x"}, {"content": "x"}],
+            {},
+            r"messages\[1\].role: it is missing; allowed: a text",
+        ),
+    ],
+)
+def test_what_a_chat_cannot_have_is_named(prompt, options, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        generate_request(prompt, options)
+
+
 def test_parts_of_a_message_reach_the_server_as_they_are():
     parts = [{"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": "x"}}]
     request = generate_request([{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}], {})

@@ -13,7 +13,10 @@ from headway_proto.wording import shown
 
 
 class ChatMessage(TypedDict):
-    """One message of a chat prompt: a text, or parts of a text, each ``{"type": "text", "text": ...}``."""
+    """One message of a chat prompt: a text, or parts of a text, each ``{"type": "text", "text": ...}``.
+
+    Further keys, such as ``tool_calls``, reach the template as they are.
+    """
 
     role: str
     content: str | Sequence[Mapping[str, Any]]
@@ -51,7 +54,8 @@ class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of ``generate``, with the ranges and defaults of generation.proto.
 
     A request has at most one constraint: ``json_schema`` (a text, or Python values), ``json_object``, ``regex``,
-    ``grammar`` or ``choice``.
+    ``grammar`` or ``choice``. ``tools`` and those behind it are of chats alone; ``chat_template_kwargs`` are variables of the
+    template.
     """
 
     max_tokens: int
@@ -87,6 +91,10 @@ class GenerateOptions(TypedDict, total=False):
     regex: str
     grammar: str
     choice: Sequence[str]
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
 _PRIORITIES = {
@@ -131,6 +139,7 @@ _REQUEST_OPTIONS = (
     "echo",
     "keep_special_tokens",
 )
+_CHAT_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 CONSTRAINT_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice")
 """A request has at most one of these."""
 
@@ -164,6 +173,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         _set_fields(request, values, _REQUEST_OPTIONS)
         _set_fields(request.sampling, values, _SCALAR_SAMPLING_OPTIONS)
         _set_prompt(request, prompt)
+        _set_chat_options(request, values)
     if "priority" in options:
         request.priority = _number("priority", options["priority"], _PRIORITIES)
     return request
@@ -260,15 +270,36 @@ def _set_prompt(request: generation_pb2.GenerateRequest | admin_pb2.PinPrefixReq
         request.token_ids.CopyFrom(generation_pb2.TokenIds(ids=parts))
 
 
+def _set_chat_options(request: generation_pb2.GenerateRequest, values: Mapping[str, Any]) -> None:
+    given = [name for name in _CHAT_OPTIONS if values.get(name) is not None]
+    if given and not request.HasField("chat"):
+        raise ValueError(f"{given[0]}: not allowed with a prompt that is no chat; allowed: with a list of messages")
+    for name, field in (("tools", "tools"), ("chat_template_kwargs", "variables")):
+        if name in given:
+            setattr(request.chat, field, _json(name, values[name]))
+    _set_fields(request.chat, values, [name for name in given if name in _CHAT_OPTIONS[2:]])
+
+
+def _json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {shown(value)} is not allowed ({error}); allowed: what JSON can hold") from error
+
+
 def _chat(messages: Sequence[Any]) -> generation_pb2.Chat:
-    return generation_pb2.Chat(messages=[_message(message["role"], message["content"]) for message in messages])
+    return generation_pb2.Chat(messages=[_message(one, f"messages[{place}]") for place, one in enumerate(messages)])
 
 
-def _message(role: str, content: Any) -> generation_pb2.ChatMessage:
+def _message(given: Mapping[str, Any], field: str) -> generation_pb2.ChatMessage:
     """The server reads parts, and refuses those that are no text."""
+    more = {key: value for key, value in given.items() if key not in {"role", "content"}}
+    content = given.get("content")
+    if "role" not in given or (content is None and "tool_calls" not in given):
+        raise ValueError(f"{field}.{'content' if 'role' in given else 'role'}: it is missing; allowed: a text")
     if isinstance(content, list | tuple):
-        return generation_pb2.ChatMessage(role=role, more=json.dumps({"content": content}))
-    return generation_pb2.ChatMessage(role=role, content=content)
+        more["content"], content = content, None
+    return generation_pb2.ChatMessage(role=given["role"], content=content, more=_json(field, more) if more else "")
 
 
 def tokenize_request(text: str | Sequence[ChatMessage]) -> generation_pb2.TokenizeRequest:
