@@ -10,10 +10,17 @@ from typing import Any
 
 from headway_proto.schema_formats import escaped
 from headway_proto.schema_keywords import ASSERTIONS, OF_KINDS
-from headway_proto.schema_values import ALL_TYPES, ANYTHING, FEW, Values, own_values, texts_of, type_of, types_of
-
-Schema = Any
-"""An object or a bool."""
+from headway_proto.schema_values import (
+    ALL_TYPES,
+    ANYTHING,
+    FEW,
+    Schema,
+    Values,
+    own_values,
+    texts_of,
+    type_of,
+    types_of,
+)
 
 _MOST_HOPS = 6
 _MOST_WORK = 10_000

@@ -4,7 +4,10 @@ Must not know: references, rewriting.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+Schema: TypeAlias = Any
+"""An object or a bool."""
 
 ALL_TYPES = frozenset(["array", "boolean", "integer", "null", "number", "object", "string"])
 FEW: Mapping[str, tuple[Any, ...]] = {"boolean": (False, True), "null": (None,)}
