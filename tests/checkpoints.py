@@ -425,6 +425,14 @@ DELTA: dict[str, object] = {
     "shared_expert_intermediate_size": 40,
 }
 
+_OLD: dict[str, object] = {"num_key_value_heads": 4}
+"""Of families that know no groups of heads."""
+_WITHOUT_ROPE: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": lambda: _of(transformers.GPT2LMHeadModel, transformers.GPT2Config)(
+        n_inner=96, tie_word_embeddings=True, **_OLD
+    ),
+}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
@@ -450,13 +458,15 @@ _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
     "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
 }
 
-_FURTHER |= _STATES
+_FURTHER |= _WITHOUT_ROPE | _STATES
 _MAKERS |= _MIXTURES | _FURTHER
 FAMILIES = tuple(_MAKERS)
 """Names that ``make_checkpoint`` knows."""
 _MAKERS |= _ON_OPERATORS
 ON_OPERATORS = tuple(_ON_OPERATORS)
 """Others, which have what the kernels lack."""
+WITHOUT_ROPE = tuple(_WITHOUT_ROPE)
+"""Of these, those whose file says nothing about one."""
 STATES = tuple(_STATES)
 """Of these, those with a state in some layers."""
 FURTHER = tuple(_FURTHER)

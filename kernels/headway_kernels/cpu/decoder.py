@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from headway_kernels.cpu.adapters import PackedAdapter, addresses_of
 from headway_kernels.cpu.experts import PackedExperts
@@ -25,6 +26,9 @@ from headway_kernels.cpu.recurrence import PackedRecurrence
 from headway_kernels.cpu.structs import LayerStruct, NormStruct, ShapeStruct, SharedRowsStruct, StepStruct
 
 _T = TypeVar("_T")
+
+_MOST_LANES = 16
+"""Of any variant of the library."""
 
 
 class NormKind(IntEnum):
@@ -66,8 +70,11 @@ class DecoderShape:
     """Sizes and variants of a model, and its tensors outside of layers.
 
     ``embedding`` ``[vocab, hidden]``: float32, contiguous, on the CPU. Soft caps of 0 are none, as is a ``qkv_clip``,
-    which bounds queries, keys and values on both sides. ``is_parallel``: attention and feed-forward read the same
-    hidden state. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation. With
+    which bounds queries, keys and values on both sides. ``positions`` ``[context, hidden]``: the same, or None; they are
+    added to embeddings. ``score_biases`` ``[heads, context]``, float32, on the CPU, or None: added to the scores of keys,
+    each at the key's position, or, with ``biases_distances``, at its distance. ``is_parallel``: attention and
+    feed-forward read the same hidden state. ``norms_sums``: norms behind both are of the hidden state after the
+    addition. ``norms_all_heads``: together, not each by itself; ``norms_rotated``: behind the rotation. With
     ``has_gates``, ``qkv`` gives as many gates as queries, last. A rank of several says in ``own`` what it has; its
     heads are counted alone, and its embedding has ``own.hidden_columns``, or is None in a later stage. ``kv_dtype``,
     of keys and values: float32 or bfloat16.
@@ -83,9 +90,13 @@ class DecoderShape:
     norm_eps: float
     score_scale: float
     embedding: Tensor | None
-    final_norm: NormWeights
+    final_norm: NormWeights | None
+    positions: Tensor | None = None
+    score_biases: Tensor | None = None
+    biases_distances: bool = False
     norm_kind: NormKind = NormKind.RMS
     is_parallel: bool = False
+    norms_sums: bool = False
     norms_all_heads: bool = False
     norms_rotated: bool = False
     has_gates: bool = False
@@ -177,7 +188,8 @@ class Decoder:
     ) -> None:
         self._library = library
         self._team = team
-        self._kept = (shape, tuple(layers), head)
+        biases = None if shape.score_biases is None else _laid_out(shape.score_biases, shape.biases_distances)
+        self._kept = (shape, tuple(layers), head, biases)
         self._shape = shape
         self.kv_dtype = shape.kv_dtype
         self._own = shape.own or _all_columns(shape)
@@ -187,7 +199,7 @@ class Decoder:
         )
         self._recurrences = [made.qkv for made in layers if isinstance(made.qkv, PackedRecurrence)]
         self._mates = mates
-        struct = _shape_struct(library, shape, self._own, len(layers))
+        struct = _shape_struct(library, shape, self._own, len(layers), biases)
         self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
         self._logits_stride = int(library.functions.headway_logits_stride(shape.vocab_size))
         structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
@@ -201,7 +213,7 @@ class Decoder:
 
         Both share the weights, and each has a workspace of its own.
         """
-        shape, layers, _ = self._kept
+        shape, layers, *_ = self._kept
         own, start = self._own, self._own.hidden_start
         identity = torch.eye(shape.hidden_size)[start : start + own.hidden_columns]
         head = PackedLinear(self._library, identity, None, WeightForm.BFLOAT16)  # exact: it holds 0 and 1
@@ -335,7 +347,16 @@ def _all_columns(shape: DecoderShape) -> OwnColumns:
     )
 
 
-def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num_layers: int) -> ShapeStruct:
+def _laid_out(biases: Tensor, biases_distances: bool) -> Tensor:
+    """In the order of keys, with zeros behind the last one: a register of them may reach beyond. A key's bias then stands as far
+    from the query's own as the key does.
+    """
+    return functional.pad(biases.flip(1) if biases_distances else biases, (0, _MOST_LANES)).contiguous()
+
+
+def _shape_struct(
+    library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num_layers: int, biases: Tensor | None
+) -> ShapeStruct:
     return ShapeStruct(
         num_layers=num_layers,
         hidden_size=shape.hidden_size,
@@ -357,6 +378,7 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         norms_all_heads=shape.norms_all_heads,
         norms_rotated=shape.norms_rotated,
         has_gates=shape.has_gates,
+        norms_sums=shape.norms_sums,
         norm_eps=shape.norm_eps,
         score_scale=shape.score_scale,
         score_softcap=shape.score_softcap,
@@ -366,6 +388,10 @@ def _shape_struct(library: CpuLibrary, shape: DecoderShape, own: OwnColumns, num
         logits_softcap=shape.logits_softcap,
         kv_form=_kv_form(library, shape.kv_dtype),
         embedding=address(shape.embedding),
+        positions=address(shape.positions),
+        score_biases=address(biases),
+        bias_stride=0 if biases is None else biases.shape[1],
+        last_distance=0 if biases is None or not shape.biases_distances else biases.shape[1] - _MOST_LANES - 1,
         final_norm=_norm_struct(shape.final_norm),
     )
 

@@ -36,6 +36,7 @@ class ShapeStruct(ctypes.Structure):
         ("norms_all_heads", ctypes.c_int64),
         ("norms_rotated", ctypes.c_int64),
         ("has_gates", ctypes.c_int64),
+        ("norms_sums", ctypes.c_int64),
         ("norm_eps", ctypes.c_float),
         ("score_scale", ctypes.c_float),
         ("score_softcap", ctypes.c_float),
@@ -45,6 +46,10 @@ class ShapeStruct(ctypes.Structure):
         ("logits_softcap", ctypes.c_float),
         ("kv_form", ctypes.c_int64),
         ("embedding", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("score_biases", ctypes.c_void_p),
+        ("bias_stride", ctypes.c_int64),
+        ("last_distance", ctypes.c_int64),
         ("final_norm", NormStruct),
     )
 

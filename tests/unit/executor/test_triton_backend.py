@@ -80,7 +80,8 @@ USUAL = (
 
 
 REFUSED = dict.fromkeys(STATES, "layers with a state instead of attention") | {
-    "llama4": "experts whose inputs are weighed"
+    "llama4": "experts whose inputs are weighed",
+    "gpt2": "a table of positions",
 }
 """What the kernels lack."""
 

@@ -256,14 +256,26 @@ INLINE void add_values(const int form, const int rows, const int width, const gr
     }
 }
 
+/* The biases of a row of the tile, where that of the key at position 0 would be; or NULL. */
+static const float *biases_of(const tile *of, int64_t row) {
+    const attention_shape *shape = of->shape;
+    if (shape->biases == NULL) return NULL;
+    const int64_t group_size = shape->num_heads / shape->num_kv_heads;
+    const int64_t head = of->task->kv_head * group_size + of->task->part * heads_per_part(shape) + row % of->heads;
+    const int64_t position = of->task->first_position + row / of->heads;
+    const int64_t start = shape->last_distance > 0 ? shape->last_distance - position : 0;
+    return shape->biases + head * shape->bias_stride + start;
+}
+
 /* Turn the scores of one row into weights; returns their sum, updates the row's largest score, sets its decay. */
 INLINE float soften(const int form, const tile *of, const group *groups, int64_t num_groups, int64_t position,
-                    float *scores, float *largest, float *decay) {
+                    const float *biases, float *scores, float *largest, float *decay) {
     vec maximum = splat(*largest);
     for (int64_t g = 0; g < num_groups; g++) {
         ivec seen = visible(of, &groups[g], position);
         vec wide = load(scores + g * LANES);
         if (of->shape->softcap > 0.0f) wide = capped(wide, of->shape->softcap);
+        if (biases != NULL) wide += load(biases + groups[g].first_position);
         vec masked = choose(seen, wide, splat(-INFINITY));
         store(scores + g * LANES, masked);
         maximum = larger(maximum, masked);
@@ -309,7 +321,8 @@ INLINE void attend_packed(const int form, const int rows, const tile *of, const 
         }
         for (int i = 0; i < rows; i++) {
             int64_t position = of->task->first_position + i / of->heads;
-            float sum = soften(form, of, groups, num_groups, position, scores + i * CHUNK, &largest[i], &decays[i]);
+            float sum = soften(form, of, groups, num_groups, position, biases_of(of, i), scores + i * CHUNK,
+                               &largest[i], &decays[i]);
             totals[i] = totals[i] * decays[i] + sum;
         }
         int64_t d = 0;

@@ -25,7 +25,11 @@
  * queries and weights that are rounded to bfloat16, too: only for processors with the instruction. */
 enum kv_form { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_PAIRS = 2 };
 
-/* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros. */
+/* head_dim is a multiple of LANES, at most MAX_HEAD_DIM: the caller pads heads with zeros.
+ *
+ * `biases` [num_heads, bias_stride] or NULL are added to scaled scores. That of a key is at its position; or, if there
+ * is a last_distance, at last_distance less its distance (Press et al. 2021, arXiv 2108.12409). LANES more of them are
+ * readable. */
 typedef struct {
     int64_t num_heads;
     int64_t num_kv_heads;
@@ -34,6 +38,9 @@ typedef struct {
     float scale;
     float softcap; /* bounds scores smoothly; 0: does not */
     int64_t form;
+    const float *biases;
+    int64_t bias_stride;
+    int64_t last_distance;
 } attention_shape;
 
 /* Numbers of one block for one layer, all its heads; and bytes of a number. */

@@ -31,16 +31,23 @@ static void meet(member *self, pass *now, enum meeting about, int64_t num_rows) 
     team_wait(self, 1);
 }
 
-static void embed_task(void *work, int64_t token) {
-    const pass *now = work;
+static void embed_token(const pass *now, int64_t token, int64_t position) {
     const decoder *of = now->of;
     const decoder_shape *shape = &of->shape;
-    if (shape->hidden_columns == 0) return; /* a rank of more than there are columns has no embedding */
     const float *from = shape->embedding == NULL
                             ? now->step->shared->hidden_in + token * shape->hidden_columns
                             : shape->embedding + now->step->token_ids[token] * shape->hidden_columns;
-    memcpy(of->rows.hidden + token * of->strides.hidden + shape->hidden_start, from,
-           (size_t)shape->hidden_columns * sizeof *from);
+    float *to = of->rows.hidden + token * of->strides.hidden + shape->hidden_start;
+    memcpy(to, from, (size_t)shape->hidden_columns * sizeof *from);
+    if (shape->positions != NULL)
+        add_row(to, shape->positions + position * shape->hidden_columns, shape->hidden_columns, 1.0f);
+}
+
+static void embed_task(void *work, int64_t task) {
+    const pass *now = work;
+    const attention_tile *tile = &now->of->space.attention_tiles[task];
+    if (now->of->shape.hidden_columns == 0) return; /* a rank of more than there are columns has no embedding */
+    for (int64_t i = 0; i < tile->num_tokens; i++) embed_token(now, tile->token + i, tile->position + i);
 }
 
 /* Move `columns` of row sampled[i] to row i. `sampled` ascends, so no row is overwritten before it is moved. */
@@ -93,11 +100,14 @@ static void add_task(void *work, int64_t row) {
     const row_phase *phase = work;
     const decoder *of = phase->now->of;
     const decoder_shape *shape = &of->shape;
-    float *added = of->space.added + row * of->strides.hidden;
-    if (phase->norm.weight != NULL)
+    const int has_norm = phase->norm.weight != NULL;
+    float *hidden = of->rows.hidden + row * of->strides.hidden, *added = of->space.added + row * of->strides.hidden;
+    if (has_norm && !shape->norms_sums)
         normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->norm_eps, added, shape->hidden_size, added);
-    add_row(of->rows.hidden + row * of->strides.hidden + shape->hidden_start, added + shape->hidden_start,
-            shape->hidden_columns, shape->residual_factor);
+    add_row(hidden + shape->hidden_start, added + shape->hidden_start, shape->hidden_columns, shape->residual_factor);
+    if (has_norm && shape->norms_sums)
+        normalise_row((enum norm_kind)shape->norm_kind, phase->norm, shape->norm_eps, hidden, shape->hidden_size,
+                      hidden);
 }
 
 static void activate_task(void *work, int64_t row) {
@@ -322,7 +332,7 @@ static void run_step(void *work, member *self) {
     const decoder *of = now.of;
     int64_t last = of->shape.num_layers - 1;
     meet(self, &now, MEET_START, now.step->num_tokens);
-    team_phase(self, embed_task, &now, now.step->num_tokens);
+    team_phase(self, embed_task, &now, of->space.num_attention_tiles);
     meet(self, &now, MEET_HIDDEN, now.step->num_tokens);
     now.num_members = team_size(self->of);
     now.attending = of->space.attention_tiles;

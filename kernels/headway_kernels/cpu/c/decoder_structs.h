@@ -44,21 +44,36 @@ typedef struct {
     int64_t norms_all_heads; /* `qk_norm` is over all heads of queries, and of keys; else of each head */
     int64_t norms_rotated;   /* `qk_norm` is behind the rotation */
     int64_t has_gates;       /* `qkv` gives as many gates as queries, last */
+    int64_t norms_sums;      /* norms behind attention and feed-forward are of the hidden state after the addition */
     float norm_eps;
     float score_scale;
     float score_softcap;   /* 0: none */
     float qkv_clip;        /* bounds queries, keys and values on both sides; 0: nothing does */
     float residual_factor; /* on what a layer adds to the hidden state */
     float logits_factor;
-    float logits_softcap;   /* 0: none */
-    int64_t kv_form;        /* enum kv_form */
-    const float *embedding; /* [vocab, hidden_columns], or NULL */
+    float logits_softcap;      /* 0: none */
+    int64_t kv_form;           /* enum kv_form */
+    const float *embedding;    /* [vocab, hidden_columns], or NULL */
+    const float *positions;    /* [context, hidden_columns], added to embeddings, or NULL */
+    const float *score_biases; /* as of an `attention_shape` */
+    int64_t bias_stride;
+    int64_t last_distance;
     norm_weights final_norm;
 } decoder_shape;
 
 static inline attention_shape attention_shape_of(const decoder_shape *shape) {
-    return (attention_shape){shape->num_heads,   shape->num_kv_heads,  shape->head_dim, shape->block_size,
-                             shape->score_scale, shape->score_softcap, shape->kv_form};
+    return (attention_shape){
+        .num_heads = shape->num_heads,
+        .num_kv_heads = shape->num_kv_heads,
+        .head_dim = shape->head_dim,
+        .block_size = shape->block_size,
+        .scale = shape->score_scale,
+        .softcap = shape->score_softcap,
+        .form = shape->kv_form,
+        .biases = shape->score_biases,
+        .bias_stride = shape->bias_stride,
+        .last_distance = shape->last_distance,
+    };
 }
 
 /* Latent attention (DeepSeek-AI 2024, arXiv 2405.04434): `compress` gives a compressed query, a compressed key and

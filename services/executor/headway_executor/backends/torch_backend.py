@@ -135,7 +135,7 @@ class TorchBackend:
             num_lanes=config.place.pipeline_parallel if _has_lanes(config) else 1,
             supports_adapters=adapters is not None and not _has_lanes(config),
             adapters=() if adapters is None else adapters.loaded,
-            embedding_size=0 if _has_lanes(config) else model_config.hidden_size,
+            embedding_size=0 if _has_lanes(config) or model_config.names.projections else model_config.hidden_size,
             default_pooling=default_pooling(directory, POOL_LAST),
             generates=model_config.has_head,
             keeps_states=states is not None,

@@ -27,12 +27,19 @@ MAX_SIZE = 1 << 24
 class ConfigFields:
     """Typed access to one JSON object.
 
-    A method returns its default for an absent or null field, and raises ``ModelFilesError`` for wrong values.
+    A method returns its default for an absent or null field, and raises ``ModelFilesError`` for wrong values. ``names``:
+    what the file calls fields that have another name here.
     """
 
-    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
         self.source = source
         self.values = values
+        self._names = names or {}
+
+    def renamed(self, **names: str) -> "ConfigFields":
+        """The same, with fields under the names that most families give them."""
+        values = {name: self.values.get(own) for name, own in names.items()}
+        return ConfigFields(self.source, {**self.values, **values}, names)
 
     def refuse(self, field: str, allowed: str) -> ModelFilesError:
         """Return the error for ``field``."""
@@ -40,6 +47,7 @@ class ConfigFields:
             value = repr(self.values.get(field))[:64]
         except ValueError:  # Python does not write integers with so many digits.
             value = "of thousands of digits"
+        field = self._names.get(field, field)
         return ModelFilesError(f"{self.source}: {field} {value} is not supported; allowed: {allowed}")
 
     def integer(self, field: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE) -> int:

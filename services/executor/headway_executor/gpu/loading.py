@@ -63,7 +63,8 @@ def load_decoder(
     )
     loader = _Loader(config, weights, adapters, max_model_len, max_num_tokens, dtype, device)
     embedding = weights.here(weights.tensors.embedding(dtype))
-    is_shared = config.tie_word_embeddings and config.scalings.embedding == 1 and not config.has_head_bias
+    final_norm = weights.tensors.final_norm()
+    assert final_norm is not None  # Only models whose norms are of sums lack it.
 
     def layer(index: int) -> LayerWeights:
         progress(index, config.num_layers)
@@ -72,9 +73,9 @@ def load_decoder(
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=loader.norm(weights.tensors.final_norm()),
+        final_norm=loader.norm(final_norm),
         head=weights.product(embedding, None, is_exact=True)
-        if is_shared
+        if config.shares_embedding
         else weights.linear(lambda read: (read.head(), read.head_bias()), is_exact=True),
     )
 

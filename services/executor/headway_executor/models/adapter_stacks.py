@@ -29,7 +29,7 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 def by_matrix(config: ModelConfig) -> ModelConfig:
-    """The same model without biases, and with a tensor for each matrix of an expert: what adapters add to."""
+    """The same model without biases, with a tensor for each matrix of an expert, outputs first: what adapters add to."""
 
     def apart(experts: ExpertsConfig | None) -> ExpertsConfig | None:
         if experts is None:
@@ -38,6 +38,7 @@ def by_matrix(config: ModelConfig) -> ModelConfig:
 
     return msgspec.structs.replace(
         config,
+        names=msgspec.structs.replace(config.names, has_inputs_first=False),
         attention=msgspec.structs.replace(config.attention, qkv_bias=False, output_bias=False),
         layers=tuple(
             msgspec.structs.replace(

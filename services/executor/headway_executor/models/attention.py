@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway_executor.memory.kv_pool import KvPool
+from headway_executor.models.alibi import ScoreBiases
 from headway_executor.models.kv_vectors import KvVectors, LayerVectors
 from headway_proto.columns import Int32Array
 
@@ -92,7 +93,7 @@ class Group(Protocol):
 
 class AttentionPlan:
     """How one step attends; ``slots`` (int64, ``[tokens]``) get the keys and values of ``positions`` (the same), of a model
-    in ``dtype``.
+    in ``dtype``, with ``biases`` of scores, if any.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class AttentionPlan:
         slots: _Int64Array,
         positions: Tensor,
         dtype: torch.dtype,
+        biases: ScoreBiases | None = None,
     ) -> None:
         self._shape = shape
+        self._biases = biases
         self._vectors = KvVectors(pool, shape.num_kv_heads, dtype)
         self._rows = rows
         keys = self._vectors.keys(slots)
@@ -134,21 +137,26 @@ class AttentionPlan:
         vectors.store(self._written, qkv[:, shape.query_width :].reshape(-1, shape.head_dim))
         groups = self._groups.get(window)
         if groups is None:
-            groups = self._groups[window] = _group(shape, self._vectors, self._rows, window, qkv)
+            groups = self._groups[window] = _group(shape, self._vectors, self._rows, window, self._biases, qkv)
         if len(groups) == 1:
             return groups[0][1].attend(qkv, vectors, sinks)
         return torch.cat([group.attend(qkv[tokens], vectors, sinks) for tokens, group in groups])
 
 
 def _group(
-    shape: AttentionShape, vectors: KvVectors, rows: OrderedRows, window: int | None, like: Tensor
+    shape: AttentionShape,
+    vectors: KvVectors,
+    rows: OrderedRows,
+    window: int | None,
+    biases: ScoreBiases | None,
+    like: Tensor,
 ) -> list[tuple[slice, Group]]:
     groups: list[tuple[slice, Group]] = []
     seen_from = np.zeros_like(rows.kv_length) if window is None else np.maximum(0, rows.kv_length - window)
     for low, high in _similar(rows.kv_length[: rows.num_decodes] - seen_from[: rows.num_decodes]):
         part = slice(low, high)
         visible = _visible_slots(rows.tables[part], seen_from[part], rows.kv_length[part], vectors.block_size)
-        groups.append((part, _PaddedDecode(shape, vectors, visible, like)))
+        groups.append((part, _PaddedDecode(shape, vectors, visible, seen_from[part], biases, like)))
     low = rows.num_decodes
     while low < len(rows.num_new):
         high = low + 1
@@ -156,12 +164,12 @@ def _group(
         if past == 0 and not vectors.is_coded:
             while high < len(rows.num_new) and rows.num_new[high] == new == rows.kv_length[high]:
                 high += 1
-            group: Group = _NewChunks(shape, high - low, new, window, like)
+            group: Group = _NewChunks(shape, high - low, new, window, biases, like)
         else:
             first = 0 if window is None else max(0, past + 1 - window)
             ends = rows.kv_length[low:high]
             (keys,) = _visible_slots(rows.tables[low:high], np.array([first]), ends, vectors.block_size)
-            group = _ContinuedChunk(shape, vectors, keys, past - first, new, window, like)
+            group = _ContinuedChunk(shape, vectors, keys, first, new, window, biases, like)
         start = int(rows.starts[low])
         groups.append((slice(start, start + new * (high - low)), group))
         low = high
@@ -188,7 +196,17 @@ def _visible_slots(tables: Int32Array, first: _Int64Array, end: _Int64Array, blo
 
 
 class _PaddedDecode:
-    def __init__(self, shape: AttentionShape, vectors: KvVectors, visible: Sequence[_Int64Array], like: Tensor) -> None:
+    """Row i sees the ``visible[i]``, positions from ``seen_from[i]`` on up to its own."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        vectors: KvVectors,
+        visible: Sequence[_Int64Array],
+        seen_from: _Int64Array,
+        biases: ScoreBiases | None,
+        like: Tensor,
+    ) -> None:
         self._shape = shape
         width = max(len(slots) for slots in visible)
         padded = np.zeros((len(visible), width), dtype=np.int64)
@@ -197,7 +215,13 @@ class _PaddedDecode:
             padded[i, : len(slots)] = slots
             seen[i, 0, 0, : len(slots)] = True
         self._gather = _Gather(shape, vectors, padded, like)
-        self._seen = torch.from_numpy(seen).to(like.device)
+        self._seen = self._mask = torch.from_numpy(seen).to(like.device)
+        if biases is not None:
+            keys = torch.from_numpy(seen_from[:, None] + np.arange(width)).to(like.device)
+            queries = torch.from_numpy(seen_from + [len(slots) - 1 for slots in visible]).to(like.device)
+            # Padding has the last key's bias, and is hidden.
+            added = biases.of(queries[:, None], keys.minimum(queries[:, None])).transpose(0, 1).to(like.dtype)
+            self._mask = added.masked_fill(~self._seen, _MASKED)
 
     def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
         shape = self._shape
@@ -205,7 +229,7 @@ class _PaddedDecode:
         # Padding reads slot 0, which may hold NaN: a weight of zero would not hide it.
         values = values.masked_fill(~self._seen.transpose(2, 3), 0.0)
         queries = qkv[:, : shape.query_width].view(-1, shape.num_heads, 1, shape.head_dim)
-        attended = _attend(shape, queries, keys, values, self._seen, sinks)
+        attended = _attend(shape, queries, keys, values, self._mask, sinks)
         return attended.reshape(-1, shape.query_width)
 
 
@@ -225,11 +249,19 @@ class _Gather:
 
 
 class _NewChunks:
-    def __init__(self, shape: AttentionShape, num_rows: int, num_new: int, window: int | None, like: Tensor) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        num_rows: int,
+        num_new: int,
+        window: int | None,
+        biases: ScoreBiases | None,
+        like: Tensor,
+    ) -> None:
         self._shape = shape
         self._size = (num_rows, num_new)
-        binding = window is not None and window < num_new
-        self._mask = _mask(0, num_new, window, like) if binding or not shape.is_plain else None
+        needs_mask = (window is not None and window < num_new) or not shape.is_plain or biases is not None
+        self._mask = _mask(range(num_new), num_new, window, biases, like) if needs_mask else None
 
     def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:  # noqa: ARG002 - all keys are new
         shape = self._shape
@@ -247,21 +279,22 @@ class _NewChunks:
 
 
 class _ContinuedChunk:
-    """``slots`` are those of the past and of the chunk."""
+    """``slots`` are those of the past, from position ``first`` on, and of the chunk."""
 
     def __init__(
         self,
         shape: AttentionShape,
         vectors: KvVectors,
         slots: _Int64Array,
-        past: int,
+        first: int,
         num_new: int,
         window: int | None,
+        biases: ScoreBiases | None,
         like: Tensor,
     ) -> None:
         self._shape = shape
         self._gather = _Gather(shape, vectors, slots[None], like)
-        self._mask = _mask(past, num_new, window, like)
+        self._mask = _mask(range(first, first + len(slots)), num_new, window, biases, like)
 
     def attend(self, qkv: Tensor, vectors: LayerVectors, sinks: Tensor | None) -> Tensor:
         shape = self._shape
@@ -291,11 +324,12 @@ def _attend(
     return weights[..., : keys.shape[2]] @ values.repeat_interleave(group, 1)
 
 
-def _mask(past: int, num_new: int, window: int | None, like: Tensor) -> Tensor:
-    """The additive mask, ``[num_new, past + num_new]``."""
-    keys = torch.arange(past + num_new, device=like.device)
-    queries = keys[past:, None]
-    seen = keys <= queries
+def _mask(seen: range, num_new: int, window: int | None, biases: ScoreBiases | None, like: Tensor) -> Tensor:
+    """The additive mask of positions ``seen``, by the last ``num_new`` of them: ``[num_new, seen]``, or of each head."""
+    keys = torch.arange(seen.start, seen.stop, device=like.device)
+    queries = keys[-num_new:, None]
+    visible = keys <= queries
     if window is not None:
-        seen &= keys > queries - window
-    return like.new_zeros(seen.shape).masked_fill_(~seen, _MASKED)
+        visible &= keys > queries - window
+    added = like.new_zeros(visible.shape) if biases is None else biases.of(queries[:, 0], keys).to(like.dtype)
+    return added.masked_fill_(~visible, _MASKED)

@@ -20,6 +20,7 @@ from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.host_memory import copy_of_table
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapters import ModelAdapters
+from headway_executor.models.alibi import score_biases
 from headway_executor.models.coded_tensors import CodedTensors, Projection
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig, RopeConfig
 from headway_executor.models.features import Feature, lacking
@@ -192,7 +193,8 @@ def load_compiled(
         head = threads.submit(loader.head) if part.place.is_last_stage and config.has_head else None
         order = layers_as_stored(config, checkpoint.headers, part.layers)
         layers = dict(zip(order, threads.map(loader.layer, order), strict=True))
-    attention, scalings = config.attention, config.scalings
+    attention, scalings, final_norm = config.attention, config.scalings, tensors.final_norm()
+    biases = score_biases(attention, max_model_len)
     shape = DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.dense_size,
@@ -204,9 +206,13 @@ def load_compiled(
         norm_eps=config.norm.eps,
         score_scale=attention.scale,
         embedding=None if embedding is None else embedding.result(),
-        final_norm=_norm(tensors.final_norm()),
+        positions=loader.positions(max_model_len) if part.place.is_first_stage else None,
+        final_norm=None if final_norm is None else _norm(final_norm),
         norm_kind=NormKind.RMS if config.norm.kind == "rms" else NormKind.LAYER,
         is_parallel=config.is_parallel,
+        norms_sums=config.norms_sums,
+        score_biases=None if biases is None else biases.of_heads(part.heads).table,
+        biases_distances=biases is not None and biases.is_by_distance,
         norms_all_heads=attention.qk_norm == "all",
         norms_rotated=attention.norms_rotated,
         has_gates=attention.gates != "none",
@@ -274,6 +280,10 @@ class _Loader:
 
     def embedding(self) -> Tensor:
         return copy_of_table(self._tensors.embedding(torch.float32), torch.float32)
+
+    def positions(self, count: int) -> Tensor | None:
+        table = self._tensors.positions(count)
+        return None if table is None else _float32(table)
 
     def head(self) -> PackedLinear:
         return self.projection(lambda read: (read.head(), read.head_bias()))

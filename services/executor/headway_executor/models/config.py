@@ -67,6 +67,15 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.plain_dim + self.rotary_dim
 
 
+class AlibiConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores fall with the distance of a key, in each head at a slope of its own down from ``2 ** (-most / heads)``; see
+    ``alibi``. ``is_rounded``: slopes and biases are rounded to bfloat16, and then scaled as scores are.
+    """
+
+    most: float = 8.0
+    is_rounded: bool = False
+
+
 class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
 
@@ -76,7 +85,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
     a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
     multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
-    ``TensorNames.qkv``, or "by_head", each head's behind its queries.
+    ``TensorNames.qkv``, or "by_head", each head's behind its queries. ``alibi`` adds to scores (None: nothing does).
     """
 
     num_heads: int
@@ -93,6 +102,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     latent: LatentConfig | None = None
     clip: float | None = None
     gates: Gates = "none"
+    alibi: AlibiConfig | None = None
 
 
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,19 +256,27 @@ class Scalings(msgspec.Struct, frozen=True, kw_only=True):
 class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names in the checkpoint; those below ``layer`` follow its prefix.
 
-    Norms and attention sinks without a name do not exist. ``qkv`` and ``gate_up`` name one tensor each, or one for all:
-    part after part, or head after head (``is_fused_by_head``). ``heads``: the first that is stored. Nothing reads
+    Norms, attention sinks, a table of ``positions`` and ``projections`` without a name do not exist. ``qkv`` and ``gate_up``
+    name one tensor each, or one for all: part after part, key-value head after key-value head, each behind its queries
+    (``is_fused_by_head``), or in so many ``blocks`` of heads, each queries, values, keys. With ``has_inputs_first``,
+    projections of layers are ``[inputs, outputs]``. ``projections`` lead from embeddings to the first layer, and from the
+    last one to the head; as ``embedding_norm``, they are applied while loading. ``heads``: the first that is stored. Nothing reads
     ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With
     ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
     which the stored names tell.
     """
 
     embedding: str = "model.embed_tokens.weight"
-    final_norm: str = "model.norm"
+    embedding_norm: str | None = None
+    positions: str | None = None
+    projections: tuple[str, str] | None = None
+    final_norm: str | None = "model.norm"
     heads: tuple[str, ...] = ("lm_head.weight",)
     layer: str = "model.layers.{}."
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     is_fused_by_head: bool = False
+    blocks: int = 0
+    has_inputs_first: bool = False
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str | None = None
@@ -280,7 +298,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model.
 
     ``context`` includes rope scaling; ``context_note`` says why it is shorter than the file's. A model without ``has_head`` makes vectors and no text. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
-    state.
+    state. With ``norms_sums``, norms behind attention and feed-forward are of the hidden state after the addition. Embeddings
+    have ``embedding_size`` columns (0: as the hidden state). A table of positions begins at ``first_position``.
     """
 
     architecture: str
@@ -292,6 +311,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormConfig
     layers: tuple[LayerConfig, ...]
     is_parallel: bool = False
+    norms_sums: bool = False
+    embedding_size: int = 0
+    first_position: int = 0
     scalings: Scalings = Scalings()
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
@@ -299,6 +321,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_head_bias: bool = False
     dtype: str
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the embedding, as it is read, is the head, too."""
+        is_plain = self.names.embedding_norm is None and self.names.projections is None
+        return self.tie_word_embeddings and self.scalings.embedding == 1 and is_plain and not self.has_head_bias
 
     @property
     def num_layers(self) -> int:

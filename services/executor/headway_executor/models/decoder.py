@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headway_executor.models.alibi import ScoreBiases
 from headway_executor.models.attention import AttentionPlan
 from headway_executor.models.config import Activation, RopeConfig
 from headway_executor.models.recurrence import Recurrence, RowStates, StateSpan
@@ -48,6 +49,19 @@ def xielu(inputs: Tensor, curve: Tensor) -> Tensor:
 
 _SWISH_LIMIT = 7.0
 """Of gpt-oss (OpenAI 2025, arXiv 2508.10925)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """``words`` ``[vocab, own_hidden]``; ``positions`` ``[context, own_hidden]``, or None."""
+
+    words: Tensor
+    positions: Tensor | None
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """``[tokens, own_hidden]``, of int64 ``[tokens]`` each."""
+        hidden = functional.embedding(token_ids, self.words)
+        return hidden if self.positions is None else hidden.add_(self.positions[positions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +214,8 @@ class FeedForward:
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Norms that a model does not have are None. ``residual`` is a factor on what is added to the hidden state. With
-    ``is_parallel``, attention and feed-forward read the same hidden state.
+    ``is_parallel``, attention and feed-forward read the same hidden state. With ``norms_sums``, norms behind attention and
+    feed-forward are of the hidden state after the addition.
     """
 
     attention_norm: Product | None
@@ -211,14 +226,20 @@ class DecoderLayer:
     mlp_post_norm: Product | None
     residual: float
     is_parallel: bool
+    norms_sums: bool
 
     def __call__(self, hidden: Tensor, rotations: Rotations, plan: StepPlan) -> None:
         """Add attention and feed-forward to ``hidden`` (``[tokens, hidden]``) in place."""
         attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
         inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
-        hidden.add_(_normed(self.attention_post_norm, attended), alpha=self.residual)
+        self._add(hidden, attended, self.attention_post_norm)
         made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
-        hidden.add_(_normed(self.mlp_post_norm, made), alpha=self.residual)
+        self._add(hidden, made, self.mlp_post_norm)
+
+    def _add(self, hidden: Tensor, made: Tensor, norm: Product | None) -> None:
+        hidden.add_(made if self.norms_sums else _normed(norm, made), alpha=self.residual)
+        if self.norms_sums and norm is not None:
+            hidden.copy_(norm(hidden))
 
 
 def _normed(norm: Product | None, inputs: Tensor) -> Tensor:
@@ -231,8 +252,9 @@ class Decoder:
 
     rotations: Rotations
     layers: tuple[DecoderLayer, ...]
-    final_norm: Product
+    final_norm: Product | None
     head: Product | None
+    biases: ScoreBiases | None = None
     logits_factor: float = 1.0
     logits_softcap: float | None = None
 
@@ -257,7 +279,7 @@ class Decoder:
 
     def normed(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Return hidden states behind the final norm, ``[n, hidden]``. ``places`` int64, ``[n]``, indices of tokens."""
-        return self.final_norm(hidden.index_select(0, places))
+        return _normed(self.final_norm, hidden.index_select(0, places))
 
 
 def capped_(values: Tensor, softcap: float) -> Tensor:

@@ -10,18 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.memory.kv_pool import KvPool
 from headway_executor.models.adapted import AdaptedProduct, StepAdapters
 from headway_executor.models.adapters import AdapterSite
+from headway_executor.models.alibi import ScoreBiases, score_biases
 from headway_executor.models.attention import AttentionPlan, AttentionShape, OrderedRows
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
     Attention,
     Decoder,
     DecoderLayer,
+    Embedding,
     FeedForward,
     HeadLayerNorms,
     LayerNorm,
@@ -48,8 +49,8 @@ from headway_kernels.states import Convolution
 
 
 class EagerModel:
-    """A ``ForwardPass``. ``embedding`` ``[vocab, own_hidden]``, or None in a later stage. ``adapters``: the loader's.
-    ``states``: of a model that has them.
+    """A ``ForwardPass``. ``embedding`` is None in a later stage. ``adapters``: the loader's. ``states``: of a model that has
+    them.
     """
 
     has_slow_start = True
@@ -59,7 +60,7 @@ class EagerModel:
         self,
         config: ModelConfig,
         decoder: Decoder,
-        embedding: Tensor | None,
+        embedding: Embedding | None,
         pool: KvPool,
         dtype: torch.dtype,
         stage: Stage | None = None,
@@ -115,11 +116,13 @@ class EagerModel:
         device = token_ids.device
         columns = np.stack([rows.numbers[ordered.order][token_rows], positions])
         store_rows, store_positions = torch.from_numpy(columns).to(device).unbind(0)
-        attention = AttentionPlan(self._shape, self.pool, ordered, slots, store_positions, self._dtype)
+        attention = AttentionPlan(
+            self._shape, self.pool, ordered, slots, store_positions, self._dtype, self._decoder.biases
+        )
         plan = StepPlan(attention, self.states, self._spans(rows, ordered, device))
         if self._step_adapters is not None:
             self._step_adapters.begin(columns[0], device)
-        hidden = self._begin(token_ids[store_rows, store_positions])
+        hidden = self._begin(token_ids[store_rows, store_positions], store_positions)
         self._decoder.run_layers(hidden, store_positions, plan)
         return hidden, torch.from_numpy(_places_in_order(rows, ordered)[rows.wanted]).to(device)
 
@@ -130,12 +133,12 @@ class EagerModel:
         first = ordered.kv_length - ordered.num_new
         return spans_of(rows.numbers[ordered.order], ordered.num_new, first, device)
 
-    def _begin(self, token_ids: Tensor) -> Tensor:
+    def _begin(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         if self._embedding is None:
             own = self._stage.receive(len(token_ids), self._dtype)
             assert own is not None
         else:
-            own = functional.embedding(token_ids, self._embedding)
+            own = self._embedding(token_ids, positions)
         return self._mates.gather(own, self._stage.part.hidden)
 
 
@@ -159,23 +162,25 @@ def load_eager(
     device: torch.device,
     stage: Stage | None = None,
     adapters: StepAdapters | None = None,
-) -> tuple[Decoder, Tensor | None]:
+) -> tuple[Decoder, Embedding | None]:
     """Load a checked checkpoint, or a stage's part of it; return the layers and the embedding."""
     loader = _Loader(config, checkpoint, stage or Stage(whole(config)), dtype, device, adapters, max_model_len)
     part, tensors = loader.part, loader.tensors
     attention = config.attention
+    biases, final_norm = score_biases(attention, max_model_len), tensors.final_norm()
     decoder = Decoder(
         rotations={
             rope: rotations(rope, config.head_dim, max_model_len, attention.rotary_dim).to(device)
             for rope in config.ropes
         },
         layers=tuple(loader.layer(place, index) for place, index in enumerate(part.layers)),
-        final_norm=loader.norm(tensors.final_norm()),
+        final_norm=None if final_norm is None else loader.norm(final_norm),
         head=loader.head() if part.place.is_last_stage and config.has_head else None,
+        biases=None if biases is None else loader.biases(biases),
         logits_factor=config.scalings.logits,
         logits_softcap=config.scalings.logits_softcap,
     )
-    return decoder, placed(tensors.embedding(dtype), dtype, device) if part.place.is_first_stage else None
+    return decoder, loader.embedding(max_model_len) if part.place.is_first_stage else None
 
 
 class _Loader:
@@ -213,7 +218,21 @@ class _Loader:
             mlp_post_norm=self._layer_norm(index, names.mlp_post_norm),
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
+            norms_sums=config.norms_sums,
         )
+
+    def embedding(self, num_positions: int) -> Embedding:
+        """Of this part."""
+        positions = self.tensors.positions(num_positions)
+        return Embedding(
+            placed(self.tensors.embedding(self._dtype), self._dtype, self._device),
+            None if positions is None else placed(positions, self._dtype, self._device),
+        )
+
+    def biases(self, of_all: ScoreBiases) -> ScoreBiases:
+        """Of this part's heads."""
+        own = of_all.of_heads(self.part.heads)
+        return own._replace(table=self._wide(own.table))
 
     def _attention(self, place: int, index: int) -> Attention:
         config, tensors = self._config, self.tensors

@@ -37,6 +37,9 @@ class Feature(StrEnum):
     GATES = "gates behind attention"
     CLIP = "bounds of queries, keys and values"
     CURVE = "activations with numbers of their own"
+    POSITIONS = "a table of positions"
+    ALIBI = "scores that fall with distance (ALiBi)"
+    SUM_NORM = "norms of sums"
     SEVERAL_ROPES = "several rotary embeddings, or layers without one"
 
 
@@ -83,6 +86,9 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.GATES: attention.gates != "none",
         Feature.CLIP: attention.clip is not None,
         Feature.CURVE: any(feed.activation == "xielu" for feed in feeds),
+        Feature.POSITIONS: names.positions is not None,
+        Feature.ALIBI: attention.alibi is not None,
+        Feature.SUM_NORM: config.norms_sums,
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,

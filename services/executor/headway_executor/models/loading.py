@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway_executor.backend import BackendConfigError
+from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.weights import Checkpoint
 from headway_executor.models.config import FeedForwardConfig, LayerConfig, ModelConfig, TensorNames
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes, stacked_names
+from headway_executor.models.fused_heads import by_block, by_group
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
 from headway_executor.models.recurrent_tensors import RecurrentTensors, recurrent_shapes
@@ -25,6 +26,7 @@ from headway_executor.models.recurrent_tensors import RecurrentTensors, recurren
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _DECODER = "model."
+_NUMBER = "{}"
 _LAYERS = "layers."
 _PLACES = (
     ("language_model.model.", "language_model."),
@@ -45,8 +47,15 @@ def expected_tensors(config: ModelConfig, stored: Container[str] = ()) -> dict[s
     names = config.names
     pair = (names.embedding, _head_name(names, stored))
     words = [name for name in pair if not config.tie_word_embeddings or name in stored]
-    expected = dict(_norm_tensors(config, names.final_norm))
-    expected |= dict.fromkeys(words or [names.embedding], (config.vocab_size, config.hidden_size))
+    width = config.embedding_size or config.hidden_size
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(words or [names.embedding], (config.vocab_size, width))
+    for norm in (names.embedding_norm, names.final_norm):
+        expected |= dict(_norm_tensors(config, norm) if norm is not None else ())
+    if names.positions is not None:
+        expected[names.positions] = (config.first_position + config.context, config.hidden_size)
+    if names.projections is not None:
+        first, last = names.projections
+        expected |= {f"{first}.weight": (config.hidden_size, width), f"{last}.weight": (width, config.hidden_size)}
     if config.has_head_bias:
         expected[_bias_of(pair[1])] = (config.vocab_size,)
     for index in range(config.num_layers):
@@ -67,15 +76,54 @@ def _named_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
     """
     config = _stacked_as_stored(_placed_as_stored(config, stored), stored)
+    decoder = config.names.embedding.partition(".")[0] + "."
+    bare = _renamed(config.names, lambda name: name.removeprefix(decoder))
+    if not config.names.is_part and config.names.embedding not in stored and bare.embedding in stored:
+        has_head = config.tie_word_embeddings or any(name in stored for name in bare.heads)
+        is_tied = config.tie_word_embeddings or not has_head
+        config = msgspec.structs.replace(config, names=bare, has_head=has_head, tie_word_embeddings=is_tied)
+    return _turned_as_stored(config, stored)
+
+
+def _renamed(names: TensorNames, change: Callable[[str], str]) -> TensorNames:
+    """With other names of what is in the decoder."""
+
+    def changed(name: str | None) -> str | None:
+        return None if name is None else change(name)
+
+    return msgspec.structs.replace(
+        names,
+        embedding=change(names.embedding),
+        embedding_norm=changed(names.embedding_norm),
+        positions=changed(names.positions),
+        projections=None if names.projections is None else tuple(map(change, names.projections)),
+        final_norm=changed(names.final_norm),
+        layer=change(names.layer),
+    )
+
+
+def _turned_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
+    """Codes have outputs first, whatever the checkpoint's own code has."""
     names = config.names
-    bare = names.embedding.removeprefix(_DECODER)
-    if names.is_part or names.embedding in stored or bare not in stored:
+    if names.projections is not None and stored.is_coded(_head_name(names, stored)):
+        raise ModelFilesError(
+            f"{_head_name(names, stored)} is quantised; allowed with {config.architecture}, whose hidden states are projected "
+            "before it: one that is not"
+        )
+    if not names.has_inputs_first:
         return config
-    final_norm, layer = names.final_norm.removeprefix(_DECODER), names.layer.removeprefix(_DECODER)
-    has_head = config.tie_word_embeddings or any(name in stored for name in names.heads)
-    names = msgspec.structs.replace(names, embedding=bare, final_norm=final_norm, layer=layer)
-    is_tied = config.tie_word_embeddings or not has_head
-    return msgspec.structs.replace(config, names=names, has_head=has_head, tie_word_embeddings=is_tied)
+    projections = [
+        f"{names.layer.format(index)}{name}.weight"
+        for index in range(config.num_layers)
+        for name in (*names.qkv, names.output, *names.gate_up, names.down)
+    ]
+    coded = [stored.is_coded(name) for name in projections]
+    if any(coded) and not all(coded):
+        raise ModelFilesError(
+            f"{projections[coded.index(False)]} is not quantised, though others are; allowed with {config.architecture}: "
+            "all weights of layers, or none"
+        )
+    return msgspec.structs.replace(config, names=msgspec.structs.replace(names, has_inputs_first=not any(coded)))
 
 
 def module_as_stored(config: ModelConfig, module: str) -> str:
@@ -84,7 +132,9 @@ def module_as_stored(config: ModelConfig, module: str) -> str:
     for front in (*(front for front, _ in _PLACES), _DECODER):
         if config.names.is_part and module.startswith(front + _LAYERS):
             return decoder + module.removeprefix(front)
-    return module
+    layer = config.names.layer.partition(_NUMBER)[0]
+    _, is_behind, rest = module.partition(f".{layer}")
+    return layer + rest if is_behind and not module.startswith(layer) else module
 
 
 def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfig:
@@ -93,13 +143,8 @@ def _placed_as_stored(config: ModelConfig, stored: "TensorSource") -> ModelConfi
     if not names.is_part:
         return config
     for decoder, of_head in _PLACES:
-        moved = msgspec.structs.replace(
-            names,
-            embedding=names.embedding.replace(_DECODER, decoder, 1),
-            final_norm=names.final_norm.replace(_DECODER, decoder, 1),
-            layer=names.layer.replace(_DECODER, decoder, 1),
-            heads=tuple(of_head + head for head in names.heads),
-        )
+        moved = _renamed(names, lambda name, decoder=decoder: name.replace(_DECODER, decoder, 1))  # type: ignore[misc]
+        moved = msgspec.structs.replace(moved, heads=tuple(of_head + head for head in names.heads))
         if moved.embedding in stored or f"{moved.final_norm}.weight" in stored:
             names = moved
             break
@@ -160,9 +205,9 @@ def _attention_tensors(config: ModelConfig) -> _Shapes:
     if attention.latent is not None:
         yield from latent_shapes(attention.latent, attention.num_heads, config.hidden_size)
     else:
-        yield from _projections(names.qkv, config.hidden_size, _qkv_widths(config), has_bias=attention.qkv_bias)
+        yield from _projections(names, names.qkv, config.hidden_size, _qkv_widths(config), attention.qkv_bias)
         width = attention.num_heads * attention.head_dim
-        yield from _projections((names.output,), width, (config.hidden_size,), has_bias=attention.output_bias)
+        yield from _projections(names, (names.output,), width, (config.hidden_size,), attention.output_bias)
     if names.sinks is not None:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
@@ -189,16 +234,22 @@ def _feed_forward_tensors(config: ModelConfig, feed: FeedForwardConfig) -> _Shap
         yield from expert_shapes(feed.experts, feed, config.hidden_size)
         return
     widths = (inner, inner) if feed.is_gated else (inner,)
-    yield from _projections(names.gate_up, config.hidden_size, widths, has_bias=feed.has_bias)
-    yield from _projections((names.down,), inner, (config.hidden_size,), has_bias=feed.has_bias)
+    yield from _projections(names, names.gate_up, config.hidden_size, widths, feed.has_bias)
+    yield from _projections(names, (names.down,), inner, (config.hidden_size,), feed.has_bias)
     if feed.activation == "xielu":
         yield from ((f"{names.curve}.{name}", shape) for name, shape in _CURVE.items())
 
 
-def _projections(names: Sequence[str], inputs: int, outputs: Sequence[int], *, has_bias: bool) -> _Shapes:
+def _projections(
+    of: TensorNames,
+    names: Sequence[str],
+    inputs: int,
+    outputs: Sequence[int],
+    has_bias: bool,
+) -> _Shapes:
     """A tensor for each of ``outputs``, or one for all."""
     for name, width in zip(names, outputs if len(names) == len(outputs) else (sum(outputs),), strict=True):
-        yield f"{name}.weight", (width, inputs)
+        yield f"{name}.weight", (inputs, width) if of.has_inputs_first else (width, inputs)
         if has_bias:
             yield f"{name}.bias", (width,)
 
@@ -330,23 +381,47 @@ class ModelTensors:
     def embedding(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[vocab, own_hidden]``, in ``dtype`` if the model multiplies it."""
         name = self._names.embedding
-        stored = self._read_named(name if name in self._checkpoint else self._head, columns=self._part.own_hidden)
+        own = self._part.own_hidden
+        if self._names.embedding_norm is None and self._names.projections is None:
+            stored = self._read_named(name if name in self._checkpoint else self._head, columns=own)
+        else:
+            stored = self._changed_embedding(dtype)[:, own.start : own.stop]
         factor = self._config.scalings.embedding
         # The factor is rounded first, as in transformers.
         return stored if factor == 1 else stored.to(dtype) * torch.tensor(factor, dtype=dtype, device=stored.device)
 
+    def _changed_embedding(self, dtype: torch.dtype) -> Tensor:
+        """``[vocab, hidden]``, projected or normalised as a token's would be: it depends on nothing else."""
+        name = self._names.embedding
+        words = self._here(self._checkpoint.read(name if name in self._checkpoint else self._head)).to(dtype)
+        if self._names.projections is not None:
+            return functional.linear(words, self._read_named(f"{self._names.projections[0]}.weight").to(dtype))
+        norm = self._norm(str(self._names.embedding_norm))
+        bias = None if norm.bias is None else norm.bias.float()
+        wide = functional.layer_norm(words.float(), words.shape[1:], norm.weight.float(), bias, self._config.norm.eps)
+        return wide.to(dtype)
+
+    def positions(self, count: int) -> Tensor | None:
+        """``[count, own_hidden]``, of the first positions; or None."""
+        name, first = self._names.positions, self._config.first_position
+        return None if name is None else self._read_named(name, columns=self._part.own_hidden)[first : first + count]
+
     def head(self) -> Tensor:
         """``[own_vocab, hidden]``; of the embedding if the two are tied."""
         tied = self._config.tie_word_embeddings and self._names.embedding in self._checkpoint
-        return self._read_named(self._names.embedding if tied else self._head, self._part.own_vocab)
+        head = self._read_named(self._names.embedding if tied else self._head, self._part.own_vocab)
+        if self._names.projections is None:
+            return head
+        # One product in place of two: the head of a projected hidden state.
+        return head.float() @ self._read_named(f"{self._names.projections[1]}.weight").float()
 
     def head_bias(self) -> Tensor | None:
         """``[own_vocab]``, or None."""
         return self._read_named(_bias_of(self._head), self._part.own_vocab) if self._config.has_head_bias else None
 
-    def final_norm(self) -> NormTensors:
-        """The norm before the head."""
-        return self._norm(self._names.final_norm)
+    def final_norm(self) -> NormTensors | None:
+        """The norm before the head, or None."""
+        return None if self._names.final_norm is None else self._norm(self._names.final_norm)
 
     def norm(self, index: int, name: str | None) -> NormTensors | None:
         """The norm of that ``name`` in a layer; None without a name."""
@@ -473,11 +548,19 @@ class ModelTensors:
         """A projection back to the hidden state."""
         if not self._part.is_fast:
             own = self._part.own_hidden
-            weight = self._read(index, f"{name}.weight", own)
+            weight = self._projection(index, name, "weight", own)
             return weight, self._read(index, f"{name}.bias", own) if has_bias else None
         has_bias = has_bias and self._part.place.tensor_rank == 0  # The ranks' outputs are added.
-        weight = self._read(index, f"{name}.weight", columns=own_inputs)
+        weight = self._projection(index, name, "weight", columns=own_inputs)
         return weight, self._read(index, f"{name}.bias") if has_bias else None
+
+    def _projection(
+        self, index: int, name: str, kind: str, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """A weight or bias of a layer; rows are outputs."""
+        if kind == "weight" and self._names.has_inputs_first:
+            return self._read(index, f"{name}.{kind}", columns, rows).t().contiguous()
+        return self._read(index, f"{name}.{kind}", rows, columns)
 
     def _gate_up(self, index: int, kind: str) -> list[Tensor]:
         feed = self._config.layers[index].feed_forward
@@ -488,11 +571,15 @@ class ModelTensors:
     def _qkv(self, index: int, kind: str) -> list[Tensor]:
         heads, kv_heads = self._channels(self._part.heads), self._channels(self._part.kv_heads)
         if self._names.is_fused_by_head:
-            (name,) = self._names.qkv
-            stored = self._read(index, f"{name}.{kind}", range(3 * heads.start, 3 * heads.stop))
-            by_head = stored.view(-1, 3, self._config.head_dim, *stored.shape[1:])
-            queries, keys, values = (part.flatten(0, 1) for part in by_head.unbind(1))
+            (name,), own_kv = self._names.qkv, self._part.kv_heads
+            width = (self._config.num_heads // self._config.num_kv_heads + 2) * self._config.head_dim
+            stored = self._projection(index, name, kind, range(width * own_kv.start, width * own_kv.stop))
+            queries, keys, values = by_group(stored, self._config, self._part)
             apart: list[Tensor] = []
+        elif self._names.blocks:
+            stored = self._here(self._checkpoint.read(self._name(index, f"{self._names.qkv[0]}.{kind}")))
+            queries, keys, values = by_block(stored, self._config, self._part)
+            apart = []
         else:
             gates = self._config.attention.gates
             of_queries = range(2 * heads.start, 2 * heads.stop) if gates == "by_head" else heads
@@ -508,12 +595,18 @@ class ModelTensors:
     ) -> list[Tensor]:
         """The own rows of parts that are a tensor each, or one behind the other in one."""
         if len(names) == len(owns):
-            return [self._read(index, f"{name}.{kind}", own) for name, own in zip(names, owns, strict=True)]
-        name = f"{self._names.layer.format(index)}{names[0]}.{kind}"
+            return [self._projection(index, name, kind, own) for name, own in zip(names, owns, strict=True)]
         starts = itertools.accumulate(widths, initial=0)
         # The last start is the end.
         rows = [range(start + own.start, start + own.stop) for start, own in zip(starts, owns, strict=False)]
-        return [self._here(self._checkpoint.read(name, wanted)) for wanted in rows]
+        return [self._of_fused(index, names[0], kind, wanted) for wanted in rows]
+
+    def _of_fused(self, index: int, name: str, kind: str, rows: range) -> Tensor:
+        """Some outputs, though the stage may be whole."""
+        stored = self._name(index, f"{name}.{kind}")
+        if kind == "weight" and self._names.has_inputs_first:
+            return self._here(self._checkpoint.read(stored, columns=rows).t().contiguous())
+        return self._here(self._checkpoint.read(stored, rows))
 
     def _channels(self, heads: range) -> range:
         return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)

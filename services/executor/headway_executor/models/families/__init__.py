@@ -5,6 +5,7 @@ Owns: the list of families, refusing other models. Must not know: the fields of 
 A family is one small file here that reads its fields; see docs/models.md.
 """
 
+import difflib
 import re
 import stat
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from headway_executor.models.families.exaone import read_exaone4, read_exaone_mo
 from headway_executor.models.families.gemma import read_gemma1, read_gemma2
 from headway_executor.models.families.gemma3 import read_gemma3
 from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
+from headway_executor.models.families.gpt2 import read_gpt2
 from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
@@ -83,6 +85,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Exaone4ForCausalLM": read_exaone4,
     "ExaoneMoeForCausalLM": read_exaone_moe,
     "FlexOlmoForCausalLM": read_flex_olmo,
+    "GPT2ForCausalLM": read_gpt2,
     "GPTNeoXForCausalLM": read_gpt_neox,
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
@@ -138,6 +141,8 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
 """How to read the configuration of each architecture."""
 
 _SUFFIX, _WITHOUT_HEAD = "ForCausalLM", "Model"
+_OTHER_ENDS = re.compile("(LMHead)?Model$")
+_MOST_NAMED, _MOST_COMPARED = 6, 64
 _KNOWN_CODE = frozenset(
     {
         "modeling_afmoe.AfmoeForCausalLM",
@@ -176,14 +181,9 @@ def read_model_config(directory: Path) -> ModelConfig:
     whole = read_json_object(directory / CONFIG_FILE)
     text = text_part_of(whole)
     fields = whole if text is None else text
-    read = FAMILIES.get(re.sub(f"{_WITHOUT_HEAD}$", _SUFFIX, architecture_of(fields)))
+    read = FAMILIES.get(_OTHER_ENDS.sub(_SUFFIX, architecture_of(fields)))
     if read is None:
-        names = ", ".join(name.removesuffix(_SUFFIX) for name in FAMILIES)
-        encoders = ", ".join(sorted(name.removesuffix(_WITHOUT_HEAD) for name in ENCODERS - RERANKERS.keys()))
-        raise fields.refuse(
-            "architectures",
-            f"one of {names}, each with {_SUFFIX} or {_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}",
-        )
+        raise _unknown(fields)
     _check_code(whole)
     refuse_unless(fields, "is_causal", True)  # Decoders made into models for vectors may let tokens see later ones.
     config = _within_chunks(read(fields))
@@ -192,6 +192,19 @@ def read_model_config(directory: Path) -> ModelConfig:
         tensors = msgspec.structs.replace(config.names, is_part=True)
         config = msgspec.structs.replace(config, architecture=architecture_of(whole), names=tensors)
     return _with_generation_config(config, directory / GENERATION_CONFIG_FILE)
+
+
+def _unknown(fields: ConfigFields) -> ModelFilesError:
+    """Names what is spelled most alike: there are too many families for a line."""
+    families = [name.removesuffix(_SUFFIX) for name in FAMILIES]
+    asked = _OTHER_ENDS.sub("", architecture_of(fields).removesuffix(_SUFFIX))
+    near = difflib.get_close_matches(asked[:_MOST_COMPARED], families, _MOST_NAMED, cutoff=0.0)
+    encoders = ", ".join(sorted(name.removesuffix(_WITHOUT_HEAD) for name in ENCODERS - RERANKERS.keys()))
+    return fields.refuse(
+        "architectures",
+        f"one of the {len(families)} in the table of docs/models.md, such as {', '.join(near)}, each with {_SUFFIX} or "
+        f"{_WITHOUT_HEAD}; or {encoders}, each with {_WITHOUT_HEAD} or {PAIRS_HEAD}",
+    )
 
 
 def _within_chunks(config: ModelConfig) -> ModelConfig:

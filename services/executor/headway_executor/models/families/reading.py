@@ -84,15 +84,16 @@ def read_feed_forward(
     *,
     field: str = "hidden_act",
     default: str = "silu",
+    size: int | None = None,
     is_gated: bool = True,
     has_bias: bool = False,
 ) -> FeedForwardConfig:
-    """A dense feed-forward; ``field`` names its activation."""
+    """A dense feed-forward; ``field`` names its activation; ``size`` is a default."""
     name = fields.values.get(field, default)
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise fields.refuse(field, ", ".join(_ACTIVATIONS))
     return FeedForwardConfig(
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", size),
         activation=_ACTIVATIONS[name],
         is_gated=is_gated,
         has_bias=has_bias,
@@ -102,6 +103,11 @@ def read_feed_forward(
 def read_rms_norm(fields: ConfigFields, *, eps: float = 1e-6, rounds_first: bool = True) -> NormConfig:
     """RMS norms, by default as in Llama."""
     return NormConfig(eps=fields.number("rms_norm_eps", eps), rounds_first=rounds_first)
+
+
+def read_layer_norm(fields: ConfigFields, *, field: str = "layer_norm_epsilon") -> NormConfig:
+    """Layer norms with biases; ``field`` names their epsilon."""
+    return NormConfig(eps=fields.number(field, 1e-5), kind="layer", has_bias=True)
 
 
 def read_model(
@@ -236,6 +242,11 @@ def refuse_unless(fields: ConfigFields, field: str, allowed: object) -> None:
     """A field that may be absent or have one value."""
     if fields.values.get(field) not in (None, allowed):
         raise fields.refuse(field, repr(allowed))
+
+
+def refuse_groups(fields: ConfigFields) -> None:
+    """Some families have a head of keys for each of queries, whatever this field says."""
+    refuse_unless(fields, "num_key_value_heads", fields.integer("num_attention_heads"))
 
 
 def _read_head_dim(fields: ConfigFields, num_heads: int, default: int | None) -> int:
