@@ -433,6 +433,22 @@ _WITHOUT_ROPE: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 
+_NEMOTRON_H: dict[str, object] = {
+    "layers_block_type": ["moe", "linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "mlp"],
+    "head_dim": 16,
+    "ssm_state_size": 20,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+    "use_bias": True,
+}
+
 _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], tie_word_embeddings=True),
     "lfm2-bias": _named("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True, conv_L_cache=4),
@@ -450,6 +466,7 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "granitehybrid": _named(
         "GraniteMoeHybrid", num_local_experts=0, position_embedding_type="rope", **_MAMBA | {"mamba_n_groups": 1}
     ),
+    "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }
 
@@ -490,7 +507,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
                 parameter.normal_(0.0, 0.3)
             elif "norm" in parameter_name:
                 # Gemma and Nemotron add 1 to the weight.
-                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith(("gemma", "nemotron")) else 0.0)
+                parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:
                 parameter.normal_(0.0, 0.3)
     return model.eval()

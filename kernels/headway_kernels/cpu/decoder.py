@@ -152,7 +152,8 @@ class StageMates(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer; ``qkv`` outputs and ``output`` inputs have heads of ``CpuLibrary.padded_head_dim``, unless they are of a state.
+    """One layer; ``qkv`` outputs and ``output`` inputs have heads of ``CpuLibrary.padded_head_dim``; both None: no attention.
+    Beside attention, or in its place, there may be a ``recurrence``.
 
     Norms that a model does not have are None; those behind attention and feed-forward are only for a rank that is alone.
     ``qk_norm`` ``[heads + kv_heads, head_dim]``, float32, contiguous, on the CPU. A token sees ``window`` positions;
@@ -160,9 +161,10 @@ class LayerWeights:
     ``[context]``, float32, on the CPU, multiply queries by position; None: nothing does.
     """
 
-    qkv: PackedLinear | PackedLatent | PackedRecurrence
-    output: "PackedLinear"
-    feed_forward: DenseFeedForward | PackedExperts
+    qkv: PackedLinear | PackedLatent | None
+    output: PackedLinear | None
+    recurrence: PackedRecurrence | None = None
+    feed_forward: DenseFeedForward | PackedExperts | None
     attention_norm: NormWeights | None
     mlp_norm: NormWeights | None
     attention_post_norm: NormWeights | None = None
@@ -197,7 +199,7 @@ class Decoder:
         self._experts = next(
             (made.feed_forward for made in layers if isinstance(made.feed_forward, PackedExperts)), None
         )
-        self._recurrences = [made.qkv for made in layers if isinstance(made.qkv, PackedRecurrence)]
+        self._recurrences = [made.recurrence for made in layers if made.recurrence is not None]
         self._mates = mates
         struct = _shape_struct(library, shape, self._own, len(layers), biases)
         self.block_floats = int(library.functions.headway_block_floats(ctypes.byref(struct)))
@@ -313,7 +315,7 @@ class Decoder:
         widths = [recurrence.inner for recurrence in self._recurrences] or [0]
         return WideRows(
             hidden=(num_tokens, rounded(self._shape.hidden_size, panel)),
-            attended=(num_tokens, rounded(max(self._own.all_heads * head_dim, *widths), panel)),
+            attended=(num_tokens, rounded(self._own.all_heads * head_dim + max(widths), panel)),
             activations=(num_tokens, rounded(self._shape.intermediate_size, panel)),
             logits=(num_sampled if self._has_head else 0, self._logits_stride),
             pairs=(0, 0) if experts is None else (num_tokens * experts.num_chosen, experts.inner_size),
@@ -403,11 +405,13 @@ def _kv_form(library: CpuLibrary, dtype: torch.dtype) -> _KvForm:
 
 
 def _layer_struct(layer: LayerWeights) -> LayerStruct:
-    feed = layer.feed_forward
-    dense = None if isinstance(feed, PackedExperts) else feed
+    feed, state = layer.feed_forward, layer.recurrence
+    dense = feed if isinstance(feed, DenseFeedForward) else None
     return LayerStruct(
-        qkv=None if isinstance(layer.qkv, PackedLatent) else layer.qkv.handle,
-        output=layer.output.handle,
+        qkv=layer.qkv.handle if isinstance(layer.qkv, PackedLinear) else None,
+        output=None if layer.output is None else layer.output.handle,
+        state_inputs=None if state is None else state.inputs.handle,
+        state_output=None if state is None else state.output.handle,
         gate_up=None if dense is None else dense.gate_up.handle,
         down=None if dense is None else dense.down.handle,
         attention_norm=_norm_struct(layer.attention_norm),
@@ -419,13 +423,13 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         sines=None if layer.rotations is None else layer.rotations.sines.data_ptr(),
         query_factors=address(layer.query_factors),
         window=layer.window or 0,
-        activation=feed.activation,
+        activation=0 if feed is None else feed.activation,
         is_gated=dense is None or dense.is_gated,
         curve=None if dense is None else address(dense.curve),
         sinks=address(layer.sinks),
         experts=ctypes.addressof(feed.struct) if isinstance(feed, PackedExperts) else None,
         latent=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedLatent) else None,
-        recurrence=ctypes.addressof(layer.qkv.struct) if isinstance(layer.qkv, PackedRecurrence) else None,
+        recurrence=None if state is None else ctypes.addressof(state.struct),
     )
 
 

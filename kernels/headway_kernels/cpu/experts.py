@@ -42,6 +42,7 @@ class _ExpertLayerStruct(ctypes.Structure):
         ("has_shared", ctypes.c_int64),
         ("has_gate", ctypes.c_int64),
         ("activation", ctypes.c_int64),
+        ("is_gated", ctypes.c_int64),
         ("inner_start", ctypes.c_int64),
         ("shared_start", ctypes.c_int64),
         ("router", ctypes.c_void_p),
@@ -54,7 +55,7 @@ class PackedExperts:
     """The experts of one layer.
 
     ``router`` has an output for each expert of ``routing``; with ``has_gate`` one more, whose sigmoid weighs the shared
-    expert. ``experts``: what ``packed_expert`` gives for each; one more than in ``routing`` is shared by all tokens (only with SILU).
+    expert. ``experts``: what ``packed_expert`` gives for each; one more than in ``routing`` is shared by all tokens.
     ``correction`` float32: see ``choose_experts``. A rank of several has the columns of the activations from
     ``inner_start`` on, of the shared expert from ``shared_start`` on.
     """
@@ -69,6 +70,7 @@ class PackedExperts:
         *,
         has_gate: bool = False,
         activation: Activation = Activation.SILU,
+        is_gated: bool = True,
         inner_start: int = 0,
         shared_start: int = 0,
     ) -> None:
@@ -85,6 +87,7 @@ class PackedExperts:
             has_shared=len(experts) - routing.num_experts,
             has_gate=int(has_gate),
             activation=int(activation),
+            is_gated=int(is_gated),
             inner_start=inner_start,
             shared_start=shared_start,
             router=router.handle,
@@ -128,20 +131,22 @@ def packed_expert(
     pack: Packing,
     activation: Activation = Activation.SILU,
     own_columns: int | None = None,
+    *,
+    is_gated: bool = True,
 ) -> tuple[PackedLinear, PackedLinear]:
     """Pack both matrices, with as many inner columns as whole panels have; of them, a rank of several computes its own.
 
-    ``gate_up`` has gates first.
+    ``gate_up`` has gates first, or is not gated.
     """
     (ups, bias), (downs, down_bias) = gate_up, down
     inner = downs.shape[1]
     width = rounded(inner, panel)
-    wide = partial(padded_halves, num_columns=width if own_columns is None else own_columns)
+    wide = partial(padded_columns, num_columns=width if own_columns is None else own_columns, is_gated=is_gated)
     return (
         pack(
             ups.with_rows(wide) if isinstance(ups, CodedWeight) else wide(ups),
             None if bias is None else wide(bias),
-            gated=activates_in_product(activation, is_gated=True),
+            gated=activates_in_product(activation, is_gated=is_gated),
         ),
         pack(
             downs.with_inputs(width) if isinstance(downs, CodedWeight) else functional.pad(downs, (0, width - inner)),
@@ -150,10 +155,11 @@ def packed_expert(
     )
 
 
-def padded_halves(rows: Tensor, num_columns: int) -> Tensor:
-    """Gates, then ups, ``[2 * inner, ...]``, each with zeros up to ``num_columns``."""
-    halves = rows.reshape(2, len(rows) // 2, *rows.shape[1:])
-    return functional.pad(halves, (*(0, 0) * (rows.dim() - 1), 0, num_columns - halves.shape[1])).flatten(0, 1)
+def padded_columns(rows: Tensor, num_columns: int, *, is_gated: bool) -> Tensor:
+    """Gates, then ups, ``[2 * inner, ...]``, or ups alone, each with zeros up to ``num_columns``."""
+    count = 2 if is_gated else 1
+    parts = rows.reshape(count, len(rows) // count, *rows.shape[1:])
+    return functional.pad(parts, (*(0, 0) * (rows.dim() - 1), 0, num_columns - parts.shape[1])).flatten(0, 1)
 
 
 def _routing_struct(routing: Routing, correction: Tensor | None) -> _RoutingStruct:

@@ -35,6 +35,7 @@ class StateSizes(NamedTuple):
     value_dim: int
     norm_dim: int
     keys_take_turns: bool = False
+    gates_behind: bool = False
 
 
 class _RecurrenceStruct(ctypes.Structure):
@@ -53,7 +54,7 @@ class _RecurrenceStruct(ctypes.Structure):
 
 
 class PackedRecurrence:
-    """One layer's. ``inputs`` gives a token's inputs. ``taps`` ``[taps, channels]``, oldest first, and ``taps_bias``
+    """One layer's. ``inputs`` gives a token's inputs, ``output`` takes results. ``taps`` ``[taps, channels]``, oldest first, and ``taps_bias``
     ``[channels]`` or None: float32, contiguous. ``numbers``: the same; None for a convolution alone.
     """
 
@@ -61,6 +62,7 @@ class PackedRecurrence:
         self,
         sizes: StateSizes,
         inputs: PackedLinear,
+        output: PackedLinear,
         taps: Tensor,
         taps_bias: Tensor | None,
         numbers: HeadNumbers | None,
@@ -68,8 +70,8 @@ class PackedRecurrence:
     ) -> None:
         assert sizes.taps <= MOST_TAPS
         self.inner = sizes.num_heads * sizes.value_dim
-        self.handle = inputs.handle
-        self._kept = (inputs, taps, taps_bias, numbers)
+        self.inputs, self.output = inputs, output
+        self._kept = (taps, taps_bias, numbers)
         self._states: tuple[Tensor, Tensor] | None = None
         of_heads = {} if numbers is None else {name: address(part) for name, part in numbers._asdict().items()}
         self.struct = _RecurrenceStruct(

@@ -60,6 +60,8 @@ class LayerStruct(ctypes.Structure):
     _fields_ = (
         ("qkv", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("state_inputs", ctypes.c_void_p),
+        ("state_output", ctypes.c_void_p),
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
         ("attention_norm", NormStruct),

@@ -26,7 +26,7 @@ LLAMA = {
     "eos_token_id": 2,
 }
 _MINIMAX_CODE = "modeling_minimax_m2.MiniMaxM2ForCausalLM"
-NAME_THETA = {"mellum", "cohere2_moe", "cohere2_moe-sigmoid", "granitehybrid-experts"}
+NAME_THETA = {"mellum", "cohere2_moe", "cohere2_moe-sigmoid", "granitehybrid-experts", "nemotron_h"}
 """Their files have to, or they have no positions."""
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 

@@ -151,9 +151,9 @@ def test_ranks_share_no_layer_with_a_state(model):
 
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-@pytest.mark.parametrize("name", ["lfm2", "granitehybrid"])
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h"])
 def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
-    """The second of three stages has no state, the others no attention."""
+    """The second of three stages has no state, the others no attention, or only some."""
     make_checkpoint(tmp_path, name)
     prompt = prompts(37)[0]
     alone = tokens_of(*open_backend(tmp_path, options={"kernels": kernels}), prompt, budget=16)
@@ -195,6 +195,13 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("granitehybrid", "time_step_limit", [0.0, 0.1]),
         ("granitehybrid", "mamba_d_head", 7),
         ("granitehybrid", "mamba_n_heads", 5),
+        ("nemotron_h", "layers_block_type", ["mlp", "conv"]),
+        ("nemotron_h", "moe_latent_size", 16),
+        ("nemotron_h", "mlp_bias", True),
+        ("nemotron_h", "mamba_proj_bias", True),
+        ("nemotron_h", "n_shared_experts", 2),
+        ("nemotron_h", "n_groups", 4),
+        ("nemotron_h", "mamba_hidden_act", "relu"),
         ("qwen3_5", "linear_num_value_heads", 3),
         ("qwen3_5", "hidden_act", "gelu"),
     ],
@@ -215,6 +222,20 @@ def test_the_first_files_of_lfm2_name_their_layers_with_attention(tmp_path):
     del values["layer_types"]
     path.write_text(json.dumps(values | {"full_attn_idxs": [1], "tie_embedding": True}))
     assert read_model_config(tmp_path) == expected
+
+
+def test_letters_name_the_kinds_of_layers_too(tmp_path):
+    """As Nemotron-H is published."""
+    make_model("nemotron_h").save_pretrained(tmp_path)
+    expected = read_model_config(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["layers_block_type"]
+    path.write_text(json.dumps(values | {"hybrid_override_pattern": "EM*-M--", "num_hidden_layers": 7}))
+    assert read_model_config(tmp_path) == expected
+    path.write_text(json.dumps(values | {"hybrid_override_pattern": "EMX"}))
+    with pytest.raises(ModelFilesError, match="hybrid_override_pattern"):
+        read_model_config(tmp_path)
 
 
 def test_the_published_names_of_layers_are_read_too(tmp_path):

@@ -79,7 +79,9 @@ USUAL = (
 """Of all families, what each part of a description takes."""
 
 
-REFUSED = dict.fromkeys(STATES, "layers with a state instead of attention") | {
+_STATE = "layers with a state instead of attention"
+REFUSED = dict.fromkeys(STATES, _STATE) | {
+    "nemotron_h": f"{_STATE}, layers without attention or without a feed-forward",
     "llama4": "experts whose inputs are weighed",
     "gpt2": "a table of positions",
 }

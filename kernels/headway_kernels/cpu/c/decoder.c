@@ -7,10 +7,10 @@
 #include <stdlib.h>
 
 /* Four products of two phases, placing, attending, two norms, activating, adding twice; experts instead of two
- * products, three products instead of one, three phases of a state instead of two of attention. */
-#define PHASES_PER_LAYER (16 + EXPERT_PHASES)
+ * products, three products instead of one; two products, three phases of a state and adding beside attention. */
+#define PHASES_PER_LAYER (24 + EXPERT_PHASES)
 #define OTHER_PHASES 6 /* embedding, gathering, a norm, the head's product, scaling logits */
-#define MEETINGS_PER_LAYER 5
+#define MEETINGS_PER_LAYER 6
 #define OTHER_MEETINGS 4 /* start, embedding, after moving rows, logits */
 
 static int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -218,16 +218,28 @@ static void meet_experts(member *self, void *context, int64_t num_tokens) {
     if (layer->has_shared && !now->step->shared->is_shared) meet(self, now, MEET_SHARED_EXPERT, num_tokens);
 }
 
+/* A product behind attention, or behind a state. */
+static void run_output(member *self, pass *now, const linear *with, float *results, int64_t num_tokens,
+                       const linear *next) {
+    const decoder *of = now->of;
+    const rms_norm no_norm = {0};
+    product output =
+        product_of(&of->space.products, with, num_tokens, results, of->strides.attended, no_norm, ADD, NULL, 0);
+    output.adapters = adapters_of(now, SITE_OUTPUT);
+    run_adding(self, now, output, now->layer->attention_post_norm, next);
+}
+
 /* Attention and feed-forward of the attending tokens of `now`. */
 static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const linear *next) {
     const decoder *of = now->of;
     const layer_weights *layer = now->layer;
-    const rms_norm no_norm = {0};
-    product output = product_of(&of->space.products, layer->output, num_tokens, of->rows.attended, of->strides.attended,
-                                no_norm, ADD, NULL, 0);
-    output.adapters = adapters_of(now, SITE_OUTPUT);
-    run_adding(self, now, output, layer->attention_post_norm,
-               layer->experts == NULL ? layer->gate_up : layer->experts->router);
+    const linear *behind = layer->experts == NULL ? layer->gate_up : layer->experts->router;
+    if (attends(layer))
+        run_output(self, now, layer->output, of->rows.attended, num_tokens,
+                   layer->recurrence == NULL ? behind : layer->state_output);
+    if (layer->recurrence != NULL)
+        run_output(self, now, layer->state_output, results_of_state(now), num_tokens, behind);
+    if (behind == NULL) return;
     if (layer->experts == NULL) {
         run_feed_forward(self, now, num_tokens, next);
         return;
@@ -292,17 +304,22 @@ static void run_attention(member *self, pass *now) {
     const layer_weights *layer = now->layer;
     if (layer->latent != NULL) {
         run_latent(self, now, layer->latent);
-    } else {
+    } else if (attends(layer)) {
         product qkv = product_behind(self, now, layer->attention_norm, layer->qkv, now->step->num_tokens, STORE,
                                      of->space.qkv, of->strides.qkv);
         qkv.adapters = adapters_of(now, SITE_QKV);
         run_product(self, &qkv, layer->output);
     }
+    if (layer->recurrence != NULL) {
+        /* Behind those of attention, which writes whole panels. */
+        product inputs = product_behind(self, now, layer->attention_norm, layer->state_inputs, now->step->num_tokens,
+                                        STORE, inputs_of_state(now), of->strides.qkv);
+        inputs.adapters = adapters_of(now, SITE_QKV);
+        run_product(self, &inputs, layer->state_output);
+    }
     if (of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, now->step->num_tokens);
-    if (layer->recurrence != NULL)
-        run_recurrence_phases(self, now);
-    else
-        run_attention_phases(self, now);
+    if (attends(layer)) run_attention_phases(self, now);
+    if (layer->recurrence != NULL) run_recurrence_phases(self, now);
     if (now->num_attending > 0) meet(self, now, MEET_ATTENDED, now->step->num_tokens);
 }
 
@@ -312,9 +329,9 @@ static void run_last_layer(member *self, pass *now) {
     int64_t num_sampled = now->step->num_sampled;
     now->attending = of->space.sampled_tiles;
     now->num_attending = num_sampled;
-    run_attention(self, now);
+    if (mixes(now->layer)) run_attention(self, now);
     if (num_sampled == 0) return;
-    team_phase(self, gather_task, now, of->shape.is_parallel ? 3 : 2);
+    team_phase(self, gather_task, now, of->shape.is_parallel ? 3 : mixes(now->layer) ? 2 : 1);
     meet(self, now, MEET_MOVED, num_sampled);
     run_rest_of_layer(self, now, num_sampled, of->head);
     product head = product_behind(self, now, of->shape.final_norm, of->head, num_sampled, STORE,
@@ -325,6 +342,11 @@ static void run_last_layer(member *self, pass *now) {
         team_phase(self, scale_task, &phase, num_sampled);
     }
     meet(self, now, MEET_LOGITS, num_sampled);
+}
+
+/* The first product of a layer, if it is known. */
+static const linear *first_of(const layer_weights *layer) {
+    return attends(layer) ? layer->qkv : layer->recurrence != NULL ? layer->state_inputs : layer->gate_up;
 }
 
 static void run_step(void *work, member *self) {
@@ -343,10 +365,10 @@ static void run_step(void *work, member *self) {
         if (i == last && of->head != NULL) {
             run_last_layer(self, &now);
         } else {
-            run_attention(self, &now);
-            run_rest_of_layer(self, &now, now.step->num_tokens, i == last ? NULL : of->layers[i + 1].qkv);
+            if (mixes(now.layer)) run_attention(self, &now);
+            run_rest_of_layer(self, &now, now.step->num_tokens, i == last ? NULL : first_of(&of->layers[i + 1]));
         }
-        if (now.layer->recurrence == NULL)
+        if (attends(now.layer))
             now.layer_pool = (char *)now.layer_pool + now.step->layer_stride * bytes_of_number(&of->attention);
     }
 }
@@ -361,14 +383,16 @@ static void need(decoder *of, const layer_weights *layer) {
                                layer->mlp_post_norm.weight != NULL ||
                                (layer->experts != NULL && reads_normed(shape, layer));
     if (layer->recurrence != NULL) {
-        of->strides.qkv = larger_of(of->strides.qkv, round_up(layer->qkv->outputs, PANEL));
-        of->strides.attended = larger_of(of->strides.attended, round_up(inner_of(layer->recurrence), PANEL));
+        const int64_t before = attends(layer) ? qkv_columns(shape) : 0;
+        const int64_t heads = attends(layer) ? shape->all_heads * shape->head_dim : 0;
+        of->strides.qkv = larger_of(of->strides.qkv, before + round_up(layer->state_inputs->outputs, PANEL));
+        of->strides.attended = larger_of(of->strides.attended, round_up(heads + inner_of(layer->recurrence), PANEL));
     }
     if (layer->latent != NULL)
         of->strides.compressed = larger_of(of->strides.compressed, round_up(layer->latent->compress->outputs, PANEL));
     if (layer->experts != NULL)
         of->experts = larger_sizes(of->experts, layer->experts);
-    else if (layer->activation != SILU || !layer->is_gated)
+    else if (layer->gate_up != NULL && (layer->activation != SILU || !layer->is_gated))
         of->strides.gate_up = larger_of(of->strides.gate_up, round_up(layer->gate_up->outputs, PANEL));
 }
 
@@ -380,8 +404,7 @@ decoder *headway_decoder_new(const decoder_shape *shape, const layer_weights *la
     made->head = head;
     made->strides = (row_strides){
         .hidden = round_up(shape->hidden_size, PANEL),
-        .qkv = round_up((shape->num_heads * (shape->has_gates ? 2 : 1) + 2 * shape->num_kv_heads) * shape->head_dim,
-                        PANEL),
+        .qkv = round_up(qkv_columns(shape), PANEL),
         .attended = round_up(shape->all_heads * shape->head_dim, PANEL),
         .activations = round_up(shape->intermediate_size, PANEL),
         .packed_activations = shape->intermediate_size,

@@ -92,11 +92,15 @@ typedef struct {
 
 /* One layer. Norms [hidden] or none; those behind attention and feed-forward need all columns of a rank that is alone.
  * `qk_norm` [heads + kv_heads, true_head_dim] or NULL. `cosines` and `sines` [context, true_head_dim / 2], or NULL: no
- * rotation. `query_factors` [context], or NULL: all 1. `window`: how many positions a token sees; 0: all. `gate_up` is
- * packed with `gated` if it is gated by SILU; else it gives gates, then ups, or ups alone. */
+ * rotation. `qkv` and `output` are of attention, those of a state of its `recurrence`: a layer may have either, both or
+ * none. One without `gate_up` and `experts` has no feed-forward. `query_factors` [context], or NULL: all 1. `window`:
+ * how many positions a token sees; 0: all. `gate_up` is packed with `gated` if it is gated by SILU; else it gives
+ * gates, then ups, or ups alone. */
 typedef struct {
     linear *qkv;
     linear *output;
+    linear *state_inputs;
+    linear *state_output;
     linear *gate_up;
     linear *down;
     norm_weights attention_norm;
@@ -114,7 +118,7 @@ typedef struct {
     const float *sinks;           /* [num_heads] or NULL: see attend() */
     const expert_layer *experts;  /* or NULL; with them, there is no `gate_up` and no `down` */
     const latent_weights *latent; /* or NULL; with them, there is no `qkv` */
-    const recurrence *recurrence; /* or NULL; with it, `qkv` gives its inputs, and there are no keys and values */
+    const recurrence *recurrence; /* or NULL */
 } layer_weights;
 
 /* What a rank of several shares with the others of its stage, in memory of the caller: rows headway_row_floats() apart.

@@ -23,6 +23,8 @@ static int64_t per_token(const expert_layer *layer) { return layer->choose.num_c
 static int64_t widest_inner(const expert_layer *layer) {
     return larger_of(layer->down[0]->inputs, layer->down[experts_of(layer) - 1]->inputs);
 }
+/* Whether the products before activations compute them. */
+static int in_products(const expert_layer *layer) { return layer->activation == SILU && layer->is_gated; }
 static int64_t score_stride(const expert_layer *layer) { return layer->router->num_panels * PANEL; }
 
 /* ---- choosing ---- */
@@ -203,7 +205,7 @@ static void sort_task(void *work, int64_t task) {
     const expert_pass *now = work;
     const expert_layer *layer = now->layer;
     expert_space *space = now->space;
-    const int activates = layer->activation == SILU;
+    const int activates = in_products(layer);
     const int packs =
         activates && packs_for_all(layer) && now->part->pairs == NULL && now->part->adapters.by_token == NULL;
     const int64_t num_experts = experts_of(layer), widest = widest_inner(layer);
@@ -248,8 +250,12 @@ static void sort_task(void *work, int64_t task) {
 static void activate_task(void *work, int64_t pair) {
     const expert_pass *now = work;
     const expert_space *space = now->space;
-    activate_row((enum activation)now->layer->activation, 1, NULL, space->gate_up + pair * 2 * widest_inner(now->layer),
-                 now->layer->gate_up[0]->outputs / 2, activations_of(now, pair) + now->layer->inner_start);
+    const expert_layer *layer = now->layer;
+    const int is_shared = pair >= now->num_tokens * layer->choose.num_chosen; /* these come last */
+    const linear *gate_up = layer->gate_up[is_shared ? layer->choose.num_experts : 0];
+    activate_row((enum activation)layer->activation, layer->is_gated != 0, NULL,
+                 space->gate_up + pair * 2 * widest_inner(layer), gate_up->outputs / (layer->is_gated ? 2 : 1),
+                 activations_of(now, pair) + (is_shared ? layer->shared_start : layer->inner_start));
 }
 
 static void add_task(void *work, int64_t token) {
@@ -280,7 +286,7 @@ void run_experts(member *self, expert_space *space, const expert_layer *layer, i
     team_phase(self, choose_task, &now, num_tokens);
     team_phase(self, sort_task, &now, 1);
     run_grouped(self, &products->gate_up, &products->down);
-    if (layer->activation != SILU) team_phase(self, activate_task, &now, num_tokens * per_token(layer));
+    if (!in_products(layer)) team_phase(self, activate_task, &now, num_tokens * per_token(layer));
     if (part->meet != NULL) part->meet(self, part->context, num_tokens);
     run_grouped(self, &products->down, NULL);
     team_phase(self, add_task, &now, num_tokens);
@@ -294,7 +300,7 @@ expert_sizes larger_sizes(expert_sizes sizes, const expert_layer *layer) {
                           larger_of(sizes.per_token, per_token(layer)),
                           larger_of(sizes.inner, widest_inner(layer)),
                           sizes.layers,
-                          sizes.activates || layer->activation != SILU,
+                          sizes.activates || !in_products(layer),
                           sizes.shares};
 }
 

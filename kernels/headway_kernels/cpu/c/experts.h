@@ -42,14 +42,15 @@ typedef struct {
 
 /* The weights of one layer. With `has_shared`, there is one more expert, which every token goes through; with
  * `has_gate`, its weight is the sigmoid of one more output of the router, else 1. `gate_up` and `down`: one of each
- * expert, the shared one last; the inputs of `down` are a multiple of PANEL. With an activation other than SILU,
- * `gate_up` is not packed with `gated`, and all experts are equally wide. A rank of several has some outputs of each
+ * expert, the shared one last; the inputs of `down` are a multiple of PANEL. With an activation other than SILU, or
+ * without a gate, `gate_up` is not packed with `gated`. A rank of several has some outputs of each
  * product but the router's; its activations begin at `inner_start`, the shared expert's at `shared_start`. */
 typedef struct {
     routing choose;
     int64_t has_shared;
     int64_t has_gate;
     int64_t activation;
+    int64_t is_gated;
     int64_t inner_start;
     int64_t shared_start;
     const linear *router;
@@ -90,7 +91,7 @@ typedef struct {
     float *of_inputs;     /* [pairs]: weights of what experts get */
     int32_t *places;      /* the same: which pair */
     int32_t *tokens;      /* [pairs] */
-    float *gate_up;       /* of pairs, in rows: not with SILU */
+    float *gate_up;       /* of pairs, in rows: not if products activate */
     float *activations;   /* of pairs, in rows or packed: not of a rank of several */
     float *outputs;       /* of pairs, in rows */
     product_group *groups;

@@ -149,8 +149,9 @@ void gate_token(const recurrence *of, const float *inputs, float *out) {
         for (int64_t i = 0; i < inner; i++) out[i] = inputs[i] * gates[inner + i];
         return;
     }
-    if (of->kind == SELECTIVE) multiply_by_silu(gates, inner, out);
-    for (int64_t i = 0; i < inner; i += of->norm_dim)
+    const int gates_behind = of->kind == DELTA || of->gates_behind;
+    if (!gates_behind) multiply_by_silu(gates, inner, out);
+    for (int64_t i = 0; of->norm != NULL && i < inner; i += of->norm_dim)
         normalise_row(NORM_RMS, (norm_weights){of->norm + i, NULL}, of->norm_eps, out + i, of->norm_dim, out + i);
-    if (of->kind == DELTA) multiply_by_silu(gates, inner, out);
+    if (gates_behind) multiply_by_silu(gates, inner, out);
 }

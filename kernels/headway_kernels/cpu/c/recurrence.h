@@ -19,8 +19,8 @@ enum recurrence_kind { GATED_CONVOLUTION = 0, DELTA = 1, SELECTIVE = 2 };
 #define MOST_TAPS 8
 
 /* `taps_of` [taps, channels], oldest first; `taps_bias` [channels] or NULL. Of each head: `decay`, `step_bias`, and
- * `skip`, or NULL. `norm` [inner], over `norm_dim` each. The states of rows: `past` [rows, taps - 1, channels] inputs
- * of the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
+ * `skip`, or NULL. `norm` [inner], over `norm_dim` each, or NULL. The states of rows: `past` [rows, taps - 1, channels]
+ * inputs of the convolution, and `heads` [rows, num_heads, key_dim, value_dim]. */
 typedef struct {
     int64_t kind;
     int64_t taps;
@@ -30,6 +30,7 @@ typedef struct {
     int64_t value_dim;
     int64_t norm_dim;
     int64_t keys_take_turns; /* a key head serves every num_key_heads'th head, not heads that follow each other */
+    int64_t gates_behind;    /* of SELECTIVE, whose gates else stand before the norm */
     const float *taps_of;
     const float *taps_bias;
     const float *decay;

@@ -2,10 +2,20 @@
 
 #define CHANNELS_OF_TASK 256
 
+/* Beside attention, the columns of a state follow those of its heads. */
+float *inputs_of_state(const pass *now) {
+    return now->of->space.qkv + (attends(now->layer) ? qkv_columns(&now->of->shape) : 0);
+}
+
+float *results_of_state(const pass *now) {
+    const decoder_shape *shape = &now->of->shape;
+    return now->of->rows.attended + (attends(now->layer) ? shape->all_heads * shape->head_dim : 0);
+}
+
 static token_run tokens_of(const pass *now, int64_t row) {
     const decoder_step *step = now->step;
     const int64_t stride = now->of->strides.qkv;
-    return (token_run){now->of->space.qkv + step->row_starts[row] * stride, stride, step->row_tokens[row],
+    return (token_run){inputs_of_state(now) + step->row_starts[row] * stride, stride, step->row_tokens[row],
                        step->row_numbers[row], step->row_positions[row] == 0};
 }
 
@@ -19,7 +29,7 @@ static void convolve_task(void *work, int64_t task) {
 }
 
 static float *results_of(const pass *now, int64_t token) {
-    return now->of->rows.attended + token * now->of->strides.attended;
+    return results_of_state(now) + token * now->of->strides.attended;
 }
 
 static void head_task(void *work, int64_t task) {
@@ -33,7 +43,7 @@ static void head_task(void *work, int64_t task) {
 static void gate_task(void *work, int64_t token) {
     const pass *now = work;
     const decoder *of = now->of;
-    gate_token(now->layer->recurrence, of->space.qkv + token * of->strides.qkv, results_of(now, token));
+    gate_token(now->layer->recurrence, inputs_of_state(now) + token * of->strides.qkv, results_of(now, token));
 }
 
 void run_recurrence_phases(member *self, pass *now) {

@@ -8,7 +8,11 @@
 #include "step_pass.h"
 #include "team.h"
 
-/* The inputs of all tokens are in the workspace's `qkv`; the results go to `attended`. */
+/* Where the first token's inputs and results are, in rows of the workspace's `qkv` and of `attended`. */
+float *inputs_of_state(const pass *now);
+float *results_of_state(const pass *now);
+
+/* From inputs to results, of all tokens. */
 void run_recurrence_phases(member *self, pass *now);
 
 #endif

@@ -42,4 +42,14 @@ typedef struct {
     expert_space *expert_space;
 } pass;
 
+static inline int attends(const layer_weights *layer) { return layer->output != NULL; }
+
+/* Whether anything in a layer knows other tokens. */
+static inline int mixes(const layer_weights *layer) { return attends(layer) || layer->recurrence != NULL; }
+
+/* Of queries, keys, values and gates. */
+static inline int64_t qkv_columns(const decoder_shape *shape) {
+    return (shape->num_heads * (shape->has_gates ? 2 : 1) + 2 * shape->num_kv_heads) * shape->head_dim;
+}
+
 #endif

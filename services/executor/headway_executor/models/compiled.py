@@ -289,17 +289,20 @@ class _Loader:
         return self.projection(lambda read: (read.head(), read.head_bias()))
 
     def layer(self, index: int) -> LayerWeights:
-        tensors, names, layer = self._tensors, self._config.names, self._config.layers[index]
+        tensors, layer = self._tensors, self._config.layers[index]
         qk_norm, sinks = tensors.qk_norm(index), tensors.sinks(index)
-        qkv, output = self._attention(index) if layer.recurrence is None else self._state(index, layer.recurrence)
+        qkv, output = self._attention(index) if layer.attends else (None, None)
+        norms = [None if norm is None else _norm(norm) for norm in tensors.norms_of_layer(index)]
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
         return LayerWeights(
             qkv=qkv,
             output=output,
-            feed_forward=self._feed_forward(index, layer.feed_forward),
-            attention_norm=self._norm(index, names.attention_norm),
-            attention_post_norm=self._norm(index, names.attention_post_norm),
-            mlp_norm=self._norm(index, names.mlp_norm),
-            mlp_post_norm=self._norm(index, names.mlp_post_norm),
+            recurrence=None if layer.recurrence is None else self._state(index, layer.recurrence),
+            feed_forward=self._feed_forward(index, layer.feed_forward) if layer.has_feed_forward else None,
+            attention_norm=attention_norm,
+            attention_post_norm=attention_post_norm,
+            mlp_norm=mlp_norm,
+            mlp_post_norm=mlp_post_norm,
             qk_norm=None if qk_norm is None else _float32(qk_norm),
             rotations=None if layer.rope is None else self._rotations[layer.rope],
             query_factors=None if layer.query_growth is None else self._growth(layer.query_growth),
@@ -313,19 +316,19 @@ class _Loader:
             return self._latent(latent), self._output(latent.output(), None)
         return self._qkv(index), self._output(*self._read(lambda read: read.output(index)))
 
-    def _state(self, index: int, config: RecurrenceConfig) -> tuple[PackedRecurrence, PackedLinear]:
+    def _state(self, index: int, config: RecurrenceConfig) -> PackedRecurrence:
         tensors = self._tensors.recurrence(index)
         taps, bias = tensors.convolution()
         numbers = tensors.head_numbers()
-        packed = PackedRecurrence(
+        return PackedRecurrence(
             StateSizes(STATE_KINDS[config.kind], **{name: getattr(config, name) for name in StateSizes._fields[1:]}),
             self.projection(lambda read: read.recurrence(index).inputs()),
+            self.projection(lambda read: read.recurrence(index).output()),
             _float32(taps.t()),
             None if bias is None else _float32(bias),
             None if numbers is None else numbers.each(_float32),
             self._config.norm.eps,
         )
-        return packed, self.projection(lambda read: read.recurrence(index).output())
 
     def _qkv(self, index: int) -> PackedLinear:
         weight, bias = self._coded.read(lambda read: read.qkv(index)) or _stacked(*self._tensors.qkv_parts(index))
@@ -369,7 +372,15 @@ class _Loader:
         def packed(number: int | None, columns: range = own) -> tuple[PackedLinear, PackedLinear]:
             gate_up = self._read(lambda read: read.experts(index).gate_up(number))
             down = self._read(lambda read: read.experts(index).down(number))
-            return packed_expert(self._library.panel, gate_up, down, self._linear, activation, len(columns))
+            return packed_expert(
+                self._library.panel,
+                gate_up,
+                down,
+                self._linear,
+                activation,
+                len(columns),
+                is_gated=feed.is_gated,
+            )
 
         router, bias = tensors.router()
         gate, correction = tensors.shared_gate(), tensors.correction()
@@ -386,13 +397,10 @@ class _Loader:
             None if correction is None else _float32(correction),
             has_gate=gate is not None,
             activation=activation,
+            is_gated=feed.is_gated,
             inner_start=own.start,
             shared_start=own_of_shared.start,
         )
-
-    def _norm(self, index: int, name: str | None) -> NormWeights | None:
-        norm = self._tensors.norm(index, name)
-        return None if norm is None else _norm(norm)
 
     def projection(self, read: Projection, *, gated: bool = False) -> PackedLinear:
         return self._linear(*self._read(read), gated=gated)

@@ -15,7 +15,7 @@ from headway_executor.models.config import ExpertsConfig, ModelConfig
 from headway_executor.models.part import ModelPart
 from headway_executor.models.rope import halves
 from headway_kernels.cpu.adapters import LowRankUpdate, PackedAdapter, Site, expert_down, expert_gate_up
-from headway_kernels.cpu.experts import padded_halves
+from headway_kernels.cpu.experts import padded_columns
 from headway_kernels.cpu.feed_forward import activates_in_product
 from headway_kernels.cpu.library import CpuLibrary, rounded
 
@@ -94,7 +94,7 @@ class _Layer:
         """``size``: its inner columns; see ``packed_expert``."""
         if gate_up is not None:
             own = self._part.of_expert(size)[self._part.place.tensor_rank]
-            wide = padded_halves(gate_up.up, len(own))
+            wide = padded_columns(gate_up.up, len(own), is_gated=self._feed.is_gated)
             yield expert_gate_up(number), LowRankUpdate(gate_up.down, wide, gated=self._is_gated_in_product)
         if down is not None:
             wide = functional.pad(down.down, (0, rounded(size, self._panel) - size))

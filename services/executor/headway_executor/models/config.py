@@ -125,7 +125,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     A convolution over the last ``taps`` tokens gives each of ``num_heads`` a value of ``value_dim`` channels, and each of
     ``num_key_heads`` a query and a key of ``key_dim``; "gated" has values alone, of one head. A query and a key serve heads
     that follow each other, or with ``keys_take_turns`` every so manieth. Behind the state, a norm is over ``norm_dim``
-    channels.
+    channels; 0: there is none. With ``gates_behind`` it stands before the gates of "selective", too.
     """
 
     kind: RecurrenceKind
@@ -136,6 +136,7 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int
     norm_dim: int = 0
     keys_take_turns: bool = False
+    gates_behind: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
     names: RecurrenceNames
@@ -212,7 +213,7 @@ class FeedForwardConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``down(activation(gate) * up)``, or ``down(activation(up))`` if it is not gated; of ``experts``, each is such.
 
     "clamped_swish" bounds gates and ups, and adds 1 to ups: see ``cpu/rows.h``. "xielu" has numbers of its own in each layer,
-    behind ``TensorNames.curve``.
+    behind ``TensorNames.curve``. An ``intermediate_size`` of 0: there is none.
     """
 
     intermediate_size: int
@@ -233,7 +234,8 @@ class QueryGrowth(msgspec.Struct, frozen=True, kw_only=True):
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``window``: how many positions a query sees, its own included; None: all. ``rope`` None: no rotation.
     ``query_growth`` None: queries stay as they are. With a ``chunk``, a query sees no more than its own chunk of so many
-    positions; no backend has such masks, so no context is longer. With a ``recurrence`` there is no attention.
+    positions; no backend has such masks, so no context is longer. Beside attention, or in its place, there may be a
+    ``recurrence``. A layer may have neither, or no feed-forward.
     """
 
     feed_forward: FeedForwardConfig
@@ -242,6 +244,17 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeConfig | None = None
     query_growth: QueryGrowth | None = None
     chunk: int | None = None
+    attends: bool = True
+
+    @property
+    def mixes(self) -> bool:
+        """Whether anything in it knows other tokens."""
+        return self.attends or self.recurrence is not None
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether it has one."""
+        return self.feed_forward.intermediate_size > 0
 
 
 class Scalings(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,7 +380,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_cached(self, layers: Iterable[int]) -> int:
         """How many of these layers have keys and values."""
-        return sum(self.layers[index].recurrence is None for index in layers)
+        return sum(self.layers[index].attends for index in layers)
 
     def recurrences(self, layers: Iterable[int]) -> list[RecurrenceConfig]:
         """Those of these layers."""

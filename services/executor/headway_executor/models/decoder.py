@@ -173,7 +173,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A layer's state in place of its attention."""
+    """A layer's state in place of its attention, or beside it."""
 
     inputs: Product
     recurrence: Recurrence
@@ -183,6 +183,18 @@ class Recurrent:
         """``[tokens, hidden] -> [tokens, hidden]``."""
         assert plan.states is not None
         return self.output(self.recurrence(self.inputs(inputs), plan.states, plan.spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Attention and a state that read the same."""
+
+    attention: Attention
+    recurrent: Recurrent
+
+    def __call__(self, inputs: Tensor, rotations: Rotations, plan: StepPlan) -> Tensor:
+        """``[tokens, hidden] -> [tokens, hidden]``."""
+        return self.attention(inputs, rotations, plan).add_(self.recurrent(inputs, rotations, plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +225,16 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norms that a model does not have are None. ``residual`` is a factor on what is added to the hidden state. With
-    ``is_parallel``, attention and feed-forward read the same hidden state. With ``norms_sums``, norms behind attention and
-    feed-forward are of the hidden state after the addition.
+    """Norms that a model does not have are None, and so are attention and a feed-forward. ``residual`` is a factor on what is
+    added to the hidden state. With ``is_parallel``, attention and feed-forward read the same hidden state. With ``norms_sums``,
+    norms behind attention and feed-forward are of the hidden state after the addition.
     """
 
     attention_norm: Product | None
-    attention: Attention | Recurrent
+    attention: Attention | Recurrent | Beside | None
     attention_post_norm: Product | None
     mlp_norm: Product | None
-    feed_forward: Product
+    feed_forward: Product | None
     mlp_post_norm: Product | None
     residual: float
     is_parallel: bool
@@ -230,9 +242,13 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, rotations: Rotations, plan: StepPlan) -> None:
         """Add attention and feed-forward to ``hidden`` (``[tokens, hidden]``) in place."""
-        attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
-        inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
-        self._add(hidden, attended, self.attention_post_norm)
+        inputs = None
+        if self.attention is not None:
+            attended = self.attention(_normed(self.attention_norm, hidden), rotations, plan)
+            inputs = _normed(self.mlp_norm, hidden) if self.is_parallel else None
+            self._add(hidden, attended, self.attention_post_norm)
+        if self.feed_forward is None:
+            return
         made = self.feed_forward(_normed(self.mlp_norm, hidden) if inputs is None else inputs)
         self._add(hidden, made, self.mlp_post_norm)
 

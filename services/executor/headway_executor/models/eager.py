@@ -20,6 +20,7 @@ from headway_executor.models.attention import AttentionPlan, AttentionShape, Ord
 from headway_executor.models.config import ExpertsConfig, FeedForwardConfig, ModelConfig, RecurrenceConfig
 from headway_executor.models.decoder import (
     Attention,
+    Beside,
     Decoder,
     DecoderLayer,
     Embedding,
@@ -205,17 +206,16 @@ class _Loader:
 
     def layer(self, place: int, index: int) -> DecoderLayer:
         """Layer ``index`` of the model, ``place`` of the stage."""
-        config, names = self._config, self._config.names
-        recurrence = config.layers[index].recurrence
+        config, has_feed_forward = self._config, self._config.layers[index].has_feed_forward
+        norms = [None if norm is None else self.norm(norm) for norm in self.tensors.norms_of_layer(index)]
+        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = norms
         return DecoderLayer(
-            attention_norm=self._layer_norm(index, names.attention_norm),
-            attention=self._attention(place, index)
-            if recurrence is None
-            else self._recurrent(place, index, recurrence),
-            attention_post_norm=self._layer_norm(index, names.attention_post_norm),
-            mlp_norm=self._layer_norm(index, names.mlp_norm),
-            feed_forward=self._feed_forward(place, index),
-            mlp_post_norm=self._layer_norm(index, names.mlp_post_norm),
+            attention_norm=attention_norm,
+            attention=self._mixer(place, index),
+            attention_post_norm=attention_post_norm,
+            mlp_norm=mlp_norm,
+            feed_forward=self._feed_forward(place, index) if has_feed_forward else None,
+            mlp_post_norm=mlp_post_norm,
             residual=config.scalings.residual,
             is_parallel=config.is_parallel,
             norms_sums=config.norms_sums,
@@ -233,6 +233,14 @@ class _Loader:
         """Of this part's heads."""
         own = of_all.of_heads(self.part.heads)
         return own._replace(table=self._wide(own.table))
+
+    def _mixer(self, place: int, index: int) -> Attention | Recurrent | Beside | None:
+        layer = self._config.layers[index]
+        attention = self._attention(place, index) if layer.attends else None
+        if layer.recurrence is None:
+            return attention
+        recurrent = self._recurrent(place, index, layer.recurrence)
+        return recurrent if attention is None else Beside(attention, recurrent)
 
     def _attention(self, place: int, index: int) -> Attention:
         config, tensors = self._config, self.tensors
@@ -267,7 +275,7 @@ class _Loader:
             inputs=self._adapted(self._linear(*tensors.inputs()), place, AdapterSite.QKV),
             recurrence=Recurrence(
                 recurrence,
-                place - config.num_cached(self.part.layers[:place]),
+                len(config.recurrences(self.part.layers[:place])),
                 Convolution(self._wide(taps), None if bias is None else self._wide(bias)),
                 None if numbers is None else numbers.each(self._wide),
                 config.norm.eps,
@@ -370,10 +378,6 @@ class _Loader:
         num_heads = len(self.part.heads)
         queries, keys = (self._rms_norm(part.flatten()) for part in (weight[:num_heads], weight[num_heads:]))
         return SpanNorms(queries, keys, num_heads)
-
-    def _layer_norm(self, index: int, name: str | None) -> Product | None:
-        tensors = self.tensors.norm(index, name)
-        return None if tensors is None else self.norm(tensors)
 
     def _rms_norm(self, weight: Tensor) -> RmsNorm:
         norm = self._config.norm

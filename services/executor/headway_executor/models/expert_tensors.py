@@ -27,12 +27,14 @@ def expert_shapes(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -
     if config.stack is None:
         for number in range(count):
             yield from _feed_forward(
-                names.expert.format(number), names.gate_up, names.down, hidden, feed.intermediate_size
+                names.expert.format(number), names.gate_up, names.down, hidden, feed.intermediate_size, feed.is_gated
             )
     else:
         yield from _stacks(config, feed, hidden)
     if config.shared_size:
-        yield from _feed_forward(names.shared, names.shared_gate_up, names.shared_down, hidden, config.shared_size)
+        yield from _feed_forward(
+            names.shared, names.shared_gate_up, names.shared_down, hidden, config.shared_size, feed.is_gated
+        )
     if names.shared_gate is not None:
         yield f"{names.shared_gate}.weight", (1, hidden)
 
@@ -53,10 +55,10 @@ def _stacks(config: ExpertsConfig, feed: FeedForwardConfig, hidden: int) -> Shap
         yield f"{down}_bias", (count, hidden)
 
 
-def _feed_forward(prefix: str, gate_up: Sequence[str], down: str, hidden: int, inner: int) -> Shapes:
-    """Gates and ups may be in one tensor."""
+def _feed_forward(prefix: str, gate_up: Sequence[str], down: str, hidden: int, inner: int, is_gated: bool) -> Shapes:
+    """Gates and ups may be in one tensor; without a gate there are ups alone."""
     for name in gate_up:
-        yield f"{prefix}{name}.weight", (2 * inner // len(gate_up), hidden)
+        yield f"{prefix}{name}.weight", ((2 if is_gated else 1) * inner // len(gate_up), hidden)
     yield f"{prefix}{down}.weight", (hidden, inner)
 
 
@@ -71,7 +73,7 @@ class ExpertTensors:
 
     def __init__(self, config: ExpertsConfig, feed: FeedForwardConfig, part: ModelPart, read: Reading) -> None:
         self._config = config
-        self._size, self._has_bias = feed.intermediate_size, feed.has_bias
+        self._size, self._has_bias, self._is_gated = feed.intermediate_size, feed.has_bias, feed.is_gated
         self._names = config.names
         self._gate_up, self._down = stacked_names(config.names)
         self._part = part
@@ -102,7 +104,7 @@ class ExpertTensors:
         return None if self._names.shared_gate is None else self._read(f"{self._names.shared_gate}.weight")
 
     def gate_up(self, number: int | None) -> tuple[Tensor, Tensor | None]:
-        """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one."""
+        """``[2 * inner, hidden]``, gates first, and bias, of one expert; None: of the shared one. Not gated: ``[inner, hidden]``."""
         inner, _ = self._own(number)
         if self._config.stack == "pairs" and number is not None:
             pairs = None if inner is None else range(2 * inner.start, 2 * inner.stop)
@@ -115,7 +117,7 @@ class ExpertTensors:
             ups = range(self._size + inner.start, self._size + inner.stop)
             return torch.cat([self._stacked(self._gate_up, number, own) for own in (inner, ups)]), None
         names = self._names.gate_up if number is not None else self._names.shared_gate_up
-        if len(names) == 1:
+        if len(names) == 1 and self._is_gated:
             return self._halves(self._read(f"{self._prefix(number)}{names[0]}.weight"), inner), None
         parts = [self._read(f"{self._prefix(number)}{name}.weight", inner) for name in names]
         return torch.cat(parts), None

@@ -33,6 +33,7 @@ class Feature(StrEnum):
     NEAR_SHARES = "experts weighed by their share of near scores"
     WEIGHED_INPUTS = "experts whose inputs are weighed"
     QUERY_GROWTH = "queries that grow with their position"
+    ALONE = "layers without attention or without a feed-forward"
     RECURRENCE = "layers with a state instead of attention"
     GATES = "gates behind attention"
     CLIP = "bounds of queries, keys and values"
@@ -66,7 +67,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
     """What the model has."""
     names, attention, scalings = config.names, config.attention, config.scalings
     feeds = [layer.feed_forward for layer in config.layers]
-    attending = [layer for layer in config.layers if layer.recurrence is None]
+    attending = [layer for layer in config.layers if layer.attends]
     routings = [feed.experts.routing for feed in feeds if feed.experts is not None]
     asked = {
         Feature.LAYER_NORM: config.norm.kind == "layer",
@@ -93,6 +94,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.LOGITS_FACTOR: scalings.logits != 1,
         Feature.LOGITS_SOFTCAP: scalings.logits_softcap is not None,
         Feature.QUERY_GROWTH: any(layer.query_growth is not None for layer in config.layers),
+        Feature.ALONE: any(not (layer.mixes and layer.has_feed_forward) for layer in config.layers),
         Feature.RECURRENCE: config.has_states,
         Feature.SEVERAL_ROPES: len({layer.rope for layer in attending}) > 1
         or any(layer.rope is None for layer in attending),

@@ -157,7 +157,7 @@ def _stacked_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConf
 
     def stack_of(index: int, layer: LayerConfig) -> str | None:
         experts = layer.feed_forward.experts
-        if experts is None or experts.stack is not None:
+        if experts is None or experts.stack is not None or not layer.feed_forward.is_gated:
             return None
         name = config.names.layer.format(index) + stacked_names(experts.names)[0]
         return name if name in stored else None
@@ -189,14 +189,18 @@ def _bias_of(head: str) -> str:
 
 
 def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
-    names, recurrence = config.names, config.layers[index].recurrence
-    if recurrence is not None:
-        yield from recurrent_shapes(recurrence, config.hidden_size)
-    else:
+    names, layer = config.names, config.layers[index]
+    norms: set[str | None] = set()  # One may stand in two places.
+    if layer.recurrence is not None:
+        yield from recurrent_shapes(layer.recurrence, config.hidden_size)
+    if layer.attends:
         yield from _attention_tensors(config)
-    yield from _feed_forward_tensors(config, config.layers[index].feed_forward)
-    # A set: one norm may stand in two places.
-    for name in {names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm} - {None}:
+    if layer.mixes:
+        norms |= {names.attention_norm, names.attention_post_norm}
+    if layer.has_feed_forward:
+        yield from _feed_forward_tensors(config, layer.feed_forward)
+        norms |= {names.mlp_norm, names.mlp_post_norm}
+    for name in norms - {None}:
         yield from _norm_tensors(config, str(name))
 
 
@@ -277,6 +281,15 @@ class NormTensors(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class LayerNorms(NamedTuple):
+    """Before and behind attention, before and behind the feed-forward; None where there is none."""
+
+    attention: NormTensors | None
+    attention_post: NormTensors | None
+    mlp: NormTensors | None
+    mlp_post: NormTensors | None
 
 
 class TensorSource(Protocol):
@@ -427,6 +440,13 @@ class ModelTensors:
         """The norm of that ``name`` in a layer; None without a name."""
         return None if name is None else self._norm(self._names.layer.format(index) + name)
 
+    def norms_of_layer(self, index: int) -> LayerNorms:
+        """Those that the layer has."""
+        names, layer = self._names, self._config.layers[index]
+        before = (names.attention_norm, names.attention_post_norm) if layer.mixes else (None, None)
+        behind = (names.mlp_norm, names.mlp_post_norm) if layer.has_feed_forward else (None, None)
+        return LayerNorms(*(self.norm(index, name) for name in (*before, *behind)))
+
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads."""
         weights, bias = self.qkv_parts(index)
@@ -473,7 +493,7 @@ class ModelTensors:
         return LatentTensors(latent, self._part, self._channel_order, partial(self._read, index))
 
     def recurrence(self, index: int) -> RecurrentTensors:
-        """Of a layer with a state, instead of ``qkv`` and ``output``."""
+        """Of a layer with a state."""
         recurrence = self._config.layers[index].recurrence
         assert recurrence is not None
         return RecurrentTensors(recurrence, partial(self._read, index))
@@ -498,7 +518,7 @@ class ModelTensors:
         kind = self._config.attention.qk_norm
         names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, self._part.kv_heads)
         layer = self._config.layers[index]
-        if kind == "none" or layer.recurrence is not None or (kind == "plain" and layer.rope is None):
+        if kind == "none" or not layer.attends or (kind == "plain" and layer.rope is None):
             return None
         if kind == "plain":
             return torch.ones(sum(map(len, heads)), self._config.head_dim, device=self._device)

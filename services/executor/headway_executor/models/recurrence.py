@@ -146,14 +146,16 @@ class Recurrence:
         return by_head.repeat(1, ratio, 1, 1) if config.keys_take_turns else by_head.repeat_interleave(ratio, 1)
 
     def _normed(self, numbers: HeadNumbers, results: Tensor, gates: Tensor) -> Tensor:
-        """``[tokens, inner]``, the same. "selective" has its gates before the norm."""
+        """``[tokens, inner]``, the same. "selective" has its gates before the norm, if not told otherwise."""
         gates = functional.silu(gates)
-        if self.config.kind == "selective":
+        is_gated_first = self.config.kind == "selective" and not self.config.gates_behind
+        if is_gated_first:
             results = results * gates
-        by_norm = results.view(-1, *numbers.norm.shape)
-        by_norm = by_norm * torch.rsqrt(by_norm.square().mean(-1, keepdim=True) + self.norm_eps) * numbers.norm
-        normed = by_norm.flatten(1)
-        return normed if self.config.kind == "selective" else normed * gates
+        if numbers.norm is not None:
+            by_norm = results.view(-1, *numbers.norm.shape)
+            by_norm = by_norm * torch.rsqrt(by_norm.square().mean(-1, keepdim=True) + self.norm_eps) * numbers.norm
+            results = by_norm.flatten(1)
+        return results if is_gated_first else results * gates
 
 
 def scan(

@@ -35,7 +35,8 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
     if config.kind != "gated":
         for name in filter(None, (names.decay, names.step_bias, names.skip)):
             yield name, (config.num_heads,)
-        yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
+        if config.norm_dim:
+            yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
 
 
 def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
@@ -76,12 +77,15 @@ class RecurrentTensors:
         config, names = self._config, self._config.names
         if config.kind == "gated":
             return None
-        norm = self._read(f"{names.norm}.weight").float().view(-1, config.norm_dim)
+        norm = None
+        if config.norm_dim:
+            norm = self._read(f"{names.norm}.weight").float().view(-1, config.norm_dim)
+            norm = norm.expand(config.inner // config.norm_dim, -1)
         return HeadNumbers(
             decay=-self._read(names.decay).float().exp(),
             step_bias=self._read(names.step_bias).float(),
             skip=self._read(names.skip).float() if names.skip else None,
-            norm=norm.expand(config.inner // config.norm_dim, -1),
+            norm=norm,
         )
 
     def _in_order(self, kind: str) -> Tensor:

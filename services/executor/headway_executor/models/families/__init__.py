@@ -52,6 +52,7 @@ from headway_executor.models.families.mixtures import (
     read_qwen2_moe,
     read_qwen3_moe,
 )
+from headway_executor.models.families.nemotron_h import read_nemotron_h
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
 from headway_executor.models.families.phi import read_phi, read_phi3, read_phimoe
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
@@ -116,6 +117,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "NemotronForCausalLM": read_nemotron,
+    "NemotronHForCausalLM": read_nemotron_h,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
     "OlmoForCausalLM": read_olmo1,
@@ -156,6 +158,7 @@ _KNOWN_CODE = frozenset(
         "hunyuan.HunYuanMoEV1ForCausalLM",
         "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
+        "modeling_nemotron_h.NemotronHForCausalLM",
     }
 )
 """Code in checkpoints that is older than transformers' own of the same model. It is not run either.

@@ -124,14 +124,15 @@ def read_model(
     names: TensorNames | None = None,
     scalings: Scalings | None = None,
     recurrences: Sequence[RecurrenceConfig | None] | None = None,
+    attends: Sequence[bool] | None = None,
     is_parallel: bool = False,
     tied: bool = False,
     context: int | None = None,
 ) -> ModelConfig:
     """The rest of a description. ``windows``, ``ropes``, ``recurrences`` and ``feed_forward`` may differ by layer.
 
-    Without ``ropes``, all layers that are rotated have the one of the file; ``rotates`` says which: by default, all. ``theta``
-    and ``tied`` are defaults.
+    Without ``ropes``, all layers that are rotated have the one of the file; ``rotates`` says which: by default, all. By default,
+    those without a recurrence are they that have attention. ``theta`` and ``tied`` are defaults.
     """
     num_layers = num_layers_of(fields)
     max_position_embeddings = fields.integer("max_position_embeddings", default_context)
@@ -142,6 +143,7 @@ def read_model(
     feeds = [feed_forward] * num_layers if isinstance(feed_forward, FeedForwardConfig) else feed_forward
     windows = [None] * num_layers if windows is None else windows
     recurrences = [None] * num_layers if recurrences is None else recurrences
+    attends = [recurrence is None for recurrence in recurrences] if attends is None else attends
     return ModelConfig(
         architecture=architecture_of(fields),
         vocab_size=fields.integer("vocab_size"),
@@ -150,8 +152,10 @@ def read_model(
         attention=attention,
         norm=norm or read_rms_norm(fields),
         layers=tuple(
-            LayerConfig(feed_forward=feed, window=window, rope=None if recurrence else rope, recurrence=recurrence)
-            for feed, window, rope, recurrence in zip(feeds, windows, ropes, recurrences, strict=True)
+            LayerConfig(
+                feed_forward=feed, window=window, rope=rope if has_it else None, recurrence=state, attends=has_it
+            )
+            for feed, window, rope, state, has_it in zip(feeds, windows, ropes, recurrences, attends, strict=True)
         ),
         is_parallel=is_parallel,
         scalings=scalings or Scalings(),
