@@ -102,7 +102,7 @@ def _rope(kind: str, **fields: object) -> dict[str, object]:
 
 def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Callable[..., PreTrainedModel]:
     # Only the eager attention of transformers has soft caps.
-    return lambda **changes: model(config(attn_implementation="eager", **small_sizes(**changes)))
+    return lambda **changes: model(config(**({"attn_implementation": "eager"} | small_sizes(**changes))))
 
 
 _llama = _of(LlamaForCausalLM, LlamaConfig)
@@ -431,6 +431,54 @@ _WITHOUT_ROPE: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: _of(transformers.GPT2LMHeadModel, transformers.GPT2Config)(
         n_inner=96, tie_word_embeddings=True, **_OLD
     ),
+    "opt": _named("OPT", ffn_dim=96, init_std=0.25, **_OLD),
+    "opt-350m": _named(
+        "OPT",
+        ffn_dim=96,
+        init_std=0.25,
+        do_layer_norm_before=False,
+        word_embed_proj_dim=32,
+        tie_word_embeddings=True,
+        **_OLD,
+    ),
+    "falcon-rw": _named(
+        "Falcon",
+        attn_implementation="sdpa",  # The eager one adds biases twice.
+        ffn_hidden_size=96,
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+        bias=True,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+    ),
+    "bloom": _named("Bloom", seq_length=CONTEXT, tie_word_embeddings=True, **_OLD),
+    "mpt": _named(
+        "Mpt",
+        max_seq_len=CONTEXT,
+        tie_word_embeddings=True,
+        attn_config={"clip_qkv": 3.0, "softmax_scale": 0.2},
+        num_attention_heads=6,
+        num_key_value_heads=6,
+    ),
+    "gptj": _named("GPTJ", n_inner=96, rotary_dim=8, **_OLD),
+    "codegen": _named("CodeGen", "CodeGen", n_inner=96, rotary_dim=4, num_attention_heads=8, num_key_value_heads=8),
+    "gpt_neo": _named("GPTNeo", attention_types=[[["global", "local", "local"], 1]], window_size=20, **_OLD),
+    "gpt_bigcode": _named("GPTBigCode", n_inner=96, num_key_value_heads=1),
+    "gpt_bigcode-heads": _named("GPTBigCode", n_inner=96, multi_query=False, **_OLD),
+}
+
+_FURTHER |= {
+    "falcon": _named("Falcon", ffn_hidden_size=96, num_key_value_heads=1, tie_word_embeddings=True),
+    "falcon-40b": _named("Falcon", ffn_hidden_size=96, new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "falcon-11b": _named(
+        "Falcon",
+        ffn_hidden_size=96,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        num_ln_in_parallel_attn=1,
+        activation="relu",
+    ),
 }
 
 _NEMOTRON_H: dict[str, object] = {
@@ -505,7 +553,7 @@ def randomise(model: PreTrainedModel, name: str) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
-            elif "norm" in parameter_name:
+            elif "norm" in parameter_name or ".ln_" in parameter_name:
                 # Gemma and Nemotron add 1 to the weight.
                 parameter.uniform_(0.6, 1.6).sub_(1.0 if name.startswith("gemma") or name == "nemotron" else 0.0)
             elif not parameter.any() or ".act_fn." in parameter_name:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoConfig
@@ -53,6 +54,9 @@ def test_agrees_with_transformers_on_every_family(tmp_path, name):
     assert ours.norm.eps == next((eps for eps in said if eps is not None), 1e-5)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "sliding_window", None)
+    if name == "gpt_neo":
+        kinds = [f"{'sliding' if kind == 'local' else 'full'}_attention" for kind in theirs.attention_layers]
+        window = theirs.window_size
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     assert [layer.window for layer in ours.layers] == windows
     for kind, layer in zip(kinds, ours.layers, strict=True):
@@ -323,6 +327,23 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
         ("stablelm", {"head_dim": 12}, "head_dim"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        ("opt", {"ffn_dim": 0}, "ffn_dim"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ("falcon-40b", {"parallel_attn": False}, "parallel_attn"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("mpt", {"no_bias": False}, "no_bias"),
+        ("mpt", {"expansion_ratio": 2}, "expansion_ratio"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type"),
+        ("gptj", {"rotary_dim": 7}, "rotary_dim"),
+        ("gptj", {"rotary_dim": 14}, "rotary_dim"),
+        ("codegen", {"n_head": 6, "num_key_value_heads": 6}, "n_head"),
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]]}, "attention_types"),
+        ("gpt_neo", {"attention_types": [[["global", "far"], 1]]}, "attention_types"),
+        ("gpt_neo", {"attention_types": [3]}, "attention_types"),
+        ("gpt_neo", {"attention_types": 3}, "attention_types"),
+        ("gpt_bigcode", {"num_key_value_heads": 4}, "num_key_value_heads"),
+        ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention"),
         ("gpt2", {"n_embd": 50}, "n_head"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
@@ -335,6 +356,36 @@ def test_refuses_what_would_change_a_result(tmp_path, name, changes, field):
     assert read(tmp_path, values)
     with pytest.raises(ModelFilesError, match=rf"^config\.json: {field} .* is not supported; allowed: "):
         read(tmp_path, values | changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alibi", False),
+        ("alibi_bias_max", 6),
+        ("qk_ln", True),
+        ("prefix_lm", True),
+        ("attn_type", "multiquery_attention"),
+    ],
+)
+def test_mpt_attends_as_transformers_does(tmp_path, field, value):
+    make_model("mpt").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ModelFilesError, match=rf"^config\.json: attn_config: {field} .* is not supported; allowed: "):
+        read(tmp_path, values | {"attn_config": values["attn_config"] | {field: value}})
+
+
+def test_the_first_names_of_mpt_and_bloom_mean_the_same(tmp_path):
+    make_model("mpt").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"}, "architectures": ["MPTForCausalLM"]}
+    assert read(tmp_path, values | code) == msgspec.structs.replace(
+        read(tmp_path, values), architecture="MPTForCausalLM"
+    )
+    make_model("bloom").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    first = {"n_embed": 48, "hidden_size": 64, "num_attention_heads": 4, "n_head": None}
+    assert read(tmp_path, values | first) == read(tmp_path, values)
 
 
 def test_lists_of_equal_numbers_are_the_number(tmp_path):

@@ -111,7 +111,20 @@ def test_a_group_gives_the_bits_of_one_rank(family, degrees, checkpoints):
 @needs_kernels
 @pytest.mark.parametrize(
     "family",
-    ["phi3", "granite", "smollm3", "starcoder2", "gpt_neox", "cohere2", "apertus", "olmo-clipped", "gpt2"],
+    [
+        "phi3",
+        "granite",
+        "smollm3",
+        "starcoder2",
+        "gpt_neox",
+        "cohere2",
+        "apertus",
+        "olmo-clipped",
+        "gpt2",
+        "bloom",
+        "falcon-40b",
+        "codegen",
+    ],
 )
 def test_so_does_a_group_of_any_description(family, tmp_path):
     make_checkpoint(tmp_path, family)

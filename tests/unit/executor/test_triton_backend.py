@@ -75,6 +75,8 @@ USUAL = (
     "afmoe",
     "apertus",
     "phimoe",
+    "falcon-40b",
+    "codegen",
 )
 """Of all families, what each part of a description takes."""
 
@@ -84,6 +86,14 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
     "nemotron_h": f"{_STATE}, layers without attention or without a feed-forward",
     "llama4": "experts whose inputs are weighed",
     "gpt2": "a table of positions",
+    "opt": "a table of positions",
+    "opt-350m": "a table of positions, norms of sums",
+    "gpt_neo": "a table of positions",
+    "gpt_bigcode": "a table of positions",
+    "gpt_bigcode-heads": "a table of positions",
+    "bloom": r"scores that fall with distance \(ALiBi\)",
+    "mpt": r"scores that fall with distance \(ALiBi\)",
+    "falcon-rw": r"scores that fall with distance \(ALiBi\)",
 }
 """What the kernels lack."""
 

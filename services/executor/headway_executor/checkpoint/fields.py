@@ -37,9 +37,10 @@ class ConfigFields:
         self._names = names or {}
 
     def renamed(self, **names: str) -> "ConfigFields":
-        """The same, with fields under the names that most families give them."""
-        values = {name: self.values.get(own) for name, own in names.items()}
-        return ConfigFields(self.source, {**self.values, **values}, names)
+        """The same, with fields under the names that most families give them, as transformers reads both."""
+        values = {name: self.values[own] for name, own in names.items() if self.values.get(own) is not None}
+        own_names = {name: own for name, own in names.items() if name in values or self.values.get(name) is None}
+        return ConfigFields(self.source, {**self.values, **values}, own_names)
 
     def refuse(self, field: str, allowed: str) -> ModelFilesError:
         """Return the error for ``field``."""

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from headway_executor.models.config import AttentionConfig
 
+_LEAST = 8.0
+"""The least slope is 2 to the power of minus this."""
+
 
 class ScoreBiases(NamedTuple):
     """What is added to scaled scores: float32, ``[heads, positions]``, at the place of the key, or at its distance."""
@@ -38,14 +41,14 @@ def score_biases(attention: AttentionConfig, num_positions: int) -> ScoreBiases 
     alibi = attention.alibi
     if alibi is None:
         return None
-    positions, slopes = torch.arange(num_positions), _slopes(attention.num_heads, alibi.most)[:, None]
+    positions, slopes = torch.arange(num_positions), _slopes(attention.num_heads)[:, None]
     if alibi.is_rounded:
         return ScoreBiases((slopes.bfloat16() * positions).float() * attention.scale, is_by_distance=False)
     return ScoreBiases(-slopes * positions, is_by_distance=True)
 
 
-def _slopes(num_heads: int, most: float) -> Tensor:
-    """Of the next power of two, every second one, and then those between."""
+def _slopes(num_heads: int) -> Tensor:
+    """Those of the next power of two: every second one, and then those between."""
     count = 2 ** math.ceil(math.log2(num_heads))
-    slopes = 2.0 ** (-torch.arange(1, count + 1) * most / count)
+    slopes = 2.0 ** (-torch.arange(1, count + 1) * _LEAST / count)
     return slopes if count == num_heads else torch.cat([slopes[1::2], slopes[::2]])[:num_heads]

@@ -68,11 +68,10 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AlibiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores fall with the distance of a key, in each head at a slope of its own down from ``2 ** (-most / heads)``; see
-    ``alibi``. ``is_rounded``: slopes and biases are rounded to bfloat16, and then scaled as scores are.
+    """Scores fall with the distance of a key, in each head at a slope of its own; see ``alibi``. ``is_rounded``: slopes and
+    biases are rounded to bfloat16, and then scaled as scores are.
     """
 
-    most: float = 8.0
     is_rounded: bool = False
 
 

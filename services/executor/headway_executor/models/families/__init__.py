@@ -19,6 +19,7 @@ from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.afmoe import read_afmoe
 from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
+from headway_executor.models.families.bloom import read_bloom
 from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from headway_executor.models.families.deepseek import (
     read_deepseek_v2,
@@ -29,12 +30,16 @@ from headway_executor.models.families.deepseek import (
 )
 from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
 from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
+from headway_executor.models.families.falcon import read_falcon
 from headway_executor.models.families.gemma import read_gemma1, read_gemma2
 from headway_executor.models.families.gemma3 import read_gemma3
 from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
 from headway_executor.models.families.gpt2 import read_gpt2
+from headway_executor.models.families.gpt_bigcode import read_gpt_bigcode
+from headway_executor.models.families.gpt_neo import read_gpt_neo
 from headway_executor.models.families.gpt_neox import read_gpt_neox
 from headway_executor.models.families.gpt_oss import read_gpt_oss
+from headway_executor.models.families.gptj import read_codegen, read_gptj
 from headway_executor.models.families.granite import read_granite, read_granite_moe, read_hyperclovax
 from headway_executor.models.families.granite_hybrid import read_granite_hybrid
 from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_moe
@@ -52,8 +57,10 @@ from headway_executor.models.families.mixtures import (
     read_qwen2_moe,
     read_qwen3_moe,
 )
+from headway_executor.models.families.mpt import read_mpt
 from headway_executor.models.families.nemotron_h import read_nemotron_h
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
+from headway_executor.models.families.opt import read_opt
 from headway_executor.models.families.phi import read_phi, read_phi3, read_phimoe
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.qwen_hybrid import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
@@ -74,6 +81,8 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "AfmoeForCausalLM": read_afmoe,
     "ApertusForCausalLM": read_apertus,
     "ArceeForCausalLM": read_arcee,
+    "BloomForCausalLM": read_bloom,
+    "CodeGenForCausalLM": read_codegen,
     "Cohere2ForCausalLM": read_cohere2,
     "Cohere2MoeForCausalLM": read_cohere2_moe,
     "CohereForCausalLM": read_cohere,
@@ -85,8 +94,12 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Ernie4_5_MoeForCausalLM": read_ernie_moe,
     "Exaone4ForCausalLM": read_exaone4,
     "ExaoneMoeForCausalLM": read_exaone_moe,
+    "FalconForCausalLM": read_falcon,
     "FlexOlmoForCausalLM": read_flex_olmo,
+    "GPTBigCodeForCausalLM": read_gpt_bigcode,
     "GPT2ForCausalLM": read_gpt2,
+    "GPTJForCausalLM": read_gptj,
+    "GPTNeoForCausalLM": read_gpt_neo,
     "GPTNeoXForCausalLM": read_gpt_neox,
     "Gemma2ForCausalLM": read_gemma2,
     "Gemma3ForCausalLM": read_gemma3,
@@ -109,6 +122,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Lfm2MoeForCausalLM": read_lfm2_moe,
     "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
+    "MPTForCausalLM": read_mpt,
     "MellumForCausalLM": read_mellum,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,
@@ -116,8 +130,10 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Mistral4ForCausalLM": read_mistral4,
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
+    "MptForCausalLM": read_mpt,
     "NemotronForCausalLM": read_nemotron,
     "NemotronHForCausalLM": read_nemotron_h,
+    "OPTForCausalLM": read_opt,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
     "OlmoForCausalLM": read_olmo1,
@@ -156,6 +172,8 @@ _KNOWN_CODE = frozenset(
         "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM",
         "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         "hunyuan.HunYuanMoEV1ForCausalLM",
+        "modeling_falcon.FalconForCausalLM",
+        "modeling_mpt.MPTForCausalLM",
         "modeling_internvl_chat.InternVLChatModel",
         "modeling_minimax_m2.MiniMaxM2ForCausalLM",
         "modeling_nemotron_h.NemotronHForCausalLM",
