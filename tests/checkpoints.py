@@ -481,6 +481,22 @@ _FURTHER |= {
     ),
 }
 
+_FALCON_H1: dict[str, object] = {
+    "mamba_d_ssm": 60,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.6, 0.8],
+    "ssm_multipliers": [0.5, 0.7, 1.2, 1.5, 0.4],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "key_multiplier": 0.3,
+}
+
 _NEMOTRON_H: dict[str, object] = {
     "layers_block_type": ["moe", "linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "mlp"],
     "head_dim": 16,
@@ -514,6 +530,8 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "granitehybrid": _named(
         "GraniteMoeHybrid", num_local_experts=0, position_embedding_type="rope", **_MAMBA | {"mamba_n_groups": 1}
     ),
+    "falcon_h1": _named("FalconH1", **_FALCON_H1),
+    "falcon_h1-norms": _named("FalconH1", mamba_rms_norm=True, **_FALCON_H1 | {"mamba_d_ssm": None}),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }

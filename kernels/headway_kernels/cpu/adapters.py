@@ -32,11 +32,13 @@ class Site(IntEnum):
 
     COMPRESS = 0
     EXPAND = 1
-    QKV = 2
-    OUTPUT = 3
-    GATE_UP = 4
-    DOWN = 5
-    ROUTER = 6
+    STATE_INPUTS = 2
+    QKV = 3
+    OUTPUT = 4
+    STATE_OUTPUT = 5
+    GATE_UP = 6
+    DOWN = 7
+    ROUTER = 8
 
 
 def expert_gate_up(number: int) -> int:

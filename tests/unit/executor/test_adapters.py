@@ -60,6 +60,7 @@ FUSED = {
     "phi3": ("qkv_proj", "gate_up_proj", "o_proj"),
     "gpt_neox": ("query_key_value", "dense", "dense_4h_to_h"),
     "afmoe": ("gate_proj", "k_proj", "o_proj"),
+    "falcon_h1": ("q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "gate_proj", "down_proj"),
 }
 
 
@@ -219,11 +220,12 @@ def test_ranks_have_their_parts_of_adapters(adapted_model, family, form):
         assert group == alone
 
 
-@pytest.mark.parametrize("family", FUSED)
-def test_an_adapter_of_fused_projections(tmp_path, family):
+@pytest.mark.parametrize(("family", "kernels"), [*((family, "auto") for family in FUSED), ("falcon_h1", "eager")])
+def test_an_adapter_of_fused_projections(tmp_path, family, kernels):
     model = make_checkpoint(tmp_path / "model", family)
     adapter = write_adapter(tmp_path / "adapter", model, seed=3, targets=FUSED[family])
-    backend, info = open_backend(tmp_path / "model", adapters={"a": str(adapter)})
+    options = {"kernels": kernels}
+    backend, info = open_backend(tmp_path / "model", adapters={"a": str(adapter)}, options=options)
     requests = [Request(prompt, NUM_OUTPUT, adapter=identities(info)["a"]) for prompt in prompts()]
     BackendDriver(backend, info).run(requests, budget=64)
     merged = merge_adapter(adapter, model)

@@ -151,7 +151,7 @@ def test_ranks_share_no_layer_with_a_state(model):
 
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h"])
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1"])
 def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
     """The second of three stages has no state, the others no attention, or only some."""
     make_checkpoint(tmp_path, name)
@@ -195,6 +195,12 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("granitehybrid", "time_step_limit", [0.0, 0.1]),
         ("granitehybrid", "mamba_d_head", 7),
         ("granitehybrid", "mamba_n_heads", 5),
+        ("falcon_h1", "attention_bias", True),
+        ("falcon_h1", "projectors_bias", True),
+        ("falcon_h1", "mlp_multipliers", [1.0]),
+        ("falcon_h1", "ssm_multipliers", [1.0, 1.0, "1", 1.0, 1.0]),
+        ("falcon_h1", "mamba_n_heads", 7),
+        ("falcon_h1", "time_step_limit", [0.1, 0.2]),
         ("nemotron_h", "layers_block_type", ["mlp", "conv"]),
         ("nemotron_h", "moe_latent_size", 16),
         ("nemotron_h", "mlp_bias", True),

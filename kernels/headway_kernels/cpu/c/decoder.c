@@ -219,13 +219,13 @@ static void meet_experts(member *self, void *context, int64_t num_tokens) {
 }
 
 /* A product behind attention, or behind a state. */
-static void run_output(member *self, pass *now, const linear *with, float *results, int64_t num_tokens,
+static void run_output(member *self, pass *now, const linear *with, enum site site, float *results, int64_t num_tokens,
                        const linear *next) {
     const decoder *of = now->of;
     const rms_norm no_norm = {0};
     product output =
         product_of(&of->space.products, with, num_tokens, results, of->strides.attended, no_norm, ADD, NULL, 0);
-    output.adapters = adapters_of(now, SITE_OUTPUT);
+    output.adapters = adapters_of(now, site);
     run_adding(self, now, output, now->layer->attention_post_norm, next);
 }
 
@@ -235,10 +235,10 @@ static void run_rest_of_layer(member *self, pass *now, int64_t num_tokens, const
     const layer_weights *layer = now->layer;
     const linear *behind = layer->experts == NULL ? layer->gate_up : layer->experts->router;
     if (attends(layer))
-        run_output(self, now, layer->output, of->rows.attended, num_tokens,
+        run_output(self, now, layer->output, SITE_OUTPUT, of->rows.attended, num_tokens,
                    layer->recurrence == NULL ? behind : layer->state_output);
     if (layer->recurrence != NULL)
-        run_output(self, now, layer->state_output, results_of_state(now), num_tokens, behind);
+        run_output(self, now, layer->state_output, SITE_STATE_OUTPUT, results_of_state(now), num_tokens, behind);
     if (behind == NULL) return;
     if (layer->experts == NULL) {
         run_feed_forward(self, now, num_tokens, next);
@@ -314,7 +314,7 @@ static void run_attention(member *self, pass *now) {
         /* Behind those of attention, which writes whole panels. */
         product inputs = product_behind(self, now, layer->attention_norm, layer->state_inputs, now->step->num_tokens,
                                         STORE, inputs_of_state(now), of->strides.qkv);
-        inputs.adapters = adapters_of(now, SITE_QKV);
+        inputs.adapters = adapters_of(now, SITE_STATE_INPUTS);
         run_product(self, &inputs, layer->state_output);
     }
     if (of->shape.is_parallel) normalise_hidden(self, now, layer->mlp_norm, now->step->num_tokens);

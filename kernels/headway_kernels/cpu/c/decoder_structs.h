@@ -163,6 +163,17 @@ typedef struct {
 /* The products of a layer, in the order of an adapter's additions; those up to SITE_QKV, which latent attention has for
  * its queries, come before attention. Every layer has SITES, and behind them two for each expert, as many as the layer
  * with most experts needs: to its `gate_up`, to its `down`. */
-enum site { SITE_COMPRESS, SITE_EXPAND, SITE_QKV, SITE_OUTPUT, SITE_GATE_UP, SITE_DOWN, SITE_ROUTER, SITES };
+enum site {
+    SITE_COMPRESS,
+    SITE_EXPAND,
+    SITE_STATE_INPUTS,
+    SITE_QKV,
+    SITE_OUTPUT,
+    SITE_STATE_OUTPUT,
+    SITE_GATE_UP,
+    SITE_DOWN,
+    SITE_ROUTER,
+    SITES
+};
 
 #endif

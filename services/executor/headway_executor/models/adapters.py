@@ -33,13 +33,15 @@ from headway_proto.wording import shown
 class AdapterSite(Enum):
     """A product of a layer to which an adapter may add.
 
-    Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to what keys and values are,
+    A state has two of its own. Latent attention has four in place of ``QKV``: to queries, to what they are compressed to, to what keys and values are,
     and from there to them. A layer with experts has six in place of ``GATE_UP`` and ``DOWN``; the last two are of all experts
     that tokens choose from.
     """
 
     QKV = auto()
     OUTPUT = auto()
+    STATE_INPUTS = auto()
+    STATE_OUTPUT = auto()
     GATE_UP = auto()
     DOWN = auto()
     LATENT_QUERY = auto()
@@ -184,8 +186,11 @@ class _Fusing:
 
     def dense(self, index: int) -> dict[AdapterSite, LowRank]:
         """The projections of a layer without experts, or of its attention."""
-        names, recurrence = self._config.names, self._config.layers[index].recurrence
-        found = (self._attention(index) if recurrence is None else self._recurrence(index, recurrence)) | {
+        names, layer = self._config.names, self._config.layers[index]
+        found = self._attention(index) if layer.attends else {}
+        if layer.recurrence is not None:
+            found |= self._recurrence(index, layer.recurrence)
+        found |= {
             AdapterSite.GATE_UP: self._low_rank(index, names.gate_up, lambda tensors: tensors.gate_up(index)[0]),
             AdapterSite.DOWN: self._low_rank(
                 index, (names.down,), lambda tensors: tensors.down(index)[0], partial(self._inner, index)
@@ -203,11 +208,12 @@ class _Fusing:
         }
 
     def _recurrence(self, index: int, config: RecurrenceConfig) -> dict[AdapterSite, LowRank | None]:
-        """A state has the two products that attention has."""
         names = config.names
         return {
-            AdapterSite.QKV: self._low_rank(index, names.inputs, lambda tensors: tensors.recurrence(index).inputs()[0]),
-            AdapterSite.OUTPUT: self._low_rank(
+            AdapterSite.STATE_INPUTS: self._low_rank(
+                index, names.inputs, lambda tensors: tensors.recurrence(index).inputs()[0]
+            ),
+            AdapterSite.STATE_OUTPUT: self._low_rank(
                 index, (names.output,), lambda tensors: tensors.recurrence(index).output()[0]
             ),
         }

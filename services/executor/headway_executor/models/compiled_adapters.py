@@ -19,6 +19,12 @@ from headway_kernels.cpu.experts import padded_columns
 from headway_kernels.cpu.feed_forward import activates_in_product
 from headway_kernels.cpu.library import CpuLibrary, rounded
 
+_PLAIN = {
+    AdapterSite.STATE_INPUTS: Site.STATE_INPUTS,
+    AdapterSite.STATE_OUTPUT: Site.STATE_OUTPUT,
+    AdapterSite.DOWN: Site.DOWN,
+}
+
 
 def adapters_for(library: CpuLibrary, config: ModelConfig, part: ModelPart, dtype: torch.dtype) -> ModelAdapters:
     """The adapters of a part that the kernels run, held in ``dtype``, float32 or bfloat16."""
@@ -63,8 +69,8 @@ class _Layer:
                 yield Site.OUTPUT, _plain(self._padded(down.t()).t(), up)
             elif site == AdapterSite.GATE_UP:
                 yield Site.GATE_UP, LowRankUpdate(down, up, gated=self._is_gated_in_product)
-            elif site == AdapterSite.DOWN:
-                yield Site.DOWN, _plain(down, up)
+            elif site in _PLAIN:
+                yield _PLAIN[site], _plain(down, up)
         if self._latent is not None:
             compress = _of_parts(
                 (added.get(AdapterSite.LATENT_QUERY_IN), self._latent.query_rank or 0),

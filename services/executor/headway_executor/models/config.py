@@ -104,6 +104,21 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     alibi: AlibiConfig | None = None
 
 
+class Multipliers(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors on what projections of a layer give (of muP, Yang et al. 2022, arXiv 2203.03466): their weights are multiplied
+    while loading. Those to a state are of gates, values, keys, queries and steps.
+    """
+
+    queries: float = 1.0
+    keys: float = 1.0
+    values: float = 1.0
+    output: float = 1.0
+    to_state: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    from_state: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+
+
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs``. The kind "gated" has only the
     first three.
@@ -327,6 +342,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0
     first_position: int = 0
     scalings: Scalings = Scalings()
+    multipliers: Multipliers = Multipliers()
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool
     has_head: bool = True

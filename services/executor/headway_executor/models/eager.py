@@ -272,7 +272,7 @@ class _Loader:
         taps, bias = tensors.convolution()
         numbers = tensors.head_numbers()
         return Recurrent(
-            inputs=self._adapted(self._linear(*tensors.inputs()), place, AdapterSite.QKV),
+            inputs=self._adapted(self._linear(*tensors.inputs()), place, AdapterSite.STATE_INPUTS),
             recurrence=Recurrence(
                 recurrence,
                 len(config.recurrences(self.part.layers[:place])),
@@ -280,7 +280,7 @@ class _Loader:
                 None if numbers is None else numbers.each(self._wide),
                 config.norm.eps,
             ),
-            output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.OUTPUT),
+            output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.STATE_OUTPUT),
         )
 
     def norm(self, tensors: NormTensors) -> Product:

@@ -21,7 +21,7 @@ from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes,
 from headway_executor.models.fused_heads import by_block, by_group
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
-from headway_executor.models.recurrent_tensors import RecurrentTensors, recurrent_shapes
+from headway_executor.models.recurrent_tensors import RecurrentTensors, recurrent_shapes, times
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -460,7 +460,8 @@ class ModelTensors:
     def output(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[own_hidden, all heads * head_dim]``, and bias."""
         heads = self._channels(self._part.heads)
-        return self._back(index, self._names.output, heads, has_bias=self._config.attention.output_bias)
+        weight, bias = self._back(index, self._names.output, heads, has_bias=self._config.attention.output_bias)
+        return times(weight, self._config.multipliers.output), bias
 
     def gate_up(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[2 * own_inner, hidden]``, and bias: gates, then ups; without a gate, ``[own_inner, hidden]``."""
@@ -476,7 +477,8 @@ class ModelTensors:
         """``[own_hidden, intermediate]``, and bias."""
         feed = self._config.layers[index].feed_forward
         own = self._part.own_inner(feed.intermediate_size)
-        return self._back(index, self._names.down, own, has_bias=feed.has_bias)
+        weight, bias = self._back(index, self._names.down, own, has_bias=feed.has_bias)
+        return times(weight, self._config.multipliers.down), bias
 
     def curve(self, index: int) -> Tensor | None:
         """Of "xielu", float32, ``[3]``, or None: a, b and c of ``a x^2 + c x`` above 0, and ``b (e^x - 1 - x) + c x`` below."""
@@ -496,7 +498,7 @@ class ModelTensors:
         """Of a layer with a state."""
         recurrence = self._config.layers[index].recurrence
         assert recurrence is not None
-        return RecurrentTensors(recurrence, partial(self._read, index))
+        return RecurrentTensors(recurrence, partial(self._read, index), self._config.multipliers)
 
     def sinks(self, index: int) -> Tensor | None:
         """``[heads]``, or None."""
@@ -586,7 +588,8 @@ class ModelTensors:
         feed = self._config.layers[index].feed_forward
         count = 2 if feed.is_gated else 1
         widths, owns = (feed.intermediate_size,) * count, (self._part.own_inner(feed.intermediate_size),) * count
-        return self._parts(index, self._names.gate_up, kind, widths, owns)
+        parts = self._parts(index, self._names.gate_up, kind, widths, owns)
+        return [times(parts[0], self._config.multipliers.gate), *parts[1:]]
 
     def _qkv(self, index: int, kind: str) -> list[Tensor]:
         heads, kv_heads = self._channels(self._part.heads), self._channels(self._part.kv_heads)
@@ -608,7 +611,9 @@ class ModelTensors:
             if gates == "by_head":
                 pairs = queries.view(-1, 2, self._config.head_dim, *queries.shape[1:])
                 queries, *apart = (part.flatten(0, 1) for part in pairs.unbind(1))
-        return [self._reordered(queries), self._reordered(keys), values, *apart]
+        factors = self._config.multipliers
+        queries, keys = times(self._reordered(queries), factors.queries), times(self._reordered(keys), factors.keys)
+        return [queries, keys, times(values, factors.values), *apart]
 
     def _parts(
         self, index: int, names: Sequence[str], kind: str, widths: Sequence[int], owns: Sequence[range]

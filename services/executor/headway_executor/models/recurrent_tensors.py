@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from headway_executor.models.config import RecurrenceConfig
+from headway_executor.models.config import Multipliers, RecurrenceConfig
 from headway_kernels.states import Convolution, HeadNumbers
 
 _BY_KEY_HEAD = 2
@@ -48,11 +48,19 @@ def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
     return config.channels, config.inner, config.num_heads, config.num_heads
 
 
+def times(weight: Tensor, factor: float) -> Tensor:
+    """A weight, or the scales of one, multiplied; codes stay as they are."""
+    return weight if factor == 1 or weight.dtype == torch.uint8 else weight.float() * factor
+
+
 class RecurrentTensors:
     """Those of one layer; ``read`` takes a name behind the layer's prefix."""
 
-    def __init__(self, config: RecurrenceConfig, read: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self, config: RecurrenceConfig, read: Callable[[str], Tensor], multipliers: Multipliers | None = None
+    ) -> None:
         self._config = config
+        self._multipliers = multipliers or Multipliers()
         self._read = read
 
     def inputs(self) -> tuple[Tensor, Tensor | None]:
@@ -62,7 +70,9 @@ class RecurrentTensors:
     def output(self) -> tuple[Tensor, Tensor | None]:
         """``[hidden, inner]``, and bias."""
         name = self._config.names.output
-        return self._read(f"{name}.weight"), self._read(f"{name}.bias") if self._config.has_bias else None
+        return times(self._read(f"{name}.weight"), self._multipliers.from_state), self._read(
+            f"{name}.bias"
+        ) if self._config.has_bias else None
 
     def convolution(self) -> Convolution:
         """Of the channels in their order here."""
@@ -95,8 +105,10 @@ class RecurrentTensors:
             before, behind, values = stored[0].chunk(3)
             return torch.cat([values, before, behind])
         if config.kind == "selective":
-            gates, channels, steps = torch.split(stored[0], [config.inner, config.channels, config.num_heads])
-            return torch.cat([self._values_last(channels), gates, steps])
+            keys = config.num_key_heads * config.key_dim
+            parts = torch.split(stored[0], [config.inner, config.inner, keys, keys, config.num_heads])
+            gates, values, keys_, queries, steps = map(times, parts, self._multipliers.to_state)
+            return torch.cat([queries, keys_, values, gates, steps])
         return torch.cat(self._of_key_heads(*stored) if len(stored) == _BY_KEY_HEAD else stored)
 
     def _of_key_heads(self, most: Tensor, rest: Tensor) -> list[Tensor]:

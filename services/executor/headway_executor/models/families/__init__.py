@@ -31,6 +31,7 @@ from headway_executor.models.families.deepseek import (
 from headway_executor.models.families.ernie import read_ernie, read_ernie_moe
 from headway_executor.models.families.exaone import read_exaone4, read_exaone_moe
 from headway_executor.models.families.falcon import read_falcon
+from headway_executor.models.families.falcon_h1 import read_falcon_h1
 from headway_executor.models.families.gemma import read_gemma1, read_gemma2
 from headway_executor.models.families.gemma3 import read_gemma3
 from headway_executor.models.families.glm import read_glm, read_glm4, read_glm4_moe, read_solar_open
@@ -95,6 +96,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Exaone4ForCausalLM": read_exaone4,
     "ExaoneMoeForCausalLM": read_exaone_moe,
     "FalconForCausalLM": read_falcon,
+    "FalconH1ForCausalLM": read_falcon_h1,
     "FlexOlmoForCausalLM": read_flex_olmo,
     "GPTBigCodeForCausalLM": read_gpt_bigcode,
     "GPT2ForCausalLM": read_gpt2,
