@@ -135,6 +135,10 @@ class CellWatch:
             self._process.num_losses.update(lost)
             if len(lost) == 1:
                 self._process.num_losses_alone.update(lost)
+            if verdict.guilty is not None and (guilty := core.find(verdict.guilty)) is not None:
+                name = guilty.new.request_id
+                invariants.may_be_guilty(self._process.num_losses[name], self._process.num_losses_alone[name])
+                self._world.found_guilty.add(name)
         return verdict
 
     def follow_peer(self, before: bytes | None, heard: dict[bytes, float]) -> None:

@@ -162,8 +162,7 @@ class Client:
         self._num_ends += 1
         invariants.terminal_once(self._num_ends, who)
         answer = self.answer
-        process, name = self.world.scheduler, sequence.submission.request_id
-        if invariants.is_found_guilty(process.num_losses[name], process.num_losses_alone[name], end):
+        if invariants.is_found_guilty(sequence.submission.request_id in self.world.found_guilty, end):
             self.close()
             return
         invariants.ends_as_it_should(end.reason, len(sequence.tokens), answer.reason, len(answer.tokens), who)

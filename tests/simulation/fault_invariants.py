@@ -528,16 +528,21 @@ def ends_as_it_should(reason: str, num_tokens: int, expected: str, num_expected:
     require(ends[0] == ends[1], "ORACLE-EQUAL", f"{who} ended as {ends[0]}, not {ends[1]}")
 
 
-def is_found_guilty(num_losses: int, num_losses_alone: int, end: Finished) -> bool:
-    """Whether the brake ended a request for executors lost while it ran, which it may after so many losses, and not before.
+def may_be_guilty(num_losses: int, num_losses_alone: int) -> None:
+    """The brake ends a request for executors lost while it ran after so many losses, and not before.
 
     A request that makes no progress while the plug is pulled again and again cannot be told from one that pulls it.
     ``num_losses``: how often steps of it were lost; ``num_losses_alone``: how often with nothing beside it.
     """
-    if not end.error.startswith("the executor was lost"):
-        return False
     is_allowed = num_losses >= LEAST_LOSSES and num_losses_alone >= LOSSES_ALONE
     require(is_allowed, "ISOLATION", f"found guilty after {num_losses} losses, {num_losses_alone} of them alone")
+
+
+def is_found_guilty(was_judged: bool, end: Finished) -> bool:
+    """Whether a request ended for executors lost while it ran; then the brake has said so, also if its process is gone."""
+    if not end.error.startswith("the executor was lost"):
+        return False
+    require(was_judged, "ISOLATION", "ended as guilty, and the brake has not found it so")
     return True
 
 

@@ -101,6 +101,8 @@ class FaultWorld:
         self.digests: dict[tuple[int | None, int, int], int] = {}
         self.disturbed: set[int] = set()
         """Places with which something has been wrong."""
+        self.found_guilty: set[str] = set()
+        """Requests that a brake has ended; a client may hear of it when that scheduler is gone."""
         self.must_reopen: set[tuple[int | None, int, int]] = set()
         self.num_steps = 0
         self.num_faults = 0
