@@ -117,10 +117,10 @@ class Pair:
         else:
             is_pinned = pinned.num_blocks > 0
         is_caching = self.core.limits.enable_prefix_caching
-        assert is_pinned == (is_caching and self.specification.pool.pin(name, tenant, token_ids.tolist()))
+        assert is_pinned == (is_caching and self.specification.state.pool.pin(name, tenant, token_ids.tolist()))
 
     def unpin(self, name: str) -> None:
-        assert self.core.pinned_prefixes.unpin(name) == self.specification.pool.unpin(name)
+        assert self.core.pinned_prefixes.unpin(name) == self.specification.state.pool.unpin(name)
 
     def abort(self, origin: Origin) -> None:
         assert (self.core.abort(origin) is not None) == self.specification.abort(origin)
@@ -146,11 +146,11 @@ class Pair:
         return output is not None
 
     def update(self, draw_token: "np.random.Generator") -> bool:
-        if not self.specification.in_flight:
+        if not self.specification.state.in_flight:
             return False
         rows = self.specification.sampling_rows()
         sampled = draw_token.integers(0, VOCAB_SIZE, size=len(rows)).tolist()
-        step = self.specification.in_flight[0].number
+        step = self.specification.state.in_flight[0].number
         digest = self.core._epoch.in_flight[0].digest
         assert (digest is not None) == (step % DIGEST_INTERVAL_STEPS == 0)
         accepted = self._accept(draw_token)
@@ -177,7 +177,7 @@ class Pair:
     def _accept(self, rng: np.random.Generator) -> dict[int, tuple[int, list[int]]]:
         """For each row that speculates: how many tokens it proposed, and those that were right with the draw behind them."""
         accepted = {}
-        for row, most in self.specification.in_flight[0].speculating.items():
+        for row, most in self.specification.state.in_flight[0].speculating.items():
             num_proposed = int(rng.integers(0, most + 1))
             num_accepted = int(rng.integers(0, num_proposed + 1)) if rng.random() < self.acceptance else 0
             accepted[row] = num_proposed, rng.integers(0, VOCAB_SIZE, size=num_accepted).tolist()
@@ -187,22 +187,22 @@ class Pair:
         core, specification = self.core, self.specification
         tables = [core.rows.blocks_of(row) for row in core.rows.live_rows().tolist()]
         core.pool.check(np.concatenate(tables) if tables else np.empty(0, dtype=np.intp))
-        assert core.pool.num_free == specification.pool.num_free
-        assert core.pool.num_fenced == len(specification.pool.fenced)
-        assert core.cache.num_cached == len(specification.pool.cache)
-        worth = Counter(map(specification.pool.worth, specification.pool.chain_of))
+        assert core.pool.num_free == specification.state.pool.num_free
+        assert core.pool.num_fenced == len(specification.state.pool.fenced)
+        assert core.cache.num_cached == len(specification.state.pool.cache)
+        worth = Counter(map(specification.state.pool.worth, specification.state.pool.chain_of))
         assert core.cache.num_worth() == [worth[level] for level in range(3)]
         for pin in core.pinned_prefixes.list():
-            assert pin.num_resident_blocks == len(specification.pool.resident[pin.name])
-        assert core.counters.num_evicted_blocks == specification.pool.num_evicted
-        assert core.counters.num_prefix_hit_tokens == specification.num_hit_tokens
-        assert core.num_running == len(specification.running)
-        assert core.num_waiting == len(specification.waiting)
+            assert pin.num_resident_blocks == len(specification.state.pool.resident[pin.name])
+        assert core.counters.num_evicted_blocks == specification.state.pool.num_evicted
+        assert core.counters.num_prefix_hit_tokens == specification.state.num_hit_tokens
+        assert core.num_running == len(specification.state.running)
+        assert core.num_waiting == len(specification.state.waiting)
         for lane in core.lanes:
             decoding = lane.indices()
             num_context_tokens = core.rows.num_computed_tokens[decoding].sum()
             assert lane.shape() == (len(decoding), len(decoding), num_context_tokens, 0)
-        assert core.counters.num_preemptions == specification.num_preemptions
+        assert core.counters.num_preemptions == specification.state.num_preemptions
 
 
 @st.composite

@@ -14,7 +14,7 @@ One rule: each step hands out tokens from one budget so that a request's ``num_c
 - ``step.sending`` sends the plan; ``step.answers`` takes in the answer.
 
 Cost follows change, not size: only array operations touch a row that decodes, until its *due tick*, the step (of its
-lane) in which it needs a block or has nothing left to compute. Property tests hold this equal to ``tests/specification.py``.
+lane) in which it needs a block or has nothing left to compute. Property tests hold this equal to ``tests/specification``.
 
 With several steps in flight:
 
