@@ -593,11 +593,12 @@ def make_checkpoint(directory: Path, name: str, *, seed: int = 0, max_shard_size
 def change_head(directory: Path, kind: str) -> None:
     """Store a head in a tied checkpoint: "other" than the embedding, the "same", or "alone", without an embedding.
 
-    "bare" stores none, and names the decoder's tensors without ``model.`` in front.
+    "bare" stores none, and names the decoder's tensors without ``model.`` or ``transformer.`` in front.
     """
     tensors = load_file(directory / "model.safetensors")
     if kind == "bare":
-        bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        fronts = ("model.", "transformer.")
+        bare = {name[len(next(filter(name.startswith, fronts), "")) :]: tensor for name, tensor in tensors.items()}
         save_file(bare, directory / "model.safetensors", metadata={"format": "pt"})
         return
     embedding = tensors["model.embed_tokens.weight"]

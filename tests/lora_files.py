@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
@@ -45,8 +46,9 @@ def write_adapter(
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.randn(outputs, ranks, generator=generator) * strength
 
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear):
-            add(name, *module.weight.shape)
+        if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear | Conv1D):
+            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+            add(name, *weight.shape)
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
         if name.endswith(parameters) and parameters and parameter.dim() == 2:
@@ -156,7 +158,7 @@ def _merge(model: PreTrainedModel, name: str, down: torch.Tensor, up: torch.Tens
         return
     module = model.get_submodule(name.removesuffix(".base_layer"))
     if not hasattr(module, "gate_up_proj"):
-        module.weight += up @ down
+        module.weight += (up @ down).t() if isinstance(module, Conv1D) else up @ down
         return
     parameter = _outputs_first(model, getattr(module, _stacked_parameter(name, config)))
     count = len(parameter)

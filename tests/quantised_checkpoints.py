@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LINEAR = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")
+LINEAR = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "c_attn.weight", "c_fc.weight")
 """How the names of weights end that are quantised."""
 
 GROUP = 32

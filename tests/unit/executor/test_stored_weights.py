@@ -141,6 +141,59 @@ def test_a_quantised_model_gives_the_logits_of_its_reference(tmp_path, sizes, ki
         assert torch.equal(found.argmax(-1), exact.argmax(-1))
 
 
+_GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 96,
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+}
+
+
+def turn(directory):
+    """Store weights of layers the other way round."""
+    tensors = load_file(directory / "model.safetensors")
+    turned = {name: tensor.t().contiguous() if name.endswith(LINEAR) else tensor for name, tensor in tensors.items()}
+    save_file(turned, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["awq", "w8a16", "gptq-act-order", "nf4"])
+def test_codes_of_weights_have_outputs_first_even_of_a_model_that_has_inputs_first(tmp_path, kind):
+    model = tmp_path / "model"
+    write_checkpoint(model, **_GPT2)
+    turn(model)
+    reference = quantise(model, kind)
+    turn(reference)
+    sequences = Sequences(num_rows=2, length=20, vocab_size=96, block_size=8)
+    spans = [Span(row, 0, 20) for row in range(2)]
+    library = load_library()
+    runs = [eager_model(directory, sequences) for directory in (reference, model)]
+    if library is not None:
+        runs.append(compiled_model(model, library, sequences))
+    exact, *found = [sequences.logits_of_all_tokens(run, spans) for run in runs]
+    for logits in found:
+        torch.testing.assert_close(logits, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_with_inputs_first_are_all_codes_or_none(tmp_path):
+    model = tmp_path / "model"
+    write_checkpoint(model, **_GPT2)
+    turn(model)
+    quantise(model, "nf4")
+    tensors = load_file(model / "model.safetensors")
+    base = "transformer.h.1.mlp.c_proj.weight"
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(base)}
+    save_file(kept | {base: torch.zeros(64, 96)}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelFilesError, match=rf"{base} is not quantised, though others are; allowed with GPT2LMHeadModel"
+    ):
+        eager_model(model, Sequences(num_rows=1, length=8, vocab_size=96, block_size=8))
+
+
 @pytest.mark.skipif(load_library() is None, reason="no CPU kernels that run here")
 @pytest.mark.parametrize(
     ("kind", "settings", "form"),
