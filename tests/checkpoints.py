@@ -532,6 +532,19 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "falcon_h1": _named("FalconH1", **_FALCON_H1),
     "falcon_h1-norms": _named("FalconH1", mamba_rms_norm=True, **_FALCON_H1 | {"mamba_d_ssm": None}),
+    "bamba": _named(
+        "Bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=20, mlp_bias=True
+    ),
+    "mamba2": _named(
+        "Mamba2",
+        num_heads=8,
+        head_dim=12,
+        n_groups=2,
+        state_size=20,
+        use_bias=True,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    ),
     "nemotron_h": _named("NemotronH", **_NEMOTRON_H),
     "granitehybrid-experts": _named("GraniteMoeHybrid", num_local_experts=6, num_experts_per_tok=2, **_MAMBA),
 }

@@ -27,7 +27,7 @@ LLAMA = {
     "eos_token_id": 2,
 }
 _MINIMAX_CODE = "modeling_minimax_m2.MiniMaxM2ForCausalLM"
-NAME_THETA = {"mellum", "cohere2_moe", "cohere2_moe-sigmoid", "granitehybrid-experts", "nemotron_h"}
+NAME_THETA = {"mellum", "cohere2_moe", "cohere2_moe-sigmoid", "granitehybrid-experts", "nemotron_h", "mamba2"}
 """Their files have to, or they have no positions."""
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 
@@ -45,8 +45,9 @@ def test_agrees_with_transformers_on_every_family(tmp_path, name):
     theirs = AutoConfig.from_pretrained(tmp_path)
     ours = read_model_config(tmp_path)
     assert ours.architecture == theirs.architectures[0]
-    assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+    num_heads = getattr(theirs, "num_attention_heads", 1)
+    assert ours.num_heads == num_heads
+    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", num_heads)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
     # Those of OLMo and OPT are not in their configuration.

@@ -151,7 +151,7 @@ def test_ranks_share_no_layer_with_a_state(model):
 
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
-@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1"])
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid", "nemotron_h", "falcon_h1", "mamba2"])
 def test_stages_have_the_states_of_their_own_layers(tmp_path, name, kernels):
     """The second of three stages has no state, the others no attention, or only some."""
     make_checkpoint(tmp_path, name)
@@ -201,6 +201,12 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("falcon_h1", "ssm_multipliers", [1.0, 1.0, "1", 1.0, 1.0]),
         ("falcon_h1", "mamba_n_heads", 7),
         ("falcon_h1", "time_step_limit", [0.1, 0.2]),
+        ("bamba", "attn_rotary_emb", 4),
+        ("bamba", "partial_rotary_factor", 1.0),
+        ("bamba", "attn_layer_indices", [9]),
+        ("mamba2", "num_heads", 6),
+        ("mamba2", "hidden_act", "gelu"),
+        ("mamba2", "n_groups", 3),
         ("nemotron_h", "layers_block_type", ["mlp", "conv"]),
         ("nemotron_h", "moe_latent_size", 16),
         ("nemotron_h", "mlp_bias", True),

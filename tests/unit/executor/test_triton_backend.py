@@ -83,7 +83,7 @@ USUAL = (
 
 _STATE = "layers with a state instead of attention"
 REFUSED = dict.fromkeys(STATES, _STATE) | {
-    "nemotron_h": f"{_STATE}, layers without attention or without a feed-forward",
+    **dict.fromkeys(("nemotron_h", "mamba2"), f"{_STATE}, layers without attention or without a feed-forward"),
     "llama4": "experts whose inputs are weighed",
     "gpt2": "a table of positions",
     "opt": "a table of positions",

@@ -18,6 +18,7 @@ from headway_executor.checkpoint.fields import CONFIG_FILE, GENERATION_CONFIG_FI
 from headway_executor.models.config import ModelConfig
 from headway_executor.models.families.afmoe import read_afmoe
 from headway_executor.models.families.apertus import read_apertus
+from headway_executor.models.families.bamba import read_bamba
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
 from headway_executor.models.families.bloom import read_bloom
 from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
@@ -47,6 +48,7 @@ from headway_executor.models.families.hunyuan import read_hunyuan, read_hunyuan_
 from headway_executor.models.families.lfm2 import read_lfm2, read_lfm2_moe
 from headway_executor.models.families.llama import read_arcee, read_cwm, read_helium, read_llama, read_seed_oss
 from headway_executor.models.families.llama4 import read_llama4
+from headway_executor.models.families.mamba2 import read_mamba2
 from headway_executor.models.families.mistral import read_ministral, read_ministral3, read_mistral
 from headway_executor.models.families.mixtures import (
     read_dots1,
@@ -84,6 +86,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "ArceeForCausalLM": read_arcee,
     "BloomForCausalLM": read_bloom,
     "CodeGenForCausalLM": read_codegen,
+    "BambaForCausalLM": read_bamba,
     "Cohere2ForCausalLM": read_cohere2,
     "Cohere2MoeForCausalLM": read_cohere2_moe,
     "CohereForCausalLM": read_cohere,
@@ -125,6 +128,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "Llama4ForCausalLM": read_llama4,
     "LlamaForCausalLM": read_llama,
     "MPTForCausalLM": read_mpt,
+    "Mamba2ForCausalLM": read_mamba2,
     "MellumForCausalLM": read_mellum,
     "MiniMaxM2ForCausalLM": read_minimax_m2,
     "Ministral3ForCausalLM": read_ministral3,

@@ -3,7 +3,8 @@
 import msgspec
 
 from headway_executor.checkpoint.fields import ConfigFields
-from headway_executor.models.config import ModelConfig, Multipliers, RecurrenceConfig, Scalings, TensorNames
+from headway_executor.models.config import ModelConfig, Multipliers, RecurrenceConfig, Scalings
+from headway_executor.models.families.bamba import BAMBA_NAMES
 from headway_executor.models.families.mamba import read_state
 from headway_executor.models.families.reading import (
     num_layers_of,
@@ -15,12 +16,6 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 
-_NAMES = TensorNames(
-    final_norm="model.final_layernorm",
-    mlp_norm="pre_ff_layernorm",
-    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-    down="feed_forward.down_proj",
-)
 _TO_STATE, _IN_MLP = 5, 2
 """Multipliers in a list."""
 
@@ -43,7 +38,7 @@ def read_falcon_h1(fields: ConfigFields) -> ModelConfig:
         multipliers=_multipliers(fields),
         recurrences=[_state(fields)] * num_layers,
         attends=[True] * num_layers,
-        names=_NAMES,
+        names=BAMBA_NAMES,
     )
 
 

@@ -57,3 +57,26 @@ def read_state(fields: ConfigFields, inner: int | None = None, *, key_dim: int =
         has_convolution_bias=fields.flag("mamba_conv_bias", default=True),
         names=names_behind(prefix),
     )
+
+
+def read_plain_state(
+    fields: ConfigFields, *, heads: tuple[str, int], value_dim: tuple[str, int], key_dim: tuple[str, int]
+) -> RecurrenceConfig:
+    """From fields without such a beginning; those that differ by their names and defaults."""
+    refuse_bounds_of_steps(fields)
+    num_heads, groups = fields.integer(*heads), fields.integer("n_groups", 8)
+    if num_heads % groups:
+        raise fields.refuse(heads[0], f"a multiple of n_groups, {groups}")
+    width = fields.integer(*value_dim)
+    return RecurrenceConfig(
+        kind="selective",
+        taps=fields.integer("conv_kernel", 4, low=2),
+        num_heads=num_heads,
+        num_key_heads=groups,
+        key_dim=fields.integer(*key_dim),
+        value_dim=width,
+        norm_dim=num_heads * width // groups,
+        has_bias=fields.flag("use_bias", default=False),
+        has_convolution_bias=fields.flag("use_conv_bias", default=True),
+        names=names_behind("mixer"),
+    )

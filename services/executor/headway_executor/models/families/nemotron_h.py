@@ -10,10 +10,9 @@ from headway_executor.models.config import (
     FeedForwardConfig,
     ModelConfig,
     NormConfig,
-    RecurrenceConfig,
     TensorNames,
 )
-from headway_executor.models.families.mamba import names_behind, refuse_bounds_of_steps
+from headway_executor.models.families.mamba import read_plain_state
 from headway_executor.models.families.reading import (
     FULL,
     LINEAR,
@@ -51,7 +50,10 @@ _EXPERT_NAMES = ExpertNames(
 
 
 def read_nemotron_h(fields: ConfigFields) -> ModelConfig:
-    """``NemotronHForCausalLM``; the kinds of its layers say how many there are."""
+    """``NemotronHForCausalLM``; the kinds of its layers say how many there are.
+
+    Steps are as in training: transformers bounds those of prompts by ``time_step_min``, but not those behind.
+    """
     kinds = _kinds(fields)
     fields = ConfigFields(fields.source, dict(fields.values) | {"num_hidden_layers": len(kinds)})
     for field in ("attention_bias", "mamba_proj_bias"):
@@ -67,7 +69,10 @@ def read_nemotron_h(fields: ConfigFields) -> ModelConfig:
         has_bias=fields.flag("mlp_bias", default=False),
     )
     sparse = _experts(fields, dense) if _SPARSE in kinds else _NOTHING
-    feeds, state = {_DENSE: dense, _SPARSE: sparse}, _state(fields)
+    feeds = {_DENSE: dense, _SPARSE: sparse}
+    state = read_plain_state(
+        fields, heads=("mamba_num_heads", 128), value_dim=("mamba_head_dim", 64), key_dim=("ssm_state_size", 128)
+    )
     return read_model(
         fields,
         default_context=4096,
@@ -108,25 +113,4 @@ def _experts(fields: ConfigFields, dense: FeedForwardConfig) -> FeedForwardConfi
     )
     return msgspec.structs.replace(
         dense, intermediate_size=fields.integer("moe_intermediate_size", 7688), experts=experts
-    )
-
-
-def _state(fields: ConfigFields) -> RecurrenceConfig:
-    """Steps are as in training: transformers bounds those of prompts by ``time_step_min``, but not those behind."""
-    refuse_bounds_of_steps(fields)
-    heads, groups = fields.integer("mamba_num_heads", 128), fields.integer("n_groups", 8)
-    if heads % groups:
-        raise fields.refuse("mamba_num_heads", f"a multiple of n_groups, {groups}")
-    value_dim = fields.integer("mamba_head_dim", 64)
-    return RecurrenceConfig(
-        kind="selective",
-        taps=fields.integer("conv_kernel", 4, low=2),
-        num_heads=heads,
-        num_key_heads=groups,
-        key_dim=fields.integer("ssm_state_size", 128),
-        value_dim=value_dim,
-        norm_dim=heads * value_dim // groups,
-        has_bias=fields.flag("use_bias", default=False),
-        has_convolution_bias=fields.flag("use_conv_bias", default=True),
-        names=names_behind("mixer"),
     )
