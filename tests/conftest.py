@@ -1,5 +1,6 @@
 """Fixtures for tests in several folders."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -11,6 +12,13 @@ if not Path("/dev/nvidiactl").exists():
     # Before anything imports a Triton kernel: without a device, they are interpreted. The check of a device says 0.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+with contextlib.suppress(ImportError):  # a host with a device may lack it, and runs the tests that need none
+    from hypothesis import settings
+
+    # How long an example takes says more of the other processes than of it.
+    settings.register_profile("headway", deadline=None)
+    settings.load_profile("headway")
 
 _SETTINGS_OF_PLUGINS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
 

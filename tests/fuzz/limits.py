@@ -21,7 +21,6 @@ def examples(count: int = 100) -> hypothesis.settings:
     """Settings of a fuzz test: the same examples in every run, unless it is asked for more."""
     return hypothesis.settings(
         max_examples=count * FACTOR,
-        deadline=None,
         derandomize=FACTOR == 1,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],

@@ -202,7 +202,7 @@ def roundings(library, inputs):
     return 6 * -(-inputs // 32) + 17 + 2 + 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     outputs=st.integers(1, 100),
     inputs=st.one_of(st.integers(1, 100), st.integers(500, 1600)),

@@ -182,6 +182,5 @@ TestAnyHistoryEndsWell = AnyHistory.TestCase
 TestAnyHistoryEndsWell.settings = settings(
     max_examples=100 * FACTOR,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -279,7 +279,7 @@ def random_prefix(rng: np.random.Generator, max_model_len: int) -> Int32Array:
     return prefix
 
 
-@settings(max_examples=150 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150 * FACTOR, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 # A request was compared with others by a token that it had when it was shorter, and nobody waited for its prefix.
 @example(
@@ -404,7 +404,7 @@ def test_core_equals_specification(workload: tuple[SchedulerLimits, ExecutorCapa
     assert pair.core.pool.num_free == capacity.num_blocks
 
 
-@settings(max_examples=60 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60 * FACTOR, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), st.sampled_from([0, 15, 25, 40, 100]), st.sampled_from([0.0, 0.1, 1e9]))
 # Prompts ran in each lane in turn, took the blocks that they gave up in the lane before, and no lane ever decoded.
 @example(

@@ -29,7 +29,7 @@ WORKLOADS: dict[str, Lengths] = {
 }
 
 
-@settings(max_examples=100 * FACTOR, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 * FACTOR, suppress_health_check=[HealthCheck.too_slow])
 @given(
     limits=st.builds(
         SchedulerLimits,

@@ -66,7 +66,7 @@ class Algorithm1:
         return batch  # 28
 
 
-@settings(max_examples=150 * FACTOR, deadline=None)
+@settings(max_examples=150 * FACTOR)
 @given(
     n_workers=st.integers(1, 4),
     max_bs=st.integers(1, 6),

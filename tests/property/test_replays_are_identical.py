@@ -36,6 +36,5 @@ TestReplaysAreIdentical = AnyRecordedHistory.TestCase
 TestReplaysAreIdentical.settings = settings(
     max_examples=25 * FACTOR,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -30,7 +30,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 FURTHER = [1, 2, 5, 16, 64, 300]
 
 
-@settings(max_examples=60 * FACTOR, deadline=None)
+@settings(max_examples=60 * FACTOR)
 @given(SEEDS, st.sampled_from([4, 512]))
 def test_output_lengths(seed: int, half_life: int) -> None:
     rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ def test_output_lengths(seed: int, half_life: int) -> None:
             assert chances[0].tolist() == specified.chances_to_go_on(curves[1], age, limit, FURTHER)
 
 
-@settings(max_examples=60 * FACTOR, deadline=None)
+@settings(max_examples=60 * FACTOR)
 @given(SEEDS, st.sampled_from([1, 2, 4, 16, 64]), st.integers(1, 4000))
 def test_memory_forecast(seed: int, block_size: int, max_tokens: int) -> None:
     rng = np.random.default_rng(seed)
@@ -106,7 +106,7 @@ def learned_steps(
     return rng, core, specified
 
 
-@settings(max_examples=60 * FACTOR, deadline=None)
+@settings(max_examples=60 * FACTOR)
 @given(SEEDS)
 def test_step_times(seed: int) -> None:
     rng, core, specified = learned_steps(seed)
@@ -118,7 +118,7 @@ def test_step_times(seed: int) -> None:
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-9)
 
 
-@settings(max_examples=60 * FACTOR, deadline=None)
+@settings(max_examples=60 * FACTOR)
 @given(SEEDS, st.sampled_from([1, 3, 8]))
 def test_speculation(seed: int, most: int) -> None:
     rng, step_times, specified_times = learned_steps(seed)

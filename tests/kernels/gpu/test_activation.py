@@ -20,7 +20,7 @@ TOLERANCE = {
 DTYPES = st.sampled_from(sorted(TOLERANCE, key=str))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(0, 4),
     width=st.integers(1, 70) | st.integers(BLOCK - 2, BLOCK + 2),

@@ -59,13 +59,13 @@ def shapes(draw, head_dims, longest, max_kv_heads):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(shape=shapes(head_dims=[8, 12, 16], longest=150, max_kv_heads=2))
 def test_matches_reference_with_tiny_heads(shape, kernel_device):
     check(shape, kernel_device)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(shape=shapes(head_dims=[64, 80, 96, 128], longest=70, max_kv_heads=1))
 def test_matches_reference_with_usual_heads(shape, kernel_device):
     check(shape, kernel_device)

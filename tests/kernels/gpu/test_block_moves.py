@@ -136,7 +136,7 @@ def planned(kernel, layers, host, num_pairs):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     data=st.data(),
     threads=st.sampled_from([1, 2, 5, 32, block_moves.THREADS]),

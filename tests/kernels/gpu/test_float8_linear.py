@@ -29,7 +29,7 @@ def multiply(x, weight, bias=None, tilings=module.FLOAT8_TILINGS):
     return out[:-1, : weight.num_outputs]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(0, 5) | st.sampled_from((64, 65, 130, 260)),
     num_outputs=st.integers(1, 140),

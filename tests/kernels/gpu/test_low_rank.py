@@ -50,7 +50,7 @@ def added(x, out, adapters, of_tokens, site=1):
     return wide[:-1, : out.shape[1]]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     of_tokens=st.lists(st.sampled_from((-1, 0, 1, 2)), min_size=1, max_size=40),
     ranks=st.tuples(*[st.integers(1, MOST_RANK)] * 3),

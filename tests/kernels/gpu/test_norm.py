@@ -28,7 +28,7 @@ def padded(seed, shape, dtype, device, spare):
     return whole.to(device, dtype)[:, : shape[1]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(0, 4),
     width=st.integers(1, 300),
@@ -50,7 +50,7 @@ def test_equals_the_oracle(kernel_device, num_tokens, width, spare, dtype, adds,
     assert out[:, width:].isnan().all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(0, 4),
     width=st.integers(2, 300),

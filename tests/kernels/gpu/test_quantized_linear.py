@@ -59,7 +59,7 @@ def test_numbers_too_small_to_divide_by_give_numbers():
         assert scales.isfinite().all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(0, 20) | st.sampled_from((64, 65, 130, 260)),
     num_outputs=st.integers(1, 140),
@@ -81,7 +81,7 @@ def test_equals_the_oracle(kernel_device, num_tokens, num_outputs, num_inputs, s
     torch.testing.assert_close(multiply(x, weight, bias), expected, **TOLERANCE[dtype])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     form=st.sampled_from(CodeForm),
     num_tokens=st.sampled_from((1, 3, 20, 70)),

@@ -41,7 +41,7 @@ def tables(head_dim, device):
     return rotation, rotation.real.contiguous(), rotation.imag.contiguous()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     data=st.data(),
     num_tokens=st.integers(0, 4),

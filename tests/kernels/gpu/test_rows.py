@@ -39,7 +39,7 @@ def stores(device, block_size):
     return token_store, tables
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     index=st.lists(st.integers(-1, 4), max_size=4),
     width=st.integers(1, 40) | st.integers(CHANNELS_PER_PROGRAM - 1, CHANNELS_PER_PROGRAM + 1),
@@ -54,7 +54,7 @@ def test_gather_rows(kernel_device, index, width, dtype):
     assert torch.equal(out, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     data=st.data(),
     counts=COUNTS,
@@ -79,7 +79,7 @@ def test_expand_rows(kernel_device, data, counts, block_size, padding_entries, p
         assert torch.equal(output, wanted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), counts=COUNTS, padding_tokens=st.integers(0, 3))
 def test_apply_edits(kernel_device, data, counts, padding_tokens):
     token_store, tables = stores(kernel_device, 5)
@@ -103,7 +103,7 @@ def test_apply_edits(kernel_device, data, counts, padding_tokens):
     assert torch.equal(tables, expected[1])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     places=st.lists(st.tuples(st.integers(-1, MAX_ROWS - 1), st.integers(0, 19)), unique=True, max_size=6),
     data=st.data(),

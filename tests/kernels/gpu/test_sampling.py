@@ -144,7 +144,7 @@ logits_of = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=30 if INTERPRETED else 300, derandomize=True)
+@settings(max_examples=30 if INTERPRETED else 300, derandomize=True)
 @given(logits_of, st.lists(sampling_params, min_size=3, max_size=3), st.sampled_from(["", "nan", "inf", "excluded"]))
 def test_kernels_follow_the_rule_and_the_torch_sampler(kernel_device, logits, params, damage):
     logits[2, 1] = {"nan": torch.nan, "inf": torch.inf}.get(damage, -torch.inf)
@@ -164,7 +164,7 @@ def test_kernels_follow_the_rule_and_the_torch_sampler(kernel_device, logits, pa
     assert drawn.token_ids.tolist() == token_ids
 
 
-@settings(deadline=None, max_examples=4 if INTERPRETED else 100, derandomize=True)
+@settings(max_examples=4 if INTERPRETED else 100, derandomize=True)
 @given(logits_of, st.lists(sampling_params, min_size=3, max_size=3))
 def test_a_row_draws_the_same_in_any_company_and_variant(kernel_device, logits, params):
     batch = make_batch(kernel_device, logits, params)

@@ -50,7 +50,7 @@ def expected_of(x, numbers, bias, gate):
     return gated
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     num_tokens=st.sampled_from((1, 2, 15, 16, 17, 33, 63, 64)),
     half_outputs=st.integers(1, 70),
@@ -75,7 +75,7 @@ def test_equals_the_oracle(kernel_device, num_tokens, half_outputs, num_inputs, 
     torch.testing.assert_close(multiply(x, dense(weight), bias, gate), expected, **tolerance)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     form=st.sampled_from(CodeForm),
     num_tokens=st.sampled_from((1, 16, 17, 64)),

@@ -357,7 +357,7 @@ def draw_step(data, reference: Reference, number: int) -> SchedulerOutput:
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_the_state_equals_a_plain_reference_over_random_diffs(data):
     state, reference = BatchState(INFO), Reference()
@@ -370,7 +370,7 @@ def test_the_state_equals_a_plain_reference_over_random_diffs(data):
         assert state.live_rows.tolist() == sorted(reference.rows)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_damaged_diff_is_refused_or_leaves_a_consistent_batch(data):
     """Whatever integers arrive: either ``ImpossibleDiff``, or rows within bounds covered by their blocks."""

@@ -272,7 +272,7 @@ def run_histories(count):
         run_history(seed)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, 1 << 40))
 def test_every_conflict_is_ordered_and_independent_moves_do_not_wait(seed):
     run_history(seed)

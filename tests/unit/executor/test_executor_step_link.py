@@ -278,7 +278,7 @@ def with_faults(frames: list[bytes], faults) -> list[bytes]:
     return frames
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(faults=wire_faults, lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4))
 def test_no_damage_to_the_wire_executes_a_wrong_step(faults, lengths):
     """Whatever is lost, doubled, reordered or damaged: within each epoch exactly steps 0, 1, 2, ... are executed, with

@@ -93,7 +93,7 @@ def test_a_step_without_rows_has_no_size():
     assert shape_of(step([], [], [], [])) == StepShape(0, 0, 0, has_decodes=False, has_chunks=False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_rows_on_the_device_are_what_the_edits_make_of_them(data):
     rows = DeviceRows(InterpretedRuntime(), max_num_rows=4, max_model_len=24, block_size=4)

@@ -55,7 +55,7 @@ swaps = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(swaps, max_size=5), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_blocks_come_back_as_they_went(steps, dtype):
     check_moves(make_pool(dtype), steps)
@@ -65,7 +65,7 @@ def test_blocks_come_back_as_they_went(steps, dtype):
     "device",
     [CPU, pytest.param(CUDA, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))],
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(swaps, max_size=5), st.integers(1, 4))
 def test_blocks_come_back_through_staging_in_parts(device, steps, in_one_go):
     """As beside a GPU, whose transfers need whole pieces of memory; a CPU can do it too."""

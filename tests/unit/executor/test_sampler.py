@@ -181,7 +181,7 @@ sampling_params = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(sampling_params, min_size=2, max_size=9), st.integers(0, 1 << 30), st.sampled_from([37, 1031]))
 def test_a_row_draws_the_same_whatever_shares_its_batch(params, logits_seed, vocab_size):
     """Bit for bit: the token, the log probabilities and the alternatives, also at tied logits."""

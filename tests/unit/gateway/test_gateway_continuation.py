@@ -72,7 +72,7 @@ WHOLE_CHARACTERS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     tokens=WHOLE_CHARACTERS.map(lambda groups: [token for group in groups for token in group]),
     stops=st.lists(st.sampled_from(["ab", "bab", "aa", "🙂", "b🙂a", " "]), max_size=3, unique=True).map(tuple),

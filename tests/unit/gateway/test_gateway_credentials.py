@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway_gateway.access.credentials import SOLE_CALLER, TokenFile, TokenTable, parse_tokens
@@ -133,7 +133,6 @@ lines = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(lines=st.one_of(st.lists(lines, min_size=1, max_size=4), st.lists(words, min_size=1, max_size=1)))
 def test_no_beginning_of_a_file_grants_what_the_whole_does_not(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]

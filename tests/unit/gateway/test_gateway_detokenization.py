@@ -91,7 +91,7 @@ def test_the_exact_detokenizer_is_chosen_where_it_is_right():
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_deltas_joined_equal_whole_decoding_for_any_tokens(name, data):
     tokenizer = TOKENIZERS[name]()
@@ -110,7 +110,7 @@ def test_deltas_joined_equal_whole_decoding_for_any_tokens(name, data):
 
 
 @pytest.mark.parametrize("name", ["byte level", "demo"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(max_size=60))
 def test_any_text_goes_in_and_comes_out_intact(name, text):
     tokenizer = TOKENIZERS[name]()

@@ -486,7 +486,7 @@ FAULTS = (
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(faults=st.lists(st.sampled_from(FAULTS), max_size=100))
 def test_every_stream_is_exact_whatever_the_network_and_the_scheduler_do(faults):
     network = FaultyNetwork()
