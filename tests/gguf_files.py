@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+import gguf_older
 import gguf_states
 from checkpoints import CONTEXT, VOCAB_SIZE, randomise, small_sizes, tokenizer
 
@@ -253,55 +254,59 @@ FURTHER: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-FURTHER |= gguf_states.MODELS
+FURTHER |= gguf_states.MODELS | gguf_older.MODELS
 MODELS |= FURTHER
 """By name: the family in transformers' words, and its configuration."""
 
-_ARCHITECTURES = {
-    "Llama": MODEL_ARCH.LLAMA,
-    "Mixtral": MODEL_ARCH.LLAMA,
-    "Qwen2": MODEL_ARCH.QWEN2,
-    "Qwen3": MODEL_ARCH.QWEN3,
-    "Qwen2Moe": MODEL_ARCH.QWEN2MOE,
-    "Qwen3Moe": MODEL_ARCH.QWEN3MOE,
-    "Olmoe": MODEL_ARCH.OLMOE,
-    "GptOss": MODEL_ARCH.GPT_OSS,
-    "DeepseekV2": MODEL_ARCH.DEEPSEEK2,
-    "DeepseekV3": MODEL_ARCH.DEEPSEEK2,
-    "Llama4": MODEL_ARCH.LLAMA4,
-    "Ministral3": MODEL_ARCH.MISTRAL3,
-    "Gemma2": MODEL_ARCH.GEMMA2,
-    "Gemma3": MODEL_ARCH.GEMMA3,
-    "Phi3": MODEL_ARCH.PHI3,
-    "Olmo2": MODEL_ARCH.OLMO2,
-    "Granite": MODEL_ARCH.GRANITE,
-    "SmolLM3": MODEL_ARCH.SMOLLM3,
-    "Starcoder2": MODEL_ARCH.STARCODER2,
-    "GPTNeoX": MODEL_ARCH.GPTNEOX,
-    "Cohere2": MODEL_ARCH.COHERE2,
-    "Gemma": MODEL_ARCH.GEMMA,
-    "Olmo": MODEL_ARCH.OLMO,
-    "Olmo3": MODEL_ARCH.OLMO2,
-    "Exaone4": MODEL_ARCH.EXAONE4,
-    "Arcee": MODEL_ARCH.ARCEE,
-    "SeedOss": MODEL_ARCH.SEED_OSS,
-    "Ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "Ernie4_5_Moe": MODEL_ARCH.ERNIE4_5_MOE,
-    "HunYuanDenseV1": MODEL_ARCH.HUNYUAN_DENSE,
-    "HunYuanMoEV1": MODEL_ARCH.HUNYUAN_MOE,
-    "GraniteMoe": MODEL_ARCH.GRANITE_MOE,
-    "GraniteMoeShared": MODEL_ARCH.GRANITE_MOE,
-    "Cohere": MODEL_ARCH.COMMAND_R,
-    "Glm4": MODEL_ARCH.GLM4,
-    "Glm4Moe": MODEL_ARCH.GLM4_MOE,
-    "Dots1": MODEL_ARCH.DOTS1,
-    "MiniMaxM2": MODEL_ARCH.MINIMAXM2,
-    "Phi": MODEL_ARCH.PHI2,
-    "StableLm": MODEL_ARCH.STABLELM,
-    "Nemotron": MODEL_ARCH.NEMOTRON,
-    "Lfm2": MODEL_ARCH.LFM2,
-    "Lfm2Moe": MODEL_ARCH.LFM2MOE,
-} | gguf_states.ARCHITECTURES
+_ARCHITECTURES = (
+    {
+        "Llama": MODEL_ARCH.LLAMA,
+        "Mixtral": MODEL_ARCH.LLAMA,
+        "Qwen2": MODEL_ARCH.QWEN2,
+        "Qwen3": MODEL_ARCH.QWEN3,
+        "Qwen2Moe": MODEL_ARCH.QWEN2MOE,
+        "Qwen3Moe": MODEL_ARCH.QWEN3MOE,
+        "Olmoe": MODEL_ARCH.OLMOE,
+        "GptOss": MODEL_ARCH.GPT_OSS,
+        "DeepseekV2": MODEL_ARCH.DEEPSEEK2,
+        "DeepseekV3": MODEL_ARCH.DEEPSEEK2,
+        "Llama4": MODEL_ARCH.LLAMA4,
+        "Ministral3": MODEL_ARCH.MISTRAL3,
+        "Gemma2": MODEL_ARCH.GEMMA2,
+        "Gemma3": MODEL_ARCH.GEMMA3,
+        "Phi3": MODEL_ARCH.PHI3,
+        "Olmo2": MODEL_ARCH.OLMO2,
+        "Granite": MODEL_ARCH.GRANITE,
+        "SmolLM3": MODEL_ARCH.SMOLLM3,
+        "Starcoder2": MODEL_ARCH.STARCODER2,
+        "GPTNeoX": MODEL_ARCH.GPTNEOX,
+        "Cohere2": MODEL_ARCH.COHERE2,
+        "Gemma": MODEL_ARCH.GEMMA,
+        "Olmo": MODEL_ARCH.OLMO,
+        "Olmo3": MODEL_ARCH.OLMO2,
+        "Exaone4": MODEL_ARCH.EXAONE4,
+        "Arcee": MODEL_ARCH.ARCEE,
+        "SeedOss": MODEL_ARCH.SEED_OSS,
+        "Ernie4_5": MODEL_ARCH.ERNIE4_5,
+        "Ernie4_5_Moe": MODEL_ARCH.ERNIE4_5_MOE,
+        "HunYuanDenseV1": MODEL_ARCH.HUNYUAN_DENSE,
+        "HunYuanMoEV1": MODEL_ARCH.HUNYUAN_MOE,
+        "GraniteMoe": MODEL_ARCH.GRANITE_MOE,
+        "GraniteMoeShared": MODEL_ARCH.GRANITE_MOE,
+        "Cohere": MODEL_ARCH.COMMAND_R,
+        "Glm4": MODEL_ARCH.GLM4,
+        "Glm4Moe": MODEL_ARCH.GLM4_MOE,
+        "Dots1": MODEL_ARCH.DOTS1,
+        "MiniMaxM2": MODEL_ARCH.MINIMAXM2,
+        "Phi": MODEL_ARCH.PHI2,
+        "StableLm": MODEL_ARCH.STABLELM,
+        "Nemotron": MODEL_ARCH.NEMOTRON,
+        "Lfm2": MODEL_ARCH.LFM2,
+        "Lfm2Moe": MODEL_ARCH.LFM2MOE,
+    }
+    | gguf_states.ARCHITECTURES
+    | gguf_older.ARCHITECTURES
+)
 _WITH_PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Arcee")
 
@@ -309,12 +314,14 @@ _PERMUTED = ("Llama", "Ministral3", "Mixtral", "Granite", "SmolLM3", "Olmo", "Ar
 def make_model(directory: Path, name: str, kind: Kind) -> PreTrainedModel:
     """Write a checkpoint whose weights a file of this ``kind`` holds exactly; return the model."""
     family, changes = MODELS[name]
-    sizes = small_sizes(hidden_size=64, head_dim=16)
+    sizes = small_sizes(hidden_size=64, head_dim=16) | changes
+    if sizes["head_dim"] is None:  # To Falcon, it is no field.
+        del sizes["head_dim"]
     config = getattr(transformers, f"{family}TextConfig" if family in _WITH_PARTS else f"{family}Config")
-    kind_of_model = getattr(transformers, f"{family}ForCausalLM")
+    kind_of_model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
     torch.manual_seed(0)
     # Only the eager attention of transformers has soft caps.
-    model = randomise(kind_of_model(config(attn_implementation="eager", **(sizes | changes))), family.lower())
+    model = randomise(kind_of_model(config(attn_implementation="eager", **sizes)), family.lower())
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     stored = load_file(directory / "model.safetensors")
@@ -331,10 +338,11 @@ def _rounded(family: str, name: str, values: torch.Tensor, kind: Kind) -> torch.
         return torch.tensor(0.25).copysign(values) * (values.abs() > values.abs().median())
     is_stack = values.dim() == 3 and not name.endswith(".weight")
     is_turned = is_stack and family not in gguf_states.CHANGES  # inputs before outputs
-    rows = values.transpose(1, 2) if is_turned else values
+    is_turned |= family == "GPT2" and ".h." in name
+    rows = values.transpose(-2, -1) if is_turned else values
     of_experts = Kind.MXFP4 if kind == Kind.MXFP4 and is_stack else Kind.Q8_0 if kind == Kind.MXFP4 else kind
     again = torch.from_numpy(dequantised(quantised(np.ascontiguousarray(rows), of_experts), of_experts))
-    return (again.transpose(1, 2) if is_turned else again).contiguous()
+    return (again.transpose(-2, -1) if is_turned else again).contiguous()
 
 
 def quantised(values: Values, kind: Kind) -> NDArray[Any]:
@@ -369,9 +377,9 @@ def write_file(
     ``is_absorbed``: latent attention in the newer form; ``change`` may add to the metadata. With ``most_tensors`` there are
     several files. ``architecture`` is another than the family's.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = gguf_older.with_usual_names(json.loads((directory / "config.json").read_text()))
     config["is_absorbed"] = is_absorbed
-    family = config["architectures"][0].removesuffix("ForCausalLM")
+    family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
     architecture = _ARCHITECTURES[family] if architecture is None else architecture
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=most_tensors)
@@ -511,6 +519,7 @@ _CHANGES: dict[str, _Change] = dict.fromkeys(_PERMUTED, _permuted) | {
     **dict.fromkeys(("Ernie4_5_Moe", "Glm4Moe", "Dots1", "MiniMaxM2"), _corrected),
     **dict.fromkeys(("Lfm2", "Lfm2Moe"), _lfm2),
     **gguf_states.CHANGES,
+    **gguf_older.CHANGES,
     "GraniteMoeHybrid": gguf_states.mamba(_granite_moe),
     "GPTNeoX": _gpt_neox,
     "GptOss": _gpt_oss,
@@ -552,7 +561,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(name) is not None:
             add(config[name])
-    _add_rope(writer, config["rope_parameters"])
+    if "rope_parameters" in config:
+        _add_rope(writer, config["rope_parameters"])
 
 
 def _add_rope(writer: gguf.GGUFWriter, parameters: dict[str, Any]) -> None:
@@ -784,6 +794,7 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "Lfm2": _add_lfm2,
     "Lfm2Moe": _add_lfm2,
     "GraniteMoeHybrid": _add_granite_hybrid,
+    "Mpt": gguf_older.add_mpt,
     "Qwen3Next": gguf_states.add_qwen,
     "Qwen3_5": gguf_states.add_qwen,
     "Qwen3_5Moe": gguf_states.add_qwen,

@@ -40,6 +40,9 @@ _DEEPSEEK_3 = (
 )
 
 
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
 class Cut(NamedTuple):
     """How text is cut before merging: by each of ``words`` in turn, and then perhaps as GPT-2 does.
 
@@ -54,7 +57,9 @@ class Cut(NamedTuple):
 
 CUTS = {
     "gpt-2": Cut((), as_gpt_2=True),
-    "olmo": Cut((), as_gpt_2=True, is_normalised=True),
+    **dict.fromkeys(("olmo", "mpt"), Cut((), as_gpt_2=True, is_normalised=True)),
+    "bloom": Cut((r" ?[^(\s|.,!?…。，、।۔،)]+",)),  # noqa: RUF001
+    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, r"[0-9][0-9][0-9]")),
     "starcoder": Cut((r"\p{N}",), as_gpt_2=True),
     "refact": Cut((r"\p{N}",), as_gpt_2=True),
     "smollm": Cut((r"\p{N}",), as_gpt_2=True),

@@ -30,6 +30,7 @@ from headway.gguf_import.layout import (
     usual,
 )
 from headway.gguf_import.metadata import Metadata
+from headway.gguf_import.older import bloom, falcon, gpt2, mpt, starcoder
 from headway.gguf_import.states import granite_hybrid, qwen3_5, qwen3_next
 
 _WIDE_RANGE = "bfloat16"
@@ -593,6 +594,7 @@ def _windows(metadata: Metadata, *, every: int, default: int = 0) -> dict[str, o
 
 FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "arcee": _arcee,
+    "bloom": bloom,
     "cohere2": _cohere2,
     "command-r": _cohere,
     "deepseek2": _deepseek,
@@ -600,12 +602,14 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "ernie4_5": _ernie,
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
+    "falcon": falcon,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    "gpt2": gpt2,
     "gptneox": _gpt_neox,
     "granite": _granite,
     "granitehybrid": granite_hybrid,
@@ -618,6 +622,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "llama4": _llama4,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
+    "mpt": mpt,
     "nemotron": _nemotron,
     "olmo": _olmo,
     "olmo2": _olmo2,
@@ -637,6 +642,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,
+    "starcoder": starcoder,
     "starcoder2": _starcoder2,
 }
 """By ``general.architecture``. Positions of Qwen-VL are three numbers, which in a text are the same."""

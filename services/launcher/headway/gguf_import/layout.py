@@ -115,6 +115,19 @@ def by_head(heads: int) -> Order:
     return lambda rows: rows.view(3, heads, -1, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
+def by_group(heads: int, kv_heads: int) -> Order:
+    """Queries, keys and values one after the other, as key-value head after key-value head, each behind its queries."""
+    count = heads // kv_heads
+
+    def ordered(rows: Tensor) -> Tensor:
+        by_one = rows.view(heads + 2 * kv_heads, -1, *rows.shape[1:])
+        queries, keys, values = torch.split(by_one, [heads, kv_heads, kv_heads])
+        groups = queries.view(kv_heads, count, *queries.shape[1:])
+        return torch.cat([groups, keys.unsqueeze(1), values.unsqueeze(1)], 1).flatten(0, 2)
+
+    return ordered
+
+
 def as_matrix(rows: Tensor) -> Tensor:
     """The one row of a weight."""
     return rows.reshape(1, -1)

@@ -6,6 +6,7 @@ how text is cut into tokens.
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from headway.gguf_import.tokenizer import end_tokens_of
 from headway_proto.wording import shown
 
 _OF_PICTURES = "clip"
+_MOST_NAMED, _MOST_COMPARED = 6, 64
 _FLOATS = ("f32", "f16", "bf16")
 _WITH_BOOKS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 _BLOCKS = (
@@ -86,7 +88,11 @@ def _metadata_of(file: GgufFile) -> Metadata:
     if name == _OF_PICTURES:
         raise file.refuse("it sees or hears for a model (mmproj); allowed: the file of the text, which is served alone")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise file.refuse(f"general.architecture {shown(name)} is not supported; allowed: {', '.join(FAMILIES)}")
+        near = get_close_matches(str(name)[:_MOST_COMPARED], FAMILIES, _MOST_NAMED, cutoff=0.0)
+        raise file.refuse(
+            f"general.architecture {shown(name)} is not supported; allowed: one of the {len(FAMILIES)} in the table of "
+            f"docs/models.md, such as {', '.join(near)}"
+        )
     return Metadata(file)
 
 

@@ -44,6 +44,8 @@ def read_gpt2(fields: ConfigFields) -> ModelConfig:
     refuse_unless(fields, "add_cross_attention", False)
     refuse_groups(fields)
     is_scaled = fields.flag("scale_attn_weights", default=True)
+    quantisation = fields.section("quantization_config")
+    is_gguf = quantisation is not None and quantisation.values.get("quant_method") == "gguf"
     return read_model(
         fields,
         default_context=_CONTEXT,
@@ -58,6 +60,6 @@ def read_gpt2(fields: ConfigFields) -> ModelConfig:
         ),
         norm=read_layer_norm(fields),
         ropes=[None] * num_layers_of(fields),
-        names=msgspec.structs.replace(GPT2_NAMES, has_inputs_first=True),
+        names=msgspec.structs.replace(GPT2_NAMES, has_inputs_first=not is_gguf),  # Those files turn all weights.
         tied=True,
     )
