@@ -481,6 +481,14 @@ _FURTHER |= {
     ),
 }
 
+_OLMO_HYBRID: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "pad_token_id": 0,
+}
+
 _FALCON_H1: dict[str, object] = {
     "mamba_d_ssm": 60,
     "mamba_n_heads": 6,
@@ -527,6 +535,8 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_next": _named("Qwen3Next", mlp_only_layers=[1], **DELTA),
     "qwen3_5": _named("Qwen3_5", "Qwen3_5Text", **DELTA),
     "qwen3_5_moe": _named("Qwen3_5Moe", "Qwen3_5MoeText", **DELTA),
+    "olmo_hybrid": _named("OlmoHybrid", **_OLMO_HYBRID, rope_parameters={"rope_type": "default", "rope_theta": None}),
+    "olmo_hybrid-rope": _named("OlmoHybrid", **_OLMO_HYBRID, linear_allow_neg_eigval=False),
     "granitehybrid": _named(
         "GraniteMoeHybrid", num_local_experts=0, position_embedding_type="rope", **_MAMBA | {"mamba_n_groups": 1}
     ),

@@ -36,6 +36,7 @@ class StateSizes(NamedTuple):
     norm_dim: int
     keys_take_turns: bool = False
     gates_behind: bool = False
+    doubles_strengths: bool = False
 
 
 class _RecurrenceStruct(ctypes.Structure):

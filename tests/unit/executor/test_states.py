@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from backend_driver import BackendDriver, Request
 from checkpoints import VOCAB_SIZE, make_checkpoint, make_model
@@ -27,7 +28,7 @@ from step_columns import backend_info, encoded_pairs
 GREEDY = SamplingParams(temperature=0.0)
 SIZES = {"dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 64, "block_size": 8}
 CONVOLUTION = RecurrenceConfig(
-    kind="gated", taps=3, value_dim=48, names=RecurrenceNames(inputs=("i",), convolution="c", output="o")
+    kind="gated", taps=3, value_dim=48, names=RecurrenceNames(inputs=("i",), convolution=("c",), output="o")
 )
 needs_kernels = pytest.mark.skipif(load_library() is None, reason="the CPU kernels are not installed")
 
@@ -202,6 +203,9 @@ def test_tokens_together_are_tokens_one_by_one(length, has_strengths):
         ("falcon_h1", "mamba_n_heads", 7),
         ("falcon_h1", "time_step_limit", [0.1, 0.2]),
         ("bamba", "attn_rotary_emb", 4),
+        ("olmo_hybrid", "hidden_act", "gelu"),
+        ("olmo_hybrid", "linear_num_value_heads", 3),
+        ("olmo_hybrid", "layer_types", ["conv"] * 3),
         ("bamba", "partial_rotary_factor", 1.0),
         ("bamba", "attn_layer_indices", [9]),
         ("mamba2", "num_heads", 6),
@@ -234,6 +238,23 @@ def test_the_first_files_of_lfm2_name_their_layers_with_attention(tmp_path):
     del values["layer_types"]
     path.write_text(json.dumps(values | {"full_attn_idxs": [1], "tie_embedding": True}))
     assert read_model_config(tmp_path) == expected
+
+
+def test_olmo_hybrid_as_it_is_published(tmp_path):
+    """transformers writes equal parts of its convolutions, and one norm of layers with attention under another name."""
+    make_checkpoint(tmp_path, "olmo_hybrid")
+    prompt = prompts(20)[0]
+    expected = tokens_of(*open_backend(tmp_path), prompt)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in ("model.layers.0.", "model.layers.2."):
+        names = [f"{layer}linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        parts = torch.split(torch.cat([tensors[name] for name in names]), [24, 24, 96])
+        assert len(tensors[names[0]]) != len(parts[0])
+        tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    norm = tensors.pop("model.layers.1.feedforward_layer_norm.weight")
+    tensors["model.layers.1.post_attention_layernorm.weight"] = norm
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert tokens_of(*open_backend(tmp_path), prompt) == expected
 
 
 def test_letters_name_the_kinds_of_layers_too(tmp_path):

@@ -83,7 +83,7 @@ static head_step step_of(const recurrence *of, const float *inputs, int64_t head
     if (is_delta) {
         now.query_factor = unit_factor(now.query, of->key_dim) / sqrtf((float)of->key_dim);
         now.key_factor = unit_factor(now.key, of->key_dim);
-        now.written = logistic(numbers[head]);
+        now.written = logistic(numbers[head]) * (of->doubles_strengths ? 2.0f : 1.0f);
     }
     return now;
 }

@@ -29,8 +29,9 @@ typedef struct {
     int64_t key_dim;
     int64_t value_dim;
     int64_t norm_dim;
-    int64_t keys_take_turns; /* a key head serves every num_key_heads'th head, not heads that follow each other */
-    int64_t gates_behind;    /* of SELECTIVE, whose gates else stand before the norm */
+    int64_t keys_take_turns;   /* a key head serves every num_key_heads'th head, not heads that follow each other */
+    int64_t gates_behind;      /* of SELECTIVE, whose gates else stand before the norm */
+    int64_t doubles_strengths; /* of DELTA */
     const float *taps_of;
     const float *taps_bias;
     const float *decay;

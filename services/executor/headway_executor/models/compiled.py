@@ -327,7 +327,7 @@ class _Loader:
             _float32(taps.t()),
             None if bias is None else _float32(bias),
             None if numbers is None else numbers.each(_float32),
-            self._config.norm.eps,
+            self._config.norm.eps if config.norm_eps is None else config.norm_eps,
         )
 
     def _qkv(self, index: int) -> PackedLinear:

@@ -120,12 +120,12 @@ class Multipliers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecurrenceNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs``. The kind "gated" has only the
+    """Names of tensors behind a layer's prefix; ``recurrent_tensors`` says what is in ``inputs`` and in ``convolution``. The kind "gated" has only the
     first three.
     """
 
     inputs: tuple[str, ...]
-    convolution: str
+    convolution: tuple[str, ...]
     output: str
     decay: str = ""
     step_bias: str = ""
@@ -139,7 +139,8 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     A convolution over the last ``taps`` tokens gives each of ``num_heads`` a value of ``value_dim`` channels, and each of
     ``num_key_heads`` a query and a key of ``key_dim``; "gated" has values alone, of one head. A query and a key serve heads
     that follow each other, or with ``keys_take_turns`` every so manieth. Behind the state, a norm is over ``norm_dim``
-    channels; 0: there is none. With ``gates_behind`` it stands before the gates of "selective", too.
+    channels; 0: there is none. With ``gates_behind`` it stands before the gates of "selective", too. ``norm_eps`` None: that of the other norms. With ``doubles_strengths``, "delta"
+    writes up to twice a value. ``is_cut_alike``: the tensors of its convolution are equal parts of one, whatever is in them.
     """
 
     kind: RecurrenceKind
@@ -150,7 +151,10 @@ class RecurrenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int
     norm_dim: int = 0
     keys_take_turns: bool = False
+    norm_eps: float | None = None
     gates_behind: bool = False
+    doubles_strengths: bool = False
+    is_cut_alike: bool = False
     has_bias: bool = False
     has_convolution_bias: bool = False
     names: RecurrenceNames
@@ -280,6 +284,15 @@ class Scalings(msgspec.Struct, frozen=True, kw_only=True):
     logits_softcap: float | None = None
 
 
+class LayerNormNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a layer; norms without a name do not exist."""
+
+    attention: str | None = None
+    attention_post: str | None = None
+    mlp: str | None = None
+    mlp_post: str | None = None
+
+
 class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names in the checkpoint; those below ``layer`` follow its prefix.
 
@@ -290,7 +303,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     last one to the head; as ``embedding_norm``, they are applied while loading. ``heads``: the first that is stored. Nothing reads
     ``ignored``, what begins as one of ``ignored_prefixes``, and the ``ignored_layers`` behind the last one. With
     ``is_part``, other models are in the same checkpoint. They are not read either, and names have more in front of them,
-    which the stored names tell.
+    which the stored names tell. ``state_norms``: of layers with a state, if others than those of other layers. ``renamed``:
+    norms of layers that may be stored under another name, and that name.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -317,6 +331,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     attention_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
+    state_norms: LayerNormNames | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     is_part: bool = False
 
@@ -401,6 +417,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Those of these layers."""
         found = (self.layers[index].recurrence for index in layers)
         return [recurrence for recurrence in found if recurrence is not None]
+
+    def norms_of(self, index: int) -> LayerNormNames:
+        """Those that a layer has."""
+        names, layer = self.names, self.layers[index]
+        if layer.recurrence is not None and names.state_norms is not None:
+            return names.state_norms
+        before = (names.attention_norm, names.attention_post_norm) if layer.mixes else (None, None)
+        behind = (names.mlp_norm, names.mlp_post_norm) if layer.has_feed_forward else (None, None)
+        return LayerNormNames(attention=before[0], attention_post=before[1], mlp=behind[0], mlp_post=behind[1])
 
     @property
     def has_states(self) -> bool:

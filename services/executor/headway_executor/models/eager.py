@@ -278,7 +278,7 @@ class _Loader:
                 len(config.recurrences(self.part.layers[:place])),
                 Convolution(self._wide(taps), None if bias is None else self._wide(bias)),
                 None if numbers is None else numbers.each(self._wide),
-                config.norm.eps,
+                config.norm.eps if recurrence.norm_eps is None else recurrence.norm_eps,
             ),
             output=self._adapted(self._linear(*tensors.output()), place, AdapterSite.STATE_OUTPUT),
         )

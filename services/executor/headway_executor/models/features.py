@@ -67,12 +67,18 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
     """What the model has."""
     names, attention, scalings = config.names, config.attention, config.scalings
     feeds = [layer.feed_forward for layer in config.layers]
+    norms = [config.norms_of(index) for index in range(config.num_layers)]
     attending = [layer for layer in config.layers if layer.attends]
     routings = [feed.experts.routing for feed in feeds if feed.experts is not None]
     asked = {
         Feature.LAYER_NORM: config.norm.kind == "layer",
-        Feature.NO_PRE_NORM: names.attention_norm is None or names.mlp_norm is None,
-        Feature.POST_NORM: names.attention_post_norm is not None or names.mlp_post_norm is not None,
+        Feature.NO_PRE_NORM: any(
+            (layer.mixes and of_layer.attention is None) or (layer.has_feed_forward and of_layer.mlp is None)
+            for layer, of_layer in zip(config.layers, norms, strict=True)
+        ),
+        Feature.POST_NORM: any(
+            of_layer.attention_post is not None or of_layer.mlp_post is not None for of_layer in norms
+        ),
         Feature.PARALLEL: config.is_parallel,
         Feature.NORM_OVER_HEADS: attention.qk_norm == "all",
         Feature.HEAD_LAYER_NORM: attention.qk_norm == "layer",

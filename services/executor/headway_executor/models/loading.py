@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.config import FeedForwardConfig, LayerConfig, ModelConfig, TensorNames
+from headway_executor.models.config import FeedForwardConfig, LayerConfig, LayerNormNames, ModelConfig, TensorNames
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes, stacked_names
 from headway_executor.models.fused_heads import by_block, by_group
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
@@ -76,6 +76,7 @@ def _named_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig
     Without ``has_head`` nothing stands where the head would, and nothing asks for what it gives.
     """
     config = _stacked_as_stored(_placed_as_stored(config, stored), stored)
+    config = _cut_as_stored(_norms_as_stored(config, stored), stored)
     decoder = config.names.embedding.partition(".")[0] + "."
     bare = _renamed(config.names, lambda name: name.removeprefix(decoder))
     if not config.names.is_part and config.names.embedding not in stored and bare.embedding in stored:
@@ -180,6 +181,47 @@ def _stacked_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConf
     return msgspec.structs.replace(config, layers=tuple(layers))
 
 
+def _norms_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
+    """See ``TensorNames.renamed``."""
+    names = config.names
+
+    def named(index: int, name: str | None) -> str | None:
+        other = dict(names.renamed).get(name or "")
+        prefix = names.layer.format(index)
+        return other if other is not None and f"{prefix}{other}.weight" in stored else name
+
+    first = {layer.recurrence is not None: index for index, layer in reversed([*enumerate(config.layers)])}
+    if not names.renamed or len(first) == 1:
+        return config
+    attention, post, mlp, mlp_post = (
+        named(first[False], name) for name in msgspec.structs.astuple(config.norms_of(first[False]))
+    )
+    of_state = (named(first[True], name) for name in msgspec.structs.astuple(config.norms_of(first[True])))
+    names = msgspec.structs.replace(
+        names,
+        attention_norm=attention,
+        attention_post_norm=post,
+        mlp_norm=mlp,
+        mlp_post_norm=mlp_post,
+        state_norms=LayerNormNames(**dict(zip(LayerNormNames.__struct_fields__, of_state, strict=True))),
+    )
+    return msgspec.structs.replace(config, names=names)
+
+
+def _cut_as_stored(config: ModelConfig, stored: "StoredSource") -> ModelConfig:
+    """Transformers joins the tensors of a convolution, and cuts it in equal parts when it writes."""
+
+    def cut(index: int, layer: LayerConfig) -> LayerConfig:
+        state = layer.recurrence
+        if state is None or len(state.names.convolution) == 1:
+            return layer
+        name = f"{config.names.layer.format(index)}{state.names.convolution[0]}.weight"
+        is_alike = name in stored and len(stored.read(name)) * len(state.names.convolution) == state.channels
+        return msgspec.structs.replace(layer, recurrence=msgspec.structs.replace(state, is_cut_alike=is_alike))
+
+    return msgspec.structs.replace(config, layers=tuple(cut(*pair) for pair in enumerate(config.layers)))
+
+
 def _head_name(names: TensorNames, stored: "Container[str] | TensorSource") -> str:
     return next((name for name in names.heads if name in stored), names.heads[0])
 
@@ -189,18 +231,15 @@ def _bias_of(head: str) -> str:
 
 
 def _layer_tensors(config: ModelConfig, index: int) -> _Shapes:
-    names, layer = config.names, config.layers[index]
-    norms: set[str | None] = set()  # One may stand in two places.
+    layer = config.layers[index]
     if layer.recurrence is not None:
         yield from recurrent_shapes(layer.recurrence, config.hidden_size)
     if layer.attends:
         yield from _attention_tensors(config)
-    if layer.mixes:
-        norms |= {names.attention_norm, names.attention_post_norm}
     if layer.has_feed_forward:
         yield from _feed_forward_tensors(config, layer.feed_forward)
-        norms |= {names.mlp_norm, names.mlp_post_norm}
-    for name in norms - {None}:
+    # A set: one norm may stand in two places.
+    for name in {*msgspec.structs.astuple(config.norms_of(index))} - {None}:
         yield from _norm_tensors(config, str(name))
 
 
@@ -442,10 +481,7 @@ class ModelTensors:
 
     def norms_of_layer(self, index: int) -> LayerNorms:
         """Those that the layer has."""
-        names, layer = self._names, self._config.layers[index]
-        before = (names.attention_norm, names.attention_post_norm) if layer.mixes else (None, None)
-        behind = (names.mlp_norm, names.mlp_post_norm) if layer.has_feed_forward else (None, None)
-        return LayerNorms(*(self.norm(index, name) for name in (*before, *behind)))
+        return LayerNorms(*(self.norm(index, name) for name in msgspec.structs.astuple(self._config.norms_of(index))))
 
     def qkv(self, index: int) -> tuple[Tensor, Tensor | None]:
         """``[(heads + 2 * kv_heads) * head_dim, hidden]``, and bias: queries, keys, values, and gates of as many heads."""

@@ -135,6 +135,8 @@ class Recurrence:
             return results.transpose(1, 2) + values * numbers.skip[:, None], state
         queries, keys_ = _unit(queries), _unit(keys_)
         strengths = of_heads[..., : config.num_heads].sigmoid().transpose(1, 2)
+        if config.doubles_strengths:
+            strengths = strengths * 2
         results, state = scan(queries * config.key_dim**-0.5, keys_, values.transpose(1, 2), decays, strengths, state)
         return results.transpose(1, 2), state
 

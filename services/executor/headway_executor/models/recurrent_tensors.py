@@ -17,6 +17,8 @@ from headway_kernels.states import Convolution, HeadNumbers
 
 _BY_KEY_HEAD = 2
 """So many tensors of inputs, where one has parts of a key head side by side (Qwen3-Next)."""
+_APART = 6
+"""So many, where each part has one (OLMo)."""
 
 
 def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -26,9 +28,10 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
         yield f"{name}.weight", (count, hidden)
         if config.has_bias:
             yield f"{name}.bias", (count,)
-    yield f"{names.convolution}.weight", (config.channels, 1, config.taps)
-    if config.has_convolution_bias:
-        yield f"{names.convolution}.bias", (config.channels,)
+    for name, count in zip(names.convolution, _convolution_widths(config), strict=True):
+        yield f"{name}.weight", (count, 1, config.taps)
+        if config.has_convolution_bias:
+            yield f"{name}.bias", (count,)
     yield f"{names.output}.weight", (hidden, config.inner)
     if config.has_bias:
         yield f"{names.output}.bias", (hidden,)
@@ -39,13 +42,24 @@ def recurrent_shapes(config: RecurrenceConfig, hidden: int) -> Iterator[tuple[st
             yield f"{names.norm}.weight", (config.value_dim if config.kind == "delta" else config.inner,)
 
 
+def _convolution_widths(config: RecurrenceConfig) -> tuple[int, ...]:
+    """Channels of each tensor of the convolution."""
+    count = len(config.names.convolution)
+    if count == 1 or config.is_cut_alike:
+        return (config.channels // count,) * count
+    keys = config.num_key_heads * config.key_dim
+    return keys, keys, config.inner
+
+
 def _input_widths(config: RecurrenceConfig) -> tuple[int, ...]:
     """Outputs of each tensor of inputs."""
     if config.kind != "delta":
         return (config.num_inputs,)
     if len(config.names.inputs) == _BY_KEY_HEAD:
         return config.channels + config.inner, 2 * config.num_heads
-    return config.channels, config.inner, config.num_heads, config.num_heads
+    keys = config.num_key_heads * config.key_dim
+    channels = (keys, keys, config.inner) if len(config.names.inputs) == _APART else (config.channels,)
+    return *channels, config.inner, config.num_heads, config.num_heads
 
 
 def times(weight: Tensor, factor: float) -> Tensor:
@@ -76,10 +90,10 @@ class RecurrentTensors:
 
     def convolution(self) -> Convolution:
         """Of the channels in their order here."""
-        name = self._config.names.convolution
-        taps, bias = self._read(f"{name}.weight").squeeze(1), None
+        names, bias = self._config.names.convolution, None
+        taps = torch.cat([self._read(f"{name}.weight").squeeze(1) for name in names])
         if self._config.has_convolution_bias:
-            bias = self._values_last(self._read(f"{name}.bias"))
+            bias = self._values_last(torch.cat([self._read(f"{name}.bias") for name in names]))
         return Convolution(self._values_last(taps), bias)
 
     def head_numbers(self) -> HeadNumbers | None:

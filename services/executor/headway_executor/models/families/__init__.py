@@ -63,6 +63,7 @@ from headway_executor.models.families.mixtures import (
 from headway_executor.models.families.mpt import read_mpt
 from headway_executor.models.families.nemotron_h import read_nemotron_h
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
+from headway_executor.models.families.olmo_hybrid import read_olmo_hybrid
 from headway_executor.models.families.opt import read_opt
 from headway_executor.models.families.phi import read_phi, read_phi3, read_phimoe
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
@@ -142,6 +143,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "OPTForCausalLM": read_opt,
     "Olmo2ForCausalLM": read_olmo2,
     "Olmo3ForCausalLM": read_olmo3,
+    "OlmoHybridForCausalLM": read_olmo_hybrid,
     "OlmoForCausalLM": read_olmo1,
     "OlmoeForCausalLM": read_olmoe,
     "Phi3ForCausalLM": read_phi3,

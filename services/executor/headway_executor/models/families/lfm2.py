@@ -94,7 +94,7 @@ def _recurrences(fields: ConfigFields) -> list[RecurrenceConfig | None]:
         value_dim=fields.integer("hidden_size"),
         has_bias=(has_bias := fields.flag("conv_bias", default=False)),
         has_convolution_bias=has_bias,
-        names=RecurrenceNames(inputs=("conv.in_proj",), convolution="conv.conv", output="conv.out_proj"),
+        names=RecurrenceNames(inputs=("conv.in_proj",), convolution=("conv.conv",), output="conv.out_proj"),
     )
     return [convolution if kind == _CONVOLUTION else None for kind in kinds_of(fields, usual, (FULL, _CONVOLUTION))]
 

@@ -16,7 +16,7 @@ def names_behind(prefix: str, *, has_norm: bool = True) -> RecurrenceNames:
     """The usual names of a state's tensors."""
     return RecurrenceNames(
         inputs=(f"{prefix}.in_proj",),
-        convolution=f"{prefix}.conv1d",
+        convolution=(f"{prefix}.conv1d",),
         output=f"{prefix}.out_proj",
         decay=f"{prefix}.A_log",
         step_bias=f"{prefix}.dt_bias",

@@ -105,7 +105,7 @@ def _state(fields: ConfigFields, inputs: Sequence[str]) -> RecurrenceConfig:
         norm_dim=value_dim,
         names=RecurrenceNames(
             inputs=tuple(f"linear_attn.{name}" for name in inputs),
-            convolution="linear_attn.conv1d",
+            convolution=("linear_attn.conv1d",),
             output="linear_attn.out_proj",
             decay="linear_attn.A_log",
             step_bias="linear_attn.dt_bias",
