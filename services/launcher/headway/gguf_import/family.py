@@ -53,3 +53,22 @@ def granite_factors(metadata: Metadata) -> dict[str, object]:
         "residual_multiplier": metadata.value("residual_scale", 0.0) or 1.0,
         "logits_scaling": metadata.number("logit_scale"),
     }
+
+
+def rotated_granite(metadata: Metadata) -> dict[str, object]:
+    """The same, of models that all have positions."""
+    metadata.refuse_unless("rope.scaling.finetuned", allowed=True)
+    return granite_factors(metadata)
+
+
+def windows(metadata: Metadata, *, every: int, default: int = 0) -> dict[str, object]:
+    """Of ``every`` so many layers the last one has no window, or as a list says."""
+    window = metadata.integer("attention.sliding_window", default, low=0)
+    pattern = metadata.value("attention.sliding_window_pattern", every)
+    if isinstance(pattern, int):
+        pattern = [bool((index + 1) % pattern) if pattern else True for index in range(metadata.num_layers)]
+    kinds = ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
+    return {"sliding_window": window or None, "layer_types": kinds}
+
+
+HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
