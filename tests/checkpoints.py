@@ -464,11 +464,15 @@ _WITHOUT_ROPE: dict[str, Callable[[], PreTrainedModel]] = {
     "gptj": _named("GPTJ", n_inner=96, rotary_dim=8, **_OLD),
     "codegen": _named("CodeGen", "CodeGen", n_inner=96, rotary_dim=4, num_attention_heads=8, num_key_value_heads=8),
     "gpt_neo": _named("GPTNeo", attention_types=[[["global", "local", "local"], 1]], window_size=20, **_OLD),
+    "biogpt": _named("BioGpt", layer_norm_eps=1e-5, **_OLD),
+    "xglm": _named("XGLM", ffn_dim=96, init_std=0.25, tie_word_embeddings=True, **_OLD),
     "gpt_bigcode": _named("GPTBigCode", n_inner=96, num_key_value_heads=1),
     "gpt_bigcode-heads": _named("GPTBigCode", n_inner=96, multi_query=False, **_OLD),
 }
 
 _FURTHER |= {
+    "nanochat": _named("NanoChat", head_dim=16),
+    "persimmon-plain": _named("Persimmon", rope_parameters=_HALF_ROPE, qk_layernorm=False, **_OLD),
     "falcon": _named("Falcon", ffn_hidden_size=96, num_key_value_heads=1, tie_word_embeddings=True),
     "falcon-40b": _named("Falcon", ffn_hidden_size=96, new_decoder_architecture=True, num_kv_heads=2, bias=True),
     "falcon-11b": _named(
@@ -561,6 +565,7 @@ _STATES: dict[str, Callable[[], PreTrainedModel]] = {
 
 _ON_OPERATORS: dict[str, Callable[[], PreTrainedModel]] = {
     "cohere-norms": _named("Cohere", logit_scale=0.5, tie_word_embeddings=True, use_qk_norm=True),
+    "persimmon": _named("Persimmon", rope_parameters=_HALF_ROPE, **_OLD),
     "stablelm-norms": _named("StableLm", rope_parameters=_HALF_ROPE, qk_layernorm=True),
 }
 

@@ -49,6 +49,7 @@ def test_agrees_with_transformers_on_every_family(tmp_path, name):
     assert ours.num_heads == num_heads
     assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", num_heads)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    # That of BioGPT is, and not used.
     fields = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
     # Those of OLMo and OPT are not in their configuration.
     said = (getattr(theirs, field, None) for field in fields)
@@ -328,6 +329,11 @@ def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(tmp_path, name
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
         ("stablelm", {"head_dim": 12}, "head_dim"),
+        ("biogpt", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("xglm", {"add_cross_attention": True}, "add_cross_attention"),
+        ("xglm", {"pad_token_id": 5}, "pad_token_id"),
+        ("nanochat", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("nanochat", {"final_logit_softcapping": -1}, "final_logit_softcapping"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         ("opt", {"ffn_dim": 0}, "ffn_dim"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),

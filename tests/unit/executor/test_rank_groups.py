@@ -124,6 +124,8 @@ def test_a_group_gives_the_bits_of_one_rank(family, degrees, checkpoints):
         "bloom",
         "falcon-40b",
         "codegen",
+        "xglm",
+        "nanochat",
     ],
 )
 def test_so_does_a_group_of_any_description(family, tmp_path):

@@ -77,6 +77,7 @@ USUAL = (
     "phimoe",
     "falcon-40b",
     "codegen",
+    "nanochat",
 )
 """Of all families, what each part of a description takes."""
 
@@ -89,6 +90,8 @@ REFUSED = dict.fromkeys(STATES, _STATE) | {
     "opt": "a table of positions",
     "opt-350m": "a table of positions, norms of sums",
     "gpt_neo": "a table of positions",
+    "biogpt": "a table of positions",
+    "xglm": "a table of positions",
     "gpt_bigcode": "a table of positions",
     "gpt_bigcode-heads": "a table of positions",
     "bloom": r"scores that fall with distance \(ALiBi\)",

@@ -79,8 +79,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``scale`` multiplies scores; then ``softcap`` (None: none) bounds them.
 
     The first ``rotary_dim`` channels of a head are rotated in pairs: channel i with i + rotary_dim / 2, or neighbours if
-    ``is_interleaved``. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by
-    head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own. It
+    ``is_interleaved``; with ``turns_back``, the other way round. ``qk_norm`` normalises queries and keys by head, or over all heads of a token, or "plain": by
+    head, without weights, in layers with a rope; "layer" is a layer norm by head, each with weights of its own, or, with
+    ``shares_head_norms``, of one weight and one bias. It
     does so before they are rotated; with ``norms_rotated``, behind that. With ``latent``, keys and values are made of
     a compressed row. ``clip`` (None: none) bounds queries, keys and values on both sides, before all else. ``gates``
     multiply what heads give, each channel by the sigmoid of its own: stored "apart", as the fourth of
@@ -93,9 +94,11 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int
     scale: float
     is_interleaved: bool = False
+    turns_back: bool = False
     softcap: float | None = None
     qk_norm: QkNorm = "none"
     norms_rotated: bool = False
+    shares_head_norms: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     latent: LatentConfig | None = None
@@ -342,7 +345,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``context`` includes rope scaling; ``context_note`` says why it is shorter than the file's. A model without ``has_head`` makes vectors and no text. In a layer with ``is_parallel``, attention and feed-forward read the same hidden
     state. With ``norms_sums``, norms behind attention and feed-forward are of the hidden state after the addition. Embeddings
-    have ``embedding_size`` columns (0: as the hidden state). A table of positions begins at ``first_position``.
+    have ``embedding_size`` columns (0: as the hidden state). A table of positions begins at ``first_position``; that
+    ``has_sinusoids`` is computed.
     """
 
     architecture: str
@@ -357,6 +361,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norms_sums: bool = False
     embedding_size: int = 0
     first_position: int = 0
+    has_sinusoids: bool = False
     scalings: Scalings = Scalings()
     multipliers: Multipliers = Multipliers()
     names: TensorNames = TensorNames()

@@ -112,15 +112,19 @@ class SpanNorms:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayerNorms:
-    """A layer norm of each head, of queries and then of keys; ``weight`` float32, ``[heads + kv_heads, head_dim]``."""
+    """A layer norm of each head, of queries and then of keys; ``weight`` and ``bias`` (or None) float32,
+    ``[heads + kv_heads, head_dim]``.
+    """
 
     weight: Tensor
+    bias: Tensor | None
     eps: float
 
     def __call__(self, heads: Tensor) -> Tensor:
         """``[tokens, heads + kv_heads, head_dim]`` into a new tensor."""
         normalised = functional.layer_norm(heads.float(), self.weight.shape[1:], eps=self.eps)
-        return normalised.mul_(self.weight).to(heads.dtype)
+        normalised.mul_(self.weight)
+        return (normalised if self.bias is None else normalised.add_(self.bias)).to(heads.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,7 +372,8 @@ class _Loader:
     def _qk_norm(self, index: int) -> Product | None:
         weight = self.tensors.qk_norm(index)
         if weight is not None and self._config.attention.qk_norm == "layer":
-            return HeadLayerNorms(self._wide(weight), self._config.norm.eps)
+            bias = self.tensors.qk_norm_bias(index)
+            return HeadLayerNorms(self._wide(weight), None if bias is None else self._wide(bias), self._config.norm.eps)
         if weight is None or self._config.attention.qk_norm != "all":
             return None if weight is None else self._rms_norm(weight)
         num_heads = len(self.part.heads)

@@ -93,7 +93,7 @@ def features_of(config: ModelConfig) -> AbstractSet[Feature]:
         Feature.GATES: attention.gates != "none",
         Feature.CLIP: attention.clip is not None,
         Feature.CURVE: any(feed.activation == "xielu" for feed in feeds),
-        Feature.POSITIONS: names.positions is not None,
+        Feature.POSITIONS: names.positions is not None or config.has_sinusoids,
         Feature.ALIBI: attention.alibi is not None,
         Feature.SUM_NORM: config.norms_sums,
         Feature.RESIDUAL_FACTOR: scalings.residual != 1,

@@ -16,12 +16,21 @@ from torch.nn import functional
 
 from headway_executor.backend import BackendConfigError, ModelFilesError
 from headway_executor.checkpoint.weights import Checkpoint
-from headway_executor.models.config import FeedForwardConfig, LayerConfig, LayerNormNames, ModelConfig, TensorNames
+from headway_executor.models.config import (
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    LayerNormNames,
+    ModelConfig,
+    NormConfig,
+    TensorNames,
+)
 from headway_executor.models.expert_tensors import ExpertTensors, expert_shapes, stacked_names
 from headway_executor.models.fused_heads import by_block, by_group
 from headway_executor.models.latent_tensors import LatentTensors, latent_shapes
 from headway_executor.models.part import ModelPart, whole
 from headway_executor.models.recurrent_tensors import RecurrentTensors, recurrent_shapes, times
+from headway_executor.models.rope import sinusoids
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -255,15 +264,19 @@ def _attention_tensors(config: ModelConfig) -> _Shapes:
         yield names.sinks, (attention.num_heads,)
     by_head = attention.qk_norm == "head"
     if attention.qk_norm == "layer":
-        yield from _head_norm_tensors(names.query_norm, config.num_heads, attention.head_dim)
-        yield from _head_norm_tensors(names.key_norm, config.num_kv_heads, attention.head_dim)
+        yield from _head_norm_tensors(attention, names.query_norm, config.num_heads)
+        yield from _head_norm_tensors(attention, names.key_norm, config.num_kv_heads)
     elif attention.qk_norm in ("head", "all"):
         for name, count in ((names.query_norm, config.num_heads), (names.key_norm, config.num_kv_heads)):
             yield f"{name}.weight", (attention.head_dim if by_head else count * attention.head_dim,)
 
 
-def _head_norm_tensors(name: str, count: int, head_dim: int) -> _Shapes:
+def _head_norm_tensors(attention: AttentionConfig, name: str, count: int) -> _Shapes:
     """One tensor for each head if the name has braces for it, or one for all."""
+    head_dim = attention.head_dim
+    if attention.shares_head_norms:
+        yield from ((f"{name}.{kind}", (head_dim,)) for kind in ("weight", "bias"))
+        return
     if "{}" not in name:
         yield f"{name}.weight", (count, head_dim)
         return
@@ -329,6 +342,19 @@ class LayerNorms(NamedTuple):
     attention_post: NormTensors | None
     mlp: NormTensors | None
     mlp_post: NormTensors | None
+
+
+def _changed(words: Tensor, norm: NormTensors | None, projection: Tensor | None, config: NormConfig) -> Tensor:
+    """An embedding, projected or normalised as a token's would be, since it depends on nothing else: ``[vocab, hidden]``."""
+    if projection is not None:
+        words = functional.linear(words, projection.to(words.dtype))
+    if norm is None:
+        return words
+    weight, wide = norm.weight.float(), words.float()
+    if config.kind == "rms":
+        return functional.rms_norm(wide, weight.shape, weight, config.eps).to(words.dtype)
+    bias = None if norm.bias is None else norm.bias.float()
+    return functional.layer_norm(wide, weight.shape, weight, bias, config.eps).to(words.dtype)
 
 
 class TensorSource(Protocol):
@@ -437,26 +463,26 @@ class ModelTensors:
         if self._names.embedding_norm is None and self._names.projections is None:
             stored = self._read_named(name if name in self._checkpoint else self._head, columns=own)
         else:
-            stored = self._changed_embedding(dtype)[:, own.start : own.stop]
+            words = self._here(self._checkpoint.read(name if name in self._checkpoint else self._head)).to(dtype)
+            norm, projections = self._names.embedding_norm, self._names.projections
+            changed = _changed(
+                words,
+                None if norm is None else self._norm(norm),
+                None if projections is None else self._read_named(f"{projections[0]}.weight"),
+                self._config.norm,
+            )
+            stored = changed[:, own.start : own.stop]
         factor = self._config.scalings.embedding
         # The factor is rounded first, as in transformers.
         return stored if factor == 1 else stored.to(dtype) * torch.tensor(factor, dtype=dtype, device=stored.device)
 
-    def _changed_embedding(self, dtype: torch.dtype) -> Tensor:
-        """``[vocab, hidden]``, projected or normalised as a token's would be: it depends on nothing else."""
-        name = self._names.embedding
-        words = self._here(self._checkpoint.read(name if name in self._checkpoint else self._head)).to(dtype)
-        if self._names.projections is not None:
-            return functional.linear(words, self._read_named(f"{self._names.projections[0]}.weight").to(dtype))
-        norm = self._norm(str(self._names.embedding_norm))
-        bias = None if norm.bias is None else norm.bias.float()
-        wide = functional.layer_norm(words.float(), words.shape[1:], norm.weight.float(), bias, self._config.norm.eps)
-        return wide.to(dtype)
-
     def positions(self, count: int) -> Tensor | None:
         """``[count, own_hidden]``, of the first positions; or None."""
-        name, first = self._names.positions, self._config.first_position
-        return None if name is None else self._read_named(name, columns=self._part.own_hidden)[first : first + count]
+        name, first, own = self._names.positions, self._config.first_position, self._part.own_hidden
+        if self._config.has_sinusoids:
+            table = self._here(sinusoids(torch.arange(first, first + count), self._config.hidden_size))
+            return table[:, own.start : own.stop]
+        return None if name is None else self._read_named(name, columns=own)[first : first + count]
 
     def head(self) -> Tensor:
         """``[own_vocab, hidden]``; of the embedding if the two are tied."""
@@ -569,9 +595,18 @@ class ModelTensors:
             norms.append(by_head.expand(count, -1))
         return torch.cat(norms)
 
-    def _head_norms(self, index: int, name: str, heads: range) -> Tensor:
+    def qk_norm_bias(self, index: int) -> Tensor | None:
+        """As ``qk_norm``, of layer norms that all heads share; or None."""
+        names, heads = (self._names.query_norm, self._names.key_norm), (self._part.heads, self._part.kv_heads)
+        if not self._config.attention.shares_head_norms:
+            return None
+        return torch.cat([self._head_norms(index, *pair, "bias") for pair in zip(names, heads, strict=True)])
+
+    def _head_norms(self, index: int, name: str, heads: range, kind: str = "weight") -> Tensor:
         """``[heads, head_dim]``; see ``_head_norm_tensors``."""
-        if "{}" in name:
+        if self._config.attention.shares_head_norms:
+            weights = self._read(index, f"{name}.{kind}").expand(len(heads), -1)
+        elif "{}" in name:
             weights = torch.stack([self._read(index, f"{name.format(head)}.weight") for head in heads])
         else:
             weights = self._read(index, f"{name}.weight", heads)
@@ -657,17 +692,18 @@ class ModelTensors:
         """The own rows of parts that are a tensor each, or one behind the other in one."""
         if len(names) == len(owns):
             return [self._projection(index, name, kind, own) for name, own in zip(names, owns, strict=True)]
+        name = self._name(index, f"{names[0]}.{kind}")
         starts = itertools.accumulate(widths, initial=0)
         # The last start is the end.
         rows = [range(start + own.start, start + own.stop) for start, own in zip(starts, owns, strict=False)]
-        return [self._of_fused(index, names[0], kind, wanted) for wanted in rows]
 
-    def _of_fused(self, index: int, name: str, kind: str, rows: range) -> Tensor:
-        """Some outputs, though the stage may be whole."""
-        stored = self._name(index, f"{name}.{kind}")
-        if kind == "weight" and self._names.has_inputs_first:
-            return self._here(self._checkpoint.read(stored, columns=rows).t().contiguous())
-        return self._here(self._checkpoint.read(stored, rows))
+        def read(wanted: range) -> Tensor:
+            """Some outputs, though the stage may be whole."""
+            if kind == "weight" and self._names.has_inputs_first:
+                return self._here(self._checkpoint.read(name, columns=wanted).t().contiguous())
+            return self._here(self._checkpoint.read(name, wanted))
+
+        return [read(wanted) for wanted in rows]
 
     def _channels(self, heads: range) -> range:
         return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)

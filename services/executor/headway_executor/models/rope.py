@@ -65,7 +65,17 @@ def halves(head_dim: int, attention: AttentionConfig | None = None) -> Tensor:
         return channels
     rotated, rest = channels[: attention.rotary_dim], channels[attention.rotary_dim :].view(2, -1)
     pairs = rotated.view(-1, 2).t() if attention.is_interleaved else rotated.view(2, -1)
+    if attention.turns_back:  # As the other channel of each pair turns forward.
+        pairs = pairs.flip(0)
     return torch.cat([pairs, rest], 1).reshape(-1)
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """A table of positions that is computed (Vaswani et al. 2017, arXiv 1706.03762), sines first: float32, ``[n, width]``."""
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half).float() * -(math.log(10_000) / (half - 1)))
+    angles = positions.float().unsqueeze(1) * frequencies
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:

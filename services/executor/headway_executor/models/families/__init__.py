@@ -20,6 +20,7 @@ from headway_executor.models.families.afmoe import read_afmoe
 from headway_executor.models.families.apertus import read_apertus
 from headway_executor.models.families.bamba import read_bamba
 from headway_executor.models.families.bert import ENCODERS, PAIRS_HEAD, RERANKERS
+from headway_executor.models.families.biogpt import read_biogpt, read_xglm
 from headway_executor.models.families.bloom import read_bloom
 from headway_executor.models.families.cohere import read_cohere, read_cohere2, read_cohere2_moe
 from headway_executor.models.families.deepseek import (
@@ -61,10 +62,12 @@ from headway_executor.models.families.mixtures import (
     read_qwen3_moe,
 )
 from headway_executor.models.families.mpt import read_mpt
+from headway_executor.models.families.nanochat import read_nanochat
 from headway_executor.models.families.nemotron_h import read_nemotron_h
 from headway_executor.models.families.olmo import read_olmo1, read_olmo2, read_olmo3
 from headway_executor.models.families.olmo_hybrid import read_olmo_hybrid
 from headway_executor.models.families.opt import read_opt
+from headway_executor.models.families.persimmon import read_persimmon
 from headway_executor.models.families.phi import read_phi, read_phi3, read_phimoe
 from headway_executor.models.families.qwen import read_qwen2, read_qwen3
 from headway_executor.models.families.qwen_hybrid import read_qwen3_5, read_qwen3_5_moe, read_qwen3_next
@@ -85,6 +88,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "AfmoeForCausalLM": read_afmoe,
     "ApertusForCausalLM": read_apertus,
     "ArceeForCausalLM": read_arcee,
+    "BioGptForCausalLM": read_biogpt,
     "BloomForCausalLM": read_bloom,
     "CodeGenForCausalLM": read_codegen,
     "BambaForCausalLM": read_bamba,
@@ -138,6 +142,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "MistralForCausalLM": read_mistral,
     "MixtralForCausalLM": read_mixtral,
     "MptForCausalLM": read_mpt,
+    "NanoChatForCausalLM": read_nanochat,
     "NemotronForCausalLM": read_nemotron,
     "NemotronHForCausalLM": read_nemotron_h,
     "OPTForCausalLM": read_opt,
@@ -146,6 +151,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "OlmoHybridForCausalLM": read_olmo_hybrid,
     "OlmoForCausalLM": read_olmo1,
     "OlmoeForCausalLM": read_olmoe,
+    "PersimmonForCausalLM": read_persimmon,
     "Phi3ForCausalLM": read_phi3,
     "PhiForCausalLM": read_phi,
     "PhiMoEForCausalLM": read_phimoe,
@@ -162,6 +168,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     "SolarOpenForCausalLM": read_solar_open,
     "StableLmForCausalLM": read_stablelm,
     "Starcoder2ForCausalLM": read_starcoder2,
+    "XGLMForCausalLM": read_xglm,
     "YoutuForCausalLM": read_youtu,
 }
 """How to read the configuration of each architecture."""

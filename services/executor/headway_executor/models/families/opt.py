@@ -13,17 +13,20 @@ from headway_executor.models.families.reading import (
     refuse_unless,
 )
 
-_FIRST_POSITION = 2
-_NAMES = TensorNames(
-    embedding="model.decoder.embed_tokens.weight",
-    positions="model.decoder.embed_positions.weight",
-    final_norm="model.decoder.final_layer_norm",
-    layer="model.decoder.layers.{}.",
+FIRST_POSITION = 2
+OPT_LAYER = TensorNames(
     output="self_attn.out_proj",
     gate_up=("fc1",),
     down="fc2",
     attention_norm="self_attn_layer_norm",
     mlp_norm="final_layer_norm",
+)
+_NAMES = msgspec.structs.replace(
+    OPT_LAYER,
+    embedding="model.decoder.embed_tokens.weight",
+    positions="model.decoder.embed_positions.weight",
+    final_norm="model.decoder.final_layer_norm",
+    layer="model.decoder.layers.{}.",
 )
 _PROJECTIONS = ("model.decoder.project_in", "model.decoder.project_out")
 
@@ -63,5 +66,5 @@ def read_opt(fields: ConfigFields) -> ModelConfig:
         tied=True,
     )
     return msgspec.structs.replace(
-        config, norms_sums=norms_sums, embedding_size=embedding_size, first_position=_FIRST_POSITION
+        config, norms_sums=norms_sums, embedding_size=embedding_size, first_position=FIRST_POSITION
     )
