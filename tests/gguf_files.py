@@ -381,7 +381,10 @@ def write_file(
     config["is_absorbed"] = is_absorbed
     family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     tensors = {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
-    architecture = _ARCHITECTURES[family] if architecture is None else architecture
+    if architecture is None:
+        is_mixture = "moe" in config.get("layers_block_type", ())
+        architecture = MODEL_ARCH.NEMOTRON_H_MOE if is_mixture else _ARCHITECTURES[family]
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=most_tensors)
     _add_settings(writer, config)
     _SETTINGS.get(family, lambda *_: None)(writer, config)
@@ -418,6 +421,8 @@ def _in_layout(family: str, config: dict[str, Any], tensors: Tensors) -> Iterato
     for name, of_experts in stacks.items():
         # LFM2's converter leaves out the decoder's name in front.
         place = name.removeprefix("model.") if "feed_forward.experts" in name else name
+        if ".mixer.experts." in name:  # as Nemotron's does
+            place = name.replace("backbone", "model").replace("mixer", "mlp")
         yield place, np.stack([values for _, values in sorted(of_experts, key=lambda pair: pair[0])])
 
 
@@ -796,6 +801,8 @@ _SETTINGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "GraniteMoeHybrid": _add_granite_hybrid,
     "Mpt": gguf_older.add_mpt,
     "Qwen3Next": gguf_states.add_qwen,
+    "NemotronH": gguf_states.add_nemotron_h,
+    "FalconH1": gguf_states.add_falcon_h1,
     "Qwen3_5": gguf_states.add_qwen,
     "Qwen3_5Moe": gguf_states.add_qwen,
     "Ministral3": _add_ministral3,

@@ -37,17 +37,51 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
+_ALONE = ["linear_attention", "full_attention", "linear_attention"]
+_NEMOTRON = {
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+}
+_FALCON = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 4.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 2.0, 0.5, 2.0, 0.25],
+    "ssm_in_multiplier": 2.0,
+    "ssm_out_multiplier": 0.5,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.5,
+    "key_multiplier": 0.25,
+}
+"""Powers of two: what a file holds exactly it holds behind them, too."""
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "granitehybrid": ("GraniteMoeHybrid", _MAMBA | {"num_local_experts": 0, "position_embedding_type": None}),
     "granitehybrid-moe": (
         "GraniteMoeHybrid",
         _MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": None},
     ),
+    "nemotron_h": ("NemotronH", _NEMOTRON | {"layers_block_type": [*_ALONE, "mlp"]}),
+    "nemotron_h_moe": ("NemotronH", _NEMOTRON | {"layers_block_type": ["moe", *_ALONE]}),
+    "falcon-h1": ("FalconH1", _FALCON),
+    "falcon-h1-norms": ("FalconH1", _FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "qwen3next": ("Qwen3Next", _DELTA | _EXPERTS),
     "qwen35": ("Qwen3_5", _DELTA),
     "qwen35moe": ("Qwen3_5Moe", _DELTA | _EXPERTS),
 }
 ARCHITECTURES = {
+    "NemotronH": MODEL_ARCH.NEMOTRON_H,
+    "FalconH1": MODEL_ARCH.FALCON_H1,
     "GraniteMoeHybrid": MODEL_ARCH.GRANITE_HYBRID,
     "Qwen3Next": MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5": MODEL_ARCH.QWEN35,
@@ -61,15 +95,15 @@ def mamba(of_family: Change) -> Change:
     def change(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
         if name.endswith("A_log"):
             yield name, -np.exp(values)[:, None]
-        elif name.endswith("mamba.D"):
+        elif name.endswith((".mamba.D", ".mixer.D")):
             yield name, values[:, None]
         elif name.endswith("dt_bias"):
             yield name.replace("dt_bias", "dt_proj.bias"), values
-        elif name.endswith("mamba.norm.weight"):
-            yield name, values.reshape(config["mamba_n_groups"], -1)
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            yield name, values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
         elif name.endswith("conv1d.weight"):
             yield name, values.squeeze(1)
-        elif "shared_mlp." in name and not config["num_local_experts"]:
+        elif "shared_mlp." in name and not config.get("num_local_experts"):
             place = name.replace("shared_mlp", "mlp").replace("output_linear", "down_proj")
             halves = np.split(values, 2) if "input" in name else [values]
             for kind, part in zip(("gate", "up"), halves, strict=False):
@@ -125,7 +159,39 @@ def _qwen3_5(name: str, values: Values, config: dict[str, Any]) -> Iterator[tupl
     yield from _qwen(name, values, config)
 
 
-CHANGES: dict[str, Change] = {"Qwen3Next": _qwen, "Qwen3_5": _qwen3_5, "Qwen3_5Moe": _qwen3_5}
+def _nemotron(name: str, values: Values, _: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/nemotron.py``."""
+    yield name.replace("correction_bias", "correction.bias"), values
+
+
+def _falcon(name: str, values: Values, config: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """``conversion/falcon_h1.py``: weights are multiplied."""
+    gates, values_, keys, queries, steps = config["ssm_multipliers"]
+    widths = [config["mamba_d_ssm"]] * 2 + [config["mamba_n_groups"] * config["mamba_d_state"]] * 2
+    parts = np.repeat([gates, values_, keys, queries, steps], [*widths, config["mamba_n_heads"]])
+    factors = {
+        "feed_forward.down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * config["attention_in_multiplier"],
+        "q_proj": config["attention_in_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * parts[:, None],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    factor = next((factor for end, factor in factors.items() if name.endswith(f"{end}.weight")), 1.0)
+    yield name, (values * factor).astype(np.float32)
+
+
+CHANGES: dict[str, Change] = {
+    "Qwen3Next": _qwen,
+    "Qwen3_5": _qwen3_5,
+    "Qwen3_5Moe": _qwen3_5,
+    "NemotronH": mamba(_nemotron),
+    "FalconH1": mamba(_falcon),
+}
 
 
 def add_granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -152,3 +218,33 @@ def add_qwen(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config["architectures"] != ["Qwen3NextForCausalLM"]:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
+
+
+def add_nemotron_h(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/nemotron.py``."""
+    kinds = config["layers_block_type"]
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_head_count_kv([config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds])
+    sizes = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+    writer.add_feed_forward_length([sizes.get(kind, 0) for kind in kinds])
+    if "moe" in kinds:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+
+
+def add_falcon_h1(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """``conversion/falcon_h1.py``."""
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])

@@ -47,7 +47,7 @@ from headway.gguf_import.mixtures import (
     qwen3_moe,
 )
 from headway.gguf_import.older import bloom, falcon, gpt2, mpt, starcoder
-from headway.gguf_import.states import granite_hybrid, qwen3_5, qwen3_next
+from headway.gguf_import.states import falcon_h1, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
 
 FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "arcee": arcee,
@@ -60,6 +60,7 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "ernie4_5-moe": ernie_moe,
     "exaone4": exaone4,
     "falcon": falcon,
+    "falcon-h1": falcon_h1,
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
@@ -81,6 +82,8 @@ FAMILIES: Mapping[str, Callable[[Metadata], Family]] = {
     "mistral3": mistral3,
     "mpt": mpt,
     "nemotron": nemotron,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
     "olmo": olmo,
     "olmo2": olmo2,
     "olmoe": olmoe,

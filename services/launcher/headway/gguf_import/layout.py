@@ -81,7 +81,7 @@ class Layout:
     """``inside`` names what follows ``layer``, the prefix of one; ``orders`` and ``joined`` go by place.
 
     ``norm_offset`` was added to the weights of norms, but not of those among ``plain_norms``. A name among ``bare`` has no
-    end, such as ``.weight``. ``splits`` cut rows into several weights, by name. Nothing needs layers from ``num_layers`` on.
+    end, such as ``.weight``; in a file, the weights of places among ``endless`` have none. ``splits`` cut rows into several weights, by name. Nothing needs layers from ``num_layers`` on.
     """
 
     inside: Mapping[str, str]
@@ -91,6 +91,7 @@ class Layout:
     joined: Mapping[tuple[str, ...], Joined] = field(default_factory=dict)
     splits: Mapping[str, Split] = field(default_factory=dict)
     norm_offset: float = 0.0
+    endless: frozenset[str] = frozenset()
     plain_norms: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset({"self_attn.sinks", *_CORRECTIONS})

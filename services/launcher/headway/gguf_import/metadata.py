@@ -122,9 +122,21 @@ class Metadata:
     @property
     def kv_heads(self) -> list[int]:
         """Heads of keys and of values of each layer; 0: it has something else."""
-        key = "attention.head_count_kv"
+        return self._of_layers("attention.head_count_kv", self.num_heads)
+
+    @property
+    def inner_size(self) -> int:
+        """Columns of feed-forwards, of layers that have one."""
+        key = "feed_forward_length"
+        some = set(self._of_layers(key, self.integer("expert_feed_forward_length", 0, low=0) or None)) - {0}
+        if len(some) != 1:
+            raise self.refuse(key, "one number of columns")
+        return some.pop()
+
+    def _of_layers(self, key: str, default: int | None) -> list[int]:
+        """One number of all layers, or one of each."""
         if not isinstance(self.value(key, 0), list):
-            return [self.integer(key, self.num_heads)] * self.num_layers
+            return [self.integer(key, default)] * self.num_layers
         counts = self.file.each(f"{self.architecture}.{key}", int)
         if len(counts) != self.num_layers or any(count < 0 for count in counts):
             raise self.refuse(key, f"a number, or a list of {self.num_layers}")

@@ -103,9 +103,7 @@ def _usual_fields(metadata: Metadata, family: Family) -> dict[str, object]:
         "architectures": [family.architecture],
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "intermediate_size": metadata.integer(
-            "feed_forward_length", metadata.integer("expert_feed_forward_length", 0, low=0) or None
-        ),
+        "intermediate_size": family.fields.get("intermediate_size") or metadata.inner_size,
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": metadata.num_heads,
         "num_key_value_heads": metadata.num_kv_heads,
@@ -147,16 +145,22 @@ def _place_of(file: GgufFile, tensor: str, layout: Layout) -> _At | None:
         return None
     if inside is None and stem in layout.outside and end:
         return _At("", stem, layout.outside[stem], end, None)
-    if inside is not None:
-        prefix = layout.layer.format(int(inside[1]))
-        for places, joined in layout.joined.items():
-            if place in places:
-                return _At(prefix, place, joined.name, end, joined)
-        if place in layout.inside and (end or layout.inside[place] in layout.bare):
-            return _At(prefix, place, layout.inside[place], end, None)
-        if place in layout.splits and end:
-            return _At(prefix, place, "", end, None)
+    at = None if inside is None else _place_inside(layout, layout.layer.format(int(inside[1])), place, end)
+    if at is not None:
+        return at
     raise file.refuse(f"tensor {tensor[:64]} is not supported; allowed: those of a decoder")
+
+
+def _place_inside(layout: Layout, prefix: str, place: str, end: str) -> _At | None:
+    """Of a layer; None: it is unknown."""
+    for places, joined in layout.joined.items():
+        if place in places:
+            return _At(prefix, place, joined.name, end, joined)
+    if place in layout.endless:
+        end = end or "weight"
+    if place in layout.inside and (end or layout.inside[place] in layout.bare):
+        return _At(prefix, place, layout.inside[place], end, None)
+    return _At(prefix, place, "", end, None) if place in layout.splits and end else None
 
 
 def _pieces_of(file: GgufFile, layout: Layout) -> Iterator[tuple[list[str], _At]]:

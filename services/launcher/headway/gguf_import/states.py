@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headway.gguf_import.family import Family, chosen, granite_factors, partly, turned
+from headway.gguf_import.family import RMS, Family, chosen, granite_factors, partly, turned
 from headway.gguf_import.layout import (
     DENSE,
     EXPERTS,
@@ -177,3 +177,107 @@ def _of_qwen(metadata: Metadata) -> dict[str, object]:
             "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
         }
     return fields
+
+
+_OF_NEMOTRON = {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.{}.up_proj",
+    "ffn_down_exps": "mixer.experts.{}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+}
+
+
+_OF_EXPERTS = ("count", "group_count", "shared_count", "shared_feed_forward_length", "weights_scale")
+
+
+def nemotron_h(metadata: Metadata) -> Family:
+    """What a layer is, its tensors say. Without positions, it does not matter how queries and keys are turned."""
+    layout = Layout(
+        _OF_NEMOTRON | of_state("mixer"),
+        outside={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        layer="backbone.layers.{}.",
+        orders=orders_of_state(),
+        bare=bare_of_state("mixer") | {"mixer.gate.e_score_correction_bias"},
+        num_layers=metadata.read_layers,
+    )
+    # Nothing is rotated, and a file may say what experts would be like if there were any.
+    for key in ("rope.dimension_count", *(f"expert_{key}" for key in _OF_EXPERTS)):
+        metadata.value(key, None)
+    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if inner % heads:
+        raise metadata.refuse("ssm.inner_size", f"a multiple of {heads}")
+    kinds = [_kind_of_nemotron(metadata, index) for index in range(metadata.read_layers)]
+    dense = next((index for index, kind in enumerate(kinds) if kind == "mlp"), None)
+    fields: dict[str, object] = {
+        "layers_block_type": kinds,
+        "num_hidden_layers": metadata.read_layers,
+        "attention_bias": has_in_some_layer(metadata, "attn_q.bias"),
+        "mlp_bias": has_in_some_layer(metadata, "ffn_up.bias"),
+        "use_bias": has_in_some_layer(metadata, "ssm_in.bias"),
+        "use_conv_bias": has_in_some_layer(metadata, "ssm_conv1d.bias"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "n_groups": metadata.integer("ssm.group_count"),
+        "ssm_state_size": metadata.integer("ssm.state_size"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+    }
+    if dense is not None:
+        fields["intermediate_size"] = metadata.file.shape(f"blk.{dense}.ffn_up.weight")[0]
+    if "moe" in kinds:
+        metadata.refuse_unless("expert_gating_func", 2)
+        fields |= {
+            "n_routed_experts": metadata.integer("expert_count"),
+            "num_experts_per_tok": chosen(metadata),
+            "n_shared_experts": metadata.integer("expert_shared_count", 1),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+            "moe_shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+            "moe_latent_size": metadata.value("moe_latent_size", None),
+            "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+            "norm_topk_prob": bool(metadata.value("expert_weights_norm", False)),
+            "n_group": metadata.integer("expert_group_count", 1, low=0) or 1,
+            "topk_group": metadata.integer("expert_group_used_count", 1, low=0) or 1,
+        }
+    return Family("NemotronHForCausalLM", layout, fields, eps=("layer_norm_epsilon", RMS))
+
+
+def _kind_of_nemotron(metadata: Metadata, index: int) -> str:
+    kinds = {"ssm_in": LINEAR, "attn_q": FULL, "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    found = [kind for place, kind in kinds.items() if metadata.has_tensor(f"blk.{index}.{place}.weight")]
+    if len(found) != 1:
+        raise metadata.file.refuse(
+            f"layer {index} has tensors of {' and '.join(found) or 'nothing'}; allowed: of one kind"
+        )
+    return found[0]
+
+
+def falcon_h1(metadata: Metadata) -> Family:
+    """The file's weights are multiplied already. llama.cpp has gates before the norm of a state, if there is one."""
+    dense = {place: name.replace("mlp.", "feed_forward.") for place, name in DENSE.items()}
+    layout = Layout(
+        usual(dense, {"ffn_norm": "pre_ff_layernorm"}, of_state("mamba")),
+        outside={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        endless=frozenset({"ffn_norm"}),
+        orders=orders_of_state(),
+        bare=bare_of_state("mamba"),
+    )
+    fields = {
+        "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+        "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer("ssm.group_count", 1),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.has_tensor("blk.0.ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has_tensor("blk.0.ssm_in.bias"),
+        "mamba_rms_norm": metadata.has_tensor("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+    return Family("FalconH1ForCausalLM", layout, fields)
